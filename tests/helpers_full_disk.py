@@ -89,17 +89,10 @@ def _created(folder: Path, turn: int) -> None:
 
 
 def _scratch(folder: Path, turn: int) -> None:
-    from quorum_attention.on_disk.scratch import scratch
+    from quorum_attention.files.scratch import scratch
 
     with scratch(folder, 20_000):
         pass
-
-
-def _journal(folder: Path, turn: int) -> None:
-    from quorum_attention.on_disk.journal import Header, Journal
-
-    journal = Journal(folder / "x.journal", Header({}, {}, {"what": "x" * 200}))
-    journal.add(turn)
 
 
 def _results(folder: Path, turn: int) -> None:
@@ -147,17 +140,16 @@ def _proven(folder: Path, turn: int) -> None:
 
 
 _RESERVED = "are missing", "more than a file may have here"
-_OF_JOURNAL = "run.journal: No space left on device", _RESERVED[1]
+_OF_PROGRESS = "progress.json: No space left on device", _RESERVED[1]
 _UNSAID = "", ""
 WRITERS = {
     "text": Writer(_text, "OSError", "x.txt"),
     "run": Writer(_run("out.safetensors"), "2", "out.safetensors", _RESERVED),
     "run to .npy": Writer(_run("out.npy"), "2", "out.npy", _RESERVED),
     # Room for the results, and for no more.
-    "run, its journal": Writer(_run("out"), "2", "out", _OF_JOURNAL, room=40 << 10),
+    "run, its progress": Writer(_run("out"), "2", "out", _OF_PROGRESS, room=40 << 10),
     "new tensors": Writer(_created, "OSError", "x", _RESERVED),
     "scratch": Writer(_scratch, "OSError", "space for accumulators", _RESERVED),
-    "journal": Writer(_journal, "OSError", "x.journal"),
     "picture": Writer(_picture("png"), "2", "plan.png"),
     "drawing": Writer(_picture("svg"), "2", "plan.svg"),
     "results of bench": Writer(_results, "OSError", "results.json"),

@@ -2,12 +2,13 @@
 
 A new file is written beside the one it replaces, under a name that ends in ``UNFINISHED``, and
 renamed at the end. If anything fails before that, the old file stays. A process that is killed
-leaves its unfinished file; the next one that writes to the same path removes it.
+leaves its unfinished file; who writes to the same path an hour later removes it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
 import re
@@ -15,6 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
@@ -24,16 +26,14 @@ from typing import BinaryIO, Literal
 from quorum_attention.sizes import format_bytes
 
 UNFINISHED = ".unfinished"
-# Of outputs that are kept when their process ends. Where the identity of one lies in its files: in
-# the first bytes, which are zeros until the end. The very first stay zeros, so that nothing can be
-# loaded.
+# Used by farms, for outputs of earlier versions.
 RUN_UNFINISHED = f".run{UNFINISHED}"
 IDENTITY = slice(16, 32)
 _IN_USE = "in-use"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_STALE_SECONDS = 3600
 _LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 255 in all
-_BLOCK = 1 << 22
 _MOST_LINKS = 40  # as Linux follows
 
 
@@ -67,8 +67,6 @@ def check_target(path: str | PathLike[str]) -> Path:
         raise OSError(f"{path} cannot be written: it is not a regular file")
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(f"{path} cannot be written: it is read-only")
-    if mode is not None and _is_mounted(target):
-        raise OSError(f"{path} cannot be replaced: it is mounted; name a file in its directory")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise PermissionError(
             f"{path} cannot be written: {target.parent} may not be written, and the new file is "
@@ -149,11 +147,8 @@ def open_regular(
         raise
 
 
-def check_own(file: BinaryIO, *, private: bool = False) -> None:
+def _check_own(file: BinaryIO) -> None:
     """Refuse an open file that another user may have put in its place.
-
-    Args:
-        private: also refuse one that others may write to.
 
     Raises:
         PermissionError: it belongs to another user, or has a second name (a hard link).
@@ -164,20 +159,8 @@ def check_own(file: BinaryIO, *, private: bool = False) -> None:
         wrong = f"belongs to user {seen.st_uid}, not to {os.geteuid()}"
     elif seen.st_nlink > 1:
         wrong = f"has {seen.st_nlink} names (hard links)"
-    elif private and seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        wrong = "may be written by other users"
     if wrong:
         raise PermissionError(f"{file.name} {wrong}: it is not taken over")
-
-
-def _is_mounted(target: Path) -> bool:
-    """Whether ``target`` itself is a mount point, as files in containers can be: then it cannot be
-    replaced."""
-    with suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
-        # The table has blanks, tabs, newlines and backslashes as octal escapes.
-        name = re.sub(rb"[ \t\n\\]", lambda c: b"\\%03o" % ord(c[0]), os.fsencode(target))
-        return any(line.split(b" ", 5)[4] == name for line in mounts)
-    return False
 
 
 @contextmanager
@@ -197,8 +180,9 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
         OSError: see ``check_target``; or the disk is full. The file at ``path`` is as it was.
     """
     target = check_target(path)
-    remove_stale(target)
-    file = _unfinished(target)
+    _remove_stale(target)
+    name = f"{_stem_of(target)}.{secrets.token_hex(4)}{UNFINISHED}"
+    file = open(target.with_name(name), "x+b")  # noqa: SIM115
     try:
         with file:
             take_permissions(file, target)
@@ -206,7 +190,6 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            # Before the lock is released: another process would remove it as stale.
             os.replace(file.name, target)
     except BaseException as error:
         with suppress(OSError):
@@ -238,7 +221,7 @@ def folder_of_now(prefix: str, within: str | PathLike[str] | None = None) -> Ite
         folder = Path(name)
         # Locked as long as it is in use.
         with open(folder / _IN_USE, "x+b") as mark:
-            _lock(mark)
+            locked(mark)
             yield folder
 
 
@@ -246,8 +229,8 @@ def _remove_stale_folders(prefix: str, within: Path) -> None:
     """Remove the folders of killed processes: those that have a mark, and no lock on it."""
     for folder in within.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError), open_regular(folder / _IN_USE, "r+b", follow=False) as mark:
-            check_own(mark)
-            if _lock(mark):
+            _check_own(mark)
+            if locked(mark) is True:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -298,15 +281,10 @@ def _allocate(file: BinaryIO, n_bytes: int) -> None:
                 raise
         else:
             return
-    # Without fallocate, only bytes that have been written are sure to have their space.
+    # Space can only be counted here.
     if n_bytes > _free_bytes(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    zeros = bytes(_BLOCK)
-    file.seek(0)
-    for start in range(0, n_bytes, _BLOCK):
-        file.write(zeros[: n_bytes - start])
-    file.flush()
-    os.fsync(file.fileno())
+    file.truncate(n_bytes)
 
 
 def _free_bytes(file: BinaryIO) -> int:
@@ -314,48 +292,24 @@ def _free_bytes(file: BinaryIO) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def stem_of(target: Path) -> str:
+def _stem_of(target: Path) -> str:
     """What names of files beside ``target`` begin with: its name, shortened where it is long."""
     return os.fsdecode(os.fsencode(target.name)[:_LONGEST_NAME])
 
 
-def _unfinished(target: Path) -> BinaryIO:
-    """A new file beside ``target``, locked as long as it is open."""
-    while True:
-        file = open(  # noqa: SIM115 - closed by replacing()
-            target.with_name(f"{stem_of(target)}.{secrets.token_hex(4)}{UNFINISHED}"), "x+b"
-        )
-        _lock(file)
-        # Before it was locked, another process may have removed it as stale.
-        if os.path.exists(file.name):
-            return file
-        file.close()
-
-
-def remove_stale(target: Path) -> None:
-    """Remove the unfinished files of killed processes beside ``target``: those without a lock."""
-    pattern = re.compile(re.escape(stem_of(target)) + r"\.[0-9a-f]{8}" + re.escape(UNFINISHED))
+def _remove_stale(target: Path) -> None:
+    """Remove the unfinished files of killed processes beside ``target``: those that are old."""
+    pattern = re.compile(re.escape(_stem_of(target)) + r"\.[0-9a-f]{8}" + re.escape(UNFINISHED))
     with suppress(OSError):
         for name in os.listdir(target.parent):
-            if pattern.fullmatch(name):
-                stale = target.parent / name
-                with suppress(OSError), open_regular(stale, "r+b", follow=False) as file:
-                    if _lock(file):
-                        os.unlink(stale)
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Lock ``file`` without waiting. False where another process holds it, or the system has no
-    locks."""
-    return locked(file) is True
+            stale = target.parent / name
+            old = time.time() - _STALE_SECONDS
+            if pattern.fullmatch(name) and os.lstat(stale).st_mtime < old:
+                os.unlink(stale)
 
 
 def locked(file: BinaryIO) -> bool | None:
     """Lock ``file`` without waiting: whether it could be. None where the system has no locks."""
-    try:
-        import fcntl  # not on every system
-    except ImportError:
-        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -365,17 +319,15 @@ def locked(file: BinaryIO) -> bool | None:
     return True
 
 
-def take_permissions(file: BinaryIO, target: Path, *, owner: bool = True) -> None:
-    """Give an open file the permissions of the regular file at ``target``, which it replaces; with
-    ``owner``, its owner as well. Where there is none, or one that another user may have put there,
-    nothing changes."""
+def take_permissions(file: BinaryIO, target: Path) -> None:
+    """Give an open file the owner and the permissions of the regular file at ``target``, which it
+    replaces. Where there is none, or one that another user may have put there, nothing changes."""
     with suppress(OSError):
         old = os.lstat(target)
         if not stat.S_ISREG(old.st_mode) or _is_planted(old, target.parent):
             return
-        if owner:
-            with suppress(OSError):  # only root may give files away
-                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+        with suppress(OSError):  # only root may give files away
+            os.fchown(file.fileno(), old.st_uid, old.st_gid)
         os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
 
 

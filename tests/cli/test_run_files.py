@@ -204,9 +204,9 @@ sys.exit(main(sys.argv[2:]))
 KILLED = """
 import os, sys
 from quorum_attention.cli import main
-from quorum_attention.on_disk import run
-left = iter((1, 0))
-run._check_inputs = lambda seen: next(left) or os._exit(9)
+from quorum_attention.files import run
+left = iter((1, 1, 0))
+run._check = lambda seen: next(left) or os._exit(9)
 main(sys.argv[1:])
 """
 
@@ -272,15 +272,14 @@ def test_a_kill_leaves_the_earlier_output_and_nothing_that_loads(
     process = started(inputs, earlier)
     process.kill()
     process.communicate(timeout=60)
-    left = in_folder(inputs)
-    (extra,) = left.keys() - before.keys()
-    assert extra.endswith(".unfinished")
-    assert {name: left[name] for name in before} == before
+    assert in_folder(inputs) == before
+    (left,) = (inputs.parent / f"{earlier.name}.run").glob("*.safetensors")
     with pytest.raises(ValueError, match="not a safetensors file"):
-        open_tensors(inputs.parent / extra)
+        open_tensors(left)
     # The next one takes it away.
     assert main(["run", str(inputs), str(earlier), *CPU]) == 0
     assert in_folder(inputs).keys() == before.keys()
+    assert not left.parent.exists()
 
 
 @pytest.mark.parametrize("option", [[], ["--resume"], ["--restart"]])
@@ -289,7 +288,7 @@ def test_what_another_process_is_writing_is_left_to_it(
 ) -> None:
     process = started(inputs, earlier)
     before = in_folder(inputs)
-    (other,) = earlier.parent.glob("*.unfinished")
+    (other,) = earlier.parent.glob("*.run")
     assert main(["run", str(inputs), str(earlier), *CPU, *option]) == 2
     assert "is being written by another process" in capsys.readouterr().err
     assert in_folder(inputs) == before

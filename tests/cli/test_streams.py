@@ -19,7 +19,7 @@ import os, sys
 from quorum_attention import cli
 
 def changed(name):
-    from quorum_attention.on_disk.compute import compute_here
+    from quorum_attention.files.compute import compute_here
 
     def loud(work, parts):
         for part in compute_here(work, parts):

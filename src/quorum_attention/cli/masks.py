@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quorum_attention.cli import options as shared
+from quorum_attention.files.inputs import read_one
 from quorum_attention.mask import Mask
-from quorum_attention.on_disk.inputs import read_one
 
 # Options, by what ``argparse`` calls them, that make a mask.
 NAMES = (

@@ -23,7 +23,7 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.on_disk.inputs import read_qkv
+from quorum_attention.files.inputs import read_qkv
 from quorum_attention.pictures import check_drawable, draw_recovery
 from quorum_attention.planner import Plan, plan
 from quorum_attention.planner.decide import both_passes

@@ -7,9 +7,9 @@ out (and lse, with --lse), a .npy file, or, with a slash at its end, a folder of
 
 With --backward the inputs have grad_out, out and lse besides, and the output dq, dk and dv.
 
-The output is written beside its place, so the disk must have room for it and for what it
-replaces, and takes that place only when it is whole: a refused, failed or stopped call leaves what
-was there. What a stopped call has done is kept: the same command with --resume goes on with it.
+The output is written in a folder beside its place, OUTPUT.run, so the disk must have room for it
+and for what it replaces. It takes its place when it is whole: a refused, failed or stopped call
+leaves what was there. What a stopped call has done is kept: the same command with --resume goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,15 @@ from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, warn
 from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of, open_tensors
+from quorum_attention.files.call import FileCall, file_call
+from quorum_attention.files.compute import Compute, compute_here
+from quorum_attention.files.formats import is_npy
+from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, Seen, read_inputs
+from quorum_attention.files.output import Output, are_same, output_of
+from quorum_attention.files.run import Outcome, described, run_call
+from quorum_attention.files.run_folder import Mode
 from quorum_attention.kernels import get_kernel
 from quorum_attention.mask import Mask
-from quorum_attention.npy import is_npy
-from quorum_attention.on_disk.call import FileCall, file_call
-from quorum_attention.on_disk.compute import compute_here
-from quorum_attention.on_disk.fingerprint import fingerprint, stamp
-from quorum_attention.on_disk.inputs import BACKWARD, FORWARD, Inputs, read_inputs
-from quorum_attention.on_disk.run import Compute, Outcome, header_of, run_call
-from quorum_attention.on_disk.targets import Output, are_same, check_apart, output_of
-from quorum_attention.on_disk.unfinished import Mode, beside
 from quorum_attention.pictures import check_drawable
 
 # What changes no number of the result, and may be another when a call is resumed.
@@ -129,18 +127,17 @@ def _run(options: argparse.Namespace) -> int:
     written = Written(
         budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
     )
-    stamps = inputs.stamps | _stamps_of_masks(options)
-    mask, is_causal, mask_files = masks.mask_of(options, inputs.mask)
+    seen = _seen_masks(options) | inputs.seen
+    mask, is_causal, mask_files = masks.mask_of(options, inputs.tensors.get("mask"))
     _check_forward(options, inputs)
     tensors = {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"}
     call = file_call(
         tensors, mask, written,
         is_causal=is_causal, scale=options.scale, out_dtype=options.out_dtype,
     )  # fmt: skip
-    inputs = replace(inputs, files=(*inputs.files, *mask_files.values()))
     wanted = call.results(lse=options.lse)
     output = output_of(options.output, wanted, _metadata(options))
-    _check(options, inputs, output)
+    _check(options, list(seen), output)
     if inputs.unknown:
         files, has = ", ".join(options.input), "has" if len(options.input) == 1 else "have"
         warn(f"{files} also {has} {', '.join(inputs.unknown)}, which nothing is done with")
@@ -148,11 +145,11 @@ def _run(options: argparse.Namespace) -> int:
         where = device if options.ray is None else f"Ray ({options.ray})"
         say(_headline(options, call, where))
     report = Report()
-    read = {**{f"the {role}": file for role, file in inputs.where.items()}, **mask_files}
-    seen = _fingerprints(read, stamps)
+    of_roles = {**{f"the {role}": file for role, file in inputs.where.items()}, **mask_files}
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
+    header = described(call, wanted, _arguments(options), _by_role(of_roles, seen))
     outcome = run_call(
-        call, output, header_of(call, wanted, _arguments(options), seen), report,
+        call, output, header, seen.values(), report,
         mode=mode, heads=options.keep_every, compute=_computer(options), say=warn,
     )  # fmt: skip
     _tell(options, inputs, call, report, outcome)
@@ -193,46 +190,31 @@ def _tell(
             say(f"picture: {options.draw}")
 
 
-def _check(options: argparse.Namespace, inputs: Inputs, output: Output) -> None:
+def _check(options: argparse.Namespace, inputs: list[Path], output: Output) -> None:
     """Refuse what can be refused, before anything is written."""
-    check_apart(output, inputs.files)
-    for path in (path for target in output.targets for path in beside(target)):
-        if any(are_same(path, file) for file in inputs.files):
-            raise ValueError(
-                f"the input {path} has the name of what is written beside {output.name}: rename it"
-            )
+    output.check_apart(inputs)
     if options.draw is not None:
         drawn = check_drawable(options.draw)
-        others = [("output", target.path) for target in output.targets]
-        others += [("input", file) for file in inputs.files]
+        others = [("output", path) for path in output.files]
+        others += [("input", file) for file in inputs]
         for name, other in others:
             if are_same(other, drawn):
                 raise ValueError(f"--draw must be another file than the {name}, got {options.draw}")
 
 
-def _stamps_of_masks(options: argparse.Namespace) -> dict[Path, tuple[int, ...]]:
+def _seen_masks(options: argparse.Namespace) -> dict[Path, Seen]:
+    """The files of masks, before they are opened."""
     named = (getattr(options, name) for name in masks.FILES)
-    return {Path(file): stamp(file) for file in named if file}
+    return {Path(file): Seen.of(file) for file in named if file}
 
 
-def _fingerprints(used: dict[str, Path], stamps: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
-    """Those of files by what they are for: the same files in other places are other inputs.
-
-    Args:
-        stamps: of the files before they were opened: a resumed run would go by the fingerprint of
-            a file that has taken the place of the one that was read.
-
-    Raises:
-        ValueError: a file is another one by now.
-    """
+def _by_role(files: Mapping[str, Path], seen: Mapping[Path, Seen]) -> dict[str, Seen]:
+    """What was seen of files, by what they are for: the same files in other places are other
+    inputs."""
     roles: dict[Path, list[str]] = {}
-    for role, file in used.items():
+    for role, file in files.items():
         roles.setdefault(file, []).append(role)
-    found = {f"the file of {', '.join(names)}": fingerprint(f) for f, names in roles.items()}
-    for name, file in zip(found, roles, strict=True):
-        if stamp(file) != stamps[file]:
-            raise ValueError(f"{name} ({file}) was changed while it was opened: run it again")
-    return found
+    return {", ".join(names): seen[file] for file, names in roles.items()}
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -262,7 +244,7 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     """Refuse a backward of another call than the forward that wrote its output."""
     if not options.backward:
         return
-    for file in inputs.files:
+    for file in inputs.seen:
         if is_npy(file) or "out" not in open_tensors(file):
             continue
         before = _arguments_before(file)

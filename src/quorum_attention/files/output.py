@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quorum_attention.files import Layout, Wanted, laid_out
-from quorum_attention.npy import SUFFIX, laid_out_npy
+from quorum_attention.files.formats import SUFFIX, Layout, Wanted, laid_out, laid_out_npy
 from quorum_attention.writing import check_target, follow_links
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A file of results.
-
-    Attributes:
-        path: with symbolic links followed.
-        layout: of its bytes.
-    """
-
-    path: Path
-    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +17,38 @@ class Output:
 
     Attributes:
         name: as the user gave it.
-        targets: one for each file.
-        folder: the folder they are in, if it does not exist yet.
+        files: paths, with symbolic links followed, and the layouts of their bytes.
+        new_folder: the folder they are in, if it does not exist yet.
     """
 
     name: str
-    targets: tuple[Target, ...]
-    folder: Path | None = None
+    files: Mapping[Path, Layout]
+    new_folder: Path | None = None
+
+    @property
+    def run(self) -> Path:
+        """The folder that a run works in, beside the first file."""
+        first = next(iter(self.files))
+        return first.with_name(f"{first.name}.run")
+
+    def check_apart(self, inputs: Iterable[Path]) -> None:
+        """Refuse an output that is an input, which is read until the end, and inputs in the folder
+        that the run works in.
+
+        Raises:
+            ValueError: one of them is.
+        """
+        for given in inputs:
+            for path in self.files:
+                if are_same(given, path):
+                    raise ValueError(
+                        f"output {path if len(self.files) > 1 else self.name} is the input "
+                        f"{given}, which is read until the end: it must be another file"
+                    )
+            if self.run in Path(os.path.realpath(given)).parents:
+                raise ValueError(
+                    f"the input {given} is in {self.run}, where the run works: move it"
+                )
 
 
 def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
@@ -69,51 +80,35 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
                 f"{SUFFIX} files, {name.removesuffix(SUFFIX)}/, or a safetensors file"
             )
         ((result, (shape, dtype)),) = wanted.items()
-        layout = laid_out_npy(result, shape, dtype)
-        return Output(name, (Target(check_target(name), layout),))
+        return Output(name, {check_target(name): laid_out_npy(result, shape, dtype)})
     if Path(name).suffix not in ("", ".safetensors"):
         raise ValueError(
             f"the output {name} ends in {Path(name).suffix}: it must be a safetensors file "
             f"(.safetensors, or no suffix), a {SUFFIX} file, or a folder of them (NAME/)"
         )
     layout = laid_out(wanted, {**metadata, "complete": "true"})
-    return Output(name, (Target(check_target(name), layout),))
+    return Output(name, {check_target(name): layout})
 
 
 def _in_folder(name: str, wanted: Wanted) -> Output:
     folder = follow_links(name)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{name} cannot be written: {folder} is no folder")
-    made = None if folder.exists() else folder
-    layouts = [laid_out_npy(result, *described) for result, described in wanted.items()]
-    paths = [folder / f"{result}{SUFFIX}" for result in wanted]
-    if made is None:
-        paths = [check_target(path) for path in paths]
-    else:
-        check_target(folder)
-    return Output(name, tuple(map(Target, paths, layouts)), made)
+    files = {
+        folder / f"{result}{SUFFIX}": laid_out_npy(result, *described)
+        for result, described in wanted.items()
+    }
+    if folder.exists():
+        return Output(name, {check_target(path): layout for path, layout in files.items()})
+    check_target(folder)
+    return Output(name, files, folder)
 
 
-def are_same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+def are_same(one: Path, other: Path) -> bool:
     """Whether two names are one file, by whatever links; or would be."""
     if os.path.realpath(one) == os.path.realpath(other):
         return True
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
-def check_apart(output: Output, inputs: Sequence[str | os.PathLike[str]]) -> None:
-    """Refuse an output that is an input, which is read until the end.
-
-    Raises:
-        ValueError: one of them is.
-    """
-    for target in output.targets:
-        for given in inputs:
-            if are_same(given, target.path):
-                raise ValueError(
-                    f"output {target.path if len(output.targets) > 1 else output.name} is the "
-                    f"input {given}, which is read until the end: it must be another file"
-                )
-
-
-__all__ = ["Output", "Target", "are_same", "check_apart", "output_of"]
+__all__ = ["Output", "are_same", "output_of"]

@@ -18,13 +18,13 @@ import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.cli import run as command
 from quorum_attention.cli.stopping import Stopped
-from quorum_attention.on_disk.compute import Work, compute_here
-from quorum_attention.on_disk.parts import Part
+from quorum_attention.files.call import Part
+from quorum_attention.files.compute import Work, compute_here
 
 HEADS = 4
 # Head by head, cut at depth 1.
 EACH = ["--device", "cpu", "--keep-every", "1", "--depth", "1"]
-UNFINISHED, JOURNAL = "out.run.unfinished", "out.run.journal"
+PROGRESS = "out.run/progress.json"
 
 
 @pytest.fixture
@@ -86,8 +86,7 @@ def test_a_resumed_run_gives_what_one_run_gives(
     assert run(folder, backward=backward) == 128 + 15
     assert (folder / "out").read_bytes() == old
     said = capsys.readouterr().err
-    assert (folder / JOURNAL).exists() == (parts > 0)
-    assert (folder / UNFINISHED).exists() == (parts > 0)
+    assert (folder / PROGRESS).exists() == (folder / "out.run").exists() == (parts > 0)
     assert (f"{parts} of {HEADS} head groups are done and kept" in said) == (parts > 0)
     go_on(monkeypatch)
     assert run(folder, "--resume", "--json", backward=backward) == 0
@@ -97,8 +96,11 @@ def test_a_resumed_run_gives_what_one_run_gives(
     passes = shown["total"]["backwards" if backward else "forwards"]
     assert passes == HEADS - parts
     assert tensors(folder / "out") == tensors(folder / "whole")
-    assert not (folder / JOURNAL).exists()
-    assert not (folder / UNFINISHED).exists()
+    assert not (folder / "out.run").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def tensors(path: Path) -> dict[str, bytes]:
@@ -113,7 +115,7 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
 ) -> None:
     stop_after(2)
     run(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     go_on(monkeypatch)
     capsys.readouterr()
     assert run(folder) == 2
@@ -121,30 +123,28 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
     assert "2 of 4 head groups are done" in said
     assert "--resume" in said
     assert "--restart" in said
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
     assert run(folder, "--restart", "--json") == 0
     assert json.loads(capsys.readouterr().out)["resumed_parts"] is None
     assert run(folder, out="whole") == 0
     assert tensors(folder / "out") == tensors(folder / "whole")
 
 
-@pytest.mark.parametrize("parts", [0, 2])
 def test_what_is_begun_anew_is_another_file(
-    parts: int,
-    folder: Path,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker of the process that left the old one may have that open, and still write there."""
-    stop_after(parts)
+    """A worker of the process that left the old one may have that open, or open it, and still
+    write there."""
+    stop_after(2)
     run(folder)
-    if not parts:  # as a process leaves it that is killed before a part is done
-        (folder / UNFINISHED).write_bytes(bytes(1 << 16))
-    go_on(monkeypatch)
-    with open(folder / UNFINISHED, "r+b") as old:
-        assert run(folder, "--restart") == 0
-        assert os.fstat(old.fileno()).st_nlink == 0
+    (before,) = (folder / "out.run").glob("*-0")
+    stop_after(1)
+    with open(before, "r+b") as old:
+        assert run(folder, "--restart") == 128 + 15
+        assert not before.exists()
         old.write(b"late" * 10_000)
+    go_on(monkeypatch)
+    assert run(folder, "--resume") == 0
     assert run(folder, out="whole") == 0
     assert tensors(folder / "out") == tensors(folder / "whole")
 
@@ -172,10 +172,10 @@ def test_other_arguments_are_refused_by_name(
     run(folder)
     go_on(monkeypatch)
     capsys.readouterr()
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     assert run(folder, "--resume", *options) == 2
     assert said in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
 
 
 def test_a_changed_input_is_refused_by_name(
@@ -195,8 +195,8 @@ def test_a_changed_input_is_refused_by_name(
     assert run(folder, "--resume") == 2
     said = capsys.readouterr().err
     assert "the file of the query, the key, the value" in said
-    assert "its content was" in said
-    assert "its time" not in said
+    assert "the content of the file of" in said
+    assert "the time of" not in said
 
 
 def test_an_input_that_changes_meanwhile_ends_the_run(
@@ -249,88 +249,51 @@ def test_the_same_files_in_other_places_are_refused(
     assert main(["run", f"v={b}", f"k={a}", q, *out, "--resume"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("damage", "resumed"),
-    [
-        (lambda text: text[:-3], 2),
-        (lambda text: text + b"12345678 {", 3),
-        (lambda text: text.replace(b'"part":1', b'"part":3'), 1),
-        (lambda text: text[:20] + b"?" + text[21:], None),
-        (lambda text: b"", None),
-    ],
-    ids=["torn", "torn, longer", "another part", "the first line", "empty"],
-)
-def test_a_damaged_journal_costs_time_and_no_bit(
+@pytest.mark.parametrize("damaged", ["progress.json", "*-0"])
+def test_what_is_damaged_is_refused_by_name(
     folder: Path,
-    damage: Callable[[bytes], bytes],
-    resumed: int | None,
+    damaged: str,
     stop_after: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What a damaged line said to be done is computed again; without a first line it is refused."""
-    assert run(folder, out="whole") == 0
     stop_after(3)
     run(folder)
     go_on(monkeypatch)
-    journal = folder / JOURNAL
-    journal.write_bytes(damage(journal.read_bytes()))
-    capsys.readouterr()
-    code = run(folder, "--resume", "--json")
-    shown = capsys.readouterr()
-    if resumed is None:
-        assert code == 2
-        assert f"{JOURNAL} is damaged" in shown.err
-        assert run(folder, "--restart") == 0
-    else:
-        assert code == 0
-        assert "damaged" in shown.err
-        assert json.loads(shown.out)["resumed_parts"] == resumed
+    (path,) = (folder / "out.run").glob(damaged)
+    path.write_bytes(path.read_bytes()[:-3])
+    before = contents(folder)
+    assert run(folder, "--resume") == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert "--restart" in said
+    assert contents(folder) == before
+    assert run(folder, "--restart") == 0
+    assert run(folder, out="whole") == 0
     assert tensors(folder / "out") == tensors(folder / "whole")
 
 
-def test_a_resumed_run_has_all_of_its_files_for_itself(
-    folder: Path,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("out", ["new/", "new/out.npy"])
+def test_a_second_run_at_the_same_time_is_refused(
+    folder: Path, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop_after(2)
-    run(folder, out="new/")
-    second = ["run", str(folder / "qkv"), str(folder / "new/lse.npy"), "--device", "cpu"]
+    """Also one to the first of several files, by whatever option."""
+    second = ["run", str(folder / "qkv"), f"{folder}/{out}", "--device", "cpu"]
     tried = []
 
     def compute(work: Work, left: Sequence[Part]) -> Iterator[Part]:
         for part in compute_here(work, left):
             monkeypatch.setattr(command, "_computer", lambda options: compute_here)
-            tried.append(main([*second, "--restart"]))
+            tried.extend(main([*second, *more]) for more in ([], ["--resume"], ["--restart"]))
             yield part
 
     monkeypatch.setattr(command, "_computer", lambda options: compute)
-    assert run(folder, "--resume", out="new/") == 0
-    assert tried == [2, 2]
-    assert capsys.readouterr().err.count("another") == 2
+    assert run(folder, out="new/") == 0
+    assert tried == [2] * 3 * HEADS
+    assert capsys.readouterr().err.count("is being written by another process") == 3 * HEADS
     assert run(folder, out="whole/") == 0
     for name in ("out.npy", "lse.npy"):
         assert (folder / "new" / name).read_bytes() == (folder / "whole" / name).read_bytes()
-
-
-def test_results_of_an_unfinished_output_are_not_taken_over(
-    folder: Path,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stop_after(2)
-    run(folder, out="new/")
-    go_on(monkeypatch)
-    before = {path.name: path.read_bytes() for path in (folder / "new").iterdir()}
-    for mode in ([], ["--resume"], ["--restart"]):
-        given = ["run", str(folder / "qkv"), str(folder / "new/lse.npy"), "--device", "cpu", *mode]
-        assert main(given) == 2
-        assert "is another output's, which is not finished" in capsys.readouterr().err
-        assert {path.name: path.read_bytes() for path in (folder / "new").iterdir()} == before
-    assert run(folder, "--resume", out="new/") == 0
 
 
 def test_what_is_begun_anew_with_fewer_results_leaves_no_others(
@@ -342,17 +305,6 @@ def test_what_is_begun_anew_with_fewer_results_leaves_no_others(
     fewer = ["run", str(folder / "qkv"), f"{folder}/new/", "--device", "cpu", "--restart"]
     assert main(fewer) == 0
     assert [path.name for path in (folder / "new").iterdir()] == ["out.npy"]
-
-
-@pytest.mark.parametrize("name", [UNFINISHED, JOURNAL])
-def test_an_input_that_is_called_as_what_is_unfinished_stays(
-    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.rename(folder / "qkv", folder / name)
-    before = (folder / name).read_bytes()
-    assert main(["run", str(folder / name), str(folder / "out"), *EACH, "--restart"]) == 2
-    assert "rename it" in capsys.readouterr().err
-    assert (folder / name).read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["qkv", "bias.npy"])
@@ -373,8 +325,8 @@ def test_a_file_that_takes_the_place_of_one_that_was_opened_is_not_taken_for_it(
     mask = ["--mask", str(folder / "bias.npy")]
     before = (folder / "out").read_bytes()
     assert run(folder, *mask) == 2
-    assert f"{folder / name}) was changed while it was opened" in capsys.readouterr().err
+    assert f"{folder / name} was changed while it was read" in capsys.readouterr().err
     assert (folder / "out").read_bytes() == before
-    assert not (folder / UNFINISHED).exists()
+    assert not (folder / "out.run").exists()
     monkeypatch.undo()
     assert run(folder, *mask) == 0

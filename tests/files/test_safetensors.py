@@ -52,17 +52,16 @@ def one(**changed: Any) -> dict[str, Any]:
 
 NOT_JSON = "JSON|InvalidHeader"  # the library says it in words of its version
 WRONG_SIZE = "invalid shape, data type, or offset|TensorInvalidInfo"
-X = json.dumps(one()["x"]).encode()
-CUT_OFF = "is truncated, or has bytes of no tensor"
+CUT_OFF = "or is truncated"
 CORRUPT = {
     "shape smaller than offsets": (one(shape=[2]), WRONG_SIZE),
     "shape larger than offsets": (one(shape=[2**40, 8]), WRONG_SIZE),
     "no number of bytes": (one(shape=[2**62, 8]), "verflow"),
     "more than a tensor has": (
         {**one(shape=[0, 2**62], data_offsets=[0, 0]), "y": one()["x"]},
-        "x has shape .* more",
+        "x has a shape that no tensor",
     ),
-    "more dimensions": (one(shape=[1] * 70 + [4]), "x has shape of 71 dimensions: more"),
+    "more dimensions": (one(shape=[1] * 70 + [4]), "x has a shape that no tensor"),
     "negative shape": (one(shape=[-4]), NOT_JSON),
     "shape of words": (one(shape=["4"]), NOT_JSON),
     "shape of truths": (one(shape=[True]), NOT_JSON),
@@ -84,17 +83,13 @@ CORRUPT = {
     "a list": ([1, 2], NOT_JSON),
     "a list for a tensor": ({"x": [1]}, NOT_JSON),
     "metadata no object": ({**one(), "__metadata__": 3}, NOT_JSON),
-    "a name twice": (
-        b'{"x": %b, "x": %b}' % ((json.dumps(one()["x"]).encode(),) * 2),
-        "'x' 2 times",
-    ),
     "not UTF-8": (b'{"\xff": 1}', "UTF-8|InvalidHeader"),
     "nested without end": (b"[" * 100_000, NOT_JSON),
     "a number of many digits": (b'{"x": ' + b"9" * 10_000 + b"}", NOT_JSON),
     "no text": (b"", NOT_JSON),
 }
 # What the library takes, and torch or the format does not.
-OURS = ("a name twice", "more than a tensor has", "more dimensions", "a dtype that torch has not")
+OURS = ("more than a tensor has", "more dimensions", "a dtype that torch has not")
 
 
 @pytest.mark.parametrize("case", CORRUPT)
@@ -115,20 +110,14 @@ def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
         open_tensors(tmp_path / "x")
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-def test_a_header_of_many_names_takes_as_long_as_it_is_long(tmp_path: Path, repeated: bool) -> None:
+def test_a_header_of_many_names_takes_as_long_as_it_is_long(tmp_path: Path) -> None:
     """Half a minute for 2 MB, once: whoever opens a file of somebody else's waits for it."""
     names = [
         f'"n{number}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for number in range(40_000)
     ]
-    names += names[-1:] * repeated
     path = raw(tmp_path / "x", f"{{{','.join(names)}}}".encode(), 0)
     started = time.process_time()
-    if repeated:
-        with pytest.raises(ValueError, match="'n39999' 2 times"):
-            open_tensors(path)
-    else:
-        assert len(open_tensors(path)) == 40_000
+    assert len(open_tensors(path)) == 40_000
     assert time.process_time() - started < 5
 
 
@@ -136,7 +125,7 @@ def test_a_header_of_many_names_takes_as_long_as_it_is_long(tmp_path: Path, repe
 def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path, shape: list[int]) -> None:
     path = raw(tmp_path / "x", one(shape=[0, *shape], data_offsets=[0, 0]), 0)
     started = time.process_time()
-    with pytest.raises(ValueError, match=r"x has shape of 200[0-9]* dimensions"):
+    with pytest.raises(ValueError, match=r"x has a shape that no tensor can have: 200[0-9]* sizes"):
         open_tensors(path)
     assert time.process_time() - started < 5
 

@@ -14,9 +14,9 @@ import torch
 import quorum_attention as qa
 from quorum_attention.call.options import Written
 from quorum_attention.cli import main
-from quorum_attention.on_disk import compute
-from quorum_attention.on_disk.call import file_call
-from quorum_attention.on_disk.compute import settle
+from quorum_attention.files import compute
+from quorum_attention.files.call import file_call
+from quorum_attention.files.compute import settle
 
 CPU = ["--device", "cpu"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 from quorum_attention.writing import reserve
 
 _ALIGNMENT = 4096
+Shapes = Sequence[tuple[int, ...]]
 
 
 class Scratch:
@@ -23,23 +24,21 @@ class Scratch:
     def __init__(self, mapping: mmap.mmap | None) -> None:
         self._mapping = mapping
 
-    def tensors(
-        self, shapes: list[tuple[int, ...]], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, ...]:
+    def tensors(self, shapes: Shapes, dtype: torch.dtype) -> list[torch.Tensor]:
         """Tensors one after the other, from the file's start; their content is undefined."""
         found, begin = [], 0
         for shape in shapes:
-            count = math.prod(shape)
-            if self._mapping is None or not count:
+            n_bytes = math.prod(shape) * dtype.itemsize
+            if self._mapping is None or not n_bytes:
                 found.append(torch.empty(shape, dtype=dtype, device="cpu"))
                 continue
-            raw = np.frombuffer(self._mapping, np.uint8, count * dtype.itemsize, begin)
+            raw = np.frombuffer(self._mapping, np.uint8, n_bytes, begin)
             found.append(torch.from_numpy(raw).view(dtype).view(shape))
             begin += bytes_of([shape], dtype)
-        return tuple(found)
+        return found
 
 
-def bytes_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> int:
+def bytes_of(shapes: Shapes, dtype: torch.dtype) -> int:
     """Bytes that such tensors take there."""
     sizes = (math.prod(shape) * dtype.itemsize for shape in shapes)
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)

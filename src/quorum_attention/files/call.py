@@ -1,0 +1,195 @@
+"""A call whose tensors are in files, and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.causal_bias import as_mask
+from quorum_attention.call.gradients import given_of
+from quorum_attention.call.options import Written
+from quorum_attention.call.request import request_of
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.execution.workload import Workload
+from quorum_attention.files.formats import Wanted
+from quorum_attention.mask import Mask
+
+GRADIENTS = ("dq", "dk", "dv")
+_OF_KEYS = ("key", "value", "dk", "dv")
+
+
+class Part(NamedTuple):
+    """Some key/value heads of some batch entries, with their query heads: no other part has
+    anything to do with them.
+
+    Attributes:
+        number: of the part, from 0.
+        entries: batch entries, numbered through all batch dimensions.
+        key_heads, query_heads: of each of them; all of them where there are several entries.
+    """
+
+    number: int
+    entries: Interval
+    key_heads: Interval
+    query_heads: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class FileCall:
+    """A forward, or a backward from files; made by ``file_call``.
+
+    Attributes:
+        tensors: what it reads, by role: (*batch, heads, n, d), lse (*batch, heads, n_queries).
+        mask: None, a boolean or additive tensor, or a description.
+        is_causal, scale, out_dtype: as for ``attention``; ``out_dtype`` of all results but the lse.
+        backward: whether it gives gradients.
+        written: its options.
+        work: its sizes.
+        without_heads: inputs were (tokens, head_dim), and so are results.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    mask: torch.Tensor | Mask | None
+    is_causal: bool
+    scale: float | None
+    out_dtype: torch.dtype
+    backward: bool
+    written: Written
+    work: Workload
+    without_heads: bool
+
+    @property
+    def device(self) -> torch.device:
+        """What computes it."""
+        device = self.written.devices
+        assert isinstance(device, torch.device)
+        return device
+
+    @property
+    def whole(self) -> WholeCall:
+        """The call that parts are blocks of."""
+        work = self.work
+        return WholeCall(
+            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, self.mask,
+            self.is_causal, self.scale,
+        )  # fmt: skip
+
+    def results(self, *, lse: bool = False) -> Wanted:
+        """Shapes and dtypes of the results, by name.
+
+        Args:
+            lse: whether the log-sum-exp of a forward is wanted.
+        """
+        work = self.work
+        of_queries = (*work.batch_shape, work.heads, work.n_queries)
+        of_keys = (*work.batch_shape, work.kv_heads, work.n_keys)
+        if self.backward:
+            dq, dk, dv = (*of_queries, work.head_dim), (*of_keys, work.head_dim), of_keys
+            shapes = dict(zip(GRADIENTS, (dq, dk, (*dv, work.value_dim)), strict=True))
+        else:
+            shapes = {"out": (*of_queries, work.value_dim)}
+        wanted = {name: (shape, self.out_dtype) for name, shape in shapes.items()}
+        if lse and not self.backward:
+            wanted["lse"] = (of_queries, work.state_dtype)
+        if self.without_heads:
+            wanted = {name: (shape[1:], dtype) for name, (shape, dtype) in wanted.items()}
+        return wanted
+
+    def parts(self, heads: int) -> list[Part]:
+        """Its parts.
+
+        Args:
+            heads: key/value heads of each, from ``heads_of_part``.
+        """
+        batch, kv_heads = self.work.batch, self.work.kv_heads
+        if not batch or not kv_heads:
+            return []
+        share, entries = self.work.heads // kv_heads, max(1, heads // kv_heads)
+        runs = [
+            (Interval(entry, min(entry + entries, batch)), Interval(h, min(h + heads, kv_heads)))
+            for entry in range(0, batch, entries)
+            for h in range(0, kv_heads, min(heads, kv_heads))
+        ]
+        return [
+            Part(number, at, keys, Interval(keys.start * share, keys.stop * share))
+            for number, (at, keys) in enumerate(runs)
+        ]
+
+    def heads_of_part(self, wanted: int) -> int:
+        """How many key/value heads a part has that should have about ``wanted``: some of one batch
+        entry, or all of some entries."""
+        most = max(1, self.work.kv_heads)
+        if wanted < most or len(self.work.batch_shape) != 1:
+            return max(1, min(wanted, most))
+        return min(wanted // most, max(1, self.work.batch)) * most
+
+    def block(self, part: Part) -> Block:
+        """The block that a part is."""
+        rows, keys = Interval(0, self.work.n_queries), Interval(0, self.work.n_keys)
+        return Block(part.entries, part.query_heads, rows, keys)
+
+    def cut(self, tensors: Mapping[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
+        """The part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
+        whole, block = self.whole, self.block(part)
+        return {n: whole.cut(t, block, of_keys=n in _OF_KEYS) for n, t in tensors.items()}
+
+
+def file_call(
+    tensors: Mapping[str, torch.Tensor],
+    mask: torch.Tensor | Mask | None,
+    written: Written,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> FileCall:
+    """A call on ``tensors``, checked as a call of ``attention`` is.
+
+    Args:
+        tensors: query, key and value; with grad_out, out and lse it is a backward.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: what does not fit, by name.
+    """
+    backward = "grad_out" in tensors
+    for name, tensor in tensors.items():
+        least = 1 if name == "lse" else 2
+        if tensor.dim() < least:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
+    query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
+    mask = as_mask(mask, query, key)
+    checked, request = request_of(
+        "attention_backward" if backward else "attention", query, key, value, mask, 0.0, None,
+        is_causal, scale, True, None, None if backward else out_dtype, written,
+    )  # fmt: skip
+    # Views with all dimensions; a bias is broadcast by ``WholeCall.cut_bias``.
+    inputs = {"query": checked.query, "key": checked.key, "value": checked.value}
+    if backward:
+        heads = 1 if request.without_heads else 0
+        if any(a.shape[heads:] != b.shape for a, b in zip(inputs.values(), three, strict=True)):
+            raise NotImplementedError("a backward from files takes no inputs that are broadcast")
+        rest = given_of(
+            checked, request, tensors["grad_out"], tensors["out"], tensors["lse"], None, False,
+            None, three,
+        )  # fmt: skip
+        inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
+    dtype = out_dtype or query.dtype
+    return FileCall(
+        inputs, mask, is_causal, scale, dtype, backward, written, request.work,
+        request.without_heads,
+    )  # fmt: skip
+
+
+def written_as(call: FileCall, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Results with a dimension of heads, views."""
+    if not call.without_heads:
+        return dict(results)
+    return {name: tensor.unsqueeze(0) for name, tensor in results.items()}
+
+
+__all__ = ["GRADIENTS", "FileCall", "Part", "file_call", "written_as"]

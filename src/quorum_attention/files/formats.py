@@ -1,0 +1,273 @@
+"""Tensors in safetensors and .npy files, mapped instead of read.
+
+The mappings are shared: they do not count against a process's data-size limit, and the system pages
+them in and out, so inputs and outputs may be larger than memory. The libraries of the formats check
+the headers (safetensors' own mappings are private, which counts).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import mmap
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from quorum_attention.writing import open_regular, reserve
+
+Path_ = str | PathLike[str]
+Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+SUFFIX = ".npy"
+npy: Any = np.lib.format  # it has no types
+_MAGIC = b"\x93NUMPY"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_OF_NUMPY = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in _DTYPES.values()
+    if not str(dtype).startswith(("torch.bfloat", "torch.float8"))
+}
+_METADATA = "__metadata__"
+_ALIGNMENT, _MOST_DIMS = 64, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file, whose bytes begin at ``start``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The bytes of a file of tensors.
+
+    Attributes:
+        header: its first bytes; without them it cannot be loaded.
+        entries: the tensors, one after the other.
+    """
+
+    header: bytes
+    entries: tuple[Entry, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the whole file."""
+        return len(self.header) + sum(entry.n_bytes for entry in self.entries)
+
+    def tensors(self, mapping: mmap.mmap) -> dict[str, torch.Tensor]:
+        """The tensors of a file that is mapped whole, by name: writes to them go to the file."""
+        return {entry.name: _view(mapping, entry) for entry in self.entries}
+
+
+def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file by name, mapped: nothing is read yet.
+
+    With ``writable``, writes to the tensors go to the file. Without it, a write to one of them
+    crashes the process (torch cannot know that they are read-only).
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+        ValueError: its header breaks the format, or has a tensor that torch cannot have.
+    """
+    with open_regular(path, "r+b" if writable else "rb") as file:
+        _metadata(path, file)  # checks the header
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header.pop(_METADATA, None)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        mapping = mmap.mmap(file.fileno(), 0, access=access)
+    found = {}
+    for name, described in header.items():
+        dtype, shape = _DTYPES.get(described["dtype"]), described["shape"]
+        if dtype is None:
+            raise ValueError(
+                f"{path}: {name} has dtype {described['dtype']!r}, which is not supported; it must "
+                f"be one of {', '.join(_DTYPES)}"
+            )
+        if len(shape) > _MOST_DIMS or max(shape, default=0) >= 1 << 60:
+            raise ValueError(
+                f"{path}: {name} has a shape that no tensor can have: {len(shape)} sizes"
+            )
+        entry = Entry(name, dtype, tuple(shape), 8 + length + described["data_offsets"][0])
+        if writable and entry.start % dtype.itemsize:
+            raise ValueError(f"{path}: {name} is not aligned, so it cannot be written in place")
+        found[name] = _view(mapping, entry)
+    return found
+
+
+def metadata_of(path: Path_) -> dict[str, str]:
+    """The metadata in the header of a safetensors file, texts by name.
+
+    Raises:
+        OSError, ValueError: as ``open_tensors``.
+    """
+    with open_regular(path) as file:
+        return _metadata(path, file)
+
+
+def _metadata(path: Path_, file: BinaryIO) -> dict[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # By its descriptor: at ``path`` may be another file by now.
+        with safe_open(f"/proc/self/fd/{file.fileno()}", "numpy") as found:
+            return dict(found.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
+
+
+def create_tensors(path: Path_, tensors: Wanted) -> dict[str, torch.Tensor]:
+    """Create a safetensors file, which must not exist and can be opened at once.
+
+    Returns:
+        The tensors by name, mapped, zeros; writes to them go to the file.
+
+    Raises:
+        OSError: the file exists or cannot be created, or the disk has no room for it.
+        TypeError: a dtype the format does not have.
+    """
+    layout = laid_out(tensors, {})
+    with open(path, "x+b") as file:
+        try:
+            reserve(file, layout.n_bytes, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+        mapping = mmap.mmap(file.fileno(), layout.n_bytes)
+    mapping[: len(layout.header)] = layout.header
+    return layout.tensors(mapping)
+
+
+def laid_out(tensors: Wanted, metadata: Mapping[str, str]) -> Layout:
+    """A safetensors file of these tensors.
+
+    Raises:
+        TypeError: a dtype the format does not have.
+    """
+    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    entries = []
+    end = 0
+    # The widest dtype first: then every tensor begins at a multiple of its element size.
+    for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
+        if dtype not in _NAMES:
+            raise TypeError(f"{name} has dtype {dtype}, which a safetensors file cannot hold here")
+        entries.append(Entry(name, dtype, tuple(shape), end))
+        start, end = end, end + entries[-1].n_bytes
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    # The format allows spaces after the header; they put the data on an aligned address.
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    begin = 8 + len(text)
+    placed = (Entry(e.name, e.dtype, e.shape, begin + e.start) for e in entries)
+    return Layout(len(text).to_bytes(8, "little") + text, tuple(placed))
+
+
+def is_npy(path: Path_) -> bool:
+    """Whether a file is called as .npy files are, or begins as they do."""
+    if os.fspath(path).endswith(SUFFIX):
+        return True
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
+
+
+def open_npy(path: Path_) -> torch.Tensor:
+    """The tensor of a .npy file, mapped: nothing is read yet. A write to it crashes the process.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+        ValueError: it is not a .npy file, is damaged or ends too early; or its elements are none
+            that a tensor can have (.npy files know no bfloat16).
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            array = npy.open_memmap(f"/proc/self/fd/{file.fileno()}", mode="r")
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(f"{path} is not a .npy file, or is truncated: {error}") from error
+    if str(array.dtype) not in _OF_NUMPY:
+        bf16 = array.dtype.kind == "V" and array.dtype.itemsize == 2
+        hint = " (bfloat16, maybe, which .npy files do not know: use safetensors)" if bf16 else ""
+        raise ValueError(
+            f"{path} has elements of {array.dtype.str!r}{hint}; they must be one of "
+            f"{', '.join(_OF_NUMPY)}, of this machine's byte order"
+        )
+    if size != array.offset + array.nbytes:
+        raise ValueError(f"{path} is corrupt: {size - array.offset} bytes for {array.nbytes}")
+    return _from_numpy(array)
+
+
+def laid_out_npy(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """A .npy file of one tensor; ``name`` is the tensor's, for messages.
+
+    Raises:
+        TypeError: a dtype the format does not have.
+    """
+    known = str(dtype).removeprefix("torch.")
+    if known not in _OF_NUMPY:
+        raise TypeError(
+            f"{name} has dtype {known}, which .npy files do not know: write safetensors, or give "
+            f"another --out-dtype"
+        )
+    text = io.BytesIO()
+    described = {"descr": npy.dtype_to_descr(np.dtype(known)), "fortran_order": False}
+    npy.write_array_header_1_0(text, {**described, "shape": tuple(shape)})
+    header = text.getvalue()
+    return Layout(header, (Entry(name, dtype, tuple(shape), len(header)),))
+
+
+def _view(mapping: mmap.mmap, entry: Entry) -> torch.Tensor:
+    """A tensor of a mapped file. One that is not aligned, as others may write it, is a copy."""
+    if not entry.n_bytes:
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    flat = _from_numpy(np.frombuffer(mapping, np.uint8, entry.n_bytes, entry.start))
+    flat = flat.clone() if entry.start % entry.dtype.itemsize else flat
+    return flat.view(entry.dtype).view(entry.shape)
+
+
+def _from_numpy(array: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+__all__ = [
+    "SUFFIX",
+    "Layout",
+    "Wanted",
+    "create_tensors",
+    "is_npy",
+    "laid_out",
+    "laid_out_npy",
+    "metadata_of",
+    "open_npy",
+    "open_tensors",
+]

@@ -1,0 +1,187 @@
+"""A run's folder that another user may have planted: never resumed from, never written through."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from quorum_attention.cli import main
+from quorum_attention.files.run_folder import RunFolder
+
+OTHER = 12345
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+
+class StoppedError(Exception):
+    """Ends a run when all is computed, and nothing has its name yet."""
+
+
+def run(folder: Path, *options: str) -> int:
+    device = ["--device", "cpu", "--keep-every", "1"]
+    return main(["run", str(folder / "qkv"), str(folder / "out"), *device, *options])
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A folder with a run that is unfinished, as another process left it."""
+
+    def stop(self: RunFolder) -> None:
+        raise StoppedError
+
+    qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
+    safetensors.torch.save_file(qkv, tmp_path / "qkv")
+    safetensors.torch.save_file({"old": torch.ones(3)}, tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "finish", stop)
+        with pytest.raises(StoppedError):
+            run(tmp_path)
+    assert (tmp_path / "out.run" / "progress.json").exists()
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, object]:
+    return {
+        str(path): path.read_bytes() if path.is_file() else path.lstat().st_mode
+        for path in folder.rglob("*")
+    }
+
+
+def given_away(path: Path) -> None:
+    os.lchown(path, OTHER, OTHER)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def piped(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    os.mkfifo(path)
+
+
+def somebodys(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.mkdir()
+    (path / "notes").write_text("mine")
+
+
+@pytest.mark.parametrize("options", [["--resume"], ["--restart"], []])
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        pytest.param(given_away, f"belongs to user {OTHER}", marks=ROOT),
+        (lambda path: path.chmod(0o777), "may be written by other users"),
+        (linked, "is no folder"),
+        (piped, "is no folder"),
+        (somebodys, "is not the folder of a run"),
+    ],
+)
+def test_a_folder_that_is_not_ones_own_is_not_taken_over(
+    begun: Path,
+    planted: Callable[[Path], None],
+    said: str,
+    options: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    planted(begun / "out.run")
+    before = contents(begun)
+    assert run(begun, *options) == 2
+    error = capsys.readouterr().err
+    assert f"{begun}/out.run {said}" in error
+    assert contents(begun) == before
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_nobody_else_may_look_into_the_folder(
+    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+
+    def looked(self: RunFolder, part: int) -> None:
+        modes.append(stat.S_IMODE(self.path.stat().st_mode))
+
+    monkeypatch.setattr(RunFolder, "keep", looked)
+    qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
+    safetensors.torch.save_file(qkv, tmp_path / "qkv")
+    before = os.umask(umask)
+    try:
+        assert run(tmp_path) == 0
+    finally:
+        os.umask(before)
+    assert modes == [0o700] * 3
+
+
+def test_what_is_not_the_runs_stays_in_its_folder(begun: Path) -> None:
+    (begun / "out.run" / "notes").write_text("mine")
+    assert run(begun, "--restart") == 0
+    assert [path.name for path in (begun / "out.run").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("folder", ["out.run", "out.run/deeper"])
+def test_an_input_in_the_folder_of_the_run_is_refused(
+    begun: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (begun / folder).mkdir(exist_ok=True)
+    (begun / "qkv").rename(begun / folder / "qkv")
+    (begun / "qkv").symlink_to(f"{folder}/qkv")
+    before = contents(begun)
+    assert run(begun, "--restart") == 2
+    assert "where the run works" in capsys.readouterr().err
+    assert contents(begun) == before
+
+
+def test_an_earlier_versions_run_is_named_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
+    safetensors.torch.save_file(qkv, tmp_path / "qkv")
+    for name in ("out.run.unfinished", "out.run.journal"):
+        (tmp_path / name).write_text("earlier")
+    assert run(tmp_path, "--resume") == 0
+    assert "of an earlier version's run" in capsys.readouterr().err
+    for name in ("out.run.unfinished", "out.run.journal"):
+        assert (tmp_path / name).read_text() == "earlier"
+
+
+@ROOT
+def test_the_successor_of_another_users_file_becomes_his_when_it_is_whole(begun: Path) -> None:
+    (begun / "out").chmod(0o664)
+    given_away(begun / "out")
+    assert run(begun, "--resume") == 0
+    made = (begun / "out").stat()
+    assert (made.st_uid, made.st_mode & 0o777) == (OTHER, 0o664)
+
+
+@ROOT
+@pytest.mark.parametrize("planted", ["link", "file"])
+def test_what_is_planted_during_the_run_gives_the_output_nothing(
+    begun: Path, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its owner nor its permissions; and the file behind a link stays."""
+    begun.chmod(0o1777)
+    (begun / "out").rename(begun / "mine")
+    (begun / "mine").chmod(0o666)
+    mine, finish = (begun / "mine").read_bytes(), RunFolder.finish
+
+    def plant(self: RunFolder) -> None:
+        if planted == "link":
+            (begun / "out").symlink_to("mine")
+        else:
+            (begun / "out").write_bytes(mine)
+            (begun / "out").chmod(0o666)
+        given_away(begun / "out")
+        finish(self)
+
+    monkeypatch.setattr(RunFolder, "finish", plant)
+    assert run(begun, "--resume") == 0
+    made = (begun / "out").lstat()
+    assert stat.S_ISREG(made.st_mode)
+    assert (made.st_uid, made.st_mode & 0o022) == (os.geteuid(), 0)
+    assert (begun / "mine").read_bytes() == mine
