@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from quorum_attention.farm.units import Cut, cut_of, units_of
+from quorum_attention.farm.units import Cut, Schedule, cut_of
 from quorum_attention.pool.parts import Sizes
 
 
@@ -62,30 +62,53 @@ def test_long_chunks_have_few_lengths(n: int) -> None:
 def test_every_worker_has_something_to_do(seed: int) -> None:
     draw = random.Random(seed)
     sizes = drawn(draw)
-    workers = draw.randint(1, 40)
-    cut = cut_of(sizes, workers, 1000)
-    units = units_of(cut)
-    assert len(units) == sizes.batch * sizes.kv_heads * cut.chunks == len(set(units))
+    workers, heads = draw.randint(1, 40), sizes.batch * sizes.kv_heads
+    cut = cut_of(sizes, heads, workers, 1000, None, may_cut=True)
     shortest = min(sizes.n_queries, sizes.n_keys)
     if shortest >= 183 * 256:
-        assert len(units) >= min(10 * workers, 183 * sizes.batch * sizes.kv_heads)
+        assert heads * cut.chunks >= min(10 * workers, 183 * heads)
     assert cut.chunks == 1 or shortest >= 256 * cut.chunks
-    pairs = sum(unit.pairs(cut) for unit in units)
-    n, m = sizes.n_queries, sizes.n_keys
-    whole = (n * (n + 1) // 2 if sizes.is_causal else n * m) * sizes.heads * sizes.batch
-    assert whole - len(units) <= pairs <= whole + len(units)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 7, 13])
+def test_a_chunk_is_merged_after_its_tasks_and_a_head_is_complete_after_its_merges(
+    chunks: int,
+) -> None:
+    draw = random.Random(chunks)
+    heads = {(entry, head) for entry in range(2) for head in range(3) if (entry, head) != (1, 1)}
+    cut = Cut(Sizes(2, 3, 3, 999, 999, True), chunks)
+    schedule = Schedule(cut, heads)
+    complete, done, without = [], set(), {unit for unit in schedule.waiting if draw.random() < 0.2}
+    while schedule.waiting:
+        schedule.waiting.rotate(draw.randint(0, 9))
+        unit = schedule.waiting.popleft()
+        head = unit.entry, unit.head
+        if unit.kind == "merge":
+            tasks = {unit._replace(kind="task", number=n) for n in cut.tasks(unit.number)}
+            assert tasks <= done
+            left = schedule.states(unit)
+            assert left == sorted(one.number for one in tasks - without)
+        found = schedule.done(unit, () if unit in without else cut.quorum(unit.number))
+        assert unit not in done
+        done.add(unit)
+        if found is not None:
+            assert found == head
+            complete.append(found)
+            assert sum((one.entry, one.head) == head for one in done) == schedule.count / len(heads)
+    assert len(done) == schedule.count == len(heads) * (1 if chunks == 1 else 2 * chunks)
+    assert sorted(complete) == sorted(heads)
 
 
 def test_large_heads_are_cut_though_there_are_many() -> None:
     sizes = Sizes(1, 64, 64, 1 << 24, 1 << 24, True)
-    assert cut_of(sizes, 2, 1 << 20).chunks == 1
-    assert cut_of(sizes, 2, 3 << 31).chunks >= 13
+    assert cut_of(sizes, 64, 2, 1 << 20, None, may_cut=True).chunks == 1
+    assert cut_of(sizes, 64, 2, 3 << 31, None, may_cut=True).chunks >= 13
 
 
 def test_what_cannot_be() -> None:
     sizes = Sizes(1, 2, 2, 5000, 5000, True)
     with pytest.raises(ValueError, match="8"):
-        cut_of(sizes, 2, 1, chunks=8)
+        cut_of(sizes, 2, 2, 1, 8, may_cut=True)
     with pytest.raises(ValueError, match="dropout_p"):
-        cut_of(sizes, 2, 1, chunks=7, may_cut=False)
-    assert cut_of(sizes, 2, 1, may_cut=False).chunks == 1
+        cut_of(sizes, 2, 2, 1, 7, may_cut=False)
+    assert cut_of(sizes, 2, 2, 1, None, may_cut=False).chunks == 1

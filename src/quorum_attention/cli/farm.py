@@ -32,7 +32,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     found.add_argument(
         "--ray-workers", type=shared.count_of, metavar="N",
-        help="workers that are wanted (default: as many as the cluster holds)",
+        help="units that are computed at once (default: as many as the cluster holds)",
     )  # fmt: skip
     found.add_argument(
         "--ray-gpus", type=_amount, metavar="X",
@@ -76,7 +76,7 @@ def computing(options: argparse.Namespace) -> Compute:
             call.mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
             written=Written(depth=options.depth, kernel=options.kernel),
         )  # fmt: skip
-        reports: list[PoolPass] = []
+        report = PoolPass()
         with (
             Farm(
                 options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
@@ -86,15 +86,14 @@ def computing(options: argparse.Namespace) -> Compute:
         ):  # fmt: skip
             groups = [_heads(part) for part in parts]
             done = farm.by_heads(
-                call.tensors, results, groups, said, chunks=options.chunks, reports=reports
+                call.tensors, results, groups, said, chunks=options.chunks, report=report
             )
             for count, number in enumerate(done, start=1):
                 yield parts[number]
                 if bar is not None:
-                    bar(count, len(parts), f"parts on {len(farm.workers)} workers")
+                    bar(count, len(parts), "parts on Ray")
         if not options.json:
-            for report in reports:
-                say(str(report))
+            say(str(report))
 
     return compute
 

@@ -1,6 +1,5 @@
-"""Task farms: attention calls larger than a machine, by workers of a Ray cluster."""
+"""Calls larger than a machine, from files to files, by the tasks of a Ray cluster."""
 
-from quorum_attention.farm.cluster import Workers
 from quorum_attention.farm.farm import Farm
 
-__all__ = ["Farm", "Workers"]
+__all__ = ["Farm"]

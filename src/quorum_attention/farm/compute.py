@@ -1,393 +1,265 @@
-"""What a worker of a farm does: loads the rows of a unit, computes, leaves results or states."""
+"""What a Ray task does: computes a unit from files to files, also if an earlier try was killed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from itertools import product
+from typing import NamedTuple
 
 import torch
 
-from quorum_attention.api import attention_backward, attention_with_lse
-from quorum_attention.call.gradients import given_of
+from quorum_attention.blocks import compute_block
+from quorum_attention.call.block import AttnMask, Block, BlockResults
 from quorum_attention.call.options import Written
-from quorum_attention.call.request import request_of
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.sampled_rows import without_check_of_rows
-from quorum_attention.farm.data import (
-    Back,
-    Piece,
-    Reader,
-    moved,
-    read_state,
-    write_rows,
-    write_state,
-)
-from quorum_attention.farm.ledger import Fold
-from quorum_attention.farm.messages import Begin
-from quorum_attention.farm.units import Joint, Unit
+from quorum_attention.farm.data import OF_KEYS, Job, moved, read_state, write_state
+from quorum_attention.farm.units import Unit
 from quorum_attention.kernels.masked import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
-from quorum_attention.passes import run_backward, run_forward
-from quorum_attention.pool.masked import Block, of_block, together
-from quorum_attention.pool.messages import Compute
+from quorum_attention.pool.shared import InFile
 
-# A task's rows lie on the device, if they take no more than this share of the budget; the rest is
-# for what kernels allocate.
-_RESIDENT = 0.8
-# Chunks this long keep a device busy one by one. So a kernel has few shapes to prepare, and a
-# backward the gradients of one chunk's keys beside those that are added up, not of all it reads.
-_LONG = 65_536
+# A task's rows are kept on the device if they take no more than this share of the budget; without a
+# budget, a task has this share of what is free.
+_RESIDENT, _OF_FREE = 0.8, 0.9
 _HOST = torch.device("cpu")
-_QKV = ("query", "key", "value")
+_OF_ROWS, _OF_KEYS = ("query", "grad_out", "out", "lse"), ("key", "value")
 
-_Piece = tuple[tuple[int, int], dict[str, Any]]
+_Masked = tuple[AttnMask, bool]
 
 
-class Pass:
-    """A pass in a worker.
+class Done(NamedTuple):
+    """What a Ray task answers.
 
-    Args:
-        begin: the pass.
-        device: where to compute.
-        budget: bytes of it; None: what is free.
+    Attributes:
+        where: it ran.
+        seconds: that it took.
+        chunks: of which it left partial states.
+        report: of its calls.
     """
 
-    def __init__(self, begin: Begin, device: torch.device, budget: int | None) -> None:
-        self._begin, self._cut = begin, begin.sizes
-        self._device, self._budget = device, budget
-        self._inputs = {name: Reader(source) for name, source in begin.inputs.items()}
+    where: str
+    seconds: float
+    chunks: tuple[int, ...]
+    report: Report
 
-    def compute(self, message: Compute, report: Report) -> None:
-        """Compute a unit, or bring states together; what is to be left is there when this returns.
 
-        Args:
-            message: its ``sums`` say what to do with the states of the unit's chunks, or take what
-                is to be sent back.
-        """
-        work: Unit | Joint = message.part
-        one = _Work(self, work, message.sums, report)
-        if isinstance(work, Joint):
-            one.join()
-        elif work.task is None:
-            one.heads()
-        elif self._begin.backward:
-            one.gradients(self._cut.quorum(work.task))
+def compute(job: Job, unit: Unit, tasks: Sequence[int] = ()) -> Done:
+    """Compute a unit. Its results or states are in the files when this returns.
+
+    Args:
+        tasks: of a merge, those that have left a state of its chunk.
+    """
+    begun, report = time.perf_counter(), Report()
+    device = _device(job, unit)
+    backend = backend_of(device)
+    with backend.current(device), torch.no_grad():
+        work = _Work(job, unit, device, report)
+        chunks: tuple[int, ...] = ()
+        if unit.kind == "head":
+            job.write(work.block(), work.head())
+        elif unit.kind == "task":
+            chunks = work.task()
         else:
-            one.statistics(self._cut.quorum(work.task))
-        backend_of(self._device).synchronize(self._device)
+            job.write(work.block(unit.number, unit.number), work.merge(tasks))
+        backend.synchronize(device)
+    kind = "cpu"
+    if not on_host(device):
+        torch.cuda.empty_cache()  # the next task here may be given another GPU
+        kind = f"{backend.model(device)} {device.index}"
+    where = f"{socket.gethostname()} {kind}"
+    return Done(where, time.perf_counter() - begun, chunks, report)
 
-    def free(self) -> int:
-        """Bytes of the device that a unit may take."""
-        if self._budget is not None:
-            return self._budget
-        return int(backend_of(self._device).free_bytes(self._device) * 0.9)
+
+def _device(job: Job, unit: Unit) -> torch.device:
+    if not job.gpus or unit.kind == "merge":
+        torch.set_num_threads(max(1, int(job.cpus)))
+        return _HOST
+    import ray
+
+    # A worker computes several tasks and may be given another GPU for each, so it sees all of them.
+    own = str(ray.get_gpu_ids()[0])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return torch.device("cuda", visible.index(own) if own in visible else int(own))
 
 
 class _Work:
-    """One unit."""
+    """A unit on a device."""
 
-    def __init__(
-        self, of: Pass, work: Unit | Joint, given: tuple[Fold, ...] | Back, report: Report
-    ) -> None:
-        self._of, self._begin, self._cut = of, of._begin, of._cut
-        self._work, self._given, self._report = work, given, report
-        self._heads = self._cut.query_heads(work)
-        self._folds = {fold.chunk: fold for fold in given} if isinstance(given, tuple) else {}
-        self._place, self._left = of._device, of._budget
+    def __init__(self, job: Job, unit: Unit, device: torch.device, report: Report) -> None:
+        self._job, self._unit, self._cut = job, unit, job.cut
+        self._device, self._report = device, report
+        inputs = {
+            name: source.open("r") if isinstance(source, InFile) else source
+            for name, source in job.inputs.items()
+        }
+        self._call, self._sinks = job.call, None
+        mask, bias = job.call.mask, inputs.pop("bias", None)
+        if isinstance(mask, Mask):
+            # A row's sink is counted once: where the states of its chunk are merged.
+            self._sinks = mask.sinks
+            mask = replace(mask, bias=bias, sinks=mask.sinks if unit.kind == "head" else None)
+        self._inputs, self._call = inputs, replace(job.call, mask=bias if mask is None else mask)
+        self._left = job.budget
+        if self._left is None and not on_host(device):
+            free = backend_of(device).free_bytes(device)
+            self._left = int(free * _OF_FREE * min(1.0, job.gpus))
 
-    def heads(self) -> None:
-        """Whole heads, by one call; inputs as they lie, results in host memory."""
-        begin, sizes = self._begin, self._cut.sizes
-        rows, keys = Interval(0, sizes.n_queries), Interval(0, sizes.n_keys)
-        three = self._read("query", rows), self._read("key", keys), self._read("value", keys)
-        mask, causal = self._masked(rows, keys, sinks=self._sinks())
-        options = self._options(is_causal=causal)
-        written = Written(
-            budget=options["budget"], depth=options["depth"], kernel=options["kernel"],
-            devices=options["devices"], report=self._report,
-        )  # fmt: skip
-        dropout = begin.dropout
-        p, seed = (0.0, None) if dropout is None else (dropout.p, dropout.seed)
-        function = "attention_backward" if begin.backward else "attention"
-        tensors, request = request_of(
-            function, *three, mask, p, seed, causal, options["scale"], True, None,
-            None if begin.backward else begin.dtype, written,
-        )  # fmt: skip
-        if dropout is not None:
-            dropout = dropout.at(self._heads.start, self._work.entry)
-            request = replace(request, dropout=dropout)
-        if not begin.backward:
-            self._leave(None, rows, keys, run_forward(tensors, request))
-            return
-        upstream, out, lse = (self._read(name, rows) for name in ("grad_out", "out", "lse"))
-        given = given_of(tensors, request, upstream, out, lse, None, False, None, three)
-        self._leave(None, rows, keys, run_backward(tensors, request, given))
+    def block(self, queries: int | None = None, keys: int | None = None) -> Block:
+        """A chunk of queries and one of keys; None: all of them."""
+        unit, cut, of = self._unit, self._cut, self._cut.sizes
+        rows = Interval(0, of.n_queries) if queries is None else cut.queries(queries)
+        columns = Interval(0, of.n_keys) if keys is None else cut.keys(keys)
+        return Block(Interval(unit.entry, unit.entry + 1), cut.query_heads(unit), rows, columns)
 
-    def statistics(self, chunks: Sequence[int]) -> None:
-        """A task of the forward: chunk by chunk of its queries, over the keys of the task."""
-        starts, pieces = self._pieces(chunks)
-        if not any(pieces):
-            self._nothing(chunks)
-            return
-        key, value = self._keys(chunks, starts)
-        for chunk, spans in zip(chunks, pieces, strict=True):
-            rows = self._cut.queries(chunk)
-            out, lse = self._begun(chunk, rows, value.shape[3])
-            if rows.length and spans:
-                query = moved(self._read("query", rows), self._place)
-                for span, options in self._one_by_one(spans, starts):
-                    part, part_lse = attention_with_lse(
-                        query, key[:, :, slice(*span)], value[:, :, slice(*span)],
-                        out_dtype=self._begin.state, **self._options(**options),
-                    )  # fmt: skip
-                    merge_(out, lse, part, part_lse.to(self._place))
-            self._leave(chunk, rows, self._cut.keys(chunk), (out, lse))
+    def head(self) -> tuple[torch.Tensor, ...]:
+        """The results of a whole head, by one call."""
+        block = self.block()
+        return self._computed(block, self._read(block, self._inputs), self._job.dtype)
 
-    def gradients(self, chunks: Sequence[int]) -> None:
-        """A task of the backward, with the output and log-sum-exp of the whole call."""
-        starts, pieces = self._pieces(chunks)
-        if not any(pieces):
-            self._nothing(chunks)
-            return
-        key, value = self._keys(chunks, starts)
-        state = self._begin.state
-        key_grad, value_grad = (torch.zeros_like(t, dtype=state) for t in (key, value))
-        query_grads = []
-        for chunk, spans in zip(chunks, pieces, strict=True):
-            rows = self._cut.queries(chunk)
-            query_grads.append(self._empty("query", rows, self._place))
-            if not (rows.length and spans):
+    def task(self) -> tuple[int, ...]:
+        """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk that
+        has a pair, and returns these chunks."""
+        job, pairs = self._job, self._pairs()
+        used = tuple(sorted({chunk for pair in pairs for chunk in pair}))
+        place = self._placed(used)
+        of_keys = {n: self._read(self.block(n, n), _OF_KEYS, place) for n in used}
+        states = {n: self._empty(n, place) for n in used if job.backward}
+        for own in used:
+            of_rows = self._read(self.block(own, own), _OF_ROWS, place)
+            state = states[own] if job.backward else self._empty(own, place)
+            for other in used:
+                if (own, other) in pairs:
+                    inputs, masked = {**of_rows, **of_keys[other]}, pairs[own, other]
+                    made = self._computed(self.block(own, other), inputs, job.state, masked)
+                    self._add([state[0], *states[other][1:]] if job.backward else state, made)
+            if not job.backward:
+                self._leave(own, state)
+        for chunk, state in states.items():
+            self._leave(chunk, state)
+        return used
+
+    def merge(self, tasks: Sequence[int]) -> list[torch.Tensor]:
+        """The results of a chunk, from the states that tasks have left."""
+        chunk = self._unit.number
+        total = self._empty(chunk, _HOST)
+        if self._sinks is not None and not self._job.backward:
+            heads = self._cut.query_heads(self._unit)
+            total[1].copy_(self._sinks[slice(*heads)][:, None])
+        for task in tasks:
+            self._add(total, read_state(self._job.state_path(self._unit, task, chunk), total))
+        return total
+
+    def _leave(self, chunk: int, state: Sequence[torch.Tensor]) -> None:
+        write_state(self._job.state_path(self._unit, self._unit.number, chunk), state)
+
+    def _pairs(self) -> dict[tuple[int, int], _Masked]:
+        """The pairs of chunks (of queries, of keys) that the task computes, with their masks."""
+        found = {}
+        quorum = self._cut.quorum(self._unit.number)
+        for own, other in product(quorum, quorum):
+            _, _, rows, keys = block = self.block(own, other)
+            if own == other != self._unit.number or not rows.length or not keys.length:
                 continue
-            names = ("grad_out", "query", "out", "lse")
-            upstream, query, out, lse = (moved(self._read(n, rows), self._place) for n in names)
-            for span, options in self._one_by_one(spans, starts):
-                keys = slice(*span)
-                three = query, key[:, :, keys], value[:, :, keys]
-                made: Any = tuple(
-                    torch.empty(t.shape, dtype=state, device=self._place) for t in three
-                )
-                with without_check_of_rows():  # they have other keys than these
-                    attention_backward(
-                        upstream, *three, out, lse, grads=made, **self._options(**options)
-                    )
-                targets = query_grads[-1], key_grad[:, :, keys], value_grad[:, :, keys]
-                for target, part in zip(targets, made, strict=True):
-                    add_(target, part)
-                del made, part
-        for number, chunk in enumerate(chunks):
-            keys = slice(starts[number], starts[number + 1])
-            three = query_grads[number], key_grad[:, :, keys], value_grad[:, :, keys]
-            self._leave(chunk, self._cut.queries(chunk), self._cut.keys(chunk), three)
-
-    def join(self) -> None:
-        """Bring the states of one chunk together, which is what leaving an empty one does."""
-        assert isinstance(self._work, Joint)
-        self._nothing((self._work.chunk,))
-
-    def _nothing(self, chunks: Sequence[int]) -> None:
-        """Leave the states of chunks without any pair."""
-        self._place = _HOST
-        for chunk in chunks:
-            rows, keys = self._cut.queries(chunk), self._cut.keys(chunk)
-            made: Sequence[torch.Tensor]
-            if self._begin.backward:
-                made = [self._empty(n, at) for n, at in zip(_QKV, (rows, keys, keys), strict=True)]
-            else:
-                made = self._begun(chunk, rows, self._read("value", Interval(0, 0)).shape[3])
-            self._leave(chunk, rows, keys, made)
-
-    def _begun(self, chunk: int, rows: Interval, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics of rows without keys. With sinks, each row has its sink once: in the task that
-        its chunk owns."""
-        shape, state = (1, self._heads.length, rows.length, width), self._begin.state
-        out = torch.zeros(shape, dtype=state, device=self._place)
-        lse = torch.full(shape[:3], -torch.inf, dtype=state, device=self._place)
-        sinks = self._sinks()
-        if sinks is not None and isinstance(self._work, Unit) and chunk == self._work.task:
-            lse.copy_(sinks[:, None])
-        return out, lse
-
-    def _empty(self, name: str, at: Interval, place: torch.device = _HOST) -> torch.Tensor:
-        """Zeros for the gradients of some rows of an input."""
-        like = self._read(name, Interval(at.start, at.start))
-        shape = (*like.shape[:2], at.length, like.shape[3])
-        return torch.zeros(shape, dtype=self._begin.state, device=place)
-
-    def _sinks(self) -> torch.Tensor | None:
-        """Those of the unit's heads."""
-        sinks = self._begin.sinks
-        return None if sinks is None else sinks[self._heads.start : self._heads.stop]
-
-    def _masked(
-        self, rows: Interval, keys: Interval, sinks: torch.Tensor | None = None
-    ) -> tuple[Mask | torch.Tensor | None, bool]:
-        """``attn_mask`` and ``is_causal`` of a call of some rows and keys."""
-        block = Block(self._work.entry, self._heads, rows, keys)
-        found, causal = of_block(self._cut.sizes, block, self._begin.mask)
-        bias = None
-        if "mask" in self._begin.inputs:
-            bias = self._of._inputs["mask"].masked(self._work.entry, self._heads, rows, keys)
-        return together(found, causal, bias, sinks)
-
-    def _keys(
-        self, chunks: Sequence[int], starts: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a task; on the device, if all rows of the task fit there, with what is
-        made of them. Decides ``place``."""
-        keys = [self._cut.keys(chunk) for chunk in chunks]
-        if not on_host(self._of._device):
-            queries = sum(self._cut.queries(chunk).length for chunk in chunks)
-            taken = self._bytes(queries, starts[-1])
-            free = self._of.free()
-            if taken > free * _RESIDENT:
-                self._place = _HOST
-            elif self._of._budget is not None:
-                self._left = free - taken
-        key, value = (
-            torch.cat([moved(self._read(name, at), self._place) for at in keys], 2)
-            for name in ("key", "value")
-        )
-        return key, value
-
-    def _bytes(self, queries: int, keys: int) -> int:
-        """Bytes of a task's rows on the device, at most: twice the keys while they are put
-        together, inputs, states, and the gradients of one call."""
-        none = Interval(0, 0)
-        by_query, by_key = (
-            sum(
-                t.shape[1] * t.shape[3] * t.element_size()
-                for t in (self._read(name, none) for name in names)
-            )
-            for names in (("query",), ("key", "value"))
-        )
-        words = self._begin.state.itemsize / self._read("query", none).element_size()
-        chunk = queries / max(1, len(self._cut.quorum(0)))
-        if not self._begin.backward:
-            # The keys twice, a chunk's queries, its state three times: merged, made, and as read.
-            return int(2 * keys * by_key + chunk * by_query * (1 + 4 * words))
-        # Keys, their gradients, those of a call, queries' gradients, a chunk's inputs and gradient.
-        tasks = len(self._cut.quorum(0))
-        at_once = keys / tasks if keys >= _LONG * tasks else keys
-        made = ((1 + words) * keys + words * at_once) * by_key + words * queries * by_query
-        # While chunks are put together they are there twice, before there are gradients of them.
-        return int(max(made, 2 * keys * by_key) + chunk * by_query * (4 + 2 * words))
-
-    def _pieces(self, chunks: Sequence[int]) -> tuple[list[int], list[list[_Piece]]]:
-        """Where chunks begin among the keys of a task; and for each chunk of queries the runs of
-        those keys that it is computed with, and how."""
-        starts = [0]
-        for chunk in chunks:
-            starts.append(starts[-1] + self._cut.keys(chunk).length)
-        masked = self._begin.mask is not None or "mask" in self._begin.inputs
-        find = self._under_mask if masked else self._runs
-        return starts, [list(find(number, starts, chunks)) for number in range(len(chunks))]
-
-    def _runs(self, number: int, starts: Sequence[int], chunks: Sequence[int]) -> Iterator[_Piece]:
-        """Of a call without a mask: keys of other chunks, and those of the owner's own."""
-        assert isinstance(self._work, Unit)
-        begin, end, all_ = starts[number], starts[number + 1], starts[-1]
-        owner = chunks[number] == self._work.task
-        if self._cut.sizes.is_causal:
-            found = [((0, begin), False)]
-            found += [((begin, end), True)] if owner else []
-        else:
-            found = [((0, all_), False)] if owner else [((0, begin), False), ((end, all_), False)]
-        for span, causal in found:
-            if span[0] < span[1]:
-                yield span, {"is_causal": causal}
-
-    def _under_mask(
-        self, number: int, starts: Sequence[int], chunks: Sequence[int]
-    ) -> Iterator[_Piece]:
-        """Under a mask: chunk by chunk, because masks go by positions. Chunks of which it keeps
-        nothing are left out."""
-        assert isinstance(self._work, Unit)
-        own, causal = chunks[number], self._cut.sizes.is_causal
-        rows = self._cut.queries(own)
-        for at, other in enumerate(chunks):
-            keys = self._cut.keys(other)
-            if (other == own and own != self._work.task) or not rows.length or not keys.length:
+            if self._call.is_causal and keys.start >= rows.stop:
                 continue
-            if causal and keys.start >= rows.stop:
-                continue
-            mask, is_causal = self._masked(rows, keys)
-            if not _keeps_nothing(mask, self._heads.length, rows.length, keys.length, is_causal):
-                yield (starts[at], starts[at + 1]), {"attn_mask": mask, "is_causal": is_causal}
+            masked = self._call.mask_of(block)
+            if not _keeps_nothing(block, *masked):
+                found[own, other] = masked
+        return found
 
-    @staticmethod
-    def _one_by_one(pieces: Sequence[_Piece], starts: Sequence[int]) -> Sequence[_Piece]:
-        """Runs of keys cut between chunks, where these are long."""
-        if starts[-1] < _LONG * (len(starts) - 1):
-            return pieces
-        chunks = list(pairwise(starts))
-        return [
-            ((max(low, begin), min(high, end)), options)
-            for (low, high), options in pieces
-            for begin, end in chunks
-            if max(low, begin) < min(high, end)
-        ]
-
-    def _options(self, **more: Any) -> dict[str, Any]:
+    def _read(
+        self, block: Block, names: Iterable[str], place: torch.device = _HOST
+    ) -> dict[str, torch.Tensor]:
+        """A block's parts of inputs."""
+        cut, inputs = self._call.cut, self._inputs
         return {
-            **self._begin.options,
-            **more,
-            "enable_gqa": True,
-            "budget": self._left,
-            "devices": self._of._device,
-            "report": self._report,
+            name: moved(cut(inputs[name], block, of_keys=name in OF_KEYS), place)
+            for name in names
+            if name in inputs
         }
 
-    def _read(self, name: str, rows: Interval) -> torch.Tensor:
-        heads = self._work.kv if name in ("key", "value") else self._heads
-        return self._of._inputs[name](self._work.entry, heads, rows)
+    def _computed(
+        self,
+        block: Block,
+        inputs: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        masked: _Masked | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A block's out and lse, or its gradients; ``dtype``: of all but the lse."""
+        written = Written(
+            **self._job.options, budget=self._left, devices=self._device, report=self._report
+        )
+        results = BlockResults(out_dtype=dtype)
+        if self._job.backward:
+            three = (inputs[name] for name in ("query", "key", "value"))
+            query, key, value = (torch.empty_like(t, dtype=dtype) for t in three)
+            partial = self._unit.kind == "task"
+            results = BlockResults(grads=(query, key, value), partial=partial)
+        return compute_block(self._call, block, inputs, written, results, masked)
 
-    def _leave(
-        self, chunk: int | None, rows: Interval, keys: Interval, made: Sequence[torch.Tensor]
-    ) -> None:
-        """Leave what was computed: complete rows, or the state of a chunk."""
-        if isinstance(self._given, Back):
-            self._given.pieces.append(Piece(chunk, tuple(t.cpu() for t in made)))
+    def _empty(self, chunk: int, place: torch.device) -> list[torch.Tensor]:
+        """The state of a chunk without any pair."""
+        block, state = self.block(chunk, chunk), self._job.state
+        query, key, value = (
+            self._call.cut(self._inputs[name], block, of_keys=name in OF_KEYS)
+            for name in ("query", "key", "value")
+        )
+        if self._job.backward:
+            return [torch.zeros(t.shape, dtype=state, device=place) for t in (query, key, value)]
+        out = torch.zeros((*query.shape[:3], value.shape[3]), dtype=state, device=place)
+        return [out, torch.full(query.shape[:3], -torch.inf, dtype=state, device=place)]
+
+    def _add(self, total: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> None:
+        if not self._job.backward:
+            merge_(total[0], total[1], part[0], part[1].to(total[1].device))
             return
-        if chunk is not None:
-            fold, folder = self._folds[chunk], self._begin.folder or ""
-            for name in fold.take:
-                self._take(made, read_state(os.path.join(folder, name), made))
-            if fold.put is not None:
-                write_state(os.path.join(folder, fold.put), made)
-                return
-        entry, results = self._work.entry, self._begin.results
-        if self._begin.backward:
-            write_rows(results["grad_query"], entry, self._heads, rows, made[0])
-            write_rows(results["grad_key"], entry, self._work.kv, keys, made[1])
-            write_rows(results["grad_value"], entry, self._work.kv, keys, made[2])
-        else:
-            write_rows(results["out"], entry, self._heads, rows, made[0])
-            if "lse" in results:
-                write_rows(results["lse"], entry, self._heads, rows, made[1])
+        for target, one in zip(total, part, strict=True):
+            add_(target, one)
 
-    def _take(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        parts = [moved(t, self._place) for t in theirs]
-        if self._begin.backward:
-            for target, part in zip(mine, parts, strict=True):
-                add_(target, part)
-        else:
-            merge_(mine[0], mine[1], parts[0], parts[1])
+    def _placed(self, used: Sequence[int]) -> torch.device:
+        """Where the rows of a task lie: on the device, if they fit, and calls have what is left."""
+        if on_host(self._device) or not used:
+            return _HOST
+        assert self._left is not None
+        taken = self._bytes(used)
+        if taken > self._left * _RESIDENT:
+            return _HOST
+        self._left -= taken
+        return self._device
+
+    def _bytes(self, used: Sequence[int]) -> int:
+        """Bytes of a task's rows on the device, at most."""
+        rows, keys = ([at(n).length for n in used] for at in (self._cut.queries, self._cut.keys))
+        state, share = self._job.state.itemsize, self._cut.sizes.share
+        widths = {name: 1 if name == "lse" else t.shape[-1] for name, t in self._inputs.items()}
+        by_row, by_key = (
+            sum(widths[n] * self._inputs[n].element_size() for n in names if n in widths)
+            for names in (_OF_ROWS, _OF_KEYS)
+        )
+        # A call's inputs and results, what is added up, and the result of an addition.
+        if not self._job.backward:
+            each = by_row + 3 * state * (widths["value"] + 1)
+            return sum(keys) * by_key + max(rows) * share * each
+        query, key = (state * sum(widths[n] for n in names) for names in (("query",), _OF_KEYS))
+        found = sum(rows) * share * query + max(rows) * share * (by_row + query)
+        return found + sum(keys) * (by_key + key) + max(keys) * key
 
 
-def _keeps_nothing(mask: Any, heads: int, n_queries: int, n_keys: int, is_causal: bool) -> bool:
-    """Whether a mask is known to keep no pair of a call."""
+def _keeps_nothing(block: Block, mask: AttnMask, is_causal: bool) -> bool:
+    """Whether a mask is known to keep no pair of a block."""
     if not isinstance(mask, Mask):
         return False
-    every = Ranges.of(0, n_queries, 0, n_keys)
-    geometries = resolve(mask, Sizes(1, heads, n_queries, n_keys), is_causal).geometries
-    return all(geometry.verdict(every) == EMPTY for geometry in geometries)
+    heads, n_queries, n_keys = (span.length for span in block[1:])
+    sizes, every = Sizes(1, heads, n_queries, n_keys), Ranges.of(0, n_queries, 0, n_keys)
+    return all(one.verdict(every) == EMPTY for one in resolve(mask, sizes, is_causal).geometries)
 
 
-__all__ = ["Pass"]
+__all__ = ["Done", "compute"]

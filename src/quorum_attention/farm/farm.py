@@ -1,40 +1,50 @@
-"""``Farm``: attention calls on the workers of a Ray cluster."""
+"""``Farm``: attention calls from files to files by the tasks of a Ray cluster."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from quorum_attention.autograd import attend
 from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.block import WholeCall
 from quorum_attention.call.gradients import given_of
+from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.options import Written
-from quorum_attention.call.validation import as_tensor
-from quorum_attention.farm.crew import Crew
-from quorum_attention.farm.request import call_on, into
-from quorum_attention.farm.units import Head
+from quorum_attention.call.validation import as_tensor, check_apart, check_result
+from quorum_attention.counts import real_number, whole_number
+from quorum_attention.farm.cluster import Cluster
+from quorum_attention.farm.data import Job
+from quorum_attention.farm.units import Head, cut_of
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.passes import beside_casts, run_backward
+from quorum_attention.pool.parts import Sizes
 from quorum_attention.pool.report import PoolPass, PoolReport
+from quorum_attention.pool.request import request_of_parts
+from quorum_attention.pool.shared import InFile, in_file
+from quorum_attention.sizes import parse_bytes
+from quorum_attention.writing import folder_of_now
+
+_QKV = ("query", "key", "value")
+_GRADIENTS = ("grad_query", "grad_key", "grad_value")
 
 
 class Farm:
-    """Workers of a Ray cluster that share the work of attention calls.
+    """A Ray cluster that computes attention calls from files to files.
 
     A call's key/value heads, or where there are few of them their cyclic quorum tasks, are units
-    that do not depend on each other. A worker takes a unit as soon as it has none, loads the rows
-    that the unit needs by itself, computes it as ordinary calls under its own budget, and leaves
-    its results, or its partial states, to be merged exactly. A worker or a machine that dies costs
-    the unit that it was at; workers that come later take part.
+    that do not depend on each other, and each is a Ray task. It maps the rows that it needs,
+    computes them as ordinary calls under its own budget, and writes its results, or partial states
+    that are merged exactly when all those of a chunk exist. A worker or a machine that dies costs
+    the units that it was at, which Ray begins again.
 
-    Tensors that are mapped from files, as those of ``quorum_attention.files``, stay there: workers
-    read and write the files themselves, which have to be on a file system that all machines have
-    under the same path. Others go through Ray's object store, and their results come back to this
-    process.
+    Inputs and results are tensors that are mapped from files, as those of
+    ``quorum_attention.files``, on a file system that all machines have under the same path.
 
     Use it as a context manager, or ``close`` it.
 
@@ -43,47 +53,40 @@ class Farm:
             runs on this machine, whoever began it: whoever can reach a cluster runs code as those
             who use it (docs/farm.md). None or "local": a new one in this machine, ended with the
             farm. A program that is connected to Ray already stays where it is.
-        workers: how many are wanted; more than the cluster holds now come as it grows. None: as
-            many as it holds, at any time. Or a sequence of ``Workers``, of several kinds.
-        num_cpus, num_gpus: what each gets of its machine. A worker with (part of) a GPU computes on
-            that, others on as many threads as they have CPUs. None: one GPU each where the cluster
-            has any, and one CPU.
-        budget: device bytes of each worker, as in ``quorum_attention.attention``.
+        workers: how many units are computed at once, at most; None: as many as the cluster holds
+            at any time.
+        num_cpus, num_gpus: what each gets of its machine. With (part of) a GPU it computes on that,
+            otherwise on as many threads as it has CPUs. None: one GPU if the cluster has any.
+        budget: device bytes of each, as in ``quorum_attention.attention``.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
         ConnectionError: there is no cluster at ``address``.
-        RuntimeError: no worker started.
+        RuntimeError: no machine of the cluster has so many CPUs and GPUs.
     """
 
     def __init__(
         self,
         address: str | None = None,
         *,
-        workers: Any = None,
+        workers: int | None = None,
         num_cpus: float = 1,
         num_gpus: float | None = None,
         budget: int | str | None = None,
     ) -> None:
-        from quorum_attention.farm.cluster import Cluster
-
-        self._crew: Crew = Cluster(address, workers, num_cpus, num_gpus, budget)
-
-    @classmethod
-    def of(cls, crew: Crew) -> Farm:
-        """A farm of other workers than Ray's."""
-        made = cls.__new__(cls)
-        made._crew = crew
-        return made
-
-    @property
-    def workers(self) -> list[str]:
-        """The workers that are alive, by machine and device."""
-        return [hand.label for hand in self._crew.hands if hand.alive]
+        if workers is not None:
+            workers = whole_number(workers, "workers", 1)
+        for name, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus or 0)):
+            if not real_number(number, name) >= 0:
+                raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
+        if not num_cpus and not num_gpus:
+            raise ValueError("num_cpus and num_gpus must not both be 0")
+        self._budget = None if budget is None else parse_bytes(budget)
+        self._cluster = Cluster(address, workers, num_cpus, num_gpus)
 
     def close(self) -> None:
-        """End the workers, and the cluster if this farm began it."""
-        self._crew.close()
+        """End the cluster if this farm began it."""
+        self._cluster.close()
 
     def __enter__(self) -> Farm:
         return self
@@ -115,33 +118,32 @@ class Farm:
         kernel: str = "auto",
         report: PoolReport | None = None,
     ) -> torch.Tensor:
-        """``quorum_attention.attention`` of tensors in host memory, with gradients.
+        """``quorum_attention.attention`` from files to files.
 
         Args:
             query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
-                there. The bias of ``attn_mask`` gets no gradient here, and its tensors (not the
-                bias) are sent to every worker. With dropout heads are not cut.
-            out: preallocated result of any dtype. If it is mapped from a file, and no gradient is
-                recorded, workers write to it, and partial states are kept beside it.
+                there. The tensors of ``attn_mask`` may be in memory, and are sent to every worker
+                then. With dropout heads are not cut.
+            out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped from a file;
+                partial states are kept beside that.
             chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None: as
                 many as leave ten units for each worker, if there are fewer heads.
-            depth, kernel: of each worker's calls, as there.
+            depth, kernel: of each unit's calls, as there.
             report: filled with what happened.
 
         Returns:
-            (..., heads, n_queries, value_dim).
+            ``out``.
 
         Raises:
-            Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
-            was done until then.
+            Errors as of ``quorum_attention.attention``; ValueError: a tensor is in no file;
+            NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
+            RuntimeError: a unit has lost four workers.
         """
         said = Arguments(
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None,
             Written(depth=depth, kernel=kernel),
         )  # fmt: skip
-        three = query, key, value
-        tensors, request, _ = call_on(self._crew, "attention", three, said, chunks, report)
-        return attend(tensors, request, out)[0]
+        return self._forward((query, key, value), said, None, chunks, report)
 
     @uncompiled
     def attention_with_lse(
@@ -163,12 +165,11 @@ class Farm:
         kernel: str = "auto",
         report: PoolReport | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``quorum_attention.attention_with_lse`` without gradients, from files to files if wished.
+        """``quorum_attention.attention_with_lse`` from files to files.
 
         Args:
-            out, lse: preallocated results; (..., heads, n_queries, value_dim) of any dtype, and
-                (..., heads, n_queries) in fp32 (fp64 for fp64 inputs). If both are mapped from
-                files, workers write to these, and partial states are kept beside them.
+            lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
+                from a file.
 
         Other arguments as in ``attention``.
         """
@@ -176,14 +177,12 @@ class Farm:
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None,
             Written(depth=depth, kernel=kernel),
         )  # fmt: skip
-        with torch.no_grad():
-            tensors, request, _ = call_on(
-                self._crew, "attention", (query, key, value), said, chunks, report, with_lse=True
-            )
-            made, made_lse = attend(tensors, into(tensors, request, lse), out)
-        return made, made_lse if lse is None else lse
+        if lse is None:
+            raise ValueError("lse must be given: a farm writes to files")
+        return self._forward((query, key, value), said, lse, chunks, report), lse
 
     @uncompiled
+    @torch.no_grad()
     def attention_backward(
         self,
         grad_out: torch.Tensor,
@@ -205,11 +204,10 @@ class Farm:
         kernel: str = "auto",
         report: PoolReport | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``quorum_attention.attention_backward``, from files to files if wished.
+        """``quorum_attention.attention_backward`` from files to files.
 
         Args:
-            grads: (grad_query, grad_key, grad_value) to fill, of one dtype. If all are mapped from
-                files, workers write to these, and partial states are kept beside them.
+            grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
 
         Other arguments as there, and as in ``attention``.
         """
@@ -217,20 +215,18 @@ class Farm:
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
             written=Written(depth=depth, kernel=kernel),
         )  # fmt: skip
-        names = ("query", "key", "value")
-        three = tuple(as_tensor(t, n) for t, n in zip((query, key, value), names, strict=True))
-        with torch.no_grad():
-            tensors, request, _ = call_on(
-                self._crew, "attention_backward", three, said, chunks, report
-            )
-            given = given_of(tensors, request, grad_out, out, lse, grads, False, None, three)
-            made = beside_casts(request, lambda left: run_backward(tensors, left, given))
-            if grads is not None:
-                return grads
-            first, second, third = (
-                g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, three, strict=True)
-            )
-        return first, second, third
+        if grads is None:
+            raise ValueError("grads must be given: a farm writes to files")
+        given = zip((query, key, value), _QKV, strict=True)
+        three = tuple(as_tensor(tensor, name) for tensor, name in given)
+        pass_ = _Pass("attention_backward", three, said, chunks)
+        found = given_of(
+            pass_.tensors, pass_.request, grad_out, out, lse, grads, False, None, three
+        )
+        rest = {"grad_out": found.grad_out, "out": found.out, "lse": found.lse}
+        assert found.grads is not None
+        self._run(pass_, rest, dict(zip(_GRADIENTS, found.grads, strict=True)), report)
+        return grads
 
     @uncompiled
     def by_heads(
@@ -241,7 +237,7 @@ class Farm:
         said: Arguments,
         *,
         chunks: int | None = None,
-        reports: list[PoolPass] | None = None,
+        report: PoolPass,
     ) -> Iterator[int]:
         """A pass over some heads, from tensors to tensors, for who keeps book of what is done.
 
@@ -251,38 +247,171 @@ class Farm:
             results: out, and lse if wanted; or grad_query, grad_key and grad_value.
             groups: batch entries (through all batch dimensions) and key/value heads to compute.
             said: what else the call says.
-            reports: gets the pass that this is; where heads are cut, the one of each group.
+            report: filled with what happened.
 
         Yields:
             the number of each group whose results are complete.
         """
         function = "attention_backward" if "grad_out" in inputs else "attention"
-        three = tuple(inputs[name] for name in ("query", "key", "value"))
         with torch.no_grad():
-            heads = sum(map(len, groups))
-            tensors, _, call = call_on(self._crew, function, three, said, chunks, None, heads=heads)
-            if call.cut.chunks > 1:
-                for number, group in enumerate(groups):
-                    call.cut_for(len(group))
-                    one = PoolPass()
-                    if reports is not None:
-                        reports.append(one)
-                    for _ in call.steps(tensors, inputs, results, one, group):
-                        pass
+            pass_ = _Pass(function, tuple(inputs[name] for name in _QKV), said, chunks)
+        rest = {name: tensor for name, tensor in inputs.items() if name not in _QKV}
+        left = {number: set(group) for number, group in enumerate(groups)}
+        every = set().union(*left.values())
+        for head in pass_.run(self._cluster, self._budget, rest, results, every, report):
+            for number in [number for number, group in left.items() if head in group]:
+                left[number].remove(head)
+                if not left[number]:
+                    del left[number]
                     yield number
-                return
-            left = {number: set(group) for number, group in enumerate(groups)}
-            every = set().union(*left.values())
-            one = PoolPass()
-            if reports is not None:
-                reports.append(one)
-            for complete in call.steps(tensors, inputs, results, one, every):
-                for number in list(left):
-                    left[number] -= complete
-                    if not left[number]:
-                        del left[number]
-                        yield number
-            yield from left  # where there was nothing to compute
+
+    def _forward(
+        self,
+        three: tuple[torch.Tensor, ...],
+        said: Arguments,
+        lse: torch.Tensor | None,
+        chunks: int | None,
+        report: PoolReport | None,
+    ) -> torch.Tensor:
+        if said.out is None:
+            raise ValueError("out must be given: a farm writes to files")
+        pass_ = _Pass("attention", three, said, chunks)
+        request, (query, key, value, mask, _) = pass_.request, pass_.tensors
+        assert request.out is not None
+        results = {"out": request.out}
+        if lse is not None:
+            lse = request.with_heads(as_tensor(lse, "lse", written=True), 1)
+            check_result(
+                lse, tuple(query.shape[:-1]), "lse", query.device, request.work.state_dtype
+            )
+            read = {"query": query, "key": key, "value": value, "attn_mask": mask, **results}
+            check_apart({"lse": lse}, read)
+            results["lse"] = lse
+        self._run(pass_, {}, results, report)
+        return said.out
+
+    def _run(
+        self,
+        pass_: _Pass,
+        rest: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        report: PoolReport | None,
+    ) -> None:
+        one = PoolPass()
+        if report is not None:
+            setattr(report, "backward" if rest else "forward", one)
+        for _ in pass_.run(self._cluster, self._budget, rest, results, None, one):
+            pass
+
+
+class _Pass:
+    """A pass whose arguments are checked.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: what does not fit, or a farm cannot do, by name.
+    """
+
+    def __init__(
+        self, function: str, three: tuple[Any, ...], said: Arguments, chunks: int | None
+    ) -> None:
+        self._chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
+        self.tensors, self.request, mask = request_of_parts(function, *three, *said)
+        if self.request.records:
+            raise NotImplementedError(
+                "query, key, value and attn_mask must require no gradient: a farm computes "
+                "gradients from files, by attention_backward"
+            )
+        sinks = self.tensors.sinks
+        if sinks is not None:
+            mask = replace(mask or Mask(), sinks=sinks.detach().cpu().clone())
+        work = self.request.work
+        self._call = WholeCall(
+            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
+            work.is_causal, self.request.scale, self.request.dropout,
+        )  # fmt: skip
+        written = said.written
+        self._options = {"depth": written.depth, "kernel": written.kernel}
+
+    def run(
+        self,
+        cluster: Cluster,
+        budget: int | None,
+        rest: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        heads: Collection[Head] | None,
+        report: PoolPass,
+    ) -> Iterator[Head]:
+        """Compute some heads, or all.
+
+        Args:
+            rest: grad_out, out and lse of a backward.
+
+        Yields:
+            each head whose results are complete.
+        """
+        work, mappings = self.request.work, Mappings.now()
+        if heads is None:
+            heads = list(product(range(work.batch), range(work.kv_heads)))
+        query, key, value, *_ = self.tensors
+        named = {"query": query, "key": key, "value": value, **rest}
+        inputs = {
+            name: _located(name, tensor, mappings, False) if tensor.numel() else tensor.detach()
+            for name, tensor in named.items()
+        }
+        if self.tensors.mask is not None:
+            bias = self.tensors.mask.detach()
+            inputs["bias"] = in_file(bias, mappings, written=False) or bias.clone()
+        dtype = next(tensor.dtype for name, tensor in results.items() if name != "lse")
+        files = {
+            name: _located(name, tensor, mappings, True)
+            for name, tensor in results.items()
+            if tensor.numel()
+        }
+        torch.autograd.graph.increment_version(list(results.values()))
+        if not heads or not work.n_queries * work.n_keys or not files:
+            for name, tensor in results.items():
+                self._fill(name, tensor)
+            yield from heads
+            return
+        sizes = Sizes(
+            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal
+        )
+        share = sum(t.nbytes for t in results.values()) // max(1, work.batch * work.kv_heads)
+        cut = cut_of(
+            sizes, len(heads), cluster.workers, share, self._chunks, self._call.dropout is None
+        )
+        folder, name = os.path.split(next(iter(files.values())).path)
+        with folder_of_now(f"{name}.states-", folder) as states:
+            job = Job(
+                self._call, cut, inputs, files, str(states), work.state_dtype, dtype,
+                self._options, budget, cluster.cpus, cluster.gpus,
+            )  # fmt: skip
+            yield from cluster.run(job, heads, report)
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        """A result of no pair."""
+        tensor.fill_(-torch.inf if name == "lse" else 0.0)
+        if name == "lse" and self.tensors.sinks is not None:
+            tensor.copy_(self.tensors.sinks[:, None])
+
+
+def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile:
+    """The file that a tensor lies in.
+
+    Raises:
+        ValueError: it lies in none that other machines may have.
+    """
+    found = in_file(tensor, mappings, written)
+    # Torch's shared memory has a name, too.
+    if found is None or found.path.startswith("/dev/shm/torch_"):
+        raise ValueError(
+            f"{name} must be mapped from a file, whole and as it is there (as by "
+            f"quorum_attention.files): a farm computes from files to files"
+        )
+    inner = 1 if name == "lse" else 2
+    if written and not tensor[(0,) * (tensor.dim() - inner)].is_contiguous():
+        raise ValueError(f"the rows of {name} must lie one after the other in its file")
+    return found
 
 
 __all__ = ["Farm"]

@@ -1,16 +1,17 @@
-"""What workers of a farm compute at a time: whole heads, or cyclic quorum tasks of one head.
+"""Units of work: whole heads, or cyclic quorum tasks of a head and merges of their partial states.
 
 A task has ``l`` of the ``c`` chunks of a sequence, and every pair of chunks meets in one task. So a
-worker loads ``l / c`` of the rows, and leaves partial states of those rows behind: statistics that
-are merged, or gradients that are added, with those of the ``l`` tasks that hold a chunk.
+task loads ``l / c`` of the rows and leaves a partial state of each of its chunks: statistics or
+gradients. A chunk is merged when the states of the ``l`` tasks that hold it exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from typing import Literal, NamedTuple
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.pool.parts import Sizes
@@ -33,48 +34,24 @@ Head = tuple[int, int]
 """A batch entry and a key/value head of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What one worker computes at a time.
+class Unit(NamedTuple):
+    """What one Ray task computes, for a key/value head and the query heads that share it.
 
     Attributes:
-        entry: batch entry.
-        kv: key/value heads, with all the query heads that share them.
-        task: the task's owner, of those of one key/value head; None: the heads are whole.
+        kind: "head": the whole head; "task": partial states of the chunks of a quorum task;
+            "merge": the result of one chunk, from all its partial states.
+        entry, head: batch entry and key/value head.
+        number: of the task or the chunk.
     """
 
+    kind: Literal["head", "task", "merge"]
     entry: int
-    kv: Interval
-    task: int | None
+    head: int
+    number: int = 0
 
-    def pairs(self, cut: Cut) -> int:
-        """Query-key pairs, as if keys and queries had the same positions where it is causal."""
-        of = cut.sizes
-        n, m = of.n_queries, of.n_keys
-        pairs = n * (n + 1) // 2 if of.is_causal else n * m
-        return max(1, self.kv.length * of.share * pairs // cut.chunks)
-
-    def words(self, cut: Cut) -> str:
-        """For people."""
-        heads = f"key/value heads [{self.kv.start}, {self.kv.stop}) of entry {self.entry}"
-        return heads if self.task is None else f"task {self.task} of {cut.chunks}, {heads}"
-
-
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """States of one chunk that are left and have to be brought together."""
-
-    entry: int
-    kv: Interval
-    chunk: int
-
-    def pairs(self, cut: Cut) -> int:
-        """Next to nothing."""
-        return 1
-
-    def words(self, cut: Cut) -> str:
-        """For people."""
-        return f"states of chunk {self.chunk} of {cut.chunks}, key/value head {self.kv.start}"
+    def __str__(self) -> str:
+        where = f"key/value head {self.head} of entry {self.entry}"
+        return where if self.kind == "head" else f"{self.kind} {self.number} of {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +82,10 @@ class Cut:
         """The key rows of a chunk."""
         return self._rows(chunk, self.sizes.n_keys)
 
-    def query_heads(self, unit: Unit | Joint) -> Interval:
+    def query_heads(self, unit: Unit) -> Interval:
         """The query heads of a unit."""
         share = self.sizes.share
-        return Interval(unit.kv.start * share, unit.kv.stop * share)
+        return Interval(unit.head * share, (unit.head + 1) * share)
 
     def _rows(self, chunk: int, n: int) -> Interval:
         of = self.sizes
@@ -137,21 +114,16 @@ def _interest(c: int) -> tuple[int, ...]:
 
 
 def cut_of(
-    sizes: Sizes,
-    workers: int,
-    head_bytes: int,
-    chunks: int | None = None,
-    may_cut: bool = True,
-    heads: int | None = None,
+    sizes: Sizes, heads: int, workers: int, head_bytes: int, chunks: int | None, may_cut: bool
 ) -> Cut:
     """How to cut a call for so many workers.
 
     Args:
+        heads: key/value heads that are computed, of all batch entries.
         head_bytes: of the results of one key/value head.
         chunks: what the caller wants; 1: whole heads. None: heads are cut where there are fewer
             than ten for each worker, or where one has too many bytes.
         may_cut: whether heads may be cut at all.
-        heads: key/value heads of all batch entries, as far as they are to be computed; None: all.
 
     Raises:
         ValueError: there is no interest set of so many chunks, or heads may not be cut.
@@ -161,7 +133,6 @@ def cut_of(
         if chunks > 1 and not may_cut:
             raise ValueError(f"chunks must be 1 for a call with dropout_p, got {chunks}")
         return Cut(sizes, chunks)
-    heads = sizes.batch * sizes.kv_heads if heads is None else heads
     if not may_cut or (heads >= _UNITS * workers and head_bytes <= _WHOLE_BYTES):
         return Cut(sizes, 1)
     best = 1
@@ -177,18 +148,46 @@ def cut_of(
     return Cut(sizes, best if best > 3 else 1)
 
 
-def units_of(cut: Cut, heads: Iterable[Head] | None = None) -> list[Unit]:
-    """The units of a call, in the order in which workers should take them.
+class Schedule:
+    """Which units of a pass wait. A chunk's merge waits from when its last task is done.
 
-    Args:
-        heads: those to compute; None: all.
+    Attributes:
+        waiting: units, the next one first.
+        count: of all units.
     """
-    of = cut.sizes
-    if not of.n_queries:
-        return []
-    every = product(range(of.batch), range(of.kv_heads)) if heads is None else sorted(heads)
-    tasks = range(cut.chunks) if cut.chunks > 1 else (None,)
-    return [Unit(entry, Interval(head, head + 1), task) for entry, head in every for task in tasks]
+
+    def __init__(self, cut: Cut, heads: Collection[Head]) -> None:
+        whole, every = cut.chunks == 1, sorted(heads)
+        kind: Literal["head", "task"] = "head" if whole else "task"
+        numbers = range(cut.chunks)
+        self.waiting = deque(Unit(kind, *head, number) for head in every for number in numbers)
+        self.count = len(self.waiting) * (1 if whole else 2)
+        self._cut, self._left = cut, dict.fromkeys(every, cut.chunks)
+        self._tasks_done: Counter[Unit] = Counter()
+        self._states: defaultdict[Unit, list[int]] = defaultdict(list)
+
+    def states(self, unit: Unit) -> list[int]:
+        """The tasks that have left a state for a merge, ascending."""
+        return sorted(self._states.pop(unit, []))
+
+    def done(self, unit: Unit, chunks: Collection[int]) -> Head | None:
+        """A unit is done; returns its head if that is complete.
+
+        Args:
+            chunks: of which it has left a state.
+        """
+        head = unit.entry, unit.head
+        if unit.kind != "task":
+            self._left[head] -= 1
+            return None if self._left[head] else head
+        for chunk in self._cut.quorum(unit.number):
+            merge = Unit("merge", *head, chunk)
+            if chunk in chunks:
+                self._states[merge].append(unit.number)
+            self._tasks_done[merge] += 1
+            if self._tasks_done[merge] == len(self._cut.tasks(chunk)):
+                self.waiting.appendleft(merge)
+        return None
 
 
-__all__ = ["Cut", "Head", "Joint", "Unit", "cut_of", "units_of"]
+__all__ = ["Cut", "Head", "Schedule", "Unit", "cut_of"]
