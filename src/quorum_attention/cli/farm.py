@@ -84,14 +84,19 @@ def computing(options: argparse.Namespace) -> Compute:
             ) as farm,
             progress_bar() as bar,
         ):  # fmt: skip
-            groups = [_heads(part) for part in parts]
-            done = farm.by_heads(
-                call.tensors, results, groups, said, chunks=options.chunks, report=report
-            )
-            for count, number in enumerate(done, start=1):
-                yield parts[number]
+            left = {part: _heads(part) for part in parts}
+            heads = [head for group in left.values() for head in group]
+            for head in farm.by_heads(
+                call.tensors, results, heads, said, chunks=options.chunks, report=report
+            ):
+                (part,) = (part for part, group in left.items() if head in group)
+                left[part].remove(head)
+                if left[part]:
+                    continue
+                del left[part]
+                yield part
                 if bar is not None:
-                    bar(count, len(parts), "parts on Ray")
+                    bar(len(parts) - len(left), len(parts), "parts on Ray")
         if not options.json:
             say(str(report))
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from quorum_attention.farm.compute import Done, compute
@@ -19,8 +18,7 @@ from quorum_attention.writing import folder_of_now
 # Times that a unit is begun again because its worker or its machine was lost.
 _RETRIES = 3
 _CONNECT_SECONDS, _CANCEL_SECONDS = 10.0, 30.0
-# Of a folder for Ray's sockets, whose names must have no more than 107 bytes.
-_LONGEST_FOLDER = 20
+_REPORTS = "RAY_USAGE_STATS_ENABLED"
 _SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -163,11 +161,15 @@ class Cluster:
             self._ray.init(address, **options)
             return
         # Names of sockets are short, and nothing of a farm's own cluster is left behind.
-        usual = tempfile.gettempdir()
-        where = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
-        folder = self._folders.enter_context(folder_of_now("qa-ray-", where))
-        with _silent():
+        folder = self._folders.enter_context(folder_of_now("qa-ray-", "/tmp"))
+        # It reports its use over the network only if that was allowed.
+        unset = _REPORTS not in os.environ
+        os.environ.setdefault(_REPORTS, "0")
+        try:
             self._ray.init("local", include_dashboard=False, _temp_dir=str(folder), **options)
+        finally:
+            if unset:
+                del os.environ[_REPORTS]
 
 
 def _note(report: PoolPass, done: Done, now: float) -> None:
@@ -176,20 +178,6 @@ def _note(report: PoolPass, done: Done, now: float) -> None:
         report.devices.append(done.where)
     device, index = report.devices.index(done.where), len(report.ran)
     report.ran.append(Ran(device, index, now - done.seconds, now, done.report, done.seconds, index))
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep a new cluster from reporting its use over the network, unless that was allowed."""
-    name = "RAY_USAGE_STATS_ENABLED"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def _check_there(address: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from quorum_attention.pool.shared import InFile, in_file
 from quorum_attention.sizes import parse_bytes
 from quorum_attention.writing import folder_of_now
 
-_QKV = ("query", "key", "value")
+_Value = TypeVar("_Value")
 _GRADIENTS = ("grad_query", "grad_key", "grad_value")
 
 
@@ -113,6 +113,7 @@ class Farm:
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
         chunks: int | None = None,
         depth: int | str = "auto",
         kernel: str = "auto",
@@ -126,6 +127,8 @@ class Farm:
                 then. With dropout heads are not cut.
             out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped from a file;
                 partial states are kept beside that.
+            lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
+                from a file; None: it is not wanted.
             chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None: as
                 many as leave ten units for each worker, if there are fewer heads.
             depth, kernel: of each unit's calls, as there.
@@ -139,47 +142,30 @@ class Farm:
             NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
             RuntimeError: a unit has lost four workers.
         """
-        said = Arguments(
-            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None,
-            Written(depth=depth, kernel=kernel),
+        said = _said(
+            attn_mask, is_causal, scale, enable_gqa, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, out=_given(out, "out"), depth=depth, kernel=kernel,
         )  # fmt: skip
-        return self._forward((query, key, value), said, None, chunks, report)
+        pass_ = _Pass("attention", (query, key, value), said, chunks)
+        request, (query, key, value, mask, _) = pass_.request, pass_.tensors
+        results = {"out": _given(request.out, "out")}
+        if lse is not None:
+            lse = request.with_heads(as_tensor(lse, "lse", written=True), 1)
+            dtype = request.work.state_dtype
+            check_result(lse, tuple(query.shape[:-1]), "lse", query.device, dtype)
+            read = {"query": query, "key": key, "value": value, "attn_mask": mask, **results}
+            check_apart({"lse": lse}, read)
+            results["lse"] = lse
+        self._run(pass_, {}, results, report)
+        return _given(out, "out")
 
-    @uncompiled
     def attention_with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | Mask | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        chunks: int | None = None,
-        depth: int | str = "auto",
-        kernel: str = "auto",
-        report: PoolReport | None = None,
+        self, *call: Any, lse: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``quorum_attention.attention_with_lse`` from files to files.
-
-        Args:
-            lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
-                from a file.
-
-        Other arguments as in ``attention``.
-        """
-        said = Arguments(
-            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None,
-            Written(depth=depth, kernel=kernel),
-        )  # fmt: skip
-        if lse is None:
-            raise ValueError("lse must be given: a farm writes to files")
-        return self._forward((query, key, value), said, lse, chunks, report), lse
+        """``quorum_attention.attention_with_lse`` from files to files; arguments as ``attention``
+        has them."""
+        lse = _given(lse, "lse")
+        return self.attention(*call, lse=lse, **options), lse
 
     @uncompiled
     @torch.no_grad()
@@ -191,41 +177,27 @@ class Farm:
         value: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        attn_mask: torch.Tensor | Mask | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
+        *more: Any,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         chunks: int | None = None,
-        depth: int | str = "auto",
-        kernel: str = "auto",
         report: PoolReport | None = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``quorum_attention.attention_backward`` from files to files.
 
         Args:
             grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
-
-        Other arguments as there, and as in ``attention``.
+            more, options: ``attn_mask`` and so on, as in ``attention``.
         """
-        said = Arguments(
-            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
-            written=Written(depth=depth, kernel=kernel),
-        )  # fmt: skip
-        if grads is None:
-            raise ValueError("grads must be given: a farm writes to files")
-        given = zip((query, key, value), _QKV, strict=True)
-        three = tuple(as_tensor(tensor, name) for tensor, name in given)
-        pass_ = _Pass("attention_backward", three, said, chunks)
+        grads = _given(grads, "grads")
+        given = (("query", query), ("key", key), ("value", value))
+        three = tuple(as_tensor(tensor, name) for name, tensor in given)
+        pass_ = _Pass("attention_backward", three, _said(*more, **options), chunks)
         found = given_of(
             pass_.tensors, pass_.request, grad_out, out, lse, grads, False, None, three
         )
         rest = {"grad_out": found.grad_out, "out": found.out, "lse": found.lse}
-        assert found.grads is not None
-        self._run(pass_, rest, dict(zip(_GRADIENTS, found.grads, strict=True)), report)
+        self._run(pass_, rest, dict(zip(_GRADIENTS, found.grads or (), strict=True)), report)
         return grads
 
     @uncompiled
@@ -233,62 +205,31 @@ class Farm:
         self,
         inputs: Mapping[str, torch.Tensor],
         results: Mapping[str, torch.Tensor],
-        groups: Sequence[Collection[Head]],
+        heads: Collection[Head],
         said: Arguments,
         *,
         chunks: int | None = None,
         report: PoolPass,
-    ) -> Iterator[int]:
+    ) -> Iterator[Head]:
         """A pass over some heads, from tensors to tensors, for who keeps book of what is done.
 
         Args:
             inputs: query, key and value, each (..., heads, rows, dim); grad_out, out and lse
                 as well for a backward.
             results: out, and lse if wanted; or grad_query, grad_key and grad_value.
-            groups: batch entries (through all batch dimensions) and key/value heads to compute.
+            heads: batch entries (through all batch dimensions) and key/value heads to compute.
             said: what else the call says.
             report: filled with what happened.
 
         Yields:
-            the number of each group whose results are complete.
+            each head whose results are complete.
         """
-        function = "attention_backward" if "grad_out" in inputs else "attention"
+        rest = dict(inputs)
+        three = tuple(rest.pop(name) for name in ("query", "key", "value"))
         with torch.no_grad():
-            pass_ = _Pass(function, tuple(inputs[name] for name in _QKV), said, chunks)
-        rest = {name: tensor for name, tensor in inputs.items() if name not in _QKV}
-        left = {number: set(group) for number, group in enumerate(groups)}
-        every = set().union(*left.values())
-        for head in pass_.run(self._cluster, self._budget, rest, results, every, report):
-            for number in [number for number, group in left.items() if head in group]:
-                left[number].remove(head)
-                if not left[number]:
-                    del left[number]
-                    yield number
-
-    def _forward(
-        self,
-        three: tuple[torch.Tensor, ...],
-        said: Arguments,
-        lse: torch.Tensor | None,
-        chunks: int | None,
-        report: PoolReport | None,
-    ) -> torch.Tensor:
-        if said.out is None:
-            raise ValueError("out must be given: a farm writes to files")
-        pass_ = _Pass("attention", three, said, chunks)
-        request, (query, key, value, mask, _) = pass_.request, pass_.tensors
-        assert request.out is not None
-        results = {"out": request.out}
-        if lse is not None:
-            lse = request.with_heads(as_tensor(lse, "lse", written=True), 1)
-            check_result(
-                lse, tuple(query.shape[:-1]), "lse", query.device, request.work.state_dtype
-            )
-            read = {"query": query, "key": key, "value": value, "attn_mask": mask, **results}
-            check_apart({"lse": lse}, read)
-            results["lse"] = lse
-        self._run(pass_, {}, results, report)
-        return said.out
+            function = "attention_backward" if rest else "attention"
+            pass_ = _Pass(function, three, said, chunks)
+        yield from pass_.run(self._cluster, self._budget, rest, results, heads, report)
 
     def _run(
         self,
@@ -302,6 +243,30 @@ class Farm:
             setattr(report, "backward" if rest else "forward", one)
         for _ in pass_.run(self._cluster, self._budget, rest, results, None, one):
             pass
+
+
+def _said(
+    attn_mask: torch.Tensor | Mask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    out: torch.Tensor | None = None,
+    depth: int | str = "auto",
+    kernel: str = "auto",
+) -> Arguments:
+    written = Written(depth=depth, kernel=kernel)
+    return Arguments(
+        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None, written
+    )
+
+
+def _given(value: _Value | None, name: str) -> _Value:
+    if value is None:
+        raise ValueError(f"{name} must be given: a farm writes to files")
+    return value
 
 
 class _Pass:
