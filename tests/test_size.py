@@ -23,7 +23,7 @@ BUDGETS = {
     "decomposition": (1028, 10),
     "distributed": (3122, 21),
     "execution": (6259, 60),
-    "farm": (780, 6),
+    "farm": (770, 6),
     "integrations": (1631, 18),
     "kernels": (10217, 79),
     "on_disk": (1201, 11),

@@ -12,7 +12,6 @@ from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.farm.data import Job, read_state, write_state
 from quorum_attention.farm.units import Cut
-from quorum_attention.pool.parts import Sizes
 from quorum_attention.pool.shared import InFile, file_id
 
 
@@ -25,10 +24,9 @@ def job_of(whole: torch.Tensor, path: Path, offset: int = 24) -> Job:
     )  # fmt: skip
     *batch, heads, rows, _ = whole.shape
     call = WholeCall(tuple(batch), heads, heads, rows, rows)
-    cut = Cut(Sizes(1, heads, heads, rows, rows, False), 1)
     (folder := path.with_name("states")).mkdir(exist_ok=True)
     return Job(
-        call, cut, {}, {"out": target}, str(folder), torch.float32, whole.dtype, {}, None, 1, 0
+        Cut(call, 1), {}, {"out": target}, str(folder), torch.float32, whole.dtype, {}, None, 1, 0
     )
 
 

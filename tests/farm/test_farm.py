@@ -14,11 +14,12 @@ import torch
 from helpers_farm import Case, FakeRay, MaskedCase, fake_farm, in_files
 
 import quorum_attention as qa
+from quorum_attention.call.arguments import Arguments
 from quorum_attention.errors import BudgetError
 from quorum_attention.farm import compute as farm_compute
 from quorum_attention.farm import data
 from quorum_attention.files import create_tensors
-from quorum_attention.pool.report import PoolReport
+from quorum_attention.pool.report import PoolPass, PoolReport
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -59,16 +60,12 @@ def call(tmp_path: Path) -> Callable[..., Any]:
 
     def made(tokens: int = 60, keys: int | None = None, heads: int = 2, dim: int = 8) -> Any:
         keys = tokens if keys is None else keys
-        shapes = {
-            "q": (1, heads, tokens, dim),
-            "k": (1, heads, keys, dim),
-            "v": (1, heads, keys, dim),
-        }
-        given = in_files(tmp_path / "in", {n: torch.randn(shape) for n, shape in shapes.items()})
-        out = in_files(tmp_path / "out", {"out": torch.full(shapes["q"], 7.0)}, writable=True)[
-            "out"
-        ]
-        return *given.values(), out
+        q, k, v = (torch.randn(1, heads, n, dim) for n in (tokens, keys, keys))
+        for name in ("in", "out"):
+            (tmp_path / name).unlink(missing_ok=True)
+        given = in_files(tmp_path / "in", {"q": q, "k": k, "v": v})
+        out = in_files(tmp_path / "out", {"out": torch.full(q.shape, 7.0)}, writable=True)
+        return *given.values(), out["out"]
 
     return made
 
@@ -147,6 +144,11 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
     fake_farm().attention_with_lse(q, k, v, qa.Mask(sinks=sinks), out=out, lse=lse)
     assert torch.equal(out, torch.zeros(1, 2, 5, 8))
     assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
+    q, k, v, out = call(5)
+    said, report = Arguments(), PoolPass()
+    given = {"query": q, "key": k, "value": v}
+    assert not list(fake_farm().by_heads(given, {"out": out}, [], said, report=report))
+    assert (out == 7).all(), "no head is computed, so nothing is written"
     empty = torch.empty(1, 2, 0, 8)
     assert fake_farm().attention(empty, q, q, out=empty.clone()).shape == empty.shape
     for shape in ((1, 0, 5, 8), (0, 2, 5, 8)):

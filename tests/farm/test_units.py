@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from quorum_attention.call.block import WholeCall
 from quorum_attention.farm.units import Cut, Schedule, cut_of
-from quorum_attention.pool.parts import Sizes
+from quorum_attention.kernels.dropout import Dropout
 
 
-def drawn(draw: random.Random) -> Sizes:
+def call_of(batch: int, heads: int, kv_heads: int, n: int, m: int, causal: bool) -> WholeCall:
+    return WholeCall((batch,), heads, kv_heads, n, m, is_causal=causal)
+
+
+def drawn(draw: random.Random) -> WholeCall:
     kv_heads, share = draw.randint(1, 4), draw.randint(1, 3)
     n = draw.choice([1, 2, 100, 999, 5000, 20_011, 70_000, 900_001])
     m = draw.choice([n, n, 1, 250, 4097, 66_000, 800_000])
-    return Sizes(draw.randint(1, 3), kv_heads * share, kv_heads, n, m, draw.random() < 0.5)
+    return call_of(draw.randint(1, 3), kv_heads * share, kv_heads, n, m, draw.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -52,7 +58,7 @@ def test_chunks_lie_side_by_side(seed: int) -> None:
 @pytest.mark.parametrize("n", [1 << 24, 1_000_003, 57 * 8192])
 def test_long_chunks_have_few_lengths(n: int) -> None:
     """A kernel prepares each shape."""
-    cut = Cut(Sizes(1, 1, 1, n, n, True), 57)
+    cut = Cut(call_of(1, 1, 1, n, n, True), 57)
     lengths = [cut.keys(chunk).length for chunk in range(57)]
     assert len(set(lengths[:-1])) == 1
     assert 0.5 * lengths[0] < lengths[-1] <= lengths[0]
@@ -62,8 +68,8 @@ def test_long_chunks_have_few_lengths(n: int) -> None:
 def test_every_worker_has_something_to_do(seed: int) -> None:
     draw = random.Random(seed)
     sizes = drawn(draw)
-    workers, heads = draw.randint(1, 40), sizes.batch * sizes.kv_heads
-    cut = cut_of(sizes, heads, workers, 1000, None, may_cut=True)
+    workers, heads = draw.randint(1, 40), sizes.batch_shape[0] * sizes.kv_heads
+    cut = cut_of(sizes, heads, workers, 1000, None)
     shortest = min(sizes.n_queries, sizes.n_keys)
     if shortest >= 183 * 256:
         assert heads * cut.chunks >= min(10 * workers, 183 * heads)
@@ -76,7 +82,7 @@ def test_a_chunk_is_merged_after_its_tasks_and_a_head_is_complete_after_its_merg
 ) -> None:
     draw = random.Random(chunks)
     heads = {(entry, head) for entry in range(2) for head in range(3) if (entry, head) != (1, 1)}
-    cut = Cut(Sizes(2, 3, 3, 999, 999, True), chunks)
+    cut = Cut(call_of(2, 3, 3, 999, 999, True), chunks)
     schedule = Schedule(cut, heads)
     complete, done, without = [], set(), {unit for unit in schedule.waiting if draw.random() < 0.2}
     while schedule.waiting:
@@ -100,15 +106,16 @@ def test_a_chunk_is_merged_after_its_tasks_and_a_head_is_complete_after_its_merg
 
 
 def test_large_heads_are_cut_though_there_are_many() -> None:
-    sizes = Sizes(1, 64, 64, 1 << 24, 1 << 24, True)
-    assert cut_of(sizes, 64, 2, 1 << 20, None, may_cut=True).chunks == 1
-    assert cut_of(sizes, 64, 2, 3 << 31, None, may_cut=True).chunks >= 13
+    sizes = call_of(1, 64, 64, 1 << 24, 1 << 24, True)
+    assert cut_of(sizes, 64, 2, 1 << 20, None).chunks == 1
+    assert cut_of(sizes, 64, 2, 3 << 31, None).chunks >= 13
 
 
 def test_what_cannot_be() -> None:
-    sizes = Sizes(1, 2, 2, 5000, 5000, True)
+    sizes = call_of(1, 2, 2, 5000, 5000, True)
     with pytest.raises(ValueError, match="8"):
-        cut_of(sizes, 2, 2, 1, 8, may_cut=True)
+        cut_of(sizes, 2, 2, 1, 8)
+    sizes = replace(sizes, dropout=Dropout(0.5, 1))
     with pytest.raises(ValueError, match="dropout_p"):
-        cut_of(sizes, 2, 2, 1, 7, may_cut=False)
-    assert cut_of(sizes, 2, 2, 1, None, may_cut=False).chunks == 1
+        cut_of(sizes, 2, 2, 1, 7)
+    assert cut_of(sizes, 2, 2, 1, None).chunks == 1

@@ -16,7 +16,6 @@ from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults
 from quorum_attention.call.options import Written
 from quorum_attention.decomposition import EMPTY, Ranges
-from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.farm.data import OF_KEYS, Job, moved, read_state, write_state
@@ -100,24 +99,21 @@ class _Work:
             name: source.open("r") if isinstance(source, InFile) else source
             for name, source in job.inputs.items()
         }
-        self._call, self._sinks = job.call, None
-        mask, bias = job.call.mask, inputs.pop("bias", None)
+        self._sinks, call = None, job.cut.call
+        mask, bias = call.mask, inputs.pop("bias", None)
         if isinstance(mask, Mask):
             # A row's sink is counted once: where the states of its chunk are merged.
             self._sinks = mask.sinks
             mask = replace(mask, bias=bias, sinks=mask.sinks if unit.kind == "head" else None)
-        self._inputs, self._call = inputs, replace(job.call, mask=bias if mask is None else mask)
+        self._inputs, self._call = inputs, replace(call, mask=bias if mask is None else mask)
         self._left = job.budget
         if self._left is None and not on_host(device):
             free = backend_of(device).free_bytes(device)
             self._left = int(free * _OF_FREE * min(1.0, job.gpus))
 
     def block(self, queries: int | None = None, keys: int | None = None) -> Block:
-        """A chunk of queries and one of keys; None: all of them."""
-        unit, cut, of = self._unit, self._cut, self._cut.sizes
-        rows = Interval(0, of.n_queries) if queries is None else cut.queries(queries)
-        columns = Interval(0, of.n_keys) if keys is None else cut.keys(keys)
-        return Block(Interval(unit.entry, unit.entry + 1), cut.query_heads(unit), rows, columns)
+        """A block of the unit's head, as ``Cut.block`` has it."""
+        return self._cut.block(self._unit, queries, keys)
 
     def head(self) -> tuple[torch.Tensor, ...]:
         """The results of a whole head, by one call."""
@@ -151,8 +147,7 @@ class _Work:
         chunk = self._unit.number
         total = self._empty(chunk, _HOST)
         if self._sinks is not None and not self._job.backward:
-            heads = self._cut.query_heads(self._unit)
-            total[1].copy_(self._sinks[slice(*heads)][:, None])
+            total[1].copy_(self._sinks[slice(*self.block().heads)][:, None])
         for task in tasks:
             self._add(total, read_state(self._job.state_path(self._unit, task, chunk), total))
         return total
@@ -238,7 +233,7 @@ class _Work:
     def _bytes(self, used: Sequence[int]) -> int:
         """Bytes of a task's rows on the device, at most."""
         rows, keys = ([at(n).length for n in used] for at in (self._cut.queries, self._cut.keys))
-        state, share = self._job.state.itemsize, self._cut.sizes.share
+        state, share = self._job.state.itemsize, self.block().heads.length
         widths = {name: 1 if name == "lse" else t.shape[-1] for name, t in self._inputs.items()}
         by_row, by_key = (
             sum(widths[n] * self._inputs[n].element_size() for n in names if n in widths)

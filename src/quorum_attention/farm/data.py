@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import Block
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.farm.units import Cut, Unit
 from quorum_attention.pool.shared import InFile
@@ -25,8 +25,7 @@ class Job:
     """A pass.
 
     Attributes:
-        call: all of it; its mask without the bias.
-        cut: how its heads are cut.
+        cut: the call, its mask without the bias, and how its heads are cut.
         inputs: by name, (*batch, heads, rows, ...): query, key, value; grad_out, out and lse of a
             backward; bias, if there is one. Only a bias, and what is empty, may be in no file.
         results: by name, likewise: out, lse; grad_query, grad_key, grad_value.
@@ -36,7 +35,6 @@ class Job:
         budget, cpus, gpus: of each task.
     """
 
-    call: WholeCall
     cut: Cut
     inputs: dict[str, torch.Tensor | InFile]
     results: dict[str, InFile]
@@ -84,7 +82,7 @@ class Job:
         target = self.results[name]
         made = moved(made, _HOST).to(target.dtype).contiguous()
         whole = torch.empty_strided(target.shape, target.strides, dtype=made.dtype, device="meta")
-        part = self.call.cut(whole, block, of_keys=name in OF_KEYS)
+        part = self.cut.call.cut(whole, block, of_keys=name in OF_KEYS)
         file = target.descriptor(os.O_WRONLY)
         try:
             for head, rows in zip(part[0], made[0], strict=True):

@@ -23,7 +23,6 @@ from quorum_attention.farm.data import Job
 from quorum_attention.farm.units import Head, cut_of
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.pool.parts import Sizes
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_of_parts
 from quorum_attention.pool.shared import InFile, in_file
@@ -333,31 +332,24 @@ class _Pass:
             if tensor.numel()
         }
         torch.autograd.graph.increment_version(list(results.values()))
-        if not heads or not work.n_queries * work.n_keys or not files:
+        if not heads:
+            return
+        if not work.n_queries * work.n_keys or not files:
             for name, tensor in results.items():
-                self._fill(name, tensor)
+                tensor.fill_(-torch.inf if name == "lse" else 0.0)
+            if "lse" in results and self.tensors.sinks is not None:
+                results["lse"].copy_(self.tensors.sinks[:, None])
             yield from heads
             return
-        sizes = Sizes(
-            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal
-        )
-        share = sum(t.nbytes for t in results.values()) // max(1, work.batch * work.kv_heads)
-        cut = cut_of(
-            sizes, len(heads), cluster.workers, share, self._chunks, self._call.dropout is None
-        )
+        head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
+        cut = cut_of(self._call, len(heads), cluster.workers, head_bytes, self._chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with folder_of_now(f"{name}.states-", folder) as states:
             job = Job(
-                self._call, cut, inputs, files, str(states), work.state_dtype, dtype,
-                self._options, budget, cluster.cpus, cluster.gpus,
+                cut, inputs, files, str(states), work.state_dtype, dtype, self._options, budget,
+                cluster.cpus, cluster.gpus,
             )  # fmt: skip
             yield from cluster.run(job, heads, report)
-
-    def _fill(self, name: str, tensor: torch.Tensor) -> None:
-        """A result of no pair."""
-        tensor.fill_(-torch.inf if name == "lse" else 0.0)
-        if name == "lse" and self.tensors.sinks is not None:
-            tensor.copy_(self.tensors.sinks[:, None])
 
 
 def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.pool.parts import Sizes
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
 
 # Units for each worker, at least: the last one to end, or one that is lost, costs no more.
@@ -59,11 +59,11 @@ class Cut:
     """How a call is cut: its heads stay whole, or each has ``chunks`` tasks.
 
     Attributes:
-        sizes: of the call.
+        call: which one.
         chunks: of a sequence, and tasks of a head; 1: heads are whole.
     """
 
-    sizes: Sizes
+    call: WholeCall
     chunks: int
 
     def quorum(self, task: int) -> tuple[int, ...]:
@@ -76,19 +76,22 @@ class Cut:
 
     def queries(self, chunk: int) -> Interval:
         """The query rows of a chunk."""
-        return self._rows(chunk, self.sizes.n_queries)
+        return self._rows(chunk, self.call.n_queries)
 
     def keys(self, chunk: int) -> Interval:
         """The key rows of a chunk."""
-        return self._rows(chunk, self.sizes.n_keys)
+        return self._rows(chunk, self.call.n_keys)
 
-    def query_heads(self, unit: Unit) -> Interval:
-        """The query heads of a unit."""
-        share = self.sizes.share
-        return Interval(unit.head * share, (unit.head + 1) * share)
+    def block(self, unit: Unit, queries: int | None, keys: int | None) -> Block:
+        """A chunk of queries and one of keys of a unit's head; None: all of them."""
+        of, share = self.call, self.call.heads // self.call.kv_heads
+        rows = Interval(0, of.n_queries) if queries is None else self.queries(queries)
+        columns = Interval(0, of.n_keys) if keys is None else self.keys(keys)
+        heads = Interval(unit.head * share, (unit.head + 1) * share)
+        return Block(Interval(unit.entry, unit.entry + 1), heads, rows, columns)
 
     def _rows(self, chunk: int, n: int) -> Interval:
-        of = self.sizes
+        of = self.call
         # A causal rule compares positions, so chunks of queries and keys begin at the same ones.
         span = max(of.n_queries, of.n_keys) if of.is_causal else n
         low, high = (_border(span, self.chunks, at) for at in (chunk, chunk + 1))
@@ -113,39 +116,37 @@ def _interest(c: int) -> tuple[int, ...]:
     return interest_set(quorum_size(c))
 
 
-def cut_of(
-    sizes: Sizes, heads: int, workers: int, head_bytes: int, chunks: int | None, may_cut: bool
-) -> Cut:
+def cut_of(call: WholeCall, heads: int, workers: int, head_bytes: int, chunks: int | None) -> Cut:
     """How to cut a call for so many workers.
 
     Args:
         heads: key/value heads that are computed, of all batch entries.
         head_bytes: of the results of one key/value head.
         chunks: what the caller wants; 1: whole heads. None: heads are cut where there are fewer
-            than ten for each worker, or where one has too many bytes.
-        may_cut: whether heads may be cut at all.
+            than ten for each worker, or where one has too many bytes; with dropout never.
 
     Raises:
         ValueError: there is no interest set of so many chunks, or heads may not be cut.
     """
+    may_cut = call.dropout is None
     if chunks is not None:
         quorum_size(chunks)
         if chunks > 1 and not may_cut:
             raise ValueError(f"chunks must be 1 for a call with dropout_p, got {chunks}")
-        return Cut(sizes, chunks)
+        return Cut(call, chunks)
     if not may_cut or (heads >= _UNITS * workers and head_bytes <= _WHOLE_BYTES):
-        return Cut(sizes, 1)
+        return Cut(call, 1)
     best = 1
     for size in quorum_sizes(_LARGEST_QUORUM):
         c = chunk_count(size)
-        if c > 1 and min(sizes.n_queries, sizes.n_keys) < c * _FEWEST_TOKENS:
+        if c > 1 and min(call.n_queries, call.n_keys) < c * _FEWEST_TOKENS:
             break
         best = c
         few_bytes = size * head_bytes <= c * _WHOLE_BYTES
         if c > 3 and heads * c >= _UNITS * workers and few_bytes:
             break
     # Three chunks in three tasks of two: as many rows as two heads, so no cut is worth less.
-    return Cut(sizes, best if best > 3 else 1)
+    return Cut(call, best if best > 3 else 1)
 
 
 class Schedule:
