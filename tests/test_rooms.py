@@ -31,7 +31,7 @@ FLOORS = (
     ("traced",),
     ("api",),
     ("sdpa",),
-    ("bench", "checking", "distributed", "farm", "on_disk", "verification"),
+    ("bench", "checking", "distributed", "on_disk", "ray", "verification"),
     ("integrations",),
     ("recipes",),
     ("cli",),

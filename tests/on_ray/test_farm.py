@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_farm import Case, FakeRay, MaskedCase, fake_farm, in_files
+from helpers_ray import Case, FakeRay, MaskedCase, fake_farm, in_files
 
 import quorum_attention as qa
 from quorum_attention.call.arguments import Arguments
 from quorum_attention.errors import BudgetError
-from quorum_attention.farm import compute as farm_compute
-from quorum_attention.farm import data
 from quorum_attention.files import create_tensors
 from quorum_attention.pool.report import PoolPass, PoolReport
+from quorum_attention.ray import compute as farm_compute
+from quorum_attention.ray import data
 
 
 @pytest.mark.parametrize("seed", range(10))

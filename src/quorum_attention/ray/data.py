@@ -12,8 +12,8 @@ import torch
 
 from quorum_attention.call.block import Block
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.farm.units import Cut, Unit
 from quorum_attention.pool.shared import InFile
+from quorum_attention.ray.units import Cut, Unit
 from quorum_attention.writing import replacing
 
 OF_KEYS = ("key", "value", "grad_key", "grad_value")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers_farm import FakeRay
+from helpers_ray import FakeRay
 
 import quorum_attention as qa
 from quorum_attention.cli import main
-from quorum_attention.farm import cluster
+from quorum_attention.ray import cluster
 
 
 @pytest.fixture

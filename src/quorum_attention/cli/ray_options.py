@@ -65,7 +65,7 @@ def check(options: argparse.Namespace) -> None:
 
 def computing(options: argparse.Namespace) -> Compute:
     """What computes parts on the cluster that the options name."""
-    from quorum_attention.farm import Farm
+    from quorum_attention.ray import Farm
 
     def compute(work: Work, parts: Sequence[Part]) -> Iterator[Part]:
         call = work.call

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from quorum_attention.farm.compute import Done, compute
-from quorum_attention.farm.data import Job
-from quorum_attention.farm.units import Head, Schedule, Unit
 from quorum_attention.pool.report import PoolPass, Ran
+from quorum_attention.ray.compute import Done, compute
+from quorum_attention.ray.data import Job
+from quorum_attention.ray.units import Head, Schedule, Unit
 from quorum_attention.writing import folder_of_now
 
 # Times that a unit is begun again because its worker or its machine was lost.

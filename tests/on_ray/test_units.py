@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 
 from quorum_attention.call.block import WholeCall
-from quorum_attention.farm.units import Cut, Schedule, cut_of
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.ray.units import Cut, Schedule, cut_of
 
 
 def call_of(batch: int, heads: int, kv_heads: int, n: int, m: int, causal: bool) -> WholeCall:

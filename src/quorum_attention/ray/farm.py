@@ -18,14 +18,14 @@ from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.options import Written
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import real_number, whole_number
-from quorum_attention.farm.cluster import Cluster
-from quorum_attention.farm.data import Job
-from quorum_attention.farm.units import Head, cut_of
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_of_parts
 from quorum_attention.pool.shared import InFile, in_file
+from quorum_attention.ray.cluster import Cluster
+from quorum_attention.ray.data import Job
+from quorum_attention.ray.units import Head, cut_of
 from quorum_attention.sizes import parse_bytes
 from quorum_attention.writing import folder_of_now
 
@@ -50,7 +50,7 @@ class Farm:
     Args:
         address: HOST:PORT of a cluster, or "auto" for the one that ``RAY_ADDRESS`` names or that
             runs on this machine, whoever began it: whoever can reach a cluster runs code as those
-            who use it (docs/farm.md). None or "local": a new one in this machine, ended with the
+            who use it (docs/ray.md). None or "local": a new one in this machine, ended with the
             farm. A program that is connected to Ray already stays where it is.
         workers: how many units are computed at once, at most; None: as many as the cluster holds
             at any time.

@@ -18,12 +18,12 @@ from quorum_attention.call.options import Written
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.farm.data import OF_KEYS, Job, moved, read_state, write_state
-from quorum_attention.farm.units import Unit
 from quorum_attention.kernels.masked import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
 from quorum_attention.pool.shared import InFile
+from quorum_attention.ray.data import OF_KEYS, Job, moved, read_state, write_state
+from quorum_attention.ray.units import Unit
 
 # A task's rows are kept on the device if they take no more than this share of the budget; without a
 # budget, a task has this share of what is free.

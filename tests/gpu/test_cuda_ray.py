@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.farm import Farm
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.pool.report import PoolReport
+from quorum_attention.ray import Farm
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("ray") is None, reason="no GPU, or no Ray"
