@@ -1,4 +1,4 @@
-"""Workers of a pool or of a farm, started without importing torch for each."""
+"""Workers of a pool, started without importing torch for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-_WARM = ("torch", "quorum_attention.pool.worker", "quorum_attention.farm.processes")
+_WARM = ("torch", "quorum_attention.pool.worker")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ FLOORS = (
     ("repeated", "traced"),
     ("api",),
     ("sdpa",),
-    ("bench", "checking", "distributed", "farm", "files", "verification"),
+    ("bench", "checking", "distributed", "files", "ray", "verification"),
     ("integrations",),
     ("recipes",),
     ("cli",),

@@ -10,8 +10,8 @@ import quorum_attention as qa
 from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
-from quorum_attention.farm import Farm
 from quorum_attention.pool import Pool
+from quorum_attention.ray import Farm
 
 
 def test_in_the_order_of_a_request() -> None:
@@ -19,9 +19,7 @@ def test_in_the_order_of_a_request() -> None:
     assert tuple(parameters[4:]) == Arguments._fields
 
 
-@pytest.mark.parametrize(
-    "function", [qa.attention, Pool.attention, Farm.attention, Farm.attention_with_lse]
-)
+@pytest.mark.parametrize("function", [qa.attention, Pool.attention, Farm.attention])
 def test_with_the_same_defaults_everywhere(function) -> None:  # type: ignore[no-untyped-def]
     usual = {**Arguments._field_defaults, **Written._field_defaults}
     known = {n: p.default for n, p in signature(function).parameters.items() if n in usual}

@@ -24,7 +24,7 @@ import torch
 
 import quorum_attention
 from quorum_attention.call.options import Written
-from quorum_attention.cli import farm, masks
+from quorum_attention.cli import masks, ray_options
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, warn
 from quorum_attention.execution.report import Report
@@ -43,7 +43,7 @@ from quorum_attention.pictures import check_drawable
 # What changes no number of the result, and may be another when a call is resumed.
 _ASIDE = (
     "run", "command", "input", "output", "json", "draw", "resume", "restart", "keep_every",
-    *farm.ASIDE,
+    *ray_options.ASIDE,
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def add_to(commands: Any) -> None:
         help="key/value heads that are computed before they are kept (default: some seconds' work)",
     )  # fmt: skip
     shared.add_draw(parser, "the report")
-    farm.add_to(parser)
+    ray_options.add_to(parser)
     shared.add_json(parser)
     shared.add_glossary(parser)
     parser.set_defaults(run=_run)
@@ -113,13 +113,13 @@ def _let_options_stand_between(parser: Any) -> None:
 
 def _computer(options: argparse.Namespace) -> Compute:
     """What computes the parts of the call."""
-    return compute_here if options.ray is None else farm.computing(options)
+    return compute_here if options.ray is None else ray_options.computing(options)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.backward and options.lse:
         raise ValueError("--lse is for a forward: a backward reads the log-sum-exp")
-    farm.check(options)
+    ray_options.check(options)
     inputs = read_inputs(options.input, BACKWARD if options.backward else FORWARD)
     device = shared.default_device(options.device)
     if options.kernel != "auto":

@@ -1,18 +1,131 @@
-"""Random calls on a farm, held against one device."""
+"""Random calls from files to files on a farm, held against one device; and Ray in this process."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.farm import Farm
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.pool.report import PoolReport
+from quorum_attention.ray import Farm, cluster
+
+
+class RayError(Exception):
+    """Of tasks whose workers were lost too often."""
+
+
+class RayTaskError(RayError):
+    """Of tasks that raised something."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class FakeRay:
+    """In the place of Ray: a cluster of two CPUs, whose tasks run in this process and in any order
+    when one is waited for.
+
+    Args:
+        draw: draws the order.
+        dies: called before and after a task runs; if it says True, the worker dies then.
+    """
+
+    def __init__(
+        self, draw: random.Random | None = None, dies: Callable[[Any], bool] = lambda unit: False
+    ) -> None:
+        self._draw, self._dies, self.exceptions = draw or random.Random(0), dies, self
+        self.asked: list[object] = []
+        self.results: dict[int, Any] = {}
+        self._tasks: dict[int, Any] = {}
+
+    RayError, RayTaskError = RayError, RayTaskError
+
+    def is_initialized(self) -> bool:
+        return bool(self.asked)
+
+    def init(self, address: object, **options: object) -> None:
+        self.asked.append(address)
+
+    def shutdown(self) -> None:
+        pass
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {}}]
+
+    def put(self, job: object) -> object:
+        return job
+
+    def remote(self, max_retries: int, **options: Any) -> Any:
+        self._tries = max_retries + 1
+        return lambda function: type(
+            "Remote", (), {"remote": lambda *args: self._send(function, args)}
+        )
+
+    def _send(self, function: Any, args: tuple[Any, ...]) -> int:
+        number = len(self._tasks) + len(self.results)
+        self._tasks[number] = function, args
+        return number
+
+    def wait(self, refs: list[int], num_returns: int = 1, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            assert not self._tasks, "tasks run on though their call has failed"
+            return refs, []
+        ref = self._draw.choice(refs)
+        function, args = self._tasks.pop(ref)
+        self.results[ref] = RayError("its worker died")
+        for _ in range(self._tries):
+            if self._dies(args[1]):
+                continue
+            try:
+                self.results[ref] = function(*args)
+            except Exception as error:
+                self.results[ref] = RayTaskError(error)
+                break
+            if not self._dies(args[1]):
+                break
+            self.results[ref] = RayError("its worker died")
+        return [ref], []
+
+    def get(self, ref: int) -> Any:
+        found = self.results[ref]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def cancel(self, ref: int, force: bool) -> None:
+        assert force
+        self._tasks.pop(ref, None)
+
+
+def fake_farm(ray: FakeRay | None = None, **options: Any) -> Farm:
+    """A farm on a Ray in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "ray_here", lambda: ray or FakeRay())
+        return Farm(**options)
+
+
+def in_files(
+    path: Path, tensors: dict[str, torch.Tensor], *, writable: bool = False
+) -> dict[str, torch.Tensor]:
+    """Tensors mapped from a new file, in their order."""
+    made = create_tensors(path, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()})
+    for name, tensor in tensors.items():
+        made[name].copy_(tensor)
+    del made
+    found = open_tensors(path, writable=writable)
+    return {name: found[name] for name in tensors}
+
 
 BOUNDS = {
     torch.float64: 1e-12,
@@ -67,26 +180,11 @@ class Case:
                 bound = BOUNDS[self.dtype] * b.abs().max().clamp_min(1.0)
                 assert (a - b).abs().max() <= bound, name
 
-    def in_memory(self, farm: Farm) -> PoolReport:
-        report = PoolReport()
-        *three, grad = self.inputs
-        q, k, v = (t.clone().requires_grad_() for t in three)
-        out = farm.attention(q, k, v, chunks=self.chunks, report=report, **self.options)
-        out.backward(grad)
-        named = zip(NAMES, (out.detach(), None, q.grad, k.grad, v.grad), strict=True)
-        self.compare({name: tensor for name, tensor in named if tensor is not None})
-        return report
-
-    def in_files(self, farm: Farm, folder: Path) -> PoolReport:
+    def run(self, farm: Farm, folder: Path) -> PoolReport:
+        """Both passes on a farm, compared; what they leave in the folder is an error."""
         report = PoolReport()
         names = ("query", "key", "value", "grad")
-        filled = create_tensors(
-            folder / "in",
-            {n: (tuple(t.shape), t.dtype) for n, t in zip(names, self.inputs, strict=True)},
-        )
-        for name, tensor in zip(names, self.inputs, strict=True):
-            filled[name].copy_(tensor)
-        given = open_tensors(folder / "in")
+        given = in_files(folder / "in", dict(zip(names, self.inputs, strict=True)))
         three = [given[name] for name in names[:3]]
         made = create_tensors(
             folder / "out", {n: (tuple(t.shape), t.dtype) for n, t in self.wanted.items()}
@@ -99,9 +197,11 @@ class Case:
         )  # fmt: skip
         self.compare(made)
         assert sorted(path.name for path in folder.iterdir()) == ["in", "out"]
+        for path in folder.iterdir():
+            path.unlink()
         for one in (report.forward, report.backward):
             assert one is not None
-            assert one.copied_bytes == 0
+            assert len(one.ran) == one.parts
         return report
 
 
@@ -160,42 +260,26 @@ class MaskedCase:
             self.chunks = draw.choice([None, 1])
             self.options |= {"dropout_p": 0.4, "dropout_seed": draw.randrange(1 << 40)}
 
-    def compare(self, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-        for got, one in zip(found, wanted, strict=True):
-            assert torch.allclose(got, one, atol=1e-9, rtol=1e-9), (self.mask, self.chunks)
-
-    def in_memory(self, farm: Farm) -> None:
-        """With autograd, gradients of sinks too."""
-        found: list[list[torch.Tensor]] = []
-        calls: Any = ((qa.attention, {}), (farm.attention, {"chunks": self.chunks}))
-        for attend, more in calls:
-            leaves = [t.clone().requires_grad_() for t in self.inputs]
-            learned = self.mask
-            if learned.sinks is not None:
-                leaves.append(learned.sinks.double().requires_grad_())
-                learned = Mask(**{**vars(learned), "sinks": leaves[3]})
-            out = attend(*leaves[:3], learned, **self.options, **more)
-            out.backward(self.grad)
-            found.append([out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
-            assert len(found[-1]) == 1 + len(leaves)
-        self.compare(found[1], found[0])
-
-    def in_files(self, farm: Farm, folder: Path) -> None:
-        """From files to files, with states in files where heads are cut."""
-        three, mask, options = self.inputs, self.mask, self.options
-        wanted = list(qa.attention_with_lse(*three, mask, **options))
-        wanted += qa.attention_backward(self.grad, *three, *wanted, mask, **options)
+    def run(self, farm: Farm, folder: Path) -> None:
+        mask, options = self.mask, self.options
+        wanted = list(qa.attention_with_lse(*self.inputs, mask, **options))
+        wanted += qa.attention_backward(self.grad, *self.inputs, *wanted, mask, **options)
+        names = ("query", "key", "value", "grad")
+        given = in_files(folder / "in", dict(zip(names, (*self.inputs, self.grad), strict=True)))
+        *three, grad = given.values()
         made = create_tensors(
             folder / "out",
             {n: (tuple(t.shape), t.dtype) for n, t in zip(NAMES, wanted, strict=True)},
         )
         more = {**options, "chunks": self.chunks}
         farm.attention_with_lse(*three, mask, out=made["out"], lse=made["lse"], **more)
-        names = NAMES[2:]
+        grads = (made["grad_query"], made["grad_key"], made["grad_value"])
         farm.attention_backward(
-            self.grad, *three, made["out"], made["lse"], mask,
-            grads=(made[names[0]], made[names[1]], made[names[2]]), **more,
+            grad, *three, made["out"], made["lse"], mask, grads=grads, **more
         )  # fmt: skip
-        self.compare(list(made.values()), wanted)
-        assert [path.name for path in folder.iterdir()] == ["out"]
-        (folder / "out").unlink()
+        for name, one in zip(NAMES, wanted, strict=True):
+            close = torch.allclose(made[name], one, atol=1e-9, rtol=1e-9)
+            assert close, (name, self.mask, self.chunks)
+        assert sorted(path.name for path in folder.iterdir()) == ["in", "out"]
+        for path in folder.iterdir():
+            path.unlink()

@@ -1,4 +1,4 @@
-"""``run --ray`` with a worker in this process: the files are those of an ordinary run."""
+"""``run --ray`` with Ray in this process: the files are those of an ordinary run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from helpers_ray import FakeRay
 
 import quorum_attention as qa
-from quorum_attention import farm
 from quorum_attention.cli import main
-from quorum_attention.farm.crew import Alone
-from quorum_attention.pool.messages import Done, Failed
+from quorum_attention.ray import cluster
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the command asked a farm for."""
-    found: dict[str, Any] = {}
-
-    def made(address: str, **options: Any) -> farm.Farm:
-        found.update(address=address, **options)
-        return of(found.get("crew") or Alone("cpu"))
-
-    of = farm.Farm.of
-    monkeypatch.setattr(farm, "Farm", made)
-    return found
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    made = FakeRay()
+    monkeypatch.setattr(cluster, "ray_here", lambda: made)
+    return made
 
 
 @pytest.fixture
@@ -55,7 +47,7 @@ def same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("chunks", ["1", "7", ""])
 @pytest.mark.parametrize("more", [["--lse"], ["--backward"], ["--out-dtype", "float64"]])
 def test_as_without(
-    inputs: Path, tmp_path: Path, asked: dict[str, Any], chunks: str, more: list[str]
+    inputs: Path, tmp_path: Path, ray: FakeRay, chunks: str, more: list[str]
 ) -> None:
     plain, farmed = tmp_path / "plain.safetensors", tmp_path / "farmed.safetensors"
     common = [str(inputs), "--causal", *more]
@@ -64,13 +56,13 @@ def test_as_without(
     options = ["--ray", "auto", "--ray-workers", "3", "--budget", "1GiB", "--keep-every", "2"]
     assert main(["run", common[0], str(farmed), *common[1:], *options, *wish]) == 0
     same(plain, farmed)
-    assert (asked["address"], asked["workers"], asked["budget"]) == ("auto", 3, 1 << 30)
+    assert ray.asked == ["auto"]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"in.safetensors", "plain.safetensors", "farmed.safetensors"}
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_masks(inputs: Path, tmp_path: Path, asked: dict[str, Any], backward: bool) -> None:
+def test_masks(inputs: Path, tmp_path: Path, ray: FakeRay, backward: bool) -> None:
     """Windows and documents of a file, with heads that are cut, as without."""
     ids = torch.arange(300) // 90
     safetensors.torch.save_file({"documents": ids.repeat(2, 1)}, tmp_path / "ids.safetensors")
@@ -90,33 +82,34 @@ def test_masks(inputs: Path, tmp_path: Path, asked: dict[str, Any], backward: bo
     same(one, other)
 
 
-class Stopped(Alone):
-    """Breaks after three units."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.units = 0
-
-    def listen(self, workers: Any, seconds: float | None) -> list[tuple[Any, Done | Failed | None]]:
-        self.units += 1
-        if self.units == 4:
-            raise KeyboardInterrupt
-        return super().listen(workers, seconds)
-
-
-def test_a_stopped_run_is_resumed(inputs: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_a_stopped_run_is_resumed(
+    inputs: Path, tmp_path: Path, ray: FakeRay, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that are complete are not computed again."""
     plain, farmed = tmp_path / "plain.safetensors", tmp_path / "farmed.safetensors"
     assert main(["run", str(inputs), str(plain), "--causal"]) == 0
-    command = ["run", str(inputs), str(farmed), "--causal", "--keep-every", "1", "--chunks", "1"]
-    asked["crew"] = Stopped()
+    command = ["run", str(inputs), str(farmed), "--causal", "--keep-every", "1", "--chunks",
+               str(chunks), "--ray", "local", "--ray-workers", "1"]  # fmt: skip
+    each = 1 if chunks == 1 else 2 * chunks
+    units: list[Any] = []
+    get = ray.get
+
+    def counted(ref: int) -> Any:
+        units.append(ref)
+        if len(units) == 3 * each + 1:
+            raise KeyboardInterrupt
+        return get(ref)
+
+    monkeypatch.setattr(ray, "get", counted)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        raise SystemExit(main([*command, "--ray", "local"]))
+        raise SystemExit(main(command))
     assert not farmed.exists()
-    crew = asked["crew"] = Stopped()
-    crew.units = 10  # counts from there
-    assert main([*command, "--ray", "local", "--resume"]) == 0
-    assert crew.units == 11, "one of four heads was left"
+    assert main([*command, "--resume"]) == 0
+    assert len(units) == 3 * each + 1 + each, "one of four heads was left"
     same(plain, farmed)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"in.safetensors", "plain.safetensors", "farmed.safetensors"}
 
 
 @pytest.mark.parametrize(

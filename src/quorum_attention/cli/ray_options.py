@@ -30,7 +30,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     found.add_argument(
         "--ray-workers", type=shared.count_of, metavar="N",
-        help="workers that are wanted (default: as many as the cluster holds)",
+        help="units that are computed at once (default: as many as the cluster holds)",
     )  # fmt: skip
     found.add_argument(
         "--ray-gpus", type=_amount, metavar="X",
@@ -63,7 +63,7 @@ def check(options: argparse.Namespace) -> None:
 
 def computing(options: argparse.Namespace) -> Compute:
     """What computes parts on the cluster that the options name."""
-    from quorum_attention.farm import Farm
+    from quorum_attention.ray import Farm
 
     def compute(work: Work, parts: Sequence[Part]) -> Iterator[Part]:
         call = work.call
@@ -74,7 +74,7 @@ def computing(options: argparse.Namespace) -> Compute:
             call.mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
             written=Written(depth=options.depth, kernel=options.kernel),
         )  # fmt: skip
-        reports: list[PoolPass] = []
+        report = PoolPass()
         with (
             Farm(
                 options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
@@ -82,17 +82,21 @@ def computing(options: argparse.Namespace) -> Compute:
             ) as farm,
             progress_bar() as bar,
         ):  # fmt: skip
-            groups = [_heads(part) for part in parts]
-            done = farm.by_heads(
-                call.tensors, results, groups, said, chunks=options.chunks, reports=reports
-            )
-            for count, number in enumerate(done, start=1):
-                yield parts[number]
+            left = {part: _heads(part) for part in parts}
+            heads = [head for group in left.values() for head in group]
+            for head in farm.by_heads(
+                call.tensors, results, heads, said, chunks=options.chunks, report=report
+            ):
+                (part,) = (part for part, group in left.items() if head in group)
+                left[part].remove(head)
+                if left[part]:
+                    continue
+                del left[part]
+                yield part
                 if bar is not None:
-                    bar(count, len(parts), f"parts on {len(farm.workers)} workers")
+                    bar(len(parts) - len(left), len(parts), "parts on Ray")
         if not options.json:
-            for report in reports:
-                say(str(report))
+            say(str(report))
 
     return compute
 

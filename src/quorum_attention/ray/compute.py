@@ -1,0 +1,260 @@
+"""What a Ray task does: computes a unit from files to files, also if an earlier try was killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from quorum_attention.blocks import compute_block
+from quorum_attention.call.block import AttnMask, Block, BlockResults
+from quorum_attention.call.options import Written
+from quorum_attention.decomposition import EMPTY, Ranges
+from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.execution.report import Report
+from quorum_attention.kernels.masked import Sizes, resolve
+from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.mask import Mask
+from quorum_attention.pool.shared import InFile
+from quorum_attention.ray.data import OF_KEYS, Job, moved, read_state, write_state
+from quorum_attention.ray.units import Unit
+
+# A task's rows are kept on the device if they take no more than this share of the budget; without a
+# budget, a task has this share of what is free.
+_RESIDENT, _OF_FREE = 0.8, 0.9
+_HOST = torch.device("cpu")
+_OF_ROWS, _OF_KEYS = ("query", "grad_out", "out", "lse"), ("key", "value")
+
+_Masked = tuple[AttnMask, bool]
+
+
+class Done(NamedTuple):
+    """What a Ray task answers.
+
+    Attributes:
+        where: it ran.
+        seconds: that it took.
+        chunks: of which it left partial states.
+        report: of its calls.
+    """
+
+    where: str
+    seconds: float
+    chunks: tuple[int, ...]
+    report: Report
+
+
+def compute(job: Job, unit: Unit, tasks: Sequence[int] = ()) -> Done:
+    """Compute a unit. Its results or states are in the files when this returns.
+
+    Args:
+        tasks: of a merge, those that have left a state of its chunk.
+    """
+    begun, report = time.perf_counter(), Report()
+    device = _device(job, unit)
+    backend = backend_of(device)
+    with backend.current(device), torch.no_grad():
+        work = _Work(job, unit, device, report)
+        chunks: tuple[int, ...] = ()
+        if unit.kind == "head":
+            job.write(work.block(), work.head())
+        elif unit.kind == "task":
+            chunks = work.task()
+        else:
+            job.write(work.block(unit.number, unit.number), work.merge(tasks))
+        backend.synchronize(device)
+    kind = "cpu"
+    if not on_host(device):
+        torch.cuda.empty_cache()  # the next task here may be given another GPU
+        kind = f"{backend.model(device)} {device.index}"
+    where = f"{socket.gethostname()} {kind}"
+    return Done(where, time.perf_counter() - begun, chunks, report)
+
+
+def _device(job: Job, unit: Unit) -> torch.device:
+    if not job.gpus or unit.kind == "merge":
+        torch.set_num_threads(max(1, int(job.cpus)))
+        return _HOST
+    import ray
+
+    # A worker computes several tasks and may be given another GPU for each, so it sees all of them.
+    own = str(ray.get_gpu_ids()[0])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return torch.device("cuda", visible.index(own) if own in visible else int(own))
+
+
+class _Work:
+    """A unit on a device."""
+
+    def __init__(self, job: Job, unit: Unit, device: torch.device, report: Report) -> None:
+        self._job, self._unit, self._cut = job, unit, job.cut
+        self._device, self._report = device, report
+        inputs = {
+            name: source.open("r") if isinstance(source, InFile) else source
+            for name, source in job.inputs.items()
+        }
+        self._sinks, call = None, job.cut.call
+        mask, bias = call.mask, inputs.pop("bias", None)
+        if isinstance(mask, Mask):
+            # A row's sink is counted once: where the states of its chunk are merged.
+            self._sinks = mask.sinks
+            mask = replace(mask, bias=bias, sinks=mask.sinks if unit.kind == "head" else None)
+        self._inputs, self._call = inputs, replace(call, mask=bias if mask is None else mask)
+        self._left = job.budget
+        if self._left is None and not on_host(device):
+            free = backend_of(device).free_bytes(device)
+            self._left = int(free * _OF_FREE * min(1.0, job.gpus))
+
+    def block(self, queries: int | None = None, keys: int | None = None) -> Block:
+        """A block of the unit's head, as ``Cut.block`` has it."""
+        return self._cut.block(self._unit, queries, keys)
+
+    def head(self) -> tuple[torch.Tensor, ...]:
+        """The results of a whole head, by one call."""
+        block = self.block()
+        return self._computed(block, self._read(block, self._inputs), self._job.dtype)
+
+    def task(self) -> tuple[int, ...]:
+        """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk that
+        has a pair, and returns these chunks."""
+        job, pairs = self._job, self._pairs()
+        used = tuple(sorted({chunk for pair in pairs for chunk in pair}))
+        place = self._placed(used)
+        of_keys = {n: self._read(self.block(n, n), _OF_KEYS, place) for n in used}
+        states = {n: self._empty(n, place) for n in used if job.backward}
+        for own in used:
+            of_rows = self._read(self.block(own, own), _OF_ROWS, place)
+            state = states[own] if job.backward else self._empty(own, place)
+            for other in used:
+                if (own, other) in pairs:
+                    inputs, masked = {**of_rows, **of_keys[other]}, pairs[own, other]
+                    made = self._computed(self.block(own, other), inputs, job.state, masked)
+                    self._add([state[0], *states[other][1:]] if job.backward else state, made)
+            if not job.backward:
+                self._leave(own, state)
+        for chunk, state in states.items():
+            self._leave(chunk, state)
+        return used
+
+    def merge(self, tasks: Sequence[int]) -> list[torch.Tensor]:
+        """The results of a chunk, from the states that tasks have left."""
+        chunk = self._unit.number
+        total = self._empty(chunk, _HOST)
+        if self._sinks is not None and not self._job.backward:
+            total[1].copy_(self._sinks[slice(*self.block().heads)][:, None])
+        for task in tasks:
+            self._add(total, read_state(self._job.state_path(self._unit, task, chunk), total))
+        return total
+
+    def _leave(self, chunk: int, state: Sequence[torch.Tensor]) -> None:
+        write_state(self._job.state_path(self._unit, self._unit.number, chunk), state)
+
+    def _pairs(self) -> dict[tuple[int, int], _Masked]:
+        """The pairs of chunks (of queries, of keys) that the task computes, with their masks."""
+        found = {}
+        quorum = self._cut.quorum(self._unit.number)
+        for own, other in product(quorum, quorum):
+            _, _, rows, keys = block = self.block(own, other)
+            if own == other != self._unit.number or not rows.length or not keys.length:
+                continue
+            if self._call.is_causal and keys.start >= rows.stop:
+                continue
+            masked = self._call.mask_of(block)
+            if not _keeps_nothing(block, *masked):
+                found[own, other] = masked
+        return found
+
+    def _read(
+        self, block: Block, names: Iterable[str], place: torch.device = _HOST
+    ) -> dict[str, torch.Tensor]:
+        """A block's parts of inputs."""
+        cut, inputs = self._call.cut, self._inputs
+        return {
+            name: moved(cut(inputs[name], block, of_keys=name in OF_KEYS), place)
+            for name in names
+            if name in inputs
+        }
+
+    def _computed(
+        self,
+        block: Block,
+        inputs: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        masked: _Masked | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A block's out and lse, or its gradients; ``dtype``: of all but the lse."""
+        written = Written(
+            **self._job.options, budget=self._left, devices=self._device, report=self._report
+        )
+        results = BlockResults(out_dtype=dtype)
+        if self._job.backward:
+            three = (inputs[name] for name in ("query", "key", "value"))
+            query, key, value = (torch.empty_like(t, dtype=dtype) for t in three)
+            partial = self._unit.kind == "task"
+            results = BlockResults(grads=(query, key, value), partial=partial)
+        return compute_block(self._call, block, inputs, written, results, masked)
+
+    def _empty(self, chunk: int, place: torch.device) -> list[torch.Tensor]:
+        """The state of a chunk without any pair."""
+        block, state = self.block(chunk, chunk), self._job.state
+        query, key, value = (
+            self._call.cut(self._inputs[name], block, of_keys=name in OF_KEYS)
+            for name in ("query", "key", "value")
+        )
+        if self._job.backward:
+            return [torch.zeros(t.shape, dtype=state, device=place) for t in (query, key, value)]
+        out = torch.zeros((*query.shape[:3], value.shape[3]), dtype=state, device=place)
+        return [out, torch.full(query.shape[:3], -torch.inf, dtype=state, device=place)]
+
+    def _add(self, total: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> None:
+        if not self._job.backward:
+            merge_(total[0], total[1], part[0], part[1].to(total[1].device))
+            return
+        for target, one in zip(total, part, strict=True):
+            add_(target, one)
+
+    def _placed(self, used: Sequence[int]) -> torch.device:
+        """Where the rows of a task lie: on the device, if they fit, and calls have what is left."""
+        if on_host(self._device) or not used:
+            return _HOST
+        assert self._left is not None
+        taken = self._bytes(used)
+        if taken > self._left * _RESIDENT:
+            return _HOST
+        self._left -= taken
+        return self._device
+
+    def _bytes(self, used: Sequence[int]) -> int:
+        """Bytes of a task's rows on the device, at most."""
+        rows, keys = ([at(n).length for n in used] for at in (self._cut.queries, self._cut.keys))
+        state, share = self._job.state.itemsize, self.block().heads.length
+        widths = {name: 1 if name == "lse" else t.shape[-1] for name, t in self._inputs.items()}
+        by_row, by_key = (
+            sum(widths[n] * self._inputs[n].element_size() for n in names if n in widths)
+            for names in (_OF_ROWS, _OF_KEYS)
+        )
+        # A call's inputs and results, what is added up, and the result of an addition.
+        if not self._job.backward:
+            each = by_row + 3 * state * (widths["value"] + 1)
+            return sum(keys) * by_key + max(rows) * share * each
+        query, key = (state * sum(widths[n] for n in names) for names in (("query",), _OF_KEYS))
+        found = sum(rows) * share * query + max(rows) * share * (by_row + query)
+        return found + sum(keys) * (by_key + key) + max(keys) * key
+
+
+def _keeps_nothing(block: Block, mask: AttnMask, is_causal: bool) -> bool:
+    """Whether a mask is known to keep no pair of a block."""
+    if not isinstance(mask, Mask):
+        return False
+    heads, n_queries, n_keys = (span.length for span in block[1:])
+    sizes, every = Sizes(1, heads, n_queries, n_keys), Ranges.of(0, n_queries, 0, n_keys)
+    return all(one.verdict(every) == EMPTY for one in resolve(mask, sizes, is_causal).geometries)
+
+
+__all__ = ["Done", "compute"]

@@ -1,0 +1,374 @@
+"""``Farm``: attention calls from files to files by the tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.block import WholeCall
+from quorum_attention.call.gradients import given_of
+from quorum_attention.call.mapped import Mappings
+from quorum_attention.call.options import Written
+from quorum_attention.call.validation import as_tensor, check_apart, check_result
+from quorum_attention.counts import real_number, whole_number
+from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.mask import Mask
+from quorum_attention.pool.report import PoolPass, PoolReport
+from quorum_attention.pool.request import request_of_parts
+from quorum_attention.pool.shared import InFile, in_file
+from quorum_attention.ray.cluster import Cluster
+from quorum_attention.ray.data import Job
+from quorum_attention.ray.units import Head, cut_of
+from quorum_attention.sizes import parse_bytes
+from quorum_attention.writing import folder_of_now
+
+_Value = TypeVar("_Value")
+_GRADIENTS = ("grad_query", "grad_key", "grad_value")
+
+
+class Farm:
+    """A Ray cluster that computes attention calls from files to files.
+
+    A call's key/value heads, or where there are few of them their cyclic quorum tasks, are units
+    that do not depend on each other, and each is a Ray task. It maps the rows that it needs,
+    computes them as ordinary calls under its own budget, and writes its results, or partial states
+    that are merged exactly when all those of a chunk exist. A worker or a machine that dies costs
+    the units that it was at, which Ray begins again.
+
+    Inputs and results are tensors that are mapped from files, as those of
+    ``quorum_attention.files``, on a file system that all machines have under the same path.
+
+    Use it as a context manager, or ``close`` it.
+
+    Args:
+        address: HOST:PORT of a cluster, or "auto" for the one that ``RAY_ADDRESS`` names or that
+            runs on this machine, whoever began it: whoever can reach a cluster runs code as those
+            who use it (docs/ray.md). None or "local": a new one in this machine, ended with the
+            farm. A program that is connected to Ray already stays where it is.
+        workers: how many units are computed at once, at most; None: as many as the cluster holds
+            at any time.
+        num_cpus, num_gpus: what each gets of its machine. With (part of) a GPU it computes on that,
+            otherwise on as many threads as it has CPUs. None: one GPU if the cluster has any.
+        budget: device bytes of each, as in ``quorum_attention.attention``.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        ConnectionError: there is no cluster at ``address``.
+        RuntimeError: no machine of the cluster has so many CPUs and GPUs.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        workers: int | None = None,
+        num_cpus: float = 1,
+        num_gpus: float | None = None,
+        budget: int | str | None = None,
+    ) -> None:
+        if workers is not None:
+            workers = whole_number(workers, "workers", 1)
+        for name, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus or 0)):
+            if not real_number(number, name) >= 0:
+                raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
+        if not num_cpus and not num_gpus:
+            raise ValueError("num_cpus and num_gpus must not both be 0")
+        self._budget = None if budget is None else parse_bytes(budget)
+        self._cluster = Cluster(address, workers, num_cpus, num_gpus)
+
+    def close(self) -> None:
+        """End the cluster if this farm began it."""
+        self._cluster.close()
+
+    def __enter__(self) -> Farm:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @uncompiled
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | Mask | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        chunks: int | None = None,
+        depth: int | str = "auto",
+        kernel: str = "auto",
+        report: PoolReport | None = None,
+    ) -> torch.Tensor:
+        """``quorum_attention.attention`` from files to files.
+
+        Args:
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
+                there. The tensors of ``attn_mask`` may be in memory, and are sent to every worker
+                then. With dropout heads are not cut.
+            out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped from a file;
+                partial states are kept beside that.
+            lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
+                from a file; None: it is not wanted.
+            chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None: as
+                many as leave ten units for each worker, if there are fewer heads.
+            depth, kernel: of each unit's calls, as there.
+            report: filled with what happened.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            Errors as of ``quorum_attention.attention``; ValueError: a tensor is in no file;
+            NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
+            RuntimeError: a unit has lost four workers.
+        """
+        said = _said(
+            attn_mask, is_causal, scale, enable_gqa, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, out=_given(out, "out"), depth=depth, kernel=kernel,
+        )  # fmt: skip
+        pass_ = _Pass("attention", (query, key, value), said, chunks)
+        request, (query, key, value, mask, _) = pass_.request, pass_.tensors
+        results = {"out": _given(request.out, "out")}
+        if lse is not None:
+            lse = request.with_heads(as_tensor(lse, "lse", written=True), 1)
+            dtype = request.work.state_dtype
+            check_result(lse, tuple(query.shape[:-1]), "lse", query.device, dtype)
+            read = {"query": query, "key": key, "value": value, "attn_mask": mask, **results}
+            check_apart({"lse": lse}, read)
+            results["lse"] = lse
+        self._run(pass_, {}, results, report)
+        return _given(out, "out")
+
+    def attention_with_lse(
+        self, *call: Any, lse: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``quorum_attention.attention_with_lse`` from files to files; arguments as ``attention``
+        has them."""
+        lse = _given(lse, "lse")
+        return self.attention(*call, lse=lse, **options), lse
+
+    @uncompiled
+    @torch.no_grad()
+    def attention_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *more: Any,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        chunks: int | None = None,
+        report: PoolReport | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``quorum_attention.attention_backward`` from files to files.
+
+        Args:
+            grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
+            more, options: ``attn_mask`` and so on, as in ``attention``.
+        """
+        grads = _given(grads, "grads")
+        given = (("query", query), ("key", key), ("value", value))
+        three = tuple(as_tensor(tensor, name) for name, tensor in given)
+        pass_ = _Pass("attention_backward", three, _said(*more, **options), chunks)
+        found = given_of(
+            pass_.tensors, pass_.request, grad_out, out, lse, grads, False, None, three
+        )
+        rest = {"grad_out": found.grad_out, "out": found.out, "lse": found.lse}
+        self._run(pass_, rest, dict(zip(_GRADIENTS, found.grads or (), strict=True)), report)
+        return grads
+
+    @uncompiled
+    def by_heads(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        heads: Collection[Head],
+        said: Arguments,
+        *,
+        chunks: int | None = None,
+        report: PoolPass,
+    ) -> Iterator[Head]:
+        """A pass over some heads, from tensors to tensors, for who keeps book of what is done.
+
+        Args:
+            inputs: query, key and value, each (..., heads, rows, dim); grad_out, out and lse
+                as well for a backward.
+            results: out, and lse if wanted; or grad_query, grad_key and grad_value.
+            heads: batch entries (through all batch dimensions) and key/value heads to compute.
+            said: what else the call says.
+            report: filled with what happened.
+
+        Yields:
+            each head whose results are complete.
+        """
+        rest = dict(inputs)
+        three = tuple(rest.pop(name) for name in ("query", "key", "value"))
+        with torch.no_grad():
+            function = "attention_backward" if rest else "attention"
+            pass_ = _Pass(function, three, said, chunks)
+        yield from pass_.run(self._cluster, self._budget, rest, results, heads, report)
+
+    def _run(
+        self,
+        pass_: _Pass,
+        rest: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        report: PoolReport | None,
+    ) -> None:
+        one = PoolPass()
+        if report is not None:
+            setattr(report, "backward" if rest else "forward", one)
+        for _ in pass_.run(self._cluster, self._budget, rest, results, None, one):
+            pass
+
+
+def _said(
+    attn_mask: torch.Tensor | Mask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    out: torch.Tensor | None = None,
+    depth: int | str = "auto",
+    kernel: str = "auto",
+) -> Arguments:
+    written = Written(depth=depth, kernel=kernel)
+    return Arguments(
+        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None, written
+    )
+
+
+def _given(value: _Value | None, name: str) -> _Value:
+    if value is None:
+        raise ValueError(f"{name} must be given: a farm writes to files")
+    return value
+
+
+class _Pass:
+    """A pass whose arguments are checked.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: what does not fit, or a farm cannot do, by name.
+    """
+
+    def __init__(
+        self, function: str, three: tuple[Any, ...], said: Arguments, chunks: int | None
+    ) -> None:
+        self._chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
+        self.tensors, self.request, mask = request_of_parts(function, *three, *said)
+        if self.request.records:
+            raise NotImplementedError(
+                "query, key, value and attn_mask must require no gradient: a farm computes "
+                "gradients from files, by attention_backward"
+            )
+        sinks = self.tensors.sinks
+        if sinks is not None:
+            mask = replace(mask or Mask(), sinks=sinks.detach().cpu().clone())
+        work = self.request.work
+        self._call = WholeCall(
+            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
+            work.is_causal, self.request.scale, self.request.dropout,
+        )  # fmt: skip
+        written = said.written
+        self._options = {"depth": written.depth, "kernel": written.kernel}
+
+    def run(
+        self,
+        cluster: Cluster,
+        budget: int | None,
+        rest: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        heads: Collection[Head] | None,
+        report: PoolPass,
+    ) -> Iterator[Head]:
+        """Compute some heads, or all.
+
+        Args:
+            rest: grad_out, out and lse of a backward.
+
+        Yields:
+            each head whose results are complete.
+        """
+        work, mappings = self.request.work, Mappings.now()
+        if heads is None:
+            heads = list(product(range(work.batch), range(work.kv_heads)))
+        query, key, value, *_ = self.tensors
+        named = {"query": query, "key": key, "value": value, **rest}
+        inputs = {
+            name: _located(name, tensor, mappings, False) if tensor.numel() else tensor.detach()
+            for name, tensor in named.items()
+        }
+        if self.tensors.mask is not None:
+            bias = self.tensors.mask.detach()
+            inputs["bias"] = in_file(bias, mappings, written=False) or bias.clone()
+        dtype = next(tensor.dtype for name, tensor in results.items() if name != "lse")
+        files = {
+            name: _located(name, tensor, mappings, True)
+            for name, tensor in results.items()
+            if tensor.numel()
+        }
+        torch.autograd.graph.increment_version(list(results.values()))
+        if not heads:
+            return
+        if not work.n_queries * work.n_keys or not files:
+            for name, tensor in results.items():
+                tensor.fill_(-torch.inf if name == "lse" else 0.0)
+            if "lse" in results and self.tensors.sinks is not None:
+                results["lse"].copy_(self.tensors.sinks[:, None])
+            yield from heads
+            return
+        head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
+        cut = cut_of(self._call, len(heads), cluster.workers, head_bytes, self._chunks)
+        folder, name = os.path.split(next(iter(files.values())).path)
+        with folder_of_now(f"{name}.states-", folder) as states:
+            job = Job(
+                cut, inputs, files, str(states), work.state_dtype, dtype, self._options, budget,
+                cluster.cpus, cluster.gpus,
+            )  # fmt: skip
+            yield from cluster.run(job, heads, report)
+
+
+def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile:
+    """The file that a tensor lies in.
+
+    Raises:
+        ValueError: it lies in none that other machines may have.
+    """
+    found = in_file(tensor, mappings, written)
+    # Torch's shared memory has a name, too.
+    if found is None or found.path.startswith("/dev/shm/torch_"):
+        raise ValueError(
+            f"{name} must be mapped from a file, whole and as it is there (as by "
+            f"quorum_attention.files): a farm computes from files to files"
+        )
+    inner = 1 if name == "lse" else 2
+    if written and not tensor[(0,) * (tensor.dim() - inner)].is_contiguous():
+        raise ValueError(f"the rows of {name} must lie one after the other in its file")
+    return found
+
+
+__all__ = ["Farm"]

@@ -1,0 +1,238 @@
+"""A farm on a Ray in this machine: its workers and its driver are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from helpers_ray import Case, FakeRay, MaskedCase, in_files
+
+import quorum_attention as qa
+from quorum_attention.cli import main
+from quorum_attention.files import open_tensors
+from quorum_attention.ray import Farm, cluster
+from quorum_attention.ray.cluster import _check_there
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+
+
+def running() -> dict[int, tuple[int, str]]:
+    """The parent and the command of each process."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if state != "Z":
+            found[int(folder.name)] = int(parent), command
+    return found
+
+
+def commands_below(pid: int) -> dict[int, str]:
+    """The processes that one has begun, and these, and so on, with their commands."""
+    every, found = running(), {pid}
+    while more := {one for one, (parent, _) in every.items() if parent in found} - found:
+        found |= more
+    return {one: every[one][1] for one in found - {pid}}
+
+
+def wait_for_end(pids: Iterable[int]) -> None:
+    limit, pids = time.monotonic() + 30, set(pids)
+    while pids & running().keys():
+        assert time.monotonic() < limit, "a process is still there"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def farm() -> Iterator[Farm]:
+    import ray
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        # Sockets are in it, whose names must be short.
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder,
+    ):
+        # A token would be written to the home folder.
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Rules of masks are functions of modules that workers have.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        ray.init(
+            "local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+            logging_level="ERROR", object_store_memory=100 << 20, _temp_dir=folder,
+        )  # fmt: skip
+        try:
+            with Farm() as made:
+                yield made
+                assert ray.is_initialized(), "it was not begun by the farm"
+                workers = commands_below(os.getpid())
+        finally:
+            ray.shutdown()
+        wait_for_end(pid for pid, command in workers.items() if "ray" in command)
+
+
+@needs_ray
+@pytest.mark.parametrize("seed", range(4))
+def test_as_on_one_device(farm: Farm, seed: int, tmp_path: Path) -> None:
+    Case(2000 + seed).run(farm, tmp_path)
+    MaskedCase(100 + seed).run(farm, tmp_path)  # what is sent arrives
+
+
+@needs_ray
+def test_on_the_command_line(farm: Farm, tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 500, 16)
+    safetensors.torch.save_file({"q": q, "k": q.clone(), "v": q.clone()}, tmp_path / "in")
+    files = [str(tmp_path / name) for name in ("in", "out")]
+    options = ["--ray", "auto", "--ray-workers", "1", "--ray-cpus", "0.25", "--chunks", "7"]
+    assert main(["run", *files, "--causal", *options]) == 0
+    out = open_tensors(files[1])["out"]
+    assert torch.allclose(out, qa.attention(q, q, q, is_causal=True), atol=1e-5)
+
+
+@needs_ray
+def test_errors_come_through(farm: Farm, tmp_path: Path) -> None:
+    tensors = {name: torch.randn(1, 2, 50, 8) for name in "qkvo"}
+    q, k, v, out = in_files(tmp_path / "in", tensors, writable=True).values()
+    tiny = Farm(budget=1000)
+    with pytest.raises(qa.BudgetError, match="budget"):
+        tiny.attention(q, k, v, out=out, chunks=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    (tmp_path / "in").unlink()
+    Case(7).run(farm, tmp_path)
+
+
+def larger(seed: int) -> Case:
+    """A call of a second."""
+    case = Case(seed)
+    case.dtype, case.chunks = torch.float32, 7
+    case.inputs = [torch.randn(1, 2, 900, 16) for _ in range(4)]
+    case.options = {"is_causal": True, "enable_gqa": True, "scale": None}
+    case.compute()
+    return case
+
+
+@needs_ray
+def test_workers_killed_at_random_moments(farm: Farm, tmp_path: Path) -> None:
+    """Others finish what they had not, and nothing is left behind."""
+    draw, case, over = random.Random(), larger(11), threading.Event()
+    killed: list[int] = []
+
+    def kill() -> None:
+        while len(killed) < 2 and not over.wait(draw.uniform(0.2, 1.0)):
+            for pid, command in commands_below(os.getpid()).items():
+                if command.startswith("ray::compute"):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    break
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        limit = time.monotonic() + 60
+        while killer.is_alive() and time.monotonic() < limit:
+            case.run(farm, tmp_path)
+    finally:
+        over.set()
+        killer.join()
+    assert len(killed) == 2
+    case.run(farm, tmp_path)
+
+
+@needs_ray
+def test_a_killed_driver_loses_nothing_but_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers end, and a second run goes on, to the bits of one that nobody disturbed."""
+    shape = 1, 4, 2000, 16
+    inputs = {name: torch.randn(shape) for name in ("query", "key", "value")}
+    safetensors.torch.save_file(inputs, tmp_path / "in")
+    command = ["run", str(tmp_path / "in"), str(tmp_path / "out"), "--causal", "--ray", "local",
+               "--chunks", "7", "--keep-every", "1", "--ray-cpus", "0.5"]  # fmt: skip
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "quorum_attention", *command],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    limit = time.monotonic() + 60
+    while not list(tmp_path.glob("**/*.states-*/*-*")) and time.monotonic() < limit:
+        time.sleep(0.05)
+    time.sleep(random.uniform(0, 1.5))
+    # Agents of Ray's own stay for a minute.
+    of_ray = [pid for pid, command in commands_below(driver.pid).items()
+              if command.startswith(("ray::compute", "ray::IDLE"))]  # fmt: skip
+    driver.kill()
+    driver.wait()
+    wait_for_end(of_ray)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(cluster, "ray_here", FakeRay)
+    assert main([*command, "--resume"]) == 0
+    command[2] = str(tmp_path / "wanted")
+    assert main(command) == 0
+    wanted, out = (open_tensors(tmp_path / name)["out"] for name in ("wanted", "out"))
+    assert torch.equal(wanted, out)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "wanted", "out"}
+
+
+@needs_ray
+def test_the_room_does_not_hide_the_library() -> None:
+    import ray
+
+    import quorum_attention.ray as room
+
+    assert cluster.ray_here() is ray is not room
+    assert "quorum_attention" not in str(ray.__file__)
+
+
+def test_without_ray_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'quorum-attention\[ray\]'"):
+        Farm()
+
+
+@pytest.mark.parametrize(
+    ("address", "joined"), [((), "local"), ((None,), "local"), (("local",), "local"),
+                            (("auto",), "auto")],
+)  # fmt: skip
+def test_a_cluster_that_runs_is_joined_only_where_that_is_said(
+    address: tuple[str | None, ...], joined: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another user's: what its workers answer is unpickled here."""
+    ray = FakeRay()
+    monkeypatch.setattr(cluster, "ray_here", lambda: ray)
+    Farm(*address).close()
+    assert ray.asked == [joined]
+
+
+def test_an_address_is_joined_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setattr(cluster, "ray_here", lambda: ray)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        Farm(address).close()
+    assert ray.asked == [address]
+    ray.asked.clear()
+    with pytest.raises(ConnectionError, match="no Ray cluster"):
+        Farm("127.0.0.1:1")
+    assert not ray.asked, "nor is another one begun"
+
+
+def test_addresses_where_nobody_is() -> None:
+    with pytest.raises(ConnectionError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
+        _check_there("127.0.0.1:1")
+    for wrong in ("nonsense", "host:", "7"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            _check_there(wrong)

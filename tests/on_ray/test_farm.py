@@ -1,0 +1,236 @@
+"""Calls on a farm give what one device gives, whoever dies; here with Ray in this process."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_ray import Case, FakeRay, MaskedCase, fake_farm, in_files
+
+import quorum_attention as qa
+from quorum_attention.call.arguments import Arguments
+from quorum_attention.errors import BudgetError
+from quorum_attention.files import create_tensors
+from quorum_attention.pool.report import PoolPass, PoolReport
+from quorum_attention.ray import compute as farm_compute
+from quorum_attention.ray import data
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_as_on_one_device(seed: int, tmp_path: Path) -> None:
+    Case(seed).run(fake_farm(FakeRay(random.Random(seed))), tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_under_masks_and_with_dropout(seed: int, tmp_path: Path) -> None:
+    MaskedCase(seed).run(fake_farm(FakeRay(random.Random(seed))), tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a unit, after it, and while it writes a state."""
+    draw, deaths = random.Random(seed), Counter[Any]()
+    replacing = data.replacing
+
+    def dies(unit: Any) -> bool:
+        found = deaths[unit] < 3 and draw.random() < 0.2
+        deaths[unit] += found
+        return found
+
+    def cut_off(path: str) -> Any:
+        if draw.random() < 0.1:
+            Path(f"{path}.12345678.unfinished").write_bytes(b"half of it")
+        return replacing(path)
+
+    monkeypatch.setattr(data, "replacing", cut_off)
+    case = Case(1000 + seed)
+    case.chunks = draw.choice([1, 7, 7])
+    case.run(fake_farm(FakeRay(draw, dies), workers=draw.choice([None, 1, 3])), tmp_path)
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Callable[..., Any]:
+    """A call of some tokens, and a result for it."""
+
+    def made(tokens: int = 60, keys: int | None = None, heads: int = 2, dim: int = 8) -> Any:
+        keys = tokens if keys is None else keys
+        q, k, v = (torch.randn(1, heads, n, dim) for n in (tokens, keys, keys))
+        for name in ("in", "out"):
+            (tmp_path / name).unlink(missing_ok=True)
+        given = in_files(tmp_path / "in", {"q": q, "k": k, "v": v})
+        out = in_files(tmp_path / "out", {"out": torch.full(q.shape, 7.0)}, writable=True)
+        return *given.values(), out["out"]
+
+    return made
+
+
+def test_a_unit_that_kills_every_worker(call: Callable[..., Any], tmp_path: Path) -> None:
+    q, k, v, out = call(2000, heads=1)
+    farm = fake_farm(FakeRay(dies=lambda unit: unit.kind == "merge"))
+    with pytest.raises(RuntimeError, match=r"merge \d+ of .* was begun 4 times.*of 26 units"):
+        farm.attention(q, k, v, out=out, chunks=13)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+
+
+def test_results_are_repeatable_whatever_the_order(call: Callable[..., Any]) -> None:
+    q, k, v, out = call(600)
+    found = []
+    for seed in range(3):
+        fake_farm(FakeRay(random.Random(seed))).attention(q, k, v, out=out, chunks=7)
+        found.append(out.clone())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_budgets(call: Callable[..., Any]) -> None:
+    q, k, v, out = call(3000, heads=1, dim=16)
+    report = PoolReport()
+    fake_farm(budget=8 << 20).attention(q, k, v, is_causal=True, out=out, chunks=7, report=report)
+    assert torch.allclose(out, qa.attention(q, k, v, is_causal=True), atol=1e-5)
+    assert report.forward is not None
+    passes = [one.report.forward for one in report.forward.ran if one.report.forward is not None]
+    assert passes
+    assert all(one.budget_bytes <= 8 << 20 for one in passes)
+    with pytest.raises(BudgetError):
+        fake_farm(budget=1000).attention(q, k, v, out=out)
+
+
+def test_what_a_mask_leaves_out_is_not_computed(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 13 chunks, a window of half a chunk keeps pairs of neighbours alone."""
+    q, k, v, out = call(13 * 20, heads=1)
+    blocks = []
+    inner = farm_compute.compute_block
+
+    def counted(whole: Any, block: Any, *args: Any) -> Any:
+        blocks.append(block.rows.length * block.keys.length)
+        return inner(whole, block, *args)
+
+    monkeypatch.setattr(farm_compute, "compute_block", counted)
+    mask = qa.Mask(causal=True, window=(10, 0))
+    fake_farm().attention(q, k, v, mask, out=out, chunks=13)
+    assert torch.allclose(out, qa.attention(q, k, v, mask), atol=1e-5)
+    assert blocks == [400] * (13 + 12)
+
+
+def test_several_batch_dimensions_and_masks_in_files(tmp_path: Path) -> None:
+    q = torch.randn(2, 3, 2, 30, 8)
+    given = in_files(tmp_path / "q", {"q": q})["q"]
+    for number, shape in enumerate(((2, 3, 2, 30, 30), (3, 1, 1, 30), (2, 1, 1, 30, 1))):
+        mask = torch.randn(shape)
+        wanted = qa.attention(q, q, q, mask)
+        mapped = in_files(tmp_path / f"{number}", {"mask": mask})["mask"]
+        for chunks in (1, 3):
+            for one in (mask, mapped):
+                out = create_tensors(
+                    tmp_path / f"{number} {chunks} {one is mask}",
+                    {"out": (tuple(q.shape), q.dtype)},
+                )["out"]
+                fake_farm().attention(given, given, given, one, out=out, chunks=chunks)
+                assert torch.allclose(out, wanted, atol=1e-5)
+
+
+def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
+    sinks = torch.tensor([0.5, -1.0])
+    q, k, v, out = call(5, 0)
+    lse = in_files(tmp_path / "lse", {"lse": torch.zeros(1, 2, 5)}, writable=True)["lse"]
+    fake_farm().attention_with_lse(q, k, v, qa.Mask(sinks=sinks), out=out, lse=lse)
+    assert torch.equal(out, torch.zeros(1, 2, 5, 8))
+    assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
+    q, k, v, out = call(5)
+    said, report = Arguments(), PoolPass()
+    given = {"query": q, "key": k, "value": v}
+    assert not list(fake_farm().by_heads(given, {"out": out}, [], said, report=report))
+    assert (out == 7).all(), "no head is computed, so nothing is written"
+    empty = torch.empty(1, 2, 0, 8)
+    assert fake_farm().attention(empty, q, q, out=empty.clone()).shape == empty.shape
+    for shape in ((1, 0, 5, 8), (0, 2, 5, 8)):
+        one = torch.ones(shape)
+        assert fake_farm().attention(one, one, one, out=one.clone()).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"chunks": 8}, "8"),
+        ({"chunks": 0}, "chunks"),
+        ({"chunks": 7, "dropout_p": 0.5}, "chunks must be 1 for a call with dropout_p, got 7"),
+        ({"attn_mask": qa.Mask(documents=torch.zeros(19, dtype=torch.int64))}, "Mask.documents"),
+        ({"attn_mask": qa.Mask(keeps=lambda b, h, q, k: k < 5)}, r"Mask\.keeps must be sent"),
+        ({"attn_mask": torch.zeros(60, 60, requires_grad=True)}, "must require no gradient"),
+        ({"kernel": "nonsense"}, "nonsense"),
+        ({"kernel": qa.kernels.get_kernel("dense")}, "kernel must be a name"),
+        ({"depth": -1}, "depth"),
+        ({"out": torch.zeros(1, 2, 60, 9)}, "out"),
+        ({"out": torch.zeros(1, 2, 60, 8)}, "out must be mapped from a file"),
+        ({"out": None}, "out must be given"),
+    ],
+)
+def test_what_is_refused(call: Callable[..., Any], change: dict[str, Any], said: str) -> None:
+    q, k, v, out = call()
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=said):
+        fake_farm().attention(q, k, v, **{"out": out, **change})
+    assert (out == 7).all()
+
+
+def test_tensors_in_memory_are_refused_by_name(call: Callable[..., Any]) -> None:
+    q, k, v, out = call()
+    farm = fake_farm()
+    with pytest.raises(ValueError, match="key must be mapped from a file"):
+        farm.attention(q, k.clone(), v, out=out)
+    with pytest.raises(ValueError, match="value must be mapped from a file"):
+        farm.attention(q, k, v.clone().share_memory_(), out=out)
+    with pytest.raises(ValueError, match="lse must be given"):
+        farm.attention_with_lse(q, k, v, out=out)
+    with pytest.raises(ValueError, match="grads must be given"):
+        farm.attention_backward(q, q, k, v, out, q[..., 0])
+    with pytest.raises(ValueError, match="rows of out must lie one after the other"):
+        farm.attention(q, k, v, out=out.view(1, 2, 8, 60).transpose(2, 3))
+    with pytest.raises(NotImplementedError, match="must require no gradient"):
+        farm.attention(q.requires_grad_(), k, v, out=out)
+
+
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(
+    chunks: int, tmp_path: Path
+) -> None:
+    """It would be written over inputs that are read again, or over the output."""
+    np.save(tmp_path / "in", np.ones((4, 1, 2, 20, 8), np.float32))
+    mapped = torch.from_numpy(np.load(tmp_path / "in.npy", mmap_mode="r+"))
+    query, key, value, out = mapped
+    other = torch.from_numpy(np.load(tmp_path / "in.npy", mmap_mode="r+"))
+    over = {"query": query[..., 0], "out": out[..., 3], "value": other[2, ..., 7]}
+    call = fake_farm().attention_with_lse
+    for name, lse in over.items():
+        with pytest.raises(ValueError, match=f"lse must not share memory with {name}"):
+            call(query, key, value, out=out, lse=lse, chunks=chunks)
+    with pytest.raises(ValueError, match=r"lse must have shape \(1, 2, 20\)"):
+        call(query, key, value, out=out, lse=torch.zeros(1, 2, 21), chunks=chunks)
+    with pytest.raises(TypeError, match=r"lse must be torch\.float32"):
+        call(query, key, value, out=out, lse=torch.zeros(1, 2, 20, dtype=torch.float64))
+    assert (mapped == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"workers": [object()]}, "workers must be"),
+        ({"num_cpus": -1}, "num_cpus"),
+        ({"num_gpus": "one"}, "num_gpus"),
+        ({"num_cpus": 0}, "both"),
+        ({"budget": "much"}, "much"),
+        ({"num_gpus": 1}, "no machine of the cluster holds a worker: one takes 1 CPU and 1 GPU"),
+        ({"num_cpus": 3}, "no machine of the cluster holds a worker"),
+    ],
+)
+def test_farms_that_make_no_sense(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=said):
+        fake_farm(**wrong)
