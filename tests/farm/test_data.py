@@ -14,7 +14,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.farm import data
 from quorum_attention.farm.call import _files_of
 from quorum_attention.farm.data import Reader, bytes_of, read_state, write_rows, write_state
-from quorum_attention.pool.shared import InFile, file_id
+from quorum_attention.pool.buffers import InFile, file_id
 
 
 @pytest.mark.parametrize("piece", [100, 1 << 20])

@@ -28,7 +28,7 @@ from quorum_attention.farm.crew import Alone, Here
 from quorum_attention.farm.processes import Processes
 from quorum_attention.pool.messages import Compute, Done, Failed
 from quorum_attention.pool.report import PoolPass, PoolReport
-from quorum_attention.pool.run import Hand
+from quorum_attention.pool.scheduler import Hand
 
 
 class Mortal(Alone):

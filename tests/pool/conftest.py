@@ -4,7 +4,7 @@ import pytest
 from helpers_workers import quick_workers
 
 # What these test is how workers start, or what they take over from the process that starts them.
-_STARTED = ("test_forked", "test_workers")
+_STARTED = ("test_forked", "test_processes")
 
 
 @pytest.fixture(autouse=True, scope="module")

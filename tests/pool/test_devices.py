@@ -126,12 +126,12 @@ def test_by_their_names() -> None:
         q, q, q, is_causal=True, devices=TWO, budget=["8MiB", "16MiB"], report=report
     )
     near(out, qa.attention(q, q, q, is_causal=True))
-    kept = [w.process.pid for p in pools.kept._pools.values() for w in p.workers]
+    kept = [w.process.pid for p in pools.pool._pools.values() for w in p.workers]
     grads = qa.attention_backward(out, q, q, q, *qa.attention_with_lse(q, q, q), devices=TWO)
     wanted = qa.attention_backward(out, q, q, q, *qa.attention_with_lse(q, q, q))
     for one, other in zip(grads, wanted, strict=True):
         near(one, other)
-    assert kept == [w.process.pid for p in pools.kept._pools.values() for w in p.workers]
+    assert kept == [w.process.pid for p in pools.pool._pools.values() for w in p.workers]
     assert report.forward is not None
     assert report.forward.n_groups == 4 == report.pool.forward.parts
     assert report.pool.forward.copied_bytes == 0
@@ -143,7 +143,7 @@ def test_by_their_names() -> None:
     leaf = q.clone().requires_grad_()
     out = qa.attention(leaf, q, q, is_causal=True, devices=TWO)
     pools.close()
-    assert not pools.kept._pools
+    assert not pools.pool._pools
     out.sum().backward()  # by other workers
     alone = q.clone().requires_grad_()
     qa.attention(alone, q, q, is_causal=True).sum().backward()

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from quorum_attention.pool import kept
-from quorum_attention.pool.forked import Turn
+from quorum_attention.pool import pool as kept
 from quorum_attention.pool.pool import Pool
+from quorum_attention.pool.processes import Turn
 
 NAMES = ["cpu", "cpu"]
 SECONDS = 20.0
@@ -18,7 +18,7 @@ class Without(Pool):
     """A pool without workers."""
 
     def __init__(self, devices: object) -> None:
-        self._workers, self._threads, self._lock = [], None, Turn()
+        self._workers, self._threads, self._turn = [], None, Turn()
         self.mending, self.closed = threading.Event(), 0
 
     def mend(self) -> None:
@@ -56,7 +56,7 @@ def test_a_call_from_progress_is_told_so_while_another_thread_waits_for_its_turn
     other: list[tuple[threading.Thread, list[object]]] = []
 
     def call() -> Pool:
-        with pool._lock:  # a pass, and what its progress= does
+        with pool._turn.taken():  # a pass, and what its progress= does
             pool.mending.clear()  # type: ignore[attr-defined]
             other.append(in_a_thread(lambda: kept.kept_pool(NAMES)))
             assert pool.mending.wait(SECONDS)  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def test_a_call_from_progress_is_told_so_while_another_thread_waits_for_its_turn
 
 def test_others_get_a_pool_while_one_is_at_work() -> None:
     pool = kept.kept_pool(NAMES)
-    with pool._lock:
+    with pool._turn.taken():
         waiting, found = in_a_thread(lambda: kept.kept_pool(NAMES))
         assert pool.mending.wait(SECONDS)  # type: ignore[attr-defined]
         thread, others = in_a_thread(lambda: kept.kept_pool(["cpu"]))
@@ -86,7 +86,7 @@ def test_others_get_a_pool_while_one_is_at_work() -> None:
 
 def test_a_pool_that_is_closed_meanwhile_is_not_handed_out() -> None:
     pool = kept.kept_pool(NAMES)
-    with pool._lock:
+    with pool._turn.taken():
         waiting, found = in_a_thread(lambda: kept.kept_pool(NAMES))
         assert pool.mending.wait(SECONDS)  # type: ignore[attr-defined]
         closing, _ = in_a_thread(kept.close)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quorum_attention.pool import local
-from quorum_attention.pool.local import Local, put
+from quorum_attention.pool import worker
+from quorum_attention.pool.worker import Local, put
 
 AT, FROM = "the other GPU", "the device of the part"
 
@@ -59,8 +59,8 @@ def test_only_contiguous_tensors_of_one_dtype_are_copied_across(
 ) -> None:
     """Anything else is a kernel of the part's device, which does not reach that memory."""
     draw = random.Random(seed)
-    monkeypatch.setattr(local, "_is_near", lambda target, made: False)
-    monkeypatch.setattr(local, "_PIECE_BYTES", piece := draw.choice([64, 1000, 1 << 20]))
+    monkeypatch.setattr(worker, "_is_near", lambda target, made: False)
+    monkeypatch.setattr(worker, "_PIECE_BYTES", piece := draw.choice([64, 1000, 1 << 20]))
     shape = [draw.randint(1, 7) for _ in range(4)]
     if draw.random() < 0.1:
         shape[draw.randrange(4)] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.pool import Pool
-from quorum_attention.pool.hired import Hired
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.lookup import BACKENDS, HOST
+from quorum_attention.pool import Pool, worker
+from quorum_attention.pool.mapped import MappedBuffers
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed
-from quorum_attention.pool.parts import Part
-from quorum_attention.pool.run import Coordinator
-from quorum_attention.pool.worker import answer
+from quorum_attention.pool.processes import PassWorker
+from quorum_attention.pool.worker import _Pass, answer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
@@ -43,48 +48,14 @@ def test_memory_of_a_pass_is_let_go_of() -> None:
         assert torch.allclose(qa.attention(q, q, q, devices=pool), qa.attention(q, q, q), atol=1e-5)
 
 
-def test_it_says_what_was_new_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its first order of some sizes; and how long it opened memory. Which orders a worker gets
-    is another matter, and on a busy machine another one each time."""
-    parts: list[Part] = []
-    said: list[tuple[Done, tuple[Any, ...]]] = []
-    finished = Coordinator._finished
-
-    def noted(self: Any, number: int, answer: Done) -> None:
-        done = self._done
-
-        def noted_part(part: Part, targets: Any) -> None:
-            parts.append(part)
-            done(part, targets)
-
-        self._done = noted_part
-        finished(self, number, answer)
-        self._done = done
-        rows = parts[-1].rows
-        sizes = parts[-1].heads.length, rows.length.bit_length(), rows.start > 0
-        said.append((answer, (number, *sizes)))
-
-    monkeypatch.setattr(Coordinator, "_finished", noted)
-    with Pool(["cpu", "cpu"], threads=1) as pool:
-        for heads in (2, 2, 6, 6, 2):
-            q = torch.randn(1, heads, 300, 8).share_memory_()
-            qa.attention(q, q, q, devices=pool)
-    met: set[tuple[Any, ...]] = set()
-    for one, order in said:
-        assert 0.0 < one.opening < one.seconds
-        assert one.new == (order not in met)
-        met.add(order)
-    assert len(said) == len(parts) > len(met) > 1
-
-
 @pytest.mark.parametrize("said", [Begin, End])
 def test_a_pool_that_was_interrupted_as_it_spoke_loses_no_worker_and_no_memory(
     monkeypatch: pytest.MonkeyPatch, said: type
 ) -> None:
     """Some have heard that a pass begins or ends, and others have not."""
-    send, heard = Hired.send, [0]
+    send, heard = PassWorker.send, [0]
 
-    def interrupted(self: Hired, message: object) -> bool:
+    def interrupted(self: PassWorker, message: object) -> bool:
         if isinstance(message, said):
             heard[0] += 1
             if heard[0] == 2:
@@ -94,7 +65,7 @@ def test_a_pool_that_was_interrupted_as_it_spoke_loses_no_worker_and_no_memory(
     with Pool(["cpu", "cpu"], threads=1) as pool:
         before: list[Any] = [worker.process.pid for worker in pool.workers]
         q = torch.randn(1, 4, 100, 8)
-        monkeypatch.setattr(Hired, "send", interrupted)
+        monkeypatch.setattr(PassWorker, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             qa.attention(q, q, q, devices=pool)
         monkeypatch.undo()
@@ -133,3 +104,105 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
     assert isinstance(said, Failed)
     assert said.memory
     assert not said.broken
+
+
+# Rows of one head: the gradients of its keys are added up with those of other parts.
+PART = Block(Interval(0, 1), Interval(0, 1), Interval(2, 6), Interval(0, 6))
+NAMES = ("grad_key", "grad_value")
+
+
+class Watched(Cpu):
+    """Notes at each wait for the device which of the opened tensors are still there.
+
+    Attributes:
+        seen: how many were, at each wait.
+        opened: those that a worker has opened.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.opened: list[weakref.ref[Any]] = []
+
+    @property
+    def there(self) -> int:
+        return sum(one() is not None for one in self.opened)
+
+    def open(self, handle: torch.Tensor) -> torch.Tensor:
+        """Another tensor of the same memory, as one that was opened; its memory has an owner whose
+        end is seen, whatever views of it there are."""
+        owner = handle.numpy().view()
+        self.opened.append(weakref.ref(owner))
+        return torch.from_numpy(owner)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.seen.append(self.there)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    made = Watched()
+    monkeypatch.setitem(BACKENDS, "cpu", made)
+    monkeypatch.setattr(worker, "opened", made.open)
+    return made
+
+
+def backward() -> tuple[_Pass, Compute, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A pass in a worker, a part of it, where its sums go, and what they should be."""
+    query, key, value, grad_out = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(4))
+    out, lse = qa.attention_with_lse(query, key, value, scale=0.5)
+    rows = (slice(0, 1), slice(0, 1), slice(2, 6))
+    leaves = [t[:, :1].clone().requires_grad_() for t in (key, value)]
+    made = torch.softmax(query[rows] @ leaves[0].mT * 0.5, -1) @ leaves[1]
+    made.backward(grad_out[rows])
+    wanted = {name: torch.as_tensor(t.grad) for name, t in zip(NAMES, leaves, strict=True)}
+    tensors = {
+        "query": query, "key": key, "value": value, "grad_out": grad_out, "out": out, "lse": lse,
+        "grad_query": torch.zeros_like(query),
+    }  # fmt: skip
+    options = {"depth": "auto", "kernel": "auto", "accumulator": "auto"}
+    sums = {name: torch.zeros(1, 1, 6, 4, dtype=torch.float64) for name in NAMES}
+    tensors |= {name: torch.zeros_like(key) for name in NAMES}
+    begin = Begin(1, True, WholeCall((1,), 2, 2, 6, 6, scale=0.5), tensors, options)
+    return _Pass(begin, HOST, MappedBuffers()), Compute(1, 0, PART, sums), sums, wanted
+
+
+def opened_by(watched: Watched) -> int:
+    """All that were opened for a part are seen at the wait, and none is held on to after it."""
+    assert watched.seen
+    assert all(n == len(watched.opened) for n in watched.seen)
+    return watched.there
+
+
+def test_after_the_device_has_done_its_work(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quorum_attention.pool.mapped.opened", lambda handle: handle)
+    one, message, sums, wanted = backward()
+    said = answer(one, message)
+    assert isinstance(said, Done), said
+    for name in NAMES:
+        assert torch.allclose(sums[name], wanted[name])
+    assert len(watched.opened) == 2
+    assert opened_by(watched) == 0
+
+
+@pytest.mark.parametrize("kind", [OutOfMemoryError, ValueError])
+def test_also_where_a_part_fails(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """Its kernels may still run."""
+
+    def fails(*given: Any, **more: Any) -> None:
+        raise kind("no")
+
+    monkeypatch.setattr("quorum_attention.pool.mapped.opened", watched.open)
+    monkeypatch.setattr(worker, "compute_block", fails)
+    one, message, _, _ = backward()
+    said = answer(one, message)
+    assert isinstance(said, Failed)
+    assert said.memory == (kind is OutOfMemoryError)
+    assert len(watched.opened) == 11
+    opened_by(watched)
+    one.end()
+    del one
+    assert watched.there == 0

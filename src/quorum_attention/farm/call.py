@@ -24,10 +24,10 @@ from quorum_attention.farm.units import Cut, Head, Joint, Unit, units_of
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
-from quorum_attention.pool.forked import Turn
+from quorum_attention.pool.buffers import InFile, in_file
+from quorum_attention.pool.processes import Turn
 from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.run import Coordinator
-from quorum_attention.pool.shared import InFile, in_file
+from quorum_attention.pool.scheduler import Coordinator, Schedule
 from quorum_attention.writing import IDENTITY, RUN_UNFINISHED, UNFINISHED, folder_of_now
 
 _numbers = count(1)
@@ -88,7 +88,7 @@ def steps(crew: Crew, asked: Asked, report: PoolPass) -> Iterator[set[Head]]:
     Raises:
         RuntimeError: also where it is asked for within a pass of the same workers.
     """
-    with _turn_of(crew):
+    with _turn_of(crew).taken():
         try:
             yield from _steps(crew, asked, report)
         finally:
@@ -172,8 +172,9 @@ class _Run:
             return states.begin(work)
 
         yield from Coordinator(
-            self.crew.hands, begin, works, given, states.done, report, self.crew.listen,
-            self.crew.recruits, steady=self.asked.mask is None,
+            self.crew.hands, begin, Schedule([works], lambda work: work.pairs(cut)),
+            {work: number for number, work in enumerate(works)}, given, states.done, report,
+            self.crew.listen, self.crew.recruits, self.asked.mask is None,
         ).steps()  # fmt: skip
 
     def _add(self, rest: PoolPass) -> None:

@@ -25,7 +25,7 @@ from quorum_attention.farm.crew import Here
 from quorum_attention.farm.data import Back, Piece, Source, bytes_of
 from quorum_attention.farm.messages import Begin
 from quorum_attention.pool.messages import Compute, Done, End, Failed
-from quorum_attention.pool.run import Hand
+from quorum_attention.pool.scheduler import Hand
 from quorum_attention.sizes import parse_bytes
 from quorum_attention.writing import folder_of_now
 

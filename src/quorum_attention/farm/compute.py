@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
@@ -35,7 +36,6 @@ from quorum_attention.kernels.masked import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
-from quorum_attention.pool.masked import Block, of_block, together
 from quorum_attention.pool.messages import Compute
 
 # A task's rows lie on the device, if they take no more than this share of the budget; the rest is
@@ -229,12 +229,21 @@ class _Work:
         self, rows: Interval, keys: Interval, sinks: torch.Tensor | None = None
     ) -> tuple[Mask | torch.Tensor | None, bool]:
         """``attn_mask`` and ``is_causal`` of a call of some rows and keys."""
-        block = Block(self._work.entry, self._heads, rows, keys)
-        found, causal = of_block(self._cut.sizes, block, self._begin.mask)
+        sizes, entry = self._cut.sizes, self._work.entry
+        whole = WholeCall(
+            (sizes.batch,), sizes.heads, sizes.kv_heads, sizes.n_queries, sizes.n_keys,
+            self._begin.mask, sizes.is_causal,
+        )  # fmt: skip
+        found, causal = whole.mask_of(Block(Interval(entry, entry + 1), self._heads, rows, keys))
         bias = None
         if "mask" in self._begin.inputs:
             bias = self._of._inputs["mask"].masked(self._work.entry, self._heads, rows, keys)
-        return together(found, causal, bias, sinks)
+        if found is None and sinks is None:
+            return bias, causal
+        if bias is None and sinks is None:
+            return found, causal
+        assert not isinstance(found, torch.Tensor)
+        return replace(found or Mask(), bias=bias, sinks=sinks), causal
 
     def _keys(
         self, chunks: Sequence[int], starts: Sequence[int]

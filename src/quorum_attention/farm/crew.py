@@ -13,7 +13,7 @@ from quorum_attention.farm.compute import Pass
 from quorum_attention.farm.data import Source
 from quorum_attention.farm.messages import Begin
 from quorum_attention.pool.messages import Compute, Done, End, Failed
-from quorum_attention.pool.run import Hand
+from quorum_attention.pool.scheduler import Hand
 from quorum_attention.pool.worker import answer
 
 

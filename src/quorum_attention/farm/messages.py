@@ -11,7 +11,7 @@ from quorum_attention.farm.data import Source
 from quorum_attention.farm.units import Cut
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
-from quorum_attention.pool.shared import InFile
+from quorum_attention.pool.buffers import InFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from quorum_attention.farm.crew import Crew
 from quorum_attention.farm.units import Head, cut_of
 from quorum_attention.mask import Mask
 from quorum_attention.pool.call import flat, flat_mask
-from quorum_attention.pool.parts import Sizes
+from quorum_attention.pool.partition import Sizes
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_of_parts
 

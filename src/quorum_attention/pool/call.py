@@ -1,4 +1,4 @@
-"""A call on a pool: its tensors where workers can have them, and its two passes."""
+"""A call on several devices: its tensors where workers can have them, and its two passes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.request import Request, Tensors
@@ -19,14 +20,12 @@ from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import progress_of
-from quorum_attention.pool.mask_total import MaskTotal
+from quorum_attention.pool.buffers import Shared, kept_room, made_for
+from quorum_attention.pool.mapped import Prefault
 from quorum_attention.pool.messages import Begin
-from quorum_attention.pool.parts import Part, Sizes, parts_of
+from quorum_attention.pool.partition import Sizes
 from quorum_attention.pool.report import PoolPass, PoolReport, as_one
-from quorum_attention.pool.rooms import kept_room, result_for
-from quorum_attention.pool.shared import Shared
-from quorum_attention.pool.totals import Totals
-from quorum_attention.pool.touched import Touching
+from quorum_attention.pool.sums import MaskSum, Sums
 
 if TYPE_CHECKING:
     from quorum_attention.pool.pool import Pool
@@ -81,8 +80,8 @@ class PoolCall:
                 out, target = given.detach(), Shared.written(flat(given.detach()), mappings)
                 torch.autograd.graph.increment_version(given)
             handles |= {"out": target, "lse": Shared.made(flat(lse, 2))}
-            parts = self._parts(pool, request, backward=False)
-            self._run(pool, parts, request, report, handles, query, None, results.fresh)
+            homes = self._partition(pool, request, backward=False)
+            self._run(pool, homes, request, report, handles, query, None, results.fresh)
             if target.tensor.data_ptr() != out.data_ptr():
                 out.copy_(target.tensor.reshape(out.shape))
         return (out if given is None else given), lse
@@ -115,16 +114,16 @@ class PoolCall:
                     targets = [Shared.written(flat(t.detach()), mappings) for t in made]
                     torch.autograd.graph.increment_version(made)
                 handles |= dict(zip(names, targets, strict=True))
-                parts = self._parts(pool, request, backward=True)
-                of_mask = self._of_mask(parts, mappings, results, tensors, request, given)
+                homes = self._partition(pool, request, backward=True)
+                of_mask = self._of_mask(homes, mappings, results, tensors, request, given)
                 if of_mask is not None:
                     made.append(of_mask.result)
                     if of_mask.target is not None:
                         handles["grad_mask"] = of_mask.target
                         targets.append(of_mask.target)
-                totals = Totals(self.sizes(request), flat(key), flat(value), of_mask)
-                self._run(pool, parts, request, report, handles, query, totals, results.fresh)
-                totals.store(targets[1].tensor, targets[2].tensor)
+                sums = Sums(self.sizes(request), flat(key), flat(value), of_mask)
+                self._run(pool, homes, request, report, handles, query, sums, results.fresh)
+                sums.store(targets[1].tensor, targets[2].tensor)
                 for result, target in zip(made, targets, strict=False):
                     if target.tensor.data_ptr() != result.data_ptr():
                         result.detach().copy_(target.tensor.reshape(result.shape))
@@ -150,13 +149,13 @@ class PoolCall:
 
     def _of_mask(
         self,
-        parts: Sequence[Part],
+        homes: Sequence[Sequence[Block]],
         mappings: Mappings,
         results: _Results,
         tensors: Tensors,
         request: Request,
         given: Given,
-    ) -> MaskTotal | None:
+    ) -> MaskSum | None:
         """The gradient of the mask, if it is wanted."""
         mask = tensors.mask
         if not given.of_mask or mask is None:
@@ -171,64 +170,60 @@ class PoolCall:
         flattened = flat_mask(mask.detach(), batch)
         # Where the mask is expanded over some batch dimensions, each entry adds to it.
         viewed = flattened.numel() == mask.numel()
-        sizes = self.sizes(request)
-        return MaskTotal(sizes, parts, flattened, result, batch, target if viewed else None)
-
-    def _kind(self, request: Request, backward: bool) -> tuple[Any, ...]:
-        """What paces depend on."""
-        home = str(request.options.device)
-        work, asked = request.work, self._asked
-        # Sizes go by powers of two: what a pair takes depends on them, a little.
-        size = work.n_tokens.bit_length()
-        return (
-            backward, work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel, size,
-            home, asked.budgets,
+        blocks = [block for home in homes for block in home]
+        return MaskSum(
+            self.sizes(request), self._whole(request), blocks, flattened, result, batch,
+            target if viewed else None,
         )  # fmt: skip
 
-    def _parts(self, pool: Pool, request: Request, backward: bool) -> list[Part]:
-        asked, kind = self._asked, self._kind(request, backward)
-        even = pool.alike(asked.budgets, kind)
-        if asked.mask is not None and asked.mask.is_structured:
-            even = False  # parts of as many rows may be of unequal work
-        paces = pool.paces(kind)
-        count = max(1, len(pool.devices))  # none: it is being closed, as its ``run`` says
-        return parts_of(self.sizes(request), count, even, list(paces.values()))
+    def _whole(self, request: Request) -> WholeCall:
+        work = request.work
+        return WholeCall(
+            (work.batch,), work.heads, work.kv_heads, work.n_queries, work.n_keys,
+            self._asked.mask, work.is_causal, request.scale, request.dropout, request.records,
+            request.mask_grad,
+        )  # fmt: skip
+
+    def _partition(self, pool: Pool, request: Request, backward: bool) -> list[list[Block]]:
+        kind = _kind(request, backward)
+        return pool.partition(self.sizes(request), self._asked.budgets, kind, self._steady)
+
+    @property
+    def _steady(self) -> bool:
+        """Whether blocks take as long as their pairs say: nothing but later keys is masked."""
+        return self._asked.mask is None or not self._asked.mask.is_structured
 
     def _run(
         self,
         pool: Pool,
-        parts: list[Part],
+        homes: Sequence[Sequence[Block]],
         request: Request,
         report: PoolPass,
         tensors: dict[str, Shared],
         query: torch.Tensor,
-        totals: Totals | None,
+        sums: Sums | None,
         fresh: Sequence[torch.Tensor],
     ) -> None:
         """A pass; ``fresh``: results that nobody has written to."""
-        asked, sizes = self._asked, self.sizes(request)
-        kind = self._kind(request, totals is not None)
-        dropout = request.dropout
-        options: dict[str, Any] = {
-            "depth": asked.depth, "kernel": asked.kernel, "accumulator": asked.accumulator,
-            "scale": request.scale, "mask": asked.mask, "records": request.records,
-            "dropout": dropout, "watched": self._watched,
-            "unequal": len(set(asked.budgets)) > 1, "mask_grad": request.mask_grad,
-        }  # fmt: skip
-        handles = {name: one.handle for name, one in tensors.items()}
-        begin = Begin(pool.number(), totals is not None, sizes, handles, options)
-        home = query.device
+        asked, backward, home = self._asked, sums is not None, query.device
+        begin = Begin(
+            pool.number(), backward, self._whole(request),
+            {name: one.handle for name, one in tensors.items()},
+            {"depth": asked.depth, "kernel": asked.kernel, "accumulator": asked.accumulator},
+            self._watched or request.report is not None, len(set(asked.budgets)) > 1,
+        )  # fmt: skip
         # Others do not know this process's streams.
         backend_of(home).synchronize(home)
-        if request.report is not None:
-            options["watched"] = True
         budgets = [
             None if b is None else max(0, b - (request.cast_bytes if name == str(home) else 0))
             for b, name in zip(asked.budgets, (w.device for w in pool.workers), strict=False)
         ]
         fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
-        with Touching(fresh), progress_of(request) as progress:
-            pool.run(begin, parts, report, totals, budgets, kind, progress)
+        with Prefault(fresh), progress_of(request) as progress:
+            pool.run(
+                begin, self.sizes(request), homes, report, sums, budgets, _kind(request, backward),
+                self._steady, progress,
+            )  # fmt: skip
 
     def _inputs(
         self,
@@ -287,10 +282,18 @@ class _Results:
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """One more."""
-        made, fresh = result_for(shape, dtype, self._device, self._keep)
+        if not (self._keep and on_host(self._device)):
+            made, fresh = made_for(shape, dtype, self._device), True
+        else:
+            made, fresh = kept_room(shape, dtype)
         if fresh:
             self.fresh.append(made)
         return made
+
+
+def _kind(request: Request, backward: bool) -> tuple[bool, torch.dtype, int]:
+    """What the speed of a device depends on most."""
+    return backward, request.work.dtype, request.work.head_dim
 
 
 def flat(tensor: torch.Tensor, last: int = 3) -> torch.Tensor:

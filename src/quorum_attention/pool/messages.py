@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from quorum_attention.counts import shown
 from quorum_attention.execution.report import Report
-from quorum_attention.pool.parts import Sizes
-from quorum_attention.pool.shared import Handle
+from quorum_attention.kernels.kit.sample import Sample
+from quorum_attention.mask import Keeps, Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +22,22 @@ class Begin:
     Attributes:
         number: of the pass, in this pool.
         backward: which of the two it is.
-        tensors: by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
+        call: the whole call, a ``WholeCall``; its mask has no bias and no sinks.
+        tensors: handles by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
             grad_value, grad_mask; grad_lse, sinks.
-        options: of each call.
+        options: ``Written``'s depth, kernel and accumulator.
+        watched: whether somebody reads the report.
+        unequal: whether other workers may have more memory.
         budget: bytes that each part may take on the device; None: what is free.
     """
 
     number: int
     backward: bool
-    sizes: Sizes
-    tensors: dict[str, Handle]
-    options: dict[str, Any] = field(default_factory=dict)
+    call: Any
+    tensors: dict[str, Any]
+    options: dict[str, Any]
+    watched: bool = True
+    unequal: bool = False
     budget: int | None = None
 
 
@@ -37,16 +45,14 @@ class Begin:
 class Compute:
     """Compute a part of the pass that has begun.
 
-    In a pool ``part`` is a ``Part``, and ``sums`` is where those of its gradients go that have to
-    be added up, by name: grad_key and grad_value, grad_mask; and ``near`` is the part with those
-    beside it that the worker will presumably compute too, whose memory is locked with its own.
+    In a pool ``part`` is a ``Block``, and ``sums`` is where those of its gradients go that have to
+    be added up, by name: grad_key and grad_value, grad_mask.
     """
 
     number: int
     index: int
     part: Any
     sums: Any = None
-    near: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,53 +78,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A worker has a part, and begins with it. Another one may be laid on its shelf from now on,
-    and nothing else is there."""
-
-    number: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
-    """The results of a part are in place.
-
-    Attributes:
-        seconds: that the worker was at it.
-        opening: how many of them went into opening and page-locking memory.
-        new: whether it was the first part of its sizes there: some of them went into compiling,
-            planning or what else a first call does.
-    """
+    """The results of a part are in place, after so many seconds of the worker's."""
 
     number: int
     index: int
     seconds: float
     report: Report
-    opening: float = 0.0
-    new: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """Measure how quick the device is, between passes.
-
-    Attributes:
-        dtype, head_dim: of calls.
-        host: shared memory, uint8, to copy from and to; None: kernels are measured, not copies.
-    """
-
-    dtype: torch.dtype
-    head_dim: int
-    host: Handle | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What was measured: fields of ``planner.machine.Machine``; or why nothing was."""
-
-    rates: dict[str, Any]
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +106,69 @@ class Failed:
     broken: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A mask's function of positions (``Mask.keeps``), as it is sent: by its name.
+
+    A worker that cannot import it would fail while it reads the message, and could not say which
+    pass that was. So the name is looked up on its own, and the part that asks the function says
+    what came of that. What the function reads (a global) may have another value in a worker: so
+    some of its answers are sent along, in ``sample``.
+    """
+
+    keeps: Keeps
+    sample: Sample
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        """What ``keeps`` says."""
+        return self.keeps(batch, head, query, key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read, (pickle.dumps(self.keeps), shown(self.keeps), self.sample)
+
+
+def _read(pickled: bytes, name: str, sample: Sample) -> Any:
+    try:
+        return Rule(pickle.loads(pickled), sample)
+    except Exception as error:
+        reason = (
+            f"Mask.keeps must be a function that other processes can import where several devices "
+            f"compute, and {name} cannot be ({type(error).__name__}: {error}): put it into a module"
+        )
+
+    def missing(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        raise NotImplementedError(reason)
+
+    return missing
+
+
+def with_functions(mask: Mask, change: Callable[[Keeps], Keeps]) -> Mask:
+    """The mask with each of its functions changed."""
+    changes: dict[str, Any] = {
+        name: tuple(with_functions(one, change) for one in getattr(mask, name))
+        for name in ("either", "every")
+    }
+    if mask.keeps is not None:
+        changes["keeps"] = change(mask.keeps)
+    return replace(mask, **changes)
+
+
+def checked(keeps: Keeps, device: torch.device) -> Keeps:
+    """A function of a mask that has arrived.
+
+    Raises:
+        RuntimeError: it answers otherwise than where it was sent.
+    """
+    if isinstance(keeps, Rule):
+        keeps.sample.check(
+            keeps.keeps, device,
+            "in the process that made the call: what it reads differs here, because a worker "
+            "imports the function by its name",
+        )  # fmt: skip
+    return keeps
+
+
 __all__ = [
-    "Begin", "Begun", "Compute", "Done", "End", "Ended", "Failed", "Measure", "Measurement",
-    "Ready",
+    "Begin", "Compute", "Done", "End", "Ended", "Failed", "Ready", "Rule", "checked",
+    "with_functions",
 ]  # fmt: skip

@@ -1,10 +1,13 @@
-"""``Pool``: several devices, a worker process each, that compute one call together."""
+"""``Pool``: several devices, a worker process each, that compute one call together; and the pools
+that calls with several ``devices`` share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import atexit
+import os
+from collections.abc import Callable, Sequence
 from itertools import count as count_from
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -12,43 +15,58 @@ import torch
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.block import Block
 from quorum_attention.call.options import Budget, Several, Written
-from quorum_attention.counts import whole_number
-from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.counts import shown, whole_number
+from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.planner.machine import Machine
-from quorum_attention.pool.forked import Turn
-from quorum_attention.pool.hired import Hired
-from quorum_attention.pool.measured import machines
+from quorum_attention.pool.buffers import give_back
 from quorum_attention.pool.messages import Begin
-from quorum_attention.pool.names import names_of
-from quorum_attention.pool.paces import even, paces_of
-from quorum_attention.pool.parts import Part, cut_part, homes_of, joined
+from quorum_attention.pool.partition import Sizes, partition
+from quorum_attention.pool.processes import PassWorker, Turn, Worker, end, end_after, listen, start
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
-from quorum_attention.pool.rooms import give_back
-from quorum_attention.pool.run import Coordinator
-from quorum_attention.pool.speeds import expected_paces
-from quorum_attention.pool.totals import Totals
-from quorum_attention.pool.workers import Worker, end, end_after, start
+from quorum_attention.pool.scheduler import Coordinator, Schedule
+from quorum_attention.pool.simulate import PIECES, expected_speed
+from quorum_attention.pool.sums import Sums
 
-# Devices whose paces differ by no more are taken to be alike.
-_ALIKE = 1.5
-# What a first order of its kind may take beside computing: a CUDA device's context and its
-# libraries, compiling, plans; on the host plans only.
-_NEW_SECONDS, _NEW_ON_HOST = 2.0, 0.2
+# An order that took less says nothing of a device's speed.
+_TELLING_SECONDS = 0.05
 _NO_WORKER = "the pool has no worker: it was closed, or all of them were lost"
+
+
+def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list[str]:
+    """Devices as torch writes them, with their numbers.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: none is named, or one that is not here.
+    """
+    if isinstance(devices, str) and devices == "all":
+        every = every_device()
+        if not every:
+            raise ValueError('devices="all" needs a CUDA device, and there is none here')
+        return [str(device) for device in every]
+    if isinstance(devices, (str, torch.device)):
+        devices = [devices]
+    if not devices:
+        raise ValueError("devices must name at least one device, got none")
+    places = [present(device, "devices") for device in devices]
+    own = [place for place in places if not on_host(place)]
+    if len(set(own)) < len(own):
+        raise ValueError(f"devices must name each GPU once, got {shown([str(p) for p in places])}")
+    return [str(place) for place in places]
 
 
 class Pool(Several):
     """Worker processes, one for each device, that share the work of an attention call.
 
     A call is cut into parts that do not depend on each other: key/value heads first, then, where
-    they do not divide among the devices, rows of the last ones. Workers take a part as soon as they
-    have none, so devices of unequal speed end together. Each computes its part as an ordinary call,
-    under its own budget, with its own recovery. A worker that is killed, hangs or runs out of
-    memory at every depth gives its part back and the others finish.
+    they do not divide among the devices, rows. Each device has parts of its own, by its speed, and
+    then takes those of others, so devices of unequal speed end together. It computes a part as an
+    ordinary call, under its own budget, with its own recovery. A worker that is killed, hangs or
+    runs out of memory at every depth gives its part back and the others finish.
 
     Inputs in shared memory (``tensor.share_memory_()``), mapped from files, or on a CUDA device are
     handed over as they are; others are copied into shared memory, and the report says how much.
@@ -71,10 +89,10 @@ class Pool(Several):
         names = names_of(devices)
         count = None if threads is None else whole_number(threads, "threads", 1)
         self._threads = count
-        self._workers = start(names, count, shelves=True)
+        self._workers = start(names, count)
         end_after(self, self._workers)
         self._passes = count_from(1)
-        self._lock = Turn()
+        self._turn = Turn()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -99,15 +117,15 @@ class Pool(Several):
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost. It takes part in a
         pass that is running."""
-        self._workers.extend(start(names_of([device]), self._threads, shelves=True))
+        self._workers.extend(start(names_of([device]), self._threads))
 
     def mend(self) -> None:
         """Start a worker in the place of each that was lost."""
-        with self._lock:
+        with self._turn.taken():
             for number, worker in enumerate(self._workers):
                 if not worker.alive or not worker.process.is_alive():
                     worker.kill()
-                    self._workers[number] = start([worker.device], self._threads, shelves=True)[0]
+                    self._workers[number] = start([worker.device], self._threads)[0]
 
     def check_open(self) -> None:
         """Refuse to compute without workers.
@@ -181,170 +199,194 @@ class Pool(Several):
         )  # fmt: skip
         return attend(tensors, request, out)[0]
 
-    def alike(self, budgets: Sequence[int | None], kind: tuple[Any, ...]) -> bool:
-        """Whether workers that are alive may be taken to be equally quick.
+    def partition(
+        self, sizes: Sizes, budgets: Sequence[int | None], kind: tuple[Any, ...], steady: bool
+    ) -> list[list[Block]]:
+        """The blocks of each worker; none of those that are gone.
 
         Args:
-            budgets: of each worker.
-            kind: as of ``run``.
+            budgets, kind, steady: as for ``run``.
         """
-        here = self._here().items()
-        if len({(w.name, budgets[min(n, len(budgets) - 1)]) for n, w in here}) > 1:
-            return False
-        paces = self.paces(kind).values()
-        return not paces or max(paces) <= _ALIKE * min(paces)
-
-    def _sure(self, kind: tuple[Any, ...], share: float) -> bool:
-        """Whether workers that are alike gain by long calls: they copy beside their kernels, and
-        were not seen to be unequal; or were so quick that a second order would cost more than
-        it evens out.
-
-        Args:
-            share: the smallest part over what each has to do.
-        """
-        here = [worker for worker in self._workers if worker.alive]
-        if all(worker.readings.short(kind) for worker in here):
-            return True
-        paces = self.paces(kind).values()
-        overlap = all(backend_of(torch.device(worker.device)).overlaps for worker in here)
-        # The first call too: other sizes of orders would have to be planned and prepared later on.
-        return overlap and even(paces, share)
+        here = self._here()
+        speeds = self._speeds(kind, here)
+        own = steady and self._alike(here, budgets)
+        found = partition(sizes, [speeds[n] for n in here] or [1.0], 1 if own else PIECES)
+        homes = dict(zip(here, found, strict=False))
+        return [homes.get(n, []) for n in range(len(self._workers))] if here else found
 
     def run(
         self,
         begin: Begin,
-        parts: list[Part],
+        sizes: Sizes,
+        homes: Sequence[Sequence[Block]],
         report: PoolPass,
-        totals: Totals | None,
+        sums: Sums | None,
         budgets: Sequence[int | None],
         kind: tuple[Any, ...],
+        steady: bool = True,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        """Run a pass of parts on the workers; see ``Coordinator``.
+        """Run a pass on the workers; see ``Coordinator``.
 
         Args:
-            totals: adds up gradients; None in a forward.
+            homes: the blocks of each worker.
+            sums: adds up gradients; None in a forward.
             budgets: of each worker; those beyond have the last one's.
-            kind: pass, dtype, head dimension and what else the time of a pair depends on; with it
-                paces are remembered.
-            progress: told parts that are done.
+            kind: what the speed of a device depends on; with it speeds are remembered.
+            steady: whether blocks take as long as their pairs say.
+            progress: told blocks that are done.
         """
         label = "backward" if begin.backward else "forward"
 
-        def ended(part: Part, made: Any) -> None:
-            if totals is not None:
-                totals.add(part, made)
+        def done(part: Block, made: Any) -> None:
+            if sums is not None:
+                sums.add(part, made)
             if progress is not None:
                 progress(len(report.ran), report.parts, label)
 
-        def sums(part: Part) -> Any:
-            return None if totals is None else totals.room(part)
+        def buffers(part: Block) -> Any:
+            return None if sums is None else sums.buffers(part)
 
-        with self._lock:
-            paces, alike = self.paces(kind), self.alike(budgets, kind)
-            here = list(self._here())
+        with self._turn.taken():
+            here = self._here()
             if not here:  # another thread has closed it meanwhile
                 raise RuntimeError(_NO_WORKER)
+            numbers = {unit: n for n, unit in enumerate(unit for home in homes for unit in home)}
             report.devices = [worker.label for worker in self._workers]
-            report.parts = len(parts)
-            hired: list[Hired] = []
+            report.parts = len(numbers)
+            hired: list[PassWorker] = []
 
-            def recruits(wait: bool = False) -> list[Hired]:
+            def recruits(wait: bool = False) -> list[PassWorker]:
                 """Workers that have joined since it was asked last."""
                 found = [
-                    Hired(worker, budgets[min(number, len(budgets) - 1)])
+                    PassWorker(worker, budgets[min(number, len(budgets) - 1)])
                     for number, worker in enumerate(self._workers[len(hired) :], len(hired))
                 ]
                 hired.extend(found)
                 return found
 
-            work = [part.pairs(begin.sizes) for part in parts]
-            share = len(here) * min(work, default=0) / max(1, sum(work))
-            coordinator = Coordinator(
-                recruits(), begin, parts, sums, ended, report,
-                join=partial(joined, begin.sizes), paces=paces,
-                alike=alike, recruits=recruits, sure=self._sure(kind, share), new=self._new(kind),
-                timed=bool(paces), homes=homes_of(begin.sizes, parts, here) if alike else None,
-                usual=self._usual(kind, self._here()), allowed=self._allowed(),
-                may_wait=lambda part: totals is None or totals.in_host_memory,
-                cut=partial(cut_part, begin.sizes) if totals is None or totals.may_cut else None,
-                cut_costs=max(self._allowed().values()),
-            )  # fmt: skip
-            coordinator.run()
-            self._note(kind, coordinator.spent)
+            speeds = self._speeds(kind, dict(enumerate(self._workers)))
+            alike = self._alike(here, budgets)
+            at_once = (
+                alike
+                and steady
+                and all(
+                    backend_of(torch.device(worker.device)).overlaps for worker in here.values()
+                )
+            )
+            schedule = Schedule(
+                homes, sizes.pairs, sizes.joined, list(speeds.values()), alike, at_once
+            )
+            Coordinator(
+                recruits(), begin, schedule, numbers, buffers, done, report, listen, recruits
+            ).run()
+            for number, speed in schedule.seen.items():
+                worker = self._workers[number]
+                if report.worked(number) >= _TELLING_SECONDS:
+                    # The most that was seen: something may have held up other passes.
+                    worker.speeds[kind] = max(speed, worker.speeds.get(kind, 0.0))
 
-    def paces(self, kind: tuple[Any, ...]) -> dict[int, float]:
-        """Seconds a pair of each worker: as seen last, or as expected."""
-        here = self._here()
-        readings = {n: worker.readings for n, worker in here.items()}
-        seen = any(one.pace(kind) is not None for one in readings.values())
-        if not seen and len({worker.name for worker in here.values()}) <= 1:
-            return {}  # alike, and nothing else is known
-        return paces_of(readings, kind, self._usual(kind, here))
+    def _alike(self, here: dict[int, Worker], budgets: Sequence[int | None]) -> bool:
+        """Whether workers are of one name and one budget."""
+        kinds = {(one.name, budgets[min(n, len(budgets) - 1)]) for n, one in here.items()}
+        return len(kinds) <= 1
+
+    def _speeds(self, kind: tuple[Any, ...], here: dict[int, Worker]) -> dict[int, float]:
+        """Pairs a second of workers, by number: as seen where all are unlike and were seen, else as
+        expected. Those that are alike stay so, and have the same blocks in every call."""
+        backward, dtype, head_dim = kind
+        if len({one.name for one in here.values()}) > 1 and all(
+            kind in one.speeds for one in here.values()
+        ):
+            return {n: one.speeds[kind] for n, one in here.items()}
+        return {
+            n: expected_speed(one.device, one.name, dtype, head_dim, backward=backward)
+            for n, one in here.items()
+        }
 
     def _here(self) -> dict[int, Worker]:
         """Workers that are alive, by number; another thread may close the pool at any time."""
         return {n: worker for n, worker in enumerate(self._workers) if worker.alive}
-
-    def _usual(self, kind: tuple[Any, ...], here: Mapping[int, Worker]) -> dict[int, float]:
-        """Seconds a pair that are expected of workers."""
-        backward, dtype, head_dim, *_ = kind
-        names = [(worker.device, worker.name) for worker in here.values()]
-        expected = expected_paces(names, dtype, head_dim, backward=backward)
-        return dict(zip(here, expected, strict=True))
-
-    def _allowed(self) -> dict[int, float]:
-        """Seconds that what is new to a worker may take beside computing."""
-        return {
-            number: _NEW_ON_HOST if on_host(torch.device(worker.device)) else _NEW_SECONDS
-            for number, worker in enumerate(self._workers)
-        }
-
-    def _new(self, kind: tuple[Any, ...]) -> dict[int, float]:
-        """Seconds that a first order of a kind may take beside computing, of those to whom it is
-        one."""
-        return {
-            number: seconds
-            for number, seconds in self._allowed().items()
-            if not self._workers[number].readings.met(kind)
-        }
-
-    def _note(self, kind: tuple[Any, ...], spent: Mapping[int, tuple[float, int]]) -> None:
-        """Remember how quick each worker was in a pass that is over."""
-        took_part = {self._workers[number].name for number in spent}
-        for number, worker in enumerate(self._workers):
-            if number in spent:
-                worker.readings.took_part(kind, *spent[number])
-            elif worker.name in took_part:
-                worker.readings.was_left_out(kind)
-
-    def measure(
-        self, dtype: torch.dtype = torch.float16, head_dim: int = 64, *, alone: bool = False
-    ) -> list[Machine]:
-        """How quick its devices are now (some seconds): kernels, and copies between each and shared
-        host memory. With it ``simulate`` predicts passes (docs/devices.md).
-
-        Args:
-            dtype, head_dim: of calls.
-            alone: whether one device measures after the other; else all measure at once, as links
-                to the host may share what its memory gives.
-
-        Returns:
-            the rates of each device whose worker is alive.
-
-        Raises:
-            RuntimeError: no worker is left, or one could not measure.
-        """
-        with self._lock:
-            here = list(self._here().values())
-            if not here:
-                raise RuntimeError(_NO_WORKER)
-            runs = [[worker] for worker in here] if alone else [here]
-            return [one for run in runs for one in machines(run, dtype, head_dim)]
 
     def number(self) -> int:
         """A number for a pass."""
         return next(self._passes)
 
 
-__all__ = ["Pool"]
+# A process that was forked off has the pools of its parent, and may not use them.
+_pools: dict[tuple[int, tuple[str, ...]], Pool] = {}
+_lock = Lock()
+
+
+def _forked() -> None:
+    """In a process that was forked off, maybe while another thread had the lock."""
+    global _lock
+    _lock = Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def kept_pool(devices: Sequence[str]) -> Pool:
+    """The pool of these devices that calls share. It is started where there is none, or where no
+    worker of it is left; a worker that was lost is started again.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as ``Pool``.
+    """
+    names = tuple(devices)
+    name = (os.getpid(), names)
+    while True:
+        with _lock:
+            pool = _pools.get(name)
+            if pool is None:
+                if not _pools:
+                    atexit.register(close)
+                pool = _pools[name] = Pool(names)
+                return pool
+        # Without the lock: this waits for a call of another thread, whose progress= may ask for a
+        # pool as well.
+        pool.mend()
+        with _lock:
+            if _pools.get(name) is pool:
+                return pool
+        pool.close()  # closed meanwhile, and perhaps mended after that
+
+
+def request_on_devices(function: str, *call: Any) -> tuple[Tensors, Request]:
+    """``request_of``, where ``devices`` may be several or a pool.
+
+    Raises:
+        Errors as of ``request_of`` and ``request_on_several``.
+    """
+    written = call[-1]
+    if isinstance(written.devices, Pool):
+        pool = written.devices
+        return request_on_several(function, *call, count=len(pool.workers), pool_of=lambda: pool)
+    names = names_of(written.devices)
+    if len(names) == 1:
+        one = written._replace(devices=names[0], budget=_of_one(written.budget))
+        every: tuple[Any, ...] = (*call[:-1], one)
+        return request_of(function, *every)
+    return request_on_several(function, *call, count=len(names), pool_of=lambda: kept_pool(names))
+
+
+def _of_one(budget: Budget | None) -> Budget | None:
+    return budget[0] if isinstance(budget, (list, tuple)) and len(budget) == 1 else budget
+
+
+def close() -> None:
+    """End the workers of calls with several ``devices``; the next such call starts others.
+
+    They end with the program in any case. Until then each holds a CUDA context.
+    """
+    with _lock:
+        for (process, _), pool in _pools.items():
+            if process == os.getpid():
+                pool.close()
+        _pools.clear()
+
+
+__all__ = ["Pool", "close", "names_of", "request_on_devices"]

@@ -19,8 +19,6 @@ class Ran:
         index: of the part.
         start, stop: seconds since the pass began, as the coordinator saw it.
         worked: seconds that its worker was at it; what is left went by between the two.
-        opening: how many of those went into opening and page-locking memory.
-        order: the first of the parts that were computed at once with it.
         report: what the device's own call did.
     """
 
@@ -30,8 +28,6 @@ class Ran:
     stop: float
     report: Report
     worked: float = 0.0
-    order: int = 0
-    opening: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,10 +69,7 @@ class PoolPass:
             "copy_seconds": self.copy_seconds,
             "parts": self.parts,
             "ran": [
-                {
-                    n: getattr(one, n)
-                    for n in ("device", "order", "start", "stop", "worked", "opening")
-                }
+                {n: getattr(one, n) for n in ("device", "start", "stop", "worked")}
                 | {"part": one.index}
                 for one in self.ran
             ],
@@ -115,13 +108,11 @@ class PoolReport:
 
 def ran(
     device: int,
-    parts: Sequence[tuple[int, int]],
+    parts: Sequence[tuple[int, float]],
     start: float,
     stop: float,
     report: Report,
     worked: float | None = None,
-    order: int | None = None,
-    opening: float = 0.0,
 ) -> list[Ran]:
     """Parts that a device computed at once, each with its share of the time.
 
@@ -129,16 +120,13 @@ def ran(
         parts: number and work of each.
         report: of all together; it goes with the first.
         worked: seconds that the worker says; None: all of them.
-        order: number of the order; None: of the first part.
-        opening: seconds that it opened and locked memory.
     """
     worked = stop - start if worked is None else worked
-    every, before, found = max(1, sum(work for _, work in parts)), 0, []
+    every, before, found = max(1, sum(work for _, work in parts)), 0.0, []
     for number, work in parts:
         first, last = (start + (stop - start) * at / every for at in (before, before + work))
         own = Ran(device, number, first, last, report if not before else Report())
-        own.worked, own.opening = (seconds * work / every for seconds in (worked, opening))
-        own.order = parts[0][0] if order is None else order
+        own.worked = worked * work / every
         found.append(own)
         before += work
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.options import Budget, Written
@@ -13,14 +15,14 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.kernels.kit.sample import Sample
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import traits_of
-from quorum_attention.mask import Mask
+from quorum_attention.mask import Keeps, Mask
 from quorum_attention.pool.call import Asked, PoolCall
-from quorum_attention.pool.masked import sendable
+from quorum_attention.pool.messages import Rule, with_functions
 from quorum_attention.pool.report import PoolReport
-from quorum_attention.pool.rule import with_rules
 from quorum_attention.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def request_on_several(
     if mask is not None:
         work = request.work
         sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
-        mask = with_rules(mask, sizes, request.options.device)
+        place = request.options.device
+        mask = with_functions(mask, lambda keeps: Rule(keeps, Sample.draw(keeps, sizes, place)))
     asked = Asked(budgets, written.depth, written.kernel, written.accumulator, mask)
     return tensors, replace(request, runner=PoolCall(pool_of, asked, pool_report))
 
@@ -84,8 +87,7 @@ def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask 
     if described is not None:
         sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
         resolve(described, sizes, work.is_causal)
-        for keeps in _functions(described):
-            _check_sent(keeps)
+        with_functions(described, _check_sent)
     return tensors, request, None if described is None else sendable(described)
 
 
@@ -129,14 +131,7 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
     return (parse_bytes(budget),) * count
 
 
-def _functions(mask: Mask) -> Iterator[Any]:
-    if mask.keeps is not None:
-        yield mask.keeps
-    for one in (*mask.either, *mask.every):
-        yield from _functions(one)
-
-
-def _check_sent(keeps: Any) -> None:
+def _check_sent(keeps: Keeps) -> Keeps:
     try:
         pickle.dumps(keeps)
     except Exception as error:
@@ -145,6 +140,22 @@ def _check_sent(keeps: Any) -> None:
             f"{shown(keeps)} cannot be ({type(error).__name__}: {error}): use a function of a "
             "module, not one made inside another function"
         ) from None
+    return keeps
+
+
+def sendable(mask: Mask) -> Mask:
+    """The mask with tensors in host memory of their own: a caller's may be written to."""
+
+    def copied(value: Any) -> Any:
+        return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+    changes: dict[str, Any] = {}
+    for name in ("documents", "key_lengths", "key_padding"):
+        value = getattr(mask, name)
+        changes[name] = tuple(map(copied, value)) if isinstance(value, tuple) else copied(value)
+    for name in ("either", "every"):
+        changes[name] = tuple(sendable(one) for one in getattr(mask, name))
+    return replace(mask, **changes)
 
 
 __all__ = ["request_of_parts", "request_on_several"]

@@ -1,117 +1,117 @@
-"""What a pool of devices would do: a pool's own parts and machine, made-up devices and a clock.
-
-The machine is asked and told as by ``pool/run.py``; only seconds are predicted instead of measured.
-"""
+"""What devices would do that are not here: a pass's own blocks and schedule, a made-up clock."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
-from quorum_attention.execution.control.events import DeviceLost, UnitDone
-from quorum_attention.execution.control.instructions import GiveUp
-from quorum_attention.execution.control.machine import Limits, Machine
+import torch
+
+from quorum_attention.call.block import Block
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
-from quorum_attention.pool.dispatch import Dispatcher, Order
-from quorum_attention.pool.parts import Part, Sizes, cut_part, homes_of, joined, parts_of
+from quorum_attention.planner.calibration import calibrated_flops
+from quorum_attention.planner.machine import assumed
+from quorum_attention.planner.make import plan
+from quorum_attention.pool.partition import Sizes, partition
 from quorum_attention.pool.report import PoolPass, ran
+from quorum_attention.pool.scheduler import Schedule
 
-_WHOLE: tuple[int, ...] = ()
-# What an order takes beside the call that computes it: its messages and what the worker opens (two
-# H200s, 5 to 8 ms; benchmarks/gaps.py measures it where there is no GPU).
-ORDER_SECONDS = 0.007
+# Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
+# forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
+# A100 (version 2); an H20 by its peak.
+SPEEDS = {"H200": 1.0, "H100": 0.95, "H800": 0.95, "A100": 0.36, "H20": 0.15}
+# Blocks for each device where devices are not alike, so that others can take what one is too slow
+# for.
+PIECES = 10
+# What an order takes beside the call that computes it: its messages and what the worker maps.
+_ORDER_SECONDS = 0.007
+
+
+def expected_speed(
+    device: str, name: str, dtype: torch.dtype, head_dim: int, *, backward: bool
+) -> float:
+    """Pairs a second of a device, calibrated where it has been, else assumed.
+
+    Args:
+        device: as torch calls it; ``name``: its own name.
+    """
+    place = torch.device(device)
+    backend = backend_of(place)
+    # A CPU's worker has no name of its own.
+    model = name if backend.own_memory else backend.model(place)
+    measured = calibrated_flops(backend, model, dtype, head_dim)
+    if measured is not None:
+        return measured[backward] / head_dim
+    usual = assumed(place.type, dtype, head_dim)
+    relative = next((speed for known, speed in SPEEDS.items() if known in name), 1.0)
+    return relative * (usual.backward_flops if backward else usual.flops) / head_dim
+
+
+def predicted(sizes: Sizes, *, backward: bool, **call: Any) -> Callable[[Block], float]:
+    """A function block -> seconds on an H200, as the planner predicts.
+
+    Args:
+        call: other arguments of ``plan``: head_dim, dtype, budget, kernel, device ...
+    """
+
+    @lru_cache
+    def whole(heads: int, kv_heads: int) -> float:
+        return plan(
+            sizes.n_queries, n_keys=sizes.n_keys, heads=heads, kv_heads=kv_heads,
+            is_causal=sizes.is_causal, backward=backward, **call,
+        ).predicted_seconds  # fmt: skip
+
+    def seconds(block: Block) -> float:
+        kv = sizes.key_heads(block).length
+        all_rows = block._replace(rows=type(block.rows)(0, sizes.n_queries))
+        # Some query heads of one key/value head take a share of what all of them do.
+        heads = kv * sizes.share
+        share = sizes.pairs(block) / max(1, sizes.pairs(all_rows)) * block.heads.length / heads
+        return whole(heads, kv) * share
+
+    return seconds
 
 
 def simulate(
-    sizes: Sizes,
-    names: Sequence[str],
-    seconds: Callable[[int, Part], float],
-    lost: Mapping[int, float] | None = None,
-    paces: Mapping[int, float] | None = None,
-    sure: bool = False,
-    order_seconds: float = 0.0,
+    sizes: Sizes, devices: Sequence[tuple[str, float]], seconds: Callable[[Block], float]
 ) -> PoolPass:
-    """A pass on devices that are not here.
+    """A pass on devices, each a name and its speed; devices of equal names are alike.
 
     Args:
-        sizes: of the call.
-        names: of the devices; those of equal names are taken to be alike.
-        seconds: predicted seconds of a part on a device, by its number.
-        lost: devices that fail, and after how many seconds.
-        paces: relative times of devices, by number, as far as they are known beforehand.
-        sure: whether devices that are alike were seen to be (pool/dispatch.py).
-        order_seconds: what an order takes beside its ``seconds``, if its worker had to wait for it.
+        seconds: of a block on a device of speed 1.
 
     Returns:
-        The report that a pool would have filled, its times predicted.
-
-    Raises:
-        RuntimeError: all devices fail before the pass ends.
+        the report that a pool would have filled, its times predicted.
     """
-    known = list((paces or {}).values())
-    alike = len(set(names)) == 1
-    parts = parts_of(sizes, len(names), alike, known)
-    report = PoolPass(devices=list(names), parts=len(parts))
-    machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))
-    numbers = {part: number for number, part in enumerate(parts)}
-    dispatch = Dispatcher(
-        machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, alike, sure,
-        homes=homes_of(sizes, parts, range(len(names))) if alike else None,
-        cut=partial(cut_part, sizes),
-    )  # fmt: skip
-    # (time, tie, device, order), of failures with None; the tie makes equal times repeatable.
-    events: list[tuple[float, int, int, Order | None]] = []
-    for device, at in (lost or {}).items():
-        heapq.heappush(events, (at, -1 - device, device, None))
-
-    def begun(device: int, now: float, order: Order | None, waited: float) -> None:
-        if order is not None:
-            takes = waited + seconds(device, order.part)
-            heapq.heappush(events, (now + takes, device, device, order))
-
-    def launch(now: float) -> None:
-        for device in dispatch.idle():
-            behind = dispatch.behind(device, now)
-            if behind is not None:
-                dispatch.withdrawn(behind)
-            begun(device, now, dispatch.take(device, now), order_seconds)
-        for device in list(dispatch.orders):
-            dispatch.ahead(device, now)
-
-    launch(0.0)
-    now = 0.0
-    while not machine.finished:
-        now, _, device, order = heapq.heappop(events)
-        if device not in machine.devices:
-            continue  # what a lost device would have finished
-        if order is None:
-            answer = machine.on(DeviceLost(device))
-            dispatch.lost(device)
-            report.history.append(f"{names[device]}: lost after {now:.3g} s")
-            for number in list(dispatch.queued):
-                dispatch.withdrawn(number)
-            for part, pieces in dispatch.cut_anew(now).items():
-                more = range(report.parts, report.parts + len(pieces) - 1)
-                numbers |= dict(zip(pieces, (numbers[part], *more), strict=True))
-                report.parts += len(more)
-            if isinstance(answer, GiveUp):
-                raise RuntimeError(f"no device is left after {now:.3g} s: {machine.history}")
-        else:
-            dispatch.done(device, now)
-            for unit in order.units:
-                machine.on(UnitDone(device, unit, _WHOLE))
-            begun(device, now, dispatch.go_on(device, now), 0.0)
-            shares = [(numbers[unit], unit.pairs(sizes)) for unit in order.units]
-            report.ran += ran(device, shares, order.begun, now, Report())
-        launch(now)
+    names, speeds = [name for name, _ in devices], [speed for _, speed in devices]
+    alike = len(set(devices)) == 1
+    homes = partition(sizes, speeds, 1 if alike else PIECES)
+    numbers = {unit: n for n, unit in enumerate(unit for home in homes for unit in home)}
+    rate = max((sizes.pairs(unit) / seconds(unit) for unit in list(numbers)[:1]), default=1.0)
+    schedule = Schedule(
+        homes, sizes.pairs, sizes.joined, [speed * rate for speed in speeds], alike, alike
+    )
+    schedule.devices |= set(range(len(devices)))
+    report = PoolPass(devices=names, parts=len(numbers))
+    events: list[tuple[float, int, float]] = []
+    idle, now = set(schedule.devices), 0.0
+    while not schedule.finished:
+        for device in sorted(idle, key=lambda device: -speeds[device]):
+            order = schedule.take(device, now)
+            if order is not None:
+                idle.discard(device)
+                takes = _ORDER_SECONDS + seconds(order.part) / speeds[device]
+                heapq.heappush(events, (now + takes, device, now))
+        now, device, begun = heapq.heappop(events)
+        order = schedule.done(device, now - begun)
+        shares = [(numbers[unit], sizes.pairs(unit)) for unit in order.units]
+        report.ran += ran(device, shares, begun, now, Report())
+        idle.add(device)
     report.seconds = now
     return report
 
 
-def _never() -> NoReturn:
-    raise AssertionError("simulated devices have memory enough")
-
-
-__all__ = ["ORDER_SECONDS", "simulate"]
+__all__ = ["PIECES", "SPEEDS", "expected_speed", "predicted", "simulate"]

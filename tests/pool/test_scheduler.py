@@ -8,20 +8,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
+from quorum_attention.call.block import Block
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
-from quorum_attention.pool import run as pool_run
+from quorum_attention.pool import scheduler
 from quorum_attention.pool.messages import Begin, Compute, Done, Failed
-from quorum_attention.pool.parts import Part, Sizes, cut_part, parts_of
+from quorum_attention.pool.partition import Sizes, partition
+from quorum_attention.pool.processes import Worker, listen
 from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.run import Coordinator
-from quorum_attention.pool.workers import Worker
+from quorum_attention.pool.scheduler import Coordinator, Schedule
+from quorum_attention.pool.simulate import simulate
 
 SIZES = Sizes(1, 8, 8, 1024, 1024, True)
 Behaviour = Callable[[Compute, int], "Done | Failed | None"]
@@ -91,23 +92,42 @@ def hanging(at: int, over: threading.Event) -> Behaviour:
     return behave
 
 
-def run(*behaviours: Behaviour, steady: bool = True) -> tuple[PoolPass, list[Part]]:
-    workers = [worker(b) for b in behaviours]
+def coordinator(
+    workers: list[Worker],
+    ended: list[Block],
+    sums: Callable[[Block], None] = lambda part: None,
+    number: int = 1,
+    **more: Any,
+) -> tuple[Coordinator, PoolPass, list[Block]]:
     report = PoolPass(devices=[f"device {n}" for n in range(len(workers))])
-    parts = parts_of(SIZES, len(workers), even=False)
-    ended: list[Part] = []
-    coordinator = Coordinator(
-        workers, Begin(1, False, SIZES, {}), parts, lambda p: None,
-        lambda p, s: ended.append(p), report, steady=steady,
+    homes = partition(SIZES, [1.0] * max(2, len(workers)), 10)
+    units = [unit for home in homes for unit in home]
+    made = Coordinator(
+        workers, Begin(number, False, None, {}, {}), Schedule(homes, SIZES.pairs, SIZES.joined),
+        {unit: n for n, unit in enumerate(units)}, sums, lambda p, s: ended.append(p), report,
+        listen, **more,
     )  # fmt: skip
+    return made, report, units
+
+
+def rows_of(blocks: list[Block]) -> list[tuple[int, int]]:
+    """Heads and tiles of rows, each once if nothing is computed twice."""
+    return sorted(
+        (head, row) for one in blocks for head in range(*one.heads) for row in range(*one.rows, 128)
+    )
+
+
+def run(*behaviours: Behaviour, steady: bool = True) -> PoolPass:
+    workers, ended = [worker(b) for b in behaviours], list[Block]()
+    made, report, units = coordinator(workers, ended, steady=steady)
     try:
-        coordinator.run()
+        made.run()
     finally:
         for each in workers:
             each.pipe.close()
-    assert sorted(ended) == sorted(parts)
-    assert sorted(one.index for one in report.ran) == list(range(len(parts)))
-    return report, parts
+    assert rows_of(ended) == rows_of(units)
+    assert sorted(one.index for one in report.ran) == list(range(len(units)))
+    return report
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -117,41 +137,15 @@ def test_whoever_fails_the_others_finish(seed: int) -> None:
     lost = [draw.choice(kinds)(draw.randint(1, 4)) for _ in range(draw.randint(1, 3))]
     behaviours = [*lost, well]
     draw.shuffle(behaviours)
-    report, _ = run(*behaviours)
+    report = run(*behaviours)
     assert len(report.history) <= 2 * len(lost)
 
 
-@pytest.mark.parametrize("lost", [(1,), (1, 1), (2, 1)])
-def test_a_coordinator_cuts_what_is_left(lost: tuple[int, ...]) -> None:
-    """With made-up workers, of which some end at their first or second order."""
-    behaviours: list[Behaviour] = [*map(ending, lost), well, well, well]
-    workers = [worker(each) for each in behaviours]
-    report = PoolPass(devices=[f"device {n}" for n in range(len(workers))])
-    parts = parts_of(SIZES, len(workers))
-    report.parts = len(parts)
-    ended: list[Part] = []
-    coordinator = Coordinator(
-        workers, Begin(1, False, SIZES, {}), parts, lambda p: None,
-        lambda p, s: ended.append(p), report, alike=True, cut=partial(cut_part, SIZES),
-    )  # fmt: skip
-    try:
-        coordinator.run()
-    finally:
-        for each in workers:
-            each.pipe.close()
-    assert len(report.history) >= len(lost) - 1
-    assert sorted(one.index for one in report.ran) == list(range(report.parts))
-    rows = {(head, row) for part in ended for head in range(*part.heads)
-            for row in range(*part.rows, 128)}  # fmt: skip
-    assert len(rows) == 8 * 8
-    assert sum(part.pairs(SIZES) for part in ended) == sum(part.pairs(SIZES) for part in parts)
-
-
 def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_run, "_HUNG_SECONDS", 0.2)
+    monkeypatch.setattr(scheduler, "_HUNG_SECONDS", 0.2)
     over = threading.Event()
     try:
-        report, _ = run(hanging(2, over), well)
+        report = run(hanging(1, over), well)
     finally:
         over.set()
     assert any("no answer" in line for line in report.history)
@@ -159,13 +153,13 @@ def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_parts_that_are_not_alike_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be a hanging worker is one whose part is more work than its pairs say."""
-    monkeypatch.setattr(pool_run, "_HUNG_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "_HUNG_SECONDS", 0.05)
 
     def slow(message: Compute, count: int) -> Done:
         time.sleep(1.0 if count == 2 else 0.0)  # many times what others take on busy cores
         return well(message, count)
 
-    assert run(slow, well, steady=False)[0].history == []
+    assert run(slow, well, steady=False).history == []
     with pytest.raises(RuntimeError, match="no answer"):
         run(slow)
 
@@ -183,29 +177,19 @@ def test_the_last_one_lost() -> None:
 def test_nobody_there() -> None:
     gone = worker(well)
     gone.alive = False
-    report = PoolPass(devices=["device 0"])
-    parts = parts_of(SIZES, 2)
     with pytest.raises(
         RuntimeError, match=r"no device is left after 0 of \d+ parts: all had ended"
     ):
-        Coordinator(
-            [gone], Begin(1, False, SIZES, {}), parts, lambda p: None, lambda p, s: None, report
-        ).run()
+        coordinator([gone], [])[0].run()
     gone.pipe.close()
 
 
 def test_other_errors_come_through_and_workers_stay() -> None:
     workers = [worker(failing(1, False, ValueError("scale"))), worker(well)]
-    report = PoolPass(devices=["device 0", "device 1"])
-    parts = parts_of(SIZES, 2, even=False)
     with pytest.raises(ValueError, match="scale") as caught:
-        Coordinator(
-            workers, Begin(1, False, SIZES, {}), parts, lambda p: None, lambda p, s: None, report
-        ).run()
+        coordinator(workers, [])[0].run()
     assert "there" in str(caught.value.__cause__)
     assert all(each.alive for each in workers)
-    for each in workers:
-        each.pipe.close()
 
 
 def test_whoever_comes_takes_parts() -> None:
@@ -215,40 +199,39 @@ def test_whoever_comes_takes_parts() -> None:
     def recruits(wait: bool) -> list[Worker]:
         return [worker(well)] if wait else coming.pop(0) if coming else []
 
-    first = worker(ending(2))
-    report = PoolPass(devices=["device 0"])
-    parts = parts_of(SIZES, 2, even=False)
-    ended: list[Part] = []
-    coordinator = Coordinator(
-        [first], Begin(1, False, SIZES, {}), parts, lambda p: None, lambda p, s: ended.append(p),
-        report, recruits=recruits,
-    )  # fmt: skip
-    coordinator.run()
-    assert sorted(ended) == sorted(parts)
+    ended: list[Block] = []
+    made, report, units = coordinator([worker(ending(2))], ended, recruits=recruits)
+    made.run()
+    assert rows_of(ended) == rows_of(units)
     assert len(report.devices) == 3
-    assert [line for line in report.history if "joined" in line] == [
-        "device 1: joined",
-        "device 2: joined",
-    ]
 
 
 def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
     """No shared memory for sums: the error comes at once, and the workers stay."""
-    workers = [worker(well), worker(well)]
-    parts, report = parts_of(SIZES, 2, even=False), PoolPass(devices=["one", "two"])
+    workers, asked = [worker(well), worker(well)], list[Block]()
 
-    def sums(part: Part) -> None:
-        if part == parts[1]:
+    def sums(part: Block) -> None:
+        asked.append(part)
+        if len(asked) == 2:
             raise OSError("no file is left")
 
-    coordinator = Coordinator(
-        workers, Begin(1, False, SIZES, {}), parts, sums, lambda p, s: None, report
-    )
     began = time.perf_counter()
     with pytest.raises(OSError, match="no file is left"):
-        coordinator.run()
+        coordinator(workers, [], sums)[0].run()
     assert time.perf_counter() - began < 10
     assert all(one.alive for one in workers)
+
+
+def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
+    """It would write into results that the caller has back."""
+    over = threading.Event()
+    workers = [worker(hanging(1, over)), worker(well)]
+    made, _, _ = coordinator(workers, [])
+    steps = made.steps()
+    next(steps)
+    steps.close()
+    over.set()
+    assert not workers[0].alive
 
 
 def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
@@ -271,13 +254,10 @@ def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
                     late.send(real.recv())
 
     threading.Thread(target=pass_on, daemon=True).start()
-    report, ended = PoolPass(devices=["one"]), list[Part]()
-    parts = parts_of(SIZES, 1, even=False)
-    Coordinator(
-        [slow], Begin(7, False, SIZES, {}), parts, lambda p: None, lambda p, s: ended.append(p),
-        report,
-    ).run()  # fmt: skip
-    assert sorted(ended) == sorted(parts)
+    ended: list[Block] = []
+    made, _, units = coordinator([slow], ended, number=7)
+    made.run()
+    assert rows_of(ended) == rows_of(units)
 
 
 def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
@@ -286,7 +266,67 @@ def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
             return int, ("none",)
 
     def talks(message: Compute, count: int) -> Any:
-        return Garbage() if count == 2 else well(message, count)
+        return Garbage() if count == 1 else well(message, count)
 
-    report, _ = run(talks, well)
+    report = run(talks, well)
     assert "device 0: its worker has ended" in report.history
+
+
+def ideal(sizes: Sizes, speeds: list[float]) -> float:
+    """Seconds if all devices end together; one of speed 1 does a pair in a second."""
+    homes = partition(sizes, [1.0])
+    return sum(sizes.pairs(one) for home in homes for one in home) / sum(speeds)
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0] * 3, [1.0] * 8, [1.0, 0.5], [2.0, 1.0, 0.3]])
+@pytest.mark.parametrize("heads", [1, 3, 8, 33])
+@pytest.mark.parametrize("causal", [False, True])
+def test_devices_end_together(speeds: list[float], heads: int, causal: bool) -> None:
+    sizes = Sizes(1, heads, heads, 1 << 17, 1 << 17, causal)
+    devices = [(f"of speed {speed}", speed) for speed in speeds]
+    report = simulate(sizes, devices, lambda block: float(sizes.pairs(block)))
+    assert report.seconds < 1.06 * ideal(sizes, speeds)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_devices_whose_speeds_nobody_knew(seed: int) -> None:
+    """They take what the others have not begun, and none begins what it would be last with."""
+    draw = random.Random(seed)
+    speeds = [10 ** draw.uniform(-1, 0) for _ in range(draw.randint(2, 6))]
+    heads = draw.randint(1, 9)
+    sizes = Sizes(1, heads, heads, 1 << 16, 1 << 16, True)
+    schedule = Schedule(partition(sizes, [1.0] * len(speeds), 10), sizes.pairs, sizes.joined)
+    schedule.devices |= set(range(len(speeds)))
+    now, events, done = 0.0, list[tuple[float, int, float]](), list[Block]()
+    while not schedule.finished:
+        for device in set(range(len(speeds))) - set(schedule.running):
+            order = schedule.take(device, now)
+            if order is not None:
+                events.append((now + order.work / speeds[device], device, now))
+        events.sort()
+        now, device, begun = events.pop(0)
+        done.append(schedule.done(device, now - begun).part)
+    assert len(set(rows_of(done))) == len(rows_of(done)) == heads * (1 << 16) // 128
+    assert now < 1.5 * ideal(sizes, speeds)
+
+
+@pytest.mark.parametrize(("heads", "devices"), [(8, 2), (3, 2), (33, 3), (9, 8)])
+def test_the_same_heads_go_to_the_same_device_from_call_to_call(heads: int, devices: int) -> None:
+    """In equal orders of at most five seconds."""
+    sizes = Sizes(1, heads, heads, 1 << 20, 1 << 20, True)
+    homes = partition(sizes, [1.0] * devices)
+    work = [sum(map(sizes.pairs, home)) for home in homes]
+    assert max(work) < 1.02 * min(work)
+    for _ in range(2):
+        schedule = Schedule(
+            homes, sizes.pairs, sizes.joined, [max(work) / 12] * devices, True, True
+        )
+        schedule.devices |= set(range(devices))
+        for device in range(devices):
+            orders = []
+            while schedule._waiting[device]:
+                order = schedule.take(device, 0.0)
+                assert order is not None
+                assert set(order.units) <= set(homes[device])
+                orders.append(schedule.done(device, 4.0))
+            assert len(orders) >= 2

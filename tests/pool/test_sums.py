@@ -1,4 +1,4 @@
-"""A learned bias gets the gradient that it gets on one device, however it is broadcast."""
+"""Gradients that several blocks contribute to: of a learned bias, of keys and values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.pool import Pool
-from quorum_attention.pool.mask_total import MaskTotal
-from quorum_attention.pool.parts import Sizes, parts_of
-from quorum_attention.pool.shared import Shared, made_for
+from quorum_attention.pool.buffers import Shared, made_for
+from quorum_attention.pool.partition import Sizes, partition
+from quorum_attention.pool.sums import Buffers, MaskSum, Sums
 
 BOUND = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 5e-3}
 
@@ -89,9 +90,38 @@ def test_nothing_is_added_up_that_need_not_be(shape: tuple[int, ...], alone: boo
     sizes = Sizes(1, 4, 4, 50, 50, False)
     result = made_for(shape, torch.float16, torch.device("cpu"))
     target = Shared.made(result)
-    parts = parts_of(sizes, 2)
-    total = MaskTotal(sizes, parts, torch.empty(shape).half(), result, (1,), target)
+    blocks = [block for home in partition(sizes, [1.0, 1.0]) for block in home]
+    call = WholeCall((1,), 4, 4, 50, 50)
+    total = MaskSum(sizes, call, blocks, torch.empty(shape).half(), result, (1,), target)
     assert (total.target is not None) == alone
-    rooms = [total.room(part) for part in parts]
-    assert all(room is None for room in rooms) == alone
-    assert all(room is None or room.dtype == torch.float32 for room in rooms)
+    buffers = [total.buffer(block) for block in blocks]
+    assert all(buffer is None for buffer in buffers) == alone
+    assert all(buffer is None or buffer.dtype == torch.float32 for buffer in buffers)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = Sizes(2, 6, 2, 1000, 1000, True)
+    key = torch.randn(2, 2, 1000, 4).half()
+    homes = partition(sizes, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
+    made: list[tuple[Block, Buffers]] = []
+    for block in (block for home in homes for block in home):
+        buffers = Sums(sizes, key, key).buffers(block)
+        if buffers is not None:
+            made.append((block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()}))
+    found = []
+    for _ in range(3):
+        sums, grads = Sums(sizes, key, key), torch.zeros(2, 2, 2, 1000, 4)
+        draw.shuffle(made)
+        for one in made:
+            sums.add(*one)
+        sums.store(*grads)
+        found.append(grads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    wanted = torch.zeros(2, 2, 1000, 4, dtype=torch.float64)
+    for block, buffers in made:
+        rows = wanted[block.entries.start, sizes.key_heads(block).start]
+        rows[: block.keys.length] += buffers["grad_key"][0, 0]
+    assert torch.allclose(found[0][0].double(), wanted, atol=1e-5)

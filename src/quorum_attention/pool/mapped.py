@@ -1,15 +1,13 @@
-"""Shared memory of another process, mapped once for as long as it is of use.
+"""Shared memory of another process, mapped and page-locked once for as long as it is of use.
 
-Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and taking it apart a tenth of that. The
-backward reads what the forward has read. So a worker keeps what its last pass had open until
-another pass has had no use for it, or the other process has freed it; and a thread takes mappings
-apart, beside the next pass.
+Mapping a gibibyte, page after page, takes 0.1 to 0.2 s. The backward reads what the forward has
+read. So a worker keeps what its last passes had mapped until others have had no use for it, or the
+other process has freed it.
 
-A worker of a device that copies from and to page-locked memory also locks its parts of it as
-wholes, and keeps them so for a few passes. A pass over such memory, whose results had their pages
-too, took 1.31 s where one that locked piece after piece beside its copies took 1.46 (an H200, 2
-GiB). The exception is a result that nobody has touched: the driver would make its pages, one after
-the other, before anything is computed.
+A worker of a device that copies from and to page-locked memory locks its parts of it as wholes,
+and keeps them so: a pass that locked piece after piece beside its copies took 1.46 s, one over
+memory that was locked 1.31 (an H200, 2 GiB). A result that nobody has touched is the exception: the
+driver would make its pages, one after the other, before anything is computed.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
-import weakref
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from threading import Lock, Thread
+from types import TracebackType
 
 import torch
 
@@ -32,15 +31,16 @@ from quorum_attention.execution.device.page_locks import (
     WORTH_LOCKING_BYTES,
     addresses,
 )
-from quorum_attention.pool.shared import FileId, Handle, InFile, file_id, opened
+from quorum_attention.pool.buffers import FileId, Handle, InFile, file_id, opened
 
-_FAILED = ctypes.c_void_p(-1).value
-# What is open, or also locked, stays so for so many passes that have no use for it, where memory is
-# locked: of a backward, until the next one. Results lie elsewhere from call to call, and are locked
-# when they come there for a second time.
+# What is mapped and locked stays so for so many passes that have no use for it: of a backward,
+# until the next one. Results lie elsewhere from call to call, and are locked when they come there
+# for a second time.
 _PASSES = 4
-# How much a worker keeps locked: of the host's memory.
-_MOST_OF_HOST = 1 / 16
+# Make the pages of a range as writing would; Linux 5.14 and later.
+_MADV_POPULATE_WRITE = 23
+_PIECE_BYTES, _LEAST_BYTES = 2 << 20, 8 << 20
+_MOST_THREADS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -66,19 +66,17 @@ class _Mapping:
     refused: bool = False
 
     @property
+    def stop(self) -> int:
+        """The address after its last byte."""
+        return self.memory.data_ptr() + self.memory.nbytes
+
+    @property
     def locked_bytes(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
 
-def most_locked_bytes() -> int:
-    """How much memory a worker keeps locked at most; nothing where the host's is not known."""
-    if not hasattr(os, "sysconf"):
-        return 0
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _MOST_OF_HOST)
-
-
-class Openings:
-    """The shared memory that a worker has open.
+class MappedBuffers:
+    """The shared memory that a worker has mapped.
 
     Args:
         locker: how memory is page-locked; None: it is not.
@@ -87,7 +85,6 @@ class Openings:
 
     def __init__(self, locker: Locker | None = None, most_bytes: int = 0) -> None:
         self._every: dict[FileId, _Mapping] = {}
-        self._reaper = _Reaper()
         self._locker, self._most_bytes = locker, most_bytes
 
     def __bool__(self) -> bool:
@@ -106,16 +103,15 @@ class Openings:
             # As long as it is mapped here, no other file has these numbers.
             name = file_id(file)
             if name not in self._every:
-                memory = self._mapped(file, os.fstat(file).st_size)
-                self._every[name] = _Mapping(memory, handle.path)
+                self._every[name] = _Mapping(_mapped(file), handle.path)
         finally:
             os.close(file)
         mapping = self._every[name]
         mapping.used = True
+        width = handle.dtype.itemsize
         memory = mapping.memory[handle.offset :]
-        return memory[: len(memory) // handle.dtype.itemsize * handle.dtype.itemsize].view(
-            handle.dtype
-        ).as_strided(handle.shape, handle.strides)  # fmt: skip
+        flat = memory[: len(memory) // width * width].view(handle.dtype)
+        return flat.as_strided(handle.shape, handle.strides)
 
     def forget_unused(self) -> None:
         """A pass has opened what it needs: let go of what the one before had beside that; where
@@ -146,25 +142,19 @@ class Openings:
             if not on_host(tensor.device) or not tensor.nbytes:
                 continue
             start, stop = addresses(tensor)
-            one = self._mapping(start)
+            one = next(
+                (m for m in self._every.values() if m.memory.data_ptr() <= start < m.stop), None
+            )
             if one is not None:
                 may = one.passes >= least and stop - start >= WORTH_LOCKING_BYTES
-                start, stop = (
-                    n * PAGE_BYTES for n in (start // PAGE_BYTES, -(-stop // PAGE_BYTES))
-                )
+                start = start // PAGE_BYTES * PAGE_BYTES
+                stop = -(-stop // PAGE_BYTES) * PAGE_BYTES
                 self._lock(one, start, stop, may and not one.refused)
 
     def unlock(self) -> None:
         """Unlock everything."""
         for one in self._every.values():
             self._unlock(one, one.ranges)
-
-    def _mapping(self, address: int) -> _Mapping | None:
-        for one in self._every.values():
-            start = one.memory.data_ptr()
-            if start <= address < start + one.memory.nbytes:
-                return one
-        return None
 
     def _lock(self, one: _Mapping, start: int, stop: int, may: bool) -> None:
         """Lock a range, if it may be, together with those that it overlaps: no copy may reach from
@@ -174,8 +164,7 @@ class Openings:
         overlapping = [(low, high) for low, high in one.ranges if low < stop and start < high]
         self._unlock(one, overlapping)
         start = min([start, *(low for low, _ in overlapping)])
-        stop = max([stop, *(high for _, high in overlapping)])
-        stop = min(stop, one.memory.data_ptr() + one.memory.nbytes)
+        stop = min(max([stop, *(high for _, high in overlapping)]), one.stop)
         if not may or not self._has_room(stop - start):
             return
         assert self._locker is not None
@@ -204,24 +193,17 @@ class Openings:
         one = self._every.pop(name)
         self._unlock(one, one.ranges)
 
-    def _mapped(self, file: int, n_bytes: int) -> torch.Tensor:
-        """All of a file, (n_bytes,) uint8; taken apart when nothing refers to it any more."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = (
-            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int,
-            ctypes.c_long,
-        )  # fmt: skip
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        start = libc.mmap(None, n_bytes, both, mmap.MAP_SHARED, file, 0)
-        if start is None or start == _FAILED:
-            code, said = ctypes.get_errno(), f"shared memory of {n_bytes} bytes was not mapped"
-            raise MemoryError(said) if code == errno.ENOMEM else OSError(code, said)
-        memory = (ctypes.c_char * n_bytes).from_address(start)
-        # Not at the end of the process, which takes it apart itself.
-        weakref.finalize(memory, self._reaper.add, start, n_bytes).atexit = False
-        made: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        return made
+
+def _mapped(file: int) -> torch.Tensor:
+    """All of a file, uint8; taken apart when nothing refers to it any more."""
+    try:
+        memory = mmap.mmap(file, os.fstat(file).st_size)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(f"shared memory was not mapped: {error}") from error
+        raise
+    made: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    return made
 
 
 def _is(path: str, name: FileId) -> bool:
@@ -232,36 +214,70 @@ def _is(path: str, name: FileId) -> bool:
         return False
 
 
-class _Reaper:
-    """Takes mappings apart in a thread: the call does not hold the interpreter."""
+class Prefault:
+    """A ``with`` block, in which threads make the pages of tensors, of all from the first on.
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, int]] = []
-        # Reentrant: a collection of garbage may call ``add`` anywhere.
-        self._lock = threading.RLock()
-        self._works = False
+    Memory that nobody has written to has no pages yet, and a process that maps memory of another
+    one has none of its pages in its tables. Locking such memory takes one core 0.2 to 0.5 s a
+    gibibyte; many threads do that part in a tenth of the time. Nothing is written: others may be
+    writing there. Systems that do not offer it are left alone: everything is right without it.
 
-    def add(self, start: int, n_bytes: int) -> None:
-        """Take the mapping at this address apart."""
-        with self._lock:
-            self._waiting.append((start, n_bytes))
-            if self._works:
-                return
-            self._works = True
-        try:
-            threading.Thread(target=self._work, name="unmapping", daemon=True).start()
-        except RuntimeError:  # no thread may be had, for lack of memory maybe
-            self._work()
+    Args:
+        tensors: in shared memory; those with gaps are left alone.
+    """
 
-    def _work(self) -> None:
-        unmap = ctypes.CDLL(None).munmap
-        while True:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        here = [
+            t
+            for t in tensors
+            if on_host(t.device) and t.nbytes >= _LEAST_BYTES and t.is_contiguous()
+        ]
+        pieces = [piece for tensor in here for piece in _pieces(tensor)]
+        self._pieces = iter([(start, count) for _, start, count in sorted(pieces)])
+        self._threads: list[Thread] = []
+        self._many = bool(here) and sys.platform.startswith("linux")
+        self._lock, self._over = Lock(), False
+
+    def __enter__(self) -> Prefault:
+        if self._many:
+            advise = ctypes.CDLL(None, use_errno=True).madvise
+            for _ in range(min(_MOST_THREADS, len(os.sched_getaffinity(0)))):
+                thread = Thread(target=self._work, args=(advise,), name="pages", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return self
+
+    def wait(self) -> None:
+        """Wait until all pages are made."""
+        for thread in self._threads:
+            thread.join()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over = True
+        self.wait()
+
+    def _work(self, advise: Callable[..., int]) -> None:
+        while not self._over:
             with self._lock:
-                if not self._waiting:
-                    self._works = False
-                    return
-                start, n_bytes = self._waiting.pop()
-            unmap(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes))
+                piece = next(self._pieces, None)
+            if piece is None:
+                return
+            start, n_bytes = piece
+            if advise(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), _MADV_POPULATE_WRITE):
+                self._over = True
 
 
-__all__ = ["Openings", "most_locked_bytes"]
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[float, int, int]]:
+    """Runs of whole pages within ``tensor``: how far into it, address and length."""
+    start = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    stop = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
+    for at in range(start, stop, _PIECE_BYTES):
+        yield (at - start) / (stop - start), at, min(_PIECE_BYTES, stop - at)
+
+
+__all__ = ["MappedBuffers", "Prefault"]

@@ -1,16 +1,23 @@
-"""The worker processes of a pool: started, asked, listened to, ended."""
+"""The worker processes of a pool: started, asked, listened to, ended.
+
+Processes, not threads: threads that issue for two devices wait for each other's interpreter, and
+were slower than one device in small budgets. Workers belong to the process that started them, not
+to one that is forked off it: two processes that talk to one worker read each other's answers.
+"""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
+import multiprocessing.process
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
@@ -21,11 +28,10 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.pool.forked import check_process, not_for_forks
-from quorum_attention.pool.messages import Begun, Done, Failed, Ready
-from quorum_attention.pool.paces import Readings
-from quorum_attention.pool.shelf import Shelf
+from quorum_attention.pool.buffers import Handle, Shared
+from quorum_attention.pool.messages import Begin, Compute, Done, End, Ended, Failed, Ready
 from quorum_attention.pool.worker import work
 
 # Seconds until a worker has to be ready: it imports torch and opens its device.
@@ -33,6 +39,71 @@ _START_SECONDS = 180.0
 _END_SECONDS = 5.0
 # Until the exit code of one that has closed its pipe is known.
 _EXIT_SECONDS = 1.0
+# A worker that has not let go of a pass's tensors after so long is given up.
+_CONFIRM_SECONDS = 10.0
+
+_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
+_processes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a process that was forked off."""
+    with suppress(Exception):
+        for pipe in list(_pipes):
+            pipe.close()
+        # Python would end them, as its own children, when this process ends.
+        for process in list(_processes):
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    _pipes.clear()
+    _processes.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def check_process(owner: int) -> None:
+    """Refuse to use the workers of another process.
+
+    Args:
+        owner: number of the process that started them.
+
+    Raises:
+        RuntimeError: this is another one.
+    """
+    if os.getpid() != owner:
+        raise RuntimeError(
+            "these workers belong to the process that this one was forked from: open a Pool or a "
+            "Farm here, or give the devices by name"
+        )
+
+
+class Turn:
+    """One call at a time, with ``taken()`` as a ``with`` block."""
+
+    def __init__(self) -> None:
+        self._lock, self._process, self._within = RLock(), os.getpid(), False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the calls of other threads.
+
+        Raises:
+            RuntimeError: this thread has it already, and would wait for itself; or the process was
+                forked from the lock's.
+        """
+        check_process(self._process)
+        with self._lock:
+            if self._within:
+                raise RuntimeError(
+                    "a call began within another one of the same workers (from its progress=, "
+                    "say): it would wait for itself"
+                )
+            try:
+                self._within = True
+                yield
+            finally:
+                self._within = False
 
 
 class _Pickler(ForkingPickler):
@@ -48,12 +119,6 @@ class _Pickler(ForkingPickler):
         return pickle.loads, (pickle.dumps(found.detach().clone()),)  # not all that it is a view of
 
 
-def _pickled(message: object) -> memoryview:
-    said = io.BytesIO()
-    _Pickler(said).dump(message)
-    return said.getbuffer()
-
-
 @dataclass(slots=True)
 class Worker:
     """A worker process.
@@ -63,9 +128,8 @@ class Worker:
         process, pipe: to talk to it.
         name: the device's own name.
         alive: whether it has not ended, nor been given up.
-        readings: how quick it was.
+        speeds: pairs a second, the most that were seen, by kind of pass.
         owner: number of the process that started it.
-        shelf: where an order waits for it; None: it has no such place.
         closing: held by who ends it.
     """
 
@@ -74,9 +138,8 @@ class Worker:
     pipe: Connection
     name: str = ""
     alive: bool = True
-    readings: Readings = field(default_factory=Readings)
+    speeds: dict[Any, float] = field(default_factory=dict)
     owner: int = field(default_factory=os.getpid)
-    shelf: Shelf | None = None
     closing: Any = field(default_factory=RLock, repr=False, compare=False)
 
     @property
@@ -92,20 +155,13 @@ class Worker:
         """
         check_process(self.owner)
         # Of its own: what cannot be sent (no file or no memory is left here) is not the worker's.
-        said = _pickled(message)
+        said = io.BytesIO()
+        _Pickler(said).dump(message)
         try:
-            self.pipe.send_bytes(said)
+            self.pipe.send_bytes(said.getbuffer())
         except (OSError, ValueError, TypeError):  # the last two: another thread has closed it
             return False
         return True
-
-    def queue(self, message: object) -> bool:
-        """Have a message wait until it has answered the one before; False if it cannot."""
-        return self.shelf is not None and self.shelf.put(message)
-
-    def withdraw(self) -> bool:
-        """Take back what waits; False if the worker has it already."""
-        return self.shelf is None or self.shelf.take_back()
 
     def kill(self) -> None:
         """End it at once, if it is this process's."""
@@ -119,21 +175,87 @@ class Worker:
                 self.process.kill()
             self.process.join()
             self.pipe.close()
-            if self.shelf is not None:
-                self.shelf.close()
+
+
+class PassWorker:
+    """A worker in one pass: tensors are handed over for it, and taken back if it is lost.
+
+    Args:
+        worker: of the pool.
+        budget: bytes that each of its parts may take on its device; None: what is free.
+    """
+
+    def __init__(self, worker: Worker, budget: int | None) -> None:
+        self._worker, self._budget = worker, budget
+        self._given: list[Handed] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, nor been given up."""
+        return self._worker.alive
+
+    @property
+    def label(self) -> str:
+        """Its device, for people."""
+        return self._worker.label
+
+    @property
+    def pipe(self) -> Any:
+        """To listen to it."""
+        return self._worker.pipe
+
+    def send(self, message: object) -> bool:
+        """Send a message; False if the worker is gone. After the last one of a pass no memory of a
+        device that this worker was given counts as taken: it has let go of it, or is ended."""
+        if isinstance(message, End) and self._given:
+            return self._end(message)
+        if isinstance(message, Begin):
+            tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
+            message = replace(message, tensors=tensors, budget=self._budget)
+        elif isinstance(message, Compute) and message.sums is not None:
+            sums = {name: self._given_to(one) for name, one in message.sums.items()}
+            message = replace(message, sums=sums)
+        return self._worker.send(message)
+
+    def _end(self, message: End) -> bool:
+        limit = time.monotonic() + _CONFIRM_SECONDS
+        try:
+            if self._worker.send(replace(message, confirm=True)):
+                while self.pipe.poll(max(0.0, limit - time.monotonic())):
+                    if self.pipe.recv() == Ended(message.number):
+                        self._given.clear()
+                        return True
+        except (EOFError, OSError):
+            pass  # it was killed before it had let go
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        """End it at once. What it had of devices' memory counts as given back."""
+        self._worker.kill()
+        for one in self._given:
+            with suppress(Exception):
+                one.release()
+        self._given.clear()
+
+    def _given_to(self, handle: Handle) -> Handle:
+        if not isinstance(handle, torch.Tensor):
+            return handle
+        if on_host(handle.device):
+            return Shared.made(handle).handle
+        made = Handed.of(handle)
+        self._given.append(made)
+        return made
 
 
 def start(
-    devices: Sequence[str],
-    threads: int | None,
-    work: Callable[..., None] = work,
-    shelves: bool = False,
+    devices: Sequence[str], threads: int | None, work: Callable[..., None] = work
 ) -> list[Worker]:
     """A worker for each device, ready to compute.
 
     Args:
         work: what its process does: says ``Ready``, and then obeys. Its arguments are a device, the
-            threads and a pipe; and the outlet of its shelf, or None, where there are ``shelves``.
+            threads and a pipe.
 
     Raises:
         RuntimeError: one did not start, and all are ended; or this process may start none.
@@ -142,7 +264,7 @@ def start(
     workers: list[Worker] = []
     try:
         for device in devices:
-            _begin(device, threads, work, shelves, workers)
+            _begin(device, threads, work, workers)
         limit = time.monotonic() + _START_SECONDS
         for worker in workers:
             _wait_for(worker, max(0.0, limit - time.monotonic()))
@@ -154,21 +276,16 @@ def start(
 
 
 def _begin(
-    device: str, threads: int | None, work: Callable[..., None], shelves: bool, begun: list[Worker]
+    device: str, threads: int | None, work: Callable[..., None], begun: list[Worker]
 ) -> None:
     """Begin the process of a worker, which is one of ``begun`` even if that is interrupted."""
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    shelf = Shelf.made() if shelves else None
-    outlet = ((None if shelf is None else shelf.outlet),) if shelves else ()
-    process = context.Process(
-        target=work,
-        args=(device, threads, theirs, *outlet),
-        name=f"quorum-attention {device}",
-        daemon=True,
-    )
-    not_for_forks(process, ours)
-    worker = Worker(device, process, ours, shelf=shelf)
+    name = f"quorum-attention {device}"
+    process = context.Process(target=work, args=(device, threads, theirs), name=name, daemon=True)
+    _processes.add(process)
+    _pipes.add(ours)
+    worker = Worker(device, process, ours)
     try:
         process.start()
     finally:
@@ -248,15 +365,13 @@ def _check_may_start() -> None:
         )
 
 
-def listen(
-    workers: Sequence[Worker], seconds: float | None
-) -> list[tuple[Worker, Begun | Done | Failed | None]]:
+def listen(workers: Sequence[Any], seconds: float | None) -> list[tuple[Any, Done | Failed | None]]:
     """What workers say next; None instead of an answer from one that is gone.
 
     Empty if nobody says anything for so many seconds.
     """
-    sources: dict[Any, Worker] = {worker.pipe: worker for worker in workers}
-    heard: list[tuple[Worker, Begun | Done | Failed | None]] = []
+    sources: dict[Any, Any] = {worker.pipe: worker for worker in workers}
+    heard: list[tuple[Any, Done | Failed | None]] = []
     try:
         ready = wait(list(sources), seconds)
     except (OSError, ValueError):
@@ -274,4 +389,6 @@ def listen(
     return heard
 
 
-__all__ = ["Worker", "end", "end_after", "listen", "start"]
+__all__ = [
+    "PassWorker", "Turn", "Worker", "check_process", "end", "end_after", "listen", "start",
+]  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,17 @@ import pytest
 import torch
 
 from quorum_attention.call.mapped import Mappings
-from quorum_attention.pool.openings import Openings
-from quorum_attention.pool.shared import InFile, Shared, made_for, opened, room
-from quorum_attention.pool.touched import Touching
+from quorum_attention.pool import buffers
+from quorum_attention.pool.buffers import (
+    InFile,
+    Shared,
+    give_back,
+    kept_room,
+    made_for,
+    opened,
+    room,
+)
+from quorum_attention.pool.mapped import MappedBuffers, Prefault
 
 LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
@@ -106,7 +116,7 @@ def test_pages_are_made_and_nothing_is_written() -> None:
     tensor = room((24 << 20,), torch.uint8)
     tensor[12345] = 7
     tensor[-1] = 9
-    with Touching([tensor, torch.zeros(9 << 20, dtype=torch.uint8)[::2]]) as touching:
+    with Prefault([tensor, torch.zeros(9 << 20, dtype=torch.uint8)[::2]]) as touching:
         for thread in touching._threads:
             thread.join()
     assert tensor[12345] == 7
@@ -146,7 +156,7 @@ def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
         if planted == "link":  # to the same file
             assert torch.equal(handle.open(), tensor)
         else:
-            for opens in (handle.open, lambda: Openings().open(handle)):
+            for opens in (handle.open, lambda: MappedBuffers().open(handle)):
                 with pytest.raises(OSError, match="is another file") as raised:
                     opens()
                 assert handle.path in str(raised.value)
@@ -159,3 +169,80 @@ def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
     raised = None
     gc.collect()
     assert len(files()) <= len(before)
+
+
+SHAPE = (2, 1 << 10, 1 << 10)
+
+
+@pytest.fixture
+def nothing_is_kept() -> object:
+    gc.collect()
+    give_back()
+    yield
+    gc.collect()
+    give_back()
+
+
+def file_of(tensor: torch.Tensor) -> str:
+    handle = Shared.made(tensor).handle
+    assert isinstance(handle, InFile)
+    return handle.path
+
+
+@pytest.mark.usefixtures("nothing_is_kept")
+def test_used_again_when_it_is_freed() -> None:
+    first, fresh = kept_room(SHAPE, torch.uint8)
+    assert fresh
+    second, fresh = kept_room(SHAPE, torch.uint8)
+    assert fresh
+    assert file_of(first) != file_of(second)
+    path, view = file_of(first), first[1, 5:]
+    del first
+    _third, fresh = kept_room(SHAPE, torch.uint8)
+    assert fresh  # a view is still in use
+    del view
+    again, fresh = kept_room((1 << 20,), torch.float16)
+    assert not fresh
+    assert again.shape == (1 << 20,)
+    assert file_of(again) == path
+    again.fill_(3)
+    assert (torch.from_file(path, True, 1 << 20, dtype=torch.float16) == 3).all()
+
+
+@pytest.mark.usefixtures("nothing_is_kept")
+def test_given_back() -> None:
+    def files() -> int:
+        return sum(
+            "memfd:quorum" in os.readlink(f"/proc/self/fd/{n}")
+            for n in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{n}")
+        )
+
+    before = files()
+    kept_room(SHAPE, torch.uint8)
+    assert files() > before
+    give_back()
+    assert files() == before
+
+
+@pytest.mark.usefixtures("nothing_is_kept")
+def test_small_ones_are_not_kept() -> None:
+    for _ in range(2):
+        _, fresh = kept_room((100, 10), torch.float32)
+        assert fresh
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.usefixtures("nothing_is_kept")
+def test_nobody_shares_a_room(seed: int) -> None:
+    draw = random.Random(seed)
+    held: list[tuple[torch.Tensor, int]] = []
+    for value in range(60):
+        if held and draw.random() < 0.5:
+            held.pop(draw.randrange(len(held)))
+        made, _ = kept_room((draw.randint(1, 3), 1 << 20), torch.int8)
+        made.fill_(value)
+        held.append((made, value))
+        # Memory is shared by whole pages, of each of which a byte is looked at.
+        assert all(bool((t[:, :: mmap.PAGESIZE] == v).all()) for t, v in held)
+    assert buffers._kept._free_bytes <= buffers._kept.most_bytes

@@ -6,8 +6,6 @@ import gc
 import os
 import random
 import resource
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,9 @@ import torch
 
 from quorum_attention.execution.device.kept import Locker
 from quorum_attention.execution.device.page_locks import addresses
-from quorum_attention.pool import openings as pool_openings
-from quorum_attention.pool.openings import Openings
-from quorum_attention.pool.shared import InFile, Shared, room
+from quorum_attention.pool import mapped as pool_mapped
+from quorum_attention.pool.buffers import InFile, Shared, room
+from quorum_attention.pool.mapped import MappedBuffers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
@@ -29,7 +27,7 @@ def mapped() -> int:
 
 def test_once_for_all_views() -> None:
     before = mapped()
-    openings = Openings()
+    openings = MappedBuffers()
     tensor = room((4, 3, 500, 8), torch.float16)
     tensor.copy_(torch.randn(4, 3, 500, 8))
     views = [tensor, tensor[1:3, 2], tensor[..., 7:].transpose(0, 2), tensor.view(torch.int16)]
@@ -46,7 +44,7 @@ def test_once_for_all_views() -> None:
 def test_let_go_of() -> None:
     gc.collect()
     before = mapped()
-    openings = Openings()
+    openings = MappedBuffers()
     first, second = (room((1 << 16,), torch.uint8) for _ in range(2))
     assert mapped() == before + 2
     kept = openings.open(Shared.made(first).handle)
@@ -58,12 +56,14 @@ def test_let_go_of() -> None:
     kept[7] = 3
     assert first[7] == 3
     del kept
-    waited(lambda: mapped() == before + 3)
+    gc.collect()
+    assert mapped() == before + 3
     openings.forget_gone()
     assert mapped() == before + 3  # it is still there
     del second
     openings.forget_gone()
-    waited(lambda: mapped() == before + 1)
+    gc.collect()
+    assert mapped() == before + 1
     del first
     gc.collect()
     assert mapped() == before
@@ -98,14 +98,14 @@ class Driver:
         assert len(whole) <= 1
         return bool(whole)
 
-    def openings(self, most_bytes: int = 1 << 40) -> Openings:
-        return Openings(Locker(self.lock, self.unlock, lambda: None), most_bytes)
+    def openings(self, most_bytes: int = 1 << 40) -> MappedBuffers:
+        return MappedBuffers(Locker(self.lock, self.unlock, lambda: None), most_bytes)
 
 
 HEAD = (1 << 20, 2)
 
 
-def begun(openings: Openings, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def begun(openings: MappedBuffers, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """A pass opens what it needs."""
     found = [openings.open(Shared.made(tensor).handle) for tensor in tensors]
     openings.forget_unused()
@@ -163,7 +163,7 @@ def test_what_is_locked_stays_for_a_few_passes() -> None:
     openings = driver.openings()
     first, second = (room(HEAD, torch.uint8) for _ in range(2))
     openings.lock(begun(openings, first), [])
-    for _ in range(pool_openings._PASSES):
+    for _ in range(pool_mapped._PASSES):
         openings.lock(begun(openings, second), [])
         assert len(driver.locked) == 2
     openings.lock(begun(openings, second), [])
@@ -174,7 +174,8 @@ def test_what_is_locked_stays_for_a_few_passes() -> None:
     assert len(driver.locked) == 0
     del first
     openings.forget_gone()
-    waited(lambda: mapped() == before)
+    gc.collect()
+    assert mapped() == before
 
 
 def test_not_more_than_so_much_is_locked() -> None:
@@ -229,30 +230,6 @@ def test_all_of_a_tensor_is_locked_or_nothing(seed: int) -> None:
     assert not driver.locked
 
 
-def waited(done: object) -> None:
-    """A thread takes mappings apart."""
-    until = time.monotonic() + 5
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def test_memory_is_let_go_of_where_no_thread_may_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    openings, before = Openings(), mapped()
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    for _ in range(2):
-        tensor = room((1 << 20,), torch.uint8)
-        openings.open(Shared.made(tensor).handle)
-        del tensor
-        gc.collect()
-        openings.forget_gone()
-        gc.collect()
-        assert mapped() == before
-
-
 def test_memory_that_cannot_be_mapped_is_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that other workers compute the part."""
     tensor = room((1 << 20,), torch.uint8)
@@ -262,7 +239,7 @@ def test_memory_that_cannot_be_mapped_is_a_lack_of_memory(monkeypatch: pytest.Mo
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, seen[1]))
     try:
         with pytest.raises(MemoryError, match="not mapped"):
-            Openings().open(handle)
+            MappedBuffers().open(handle)
         with pytest.raises(MemoryError, match="not mapped"):
             handle.open()
     finally:

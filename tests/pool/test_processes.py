@@ -6,13 +6,16 @@ import gc
 import multiprocessing
 import os
 import signal
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 from helpers_processes import run_python
 
-from quorum_attention.pool import workers
-from quorum_attention.pool.workers import Worker, end, end_after, start
+from quorum_attention.pool import Pool, processes
+from quorum_attention.pool.messages import Begin, End, Ended
+from quorum_attention.pool.processes import PassWorker, Worker, end, end_after, start
 
 UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 
@@ -50,7 +53,7 @@ def test_a_start_that_is_broken_off_leaves_no_process(
 ) -> None:
     made: list[Worker] = []
 
-    def begin(device: str, threads: Any, work: Any, shelves: bool, begun: list[Worker]) -> None:
+    def begin(device: str, threads: Any, work: Any, begun: list[Worker]) -> None:
         if at == "_begin" and made:
             raise error
         made.append(worker())
@@ -60,8 +63,8 @@ def test_a_start_that_is_broken_off_leaves_no_process(
         if at == "_wait_for" and one is made[-1]:
             raise error
 
-    monkeypatch.setattr(workers, "_begin", begin)
-    monkeypatch.setattr(workers, "_wait_for", wait_for)
+    monkeypatch.setattr(processes, "_begin", begin)
+    monkeypatch.setattr(processes, "_wait_for", wait_for)
     with pytest.raises(error):
         start(["cpu", "cpu"], 1)
     assert made
@@ -104,7 +107,7 @@ def test_what_cannot_be_sent_does_not_count_as_a_lost_worker() -> None:
 
 _STOPPED = """
 import multiprocessing, os, signal, time
-from quorum_attention.pool.workers import Worker, end_after
+from quorum_attention.pool.processes import Worker, end_after
 class Nobody: pass
 def sleeps():
     time.sleep(100)
@@ -125,3 +128,77 @@ def test_a_program_ends_although_a_worker_is_stopped() -> None:
     assert ended.returncode == 0, ended.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(ended.stdout), 0)
+
+
+class Given:
+    """Stands for memory of a GPU."""
+
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@dataclass
+class Fake:
+    """A worker that is there, with the other end of its pipe in ``other``."""
+
+    pipe: Any = None
+    other: Any = None
+    alive: bool = True
+    sent: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pipe, self.other = Pipe()
+
+    def send(self, message: object) -> bool:
+        self.sent.append(message)
+        return self.alive
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+@pytest.mark.parametrize("fate", ["lets go", "is gone", "was killed", "hangs"])
+def test_the_end_of_a_pass(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quorum_attention.pool.processes._CONFIRM_SECONDS", 0.05)
+    worker, given = Fake(), Given()
+    hired = PassWorker(worker, None)  # type: ignore[arg-type]
+    hired._given.append(given)  # type: ignore[arg-type]
+    match fate:
+        case "lets go":
+            worker.other.send("what it had still to say")
+            worker.other.send(Ended(3))
+        case "is gone":
+            worker.alive = False
+        case "was killed":
+            worker.other.close()
+    assert hired.send(End(3)) == (fate == "lets go")
+    assert worker.sent == [End(3, confirm=True)]
+    assert given.released == (fate != "lets go")
+    assert worker.alive == (fate == "lets go")
+    hired.kill()
+    assert given.released == (fate != "lets go")  # never twice
+
+
+def test_nothing_is_waited_for_where_nothing_was_given() -> None:
+    worker = Fake()
+    assert PassWorker(worker, None).send(End(1))  # type: ignore[arg-type]
+    assert worker.sent == [End(1)]
+
+
+def test_a_worker_says_that_it_has_let_go() -> None:
+    with Pool(["cpu"]) as pool:
+        (worker,) = pool.workers
+        hired, given = PassWorker(worker, None), Given()
+        for _ in range(2):
+            number = pool.number()
+            hired.send(Begin(number, False, None, {}, {}))
+            hired._given.append(given)  # type: ignore[arg-type]
+            assert hired.send(End(number))
+        assert given.released == 0
+        hired.send(Begin(9, False, None, {}, {}))
+        hired._given.append(given)  # type: ignore[arg-type]
+        os.kill(worker.process.pid, signal.SIGKILL)
+        assert not hired.send(End(9))
+        assert given.released == 1
