@@ -35,11 +35,11 @@ import torch
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.pool import Pool
-from quorum_attention.pool.buffers import room
-from quorum_attention.pool.partition import Sizes
-from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.simulate import predicted, simulate
+from quorum_attention.devices import Pool
+from quorum_attention.devices.buffers import room
+from quorum_attention.devices.partition import Sizes
+from quorum_attention.devices.report import PoolPass
+from quorum_attention.devices.simulate import predicted, simulate
 
 HALF = torch.float16
 

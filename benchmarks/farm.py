@@ -35,12 +35,12 @@ from typing import Any, ClassVar
 import torch
 
 import quorum_attention as qa
+from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.farm import Farm, compute
 from quorum_attention.farm.crew import Alone
 from quorum_attention.farm.processes import Processes
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.sizes import parse_bytes, parse_count
 
 INPUTS = ("query", "key", "value", "grad_out")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
-from quorum_attention.pool import Pool, PoolPass
+from quorum_attention.devices import Pool, PoolPass
 
 
 def orders(one: PoolPass) -> list[tuple[int, float, float, float]]:

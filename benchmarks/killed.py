@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
-from quorum_attention.pool import Pool
+from quorum_attention.devices import Pool
 
 
 def files_open() -> int:

@@ -19,7 +19,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.pool.partition import Sizes, partition
+from quorum_attention.devices.partition import Sizes, partition
 
 # Chunks in a quorum, of so many devices that have a chunk each: the smallest cyclic ones.
 QUORUMS = {2: 2, 3: 2, 4: 3, 7: 3, 13: 4, 31: 6}

@@ -10,8 +10,8 @@ import quorum_attention as qa
 from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
+from quorum_attention.devices import Pool
 from quorum_attention.farm import Farm
-from quorum_attention.pool import Pool
 
 
 def test_in_the_order_of_a_request() -> None:

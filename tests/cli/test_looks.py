@@ -23,8 +23,8 @@ import quorum_attention as qa
 from quorum_attention import distributed
 from quorum_attention.cli import COMMANDS, main, output, parser
 from quorum_attention.cli.output import say, show_table
+from quorum_attention.devices import Pool
 from quorum_attention.farm import Farm
-from quorum_attention.pool import Pool
 
 PLAN = ["--tokens", "100K", "--device", "cuda", "--budget", "64MiB"]
 CAUSAL = {"is_causal": True}

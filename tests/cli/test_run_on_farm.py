@@ -12,8 +12,8 @@ import torch
 import quorum_attention as qa
 from quorum_attention import farm
 from quorum_attention.cli import main
+from quorum_attention.devices.messages import Done, Failed
 from quorum_attention.farm.crew import Alone
-from quorum_attention.pool.messages import Done, Failed
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 
 import quorum_attention as qa
 from quorum_attention.cli import main
+from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.farm import Farm, cluster
 from quorum_attention.farm.cluster import Workers, _check_there
 from quorum_attention.files import open_tensors
-from quorum_attention.pool.report import PoolPass, PoolReport
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 

@@ -11,10 +11,10 @@ import torch
 
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.devices.buffers import InFile, file_id
 from quorum_attention.farm import data
 from quorum_attention.farm.call import _files_of
 from quorum_attention.farm.data import Reader, bytes_of, read_state, write_rows, write_state
-from quorum_attention.pool.buffers import InFile, file_id
 
 
 @pytest.mark.parametrize("piece", [100, 1 << 20])

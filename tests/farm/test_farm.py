@@ -20,15 +20,15 @@ from helpers_farm import Case, MaskedCase
 from helpers_workers import quick_workers
 
 import quorum_attention as qa
+from quorum_attention.devices.messages import Compute, Done, Failed
+from quorum_attention.devices.report import PoolPass, PoolReport
+from quorum_attention.devices.scheduler import Hand
 from quorum_attention.errors import BudgetError, OutOfMemoryError
 from quorum_attention.farm import Farm
 from quorum_attention.farm import call as farm_call
 from quorum_attention.farm import compute as farm_compute
 from quorum_attention.farm.crew import Alone, Here
 from quorum_attention.farm.processes import Processes
-from quorum_attention.pool.messages import Compute, Done, Failed
-from quorum_attention.pool.report import PoolPass, PoolReport
-from quorum_attention.pool.scheduler import Hand
 
 
 class Mortal(Alone):

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from quorum_attention.devices.partition import Sizes
 from quorum_attention.farm.ledger import Fold, Ledger
 from quorum_attention.farm.units import Cut, Joint, Unit, units_of
-from quorum_attention.pool.partition import Sizes
 
 
 class Disk:

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from quorum_attention.devices.partition import Sizes
 from quorum_attention.farm.units import Cut, cut_of, units_of
-from quorum_attention.pool.partition import Sizes
 
 
 def drawn(draw: random.Random) -> Sizes:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.devices.report import PoolReport
 from quorum_attention.farm import Farm
 from quorum_attention.farm.processes import Processes
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.pool.report import PoolReport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -203,7 +203,7 @@ def test_a_kernel_that_need_not_be_built_is_never_put_off() -> None:
 
 
 def test_parts_of_a_call_on_several_devices_are_alike() -> None:
-    from quorum_attention.pool import worker
+    from quorum_attention.devices import worker
 
     seen: list[bool] = []
 

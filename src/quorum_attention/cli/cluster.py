@@ -8,9 +8,9 @@ from typing import Any
 
 from quorum_attention.cli import masks
 from quorum_attention.cli.output import print_json, say
-from quorum_attention.pool.partition import Sizes
-from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.simulate import SPEEDS, predicted, simulate
+from quorum_attention.devices.partition import Sizes
+from quorum_attention.devices.report import PoolPass
+from quorum_attention.devices.simulate import SPEEDS, predicted, simulate
 from quorum_attention.sizes import format_seconds
 
 _ENTRY = re.compile(r"(?:(\d+)x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9.]+))?")

@@ -16,6 +16,10 @@ import torch
 
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.devices.buffers import InFile, in_file
+from quorum_attention.devices.processes import Turn
+from quorum_attention.devices.report import PoolPass
+from quorum_attention.devices.scheduler import Coordinator, Schedule
 from quorum_attention.farm.crew import Crew
 from quorum_attention.farm.data import Back, Piece, Source
 from quorum_attention.farm.ledger import Fold, Ledger
@@ -24,10 +28,6 @@ from quorum_attention.farm.units import Cut, Head, Joint, Unit, units_of
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
-from quorum_attention.pool.buffers import InFile, in_file
-from quorum_attention.pool.processes import Turn
-from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.scheduler import Coordinator, Schedule
 from quorum_attention.writing import IDENTITY, RUN_UNFINISHED, UNFINISHED, folder_of_now
 
 _numbers = count(1)

@@ -20,12 +20,12 @@ import torch
 
 from quorum_attention.counts import whole_number
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.devices.messages import Compute, Done, End, Failed
+from quorum_attention.devices.scheduler import Hand
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.farm.crew import Here
 from quorum_attention.farm.data import Back, Piece, Source, bytes_of
 from quorum_attention.farm.messages import Begin
-from quorum_attention.pool.messages import Compute, Done, End, Failed
-from quorum_attention.pool.scheduler import Hand
 from quorum_attention.sizes import parse_bytes
 from quorum_attention.writing import folder_of_now
 

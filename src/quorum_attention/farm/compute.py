@@ -17,6 +17,7 @@ from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.devices.messages import Compute
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.sampled_rows import without_check_of_rows
@@ -36,7 +37,6 @@ from quorum_attention.kernels.masked import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
-from quorum_attention.pool.messages import Compute
 
 # A task's rows lie on the device, if they take no more than this share of the budget; the rest is
 # for what kernels allocate.

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
+from quorum_attention.devices.messages import Compute, Done, End, Failed
+from quorum_attention.devices.scheduler import Hand
+from quorum_attention.devices.worker import answer
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.farm.compute import Pass
 from quorum_attention.farm.data import Source
 from quorum_attention.farm.messages import Begin
-from quorum_attention.pool.messages import Compute, Done, End, Failed
-from quorum_attention.pool.scheduler import Hand
-from quorum_attention.pool.worker import answer
 
 
 class Crew(Protocol):

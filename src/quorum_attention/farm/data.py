@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.pool.buffers import InFile
 from quorum_attention.writing import IDENTITY
 
 # Of one write; the system takes 2 GiB less a page. Large tensors are written by several threads,

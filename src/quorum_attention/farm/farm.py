@@ -13,13 +13,13 @@ from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.validation import as_tensor
+from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.farm.crew import Crew
 from quorum_attention.farm.request import call_on, into
 from quorum_attention.farm.units import Head
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward
-from quorum_attention.pool.report import PoolPass, PoolReport
 
 
 class Farm:

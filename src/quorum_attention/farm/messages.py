@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from quorum_attention.devices.buffers import InFile
 from quorum_attention.farm.data import Source
 from quorum_attention.farm.units import Cut
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
-from quorum_attention.pool.buffers import InFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from quorum_attention.call.mapped import Mappings
+from quorum_attention.devices.buffers import Shared
+from quorum_attention.devices.messages import Compute, Done, Failed, Ready
+from quorum_attention.devices.processes import Worker, end, end_after, listen, start
+from quorum_attention.devices.scheduler import Hand
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.farm.crew import Here
 from quorum_attention.farm.data import Back, Piece, Source
-from quorum_attention.pool.buffers import Shared
-from quorum_attention.pool.messages import Compute, Done, Failed, Ready
-from quorum_attention.pool.processes import Worker, end, end_after, listen, start
-from quorum_attention.pool.scheduler import Hand
 
 
 class Processes:

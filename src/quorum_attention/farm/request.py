@@ -13,15 +13,15 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import whole_number
+from quorum_attention.devices.call import flat, flat_mask
+from quorum_attention.devices.partition import Sizes
+from quorum_attention.devices.report import PoolPass, PoolReport
+from quorum_attention.devices.request import request_of_parts
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.farm.call import Asked, steps
 from quorum_attention.farm.crew import Crew
 from quorum_attention.farm.units import Head, cut_of
 from quorum_attention.mask import Mask
-from quorum_attention.pool.call import flat, flat_mask
-from quorum_attention.pool.partition import Sizes
-from quorum_attention.pool.report import PoolPass, PoolReport
-from quorum_attention.pool.request import request_of_parts
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.pool.partition import Sizes
+from quorum_attention.devices.partition import Sizes
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
 
 # Units for each worker, at least: the last one to end, or one that is lost, costs no more.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quorum_attention.call.block import Block
-from quorum_attention.pool.partition import Sizes, partition
+from quorum_attention.devices.partition import Sizes, partition
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from helpers_processes import run_python
 
-from quorum_attention.pool import Pool, processes
-from quorum_attention.pool.messages import Begin, End, Ended
-from quorum_attention.pool.processes import PassWorker, Worker, end, end_after, start
+from quorum_attention.devices import Pool, processes
+from quorum_attention.devices.messages import Begin, End, Ended
+from quorum_attention.devices.processes import PassWorker, Worker, end, end_after, start
 
 UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_sent_does_not_count_as_a_lost_worker() -> None:
 
 _STOPPED = """
 import multiprocessing, os, signal, time
-from quorum_attention.pool.processes import Worker, end_after
+from quorum_attention.devices.processes import Worker, end_after
 class Nobody: pass
 def sleeps():
     time.sleep(100)
@@ -161,7 +161,7 @@ class Fake:
 
 @pytest.mark.parametrize("fate", ["lets go", "is gone", "was killed", "hangs"])
 def test_the_end_of_a_pass(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quorum_attention.pool.processes._CONFIRM_SECONDS", 0.05)
+    monkeypatch.setattr("quorum_attention.devices.processes._CONFIRM_SECONDS", 0.05)
     worker, given = Fake(), Given()
     hired = PassWorker(worker, None)  # type: ignore[arg-type]
     hired._given.append(given)  # type: ignore[arg-type]

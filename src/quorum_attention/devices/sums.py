@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.devices.buffers import Shared, made_for
+from quorum_attention.devices.partition import Sizes
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.workload import state_dtype
-from quorum_attention.pool.buffers import Shared, made_for
-from quorum_attention.pool.partition import Sizes
 
 Buffers = dict[str, torch.Tensor]
 

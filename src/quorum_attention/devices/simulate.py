@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from quorum_attention.call.block import Block
+from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.report import PoolPass, ran
+from quorum_attention.devices.scheduler import Schedule
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
 from quorum_attention.planner.calibration import calibrated_flops
 from quorum_attention.planner.machine import assumed
 from quorum_attention.planner.make import plan
-from quorum_attention.pool.partition import Sizes, partition
-from quorum_attention.pool.report import PoolPass, ran
-from quorum_attention.pool.scheduler import Schedule
 
 # Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
 # forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an

@@ -19,18 +19,26 @@ from quorum_attention.call.block import Block
 from quorum_attention.call.options import Budget, Several, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
+from quorum_attention.devices.buffers import give_back
+from quorum_attention.devices.messages import Begin
+from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.processes import (
+    PassWorker,
+    Turn,
+    Worker,
+    end,
+    end_after,
+    listen,
+    start,
+)
+from quorum_attention.devices.report import PoolPass, PoolReport
+from quorum_attention.devices.request import request_on_several
+from quorum_attention.devices.scheduler import Coordinator, Schedule
+from quorum_attention.devices.simulate import PIECES, expected_speed
+from quorum_attention.devices.sums import Sums
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.pool.buffers import give_back
-from quorum_attention.pool.messages import Begin
-from quorum_attention.pool.partition import Sizes, partition
-from quorum_attention.pool.processes import PassWorker, Turn, Worker, end, end_after, listen, start
-from quorum_attention.pool.report import PoolPass, PoolReport
-from quorum_attention.pool.request import request_on_several
-from quorum_attention.pool.scheduler import Coordinator, Schedule
-from quorum_attention.pool.simulate import PIECES, expected_speed
-from quorum_attention.pool.sums import Sums
 
 # An order that took less says nothing of a device's speed.
 _TELLING_SECONDS = 0.05

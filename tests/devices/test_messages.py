@@ -13,10 +13,10 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
+from quorum_attention.devices import Pool
+from quorum_attention.devices.messages import Rule, checked, with_functions
 from quorum_attention.kernels.kit.sample import Sample
 from quorum_attention.mask import Keeps
-from quorum_attention.pool import Pool
-from quorum_attention.pool.messages import Rule, checked, with_functions
 
 
 def even(b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.devices import Pool, PoolReport
 from quorum_attention.errors import BudgetError
-from quorum_attention.pool import Pool, PoolReport
 
 
 @pytest.fixture(scope="module")

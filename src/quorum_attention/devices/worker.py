@@ -17,16 +17,9 @@ import torch
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
 from quorum_attention.call.options import Written
-from quorum_attention.errors import BudgetError, is_out_of_memory
-from quorum_attention.execution.device.handed import Handed
-from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
-from quorum_attention.execution.device.page_locks import is_locked
-from quorum_attention.execution.report import Report
-from quorum_attention.mask import Mask
-from quorum_attention.planner.first_calls import alike
-from quorum_attention.pool.buffers import InFile, of_host, opened
-from quorum_attention.pool.mapped import MappedBuffers, Prefault
-from quorum_attention.pool.messages import (
+from quorum_attention.devices.buffers import InFile, of_host, opened
+from quorum_attention.devices.mapped import MappedBuffers, Prefault
+from quorum_attention.devices.messages import (
     Begin,
     Compute,
     Done,
@@ -37,6 +30,13 @@ from quorum_attention.pool.messages import (
     checked,
     with_functions,
 )
+from quorum_attention.errors import BudgetError, is_out_of_memory
+from quorum_attention.execution.device.handed import Handed
+from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
+from quorum_attention.execution.device.page_locks import is_locked
+from quorum_attention.execution.report import Report
+from quorum_attention.mask import Mask
+from quorum_attention.planner.first_calls import alike
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
 # long it gives back what it holds on its device.

@@ -24,6 +24,7 @@ from types import TracebackType
 
 import torch
 
+from quorum_attention.devices.buffers import FileId, Handle, InFile, file_id, opened
 from quorum_attention.execution.device.kept import Locker
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.device.page_locks import (
@@ -31,7 +32,6 @@ from quorum_attention.execution.device.page_locks import (
     WORTH_LOCKING_BYTES,
     addresses,
 )
-from quorum_attention.pool.buffers import FileId, Handle, InFile, file_id, opened
 
 # What is mapped and locked stays so for so many passes that have no use for it: of a backward,
 # until the next one. Results lie elsewhere from call to call, and are locked when they come there

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from quorum_attention.call.block import Block
+from quorum_attention.devices import scheduler
+from quorum_attention.devices.messages import Begin, Compute, Done, Failed
+from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.processes import Worker, listen
+from quorum_attention.devices.report import PoolPass
+from quorum_attention.devices.scheduler import Coordinator, Schedule
+from quorum_attention.devices.simulate import simulate
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
-from quorum_attention.pool import scheduler
-from quorum_attention.pool.messages import Begin, Compute, Done, Failed
-from quorum_attention.pool.partition import Sizes, partition
-from quorum_attention.pool.processes import Worker, listen
-from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.scheduler import Coordinator, Schedule
-from quorum_attention.pool.simulate import simulate
 
 SIZES = Sizes(1, 8, 8, 1024, 1024, True)
 Behaviour = Callable[[Compute, int], "Done | Failed | None"]

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from quorum_attention import attention
-from quorum_attention.pool import Pool, processes
-from quorum_attention.pool import pool as kept
-from quorum_attention.pool.processes import Turn
+from quorum_attention.devices import Pool, processes
+from quorum_attention.devices import pool as kept
+from quorum_attention.devices.processes import Turn
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 

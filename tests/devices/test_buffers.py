@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quorum_attention.call.mapped import Mappings
-from quorum_attention.pool import buffers
-from quorum_attention.pool.buffers import (
+from quorum_attention.devices import buffers
+from quorum_attention.devices.buffers import (
     InFile,
     Shared,
     give_back,
@@ -23,7 +23,7 @@ from quorum_attention.pool.buffers import (
     opened,
     room,
 )
-from quorum_attention.pool.mapped import MappedBuffers, Prefault
+from quorum_attention.devices.mapped import MappedBuffers, Prefault
 
 LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 

@@ -12,10 +12,10 @@ import torch
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.pool import Pool
-from quorum_attention.pool.buffers import Shared, made_for
-from quorum_attention.pool.partition import Sizes, partition
-from quorum_attention.pool.sums import Buffers, MaskSum, Sums
+from quorum_attention.devices import Pool
+from quorum_attention.devices.buffers import Shared, made_for
+from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.sums import Buffers, MaskSum, Sums
 
 BOUND = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 5e-3}
 

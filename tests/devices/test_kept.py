@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from quorum_attention.pool import pool as kept
-from quorum_attention.pool.pool import Pool
-from quorum_attention.pool.processes import Turn
+from quorum_attention.devices import pool as kept
+from quorum_attention.devices.pool import Pool
+from quorum_attention.devices.processes import Turn
 
 NAMES = ["cpu", "cpu"]
 SECONDS = 20.0

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from quorum_attention.devices.messages import Compute, Done, End, Failed
+from quorum_attention.devices.report import PoolPass, ran
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.pool.messages import Compute, Done, End, Failed
-from quorum_attention.pool.report import PoolPass, ran
 
 # The share that a device takes at once of what it will presumably do; and where it may be slower
 # than it is thought to be.

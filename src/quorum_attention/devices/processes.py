@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from quorum_attention.devices.buffers import Handle, Shared
+from quorum_attention.devices.messages import Begin, Compute, Done, End, Ended, Failed, Ready
+from quorum_attention.devices.worker import work
 from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.pool.buffers import Handle, Shared
-from quorum_attention.pool.messages import Begin, Compute, Done, End, Ended, Failed, Ready
-from quorum_attention.pool.worker import work
 
 # Seconds until a worker has to be ready: it imports torch and opens its device.
 _START_SECONDS = 180.0

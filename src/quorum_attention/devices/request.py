@@ -14,19 +14,19 @@ from quorum_attention.call.options import Budget, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import shown
+from quorum_attention.devices.call import Asked, PoolCall
+from quorum_attention.devices.messages import Rule, with_functions
+from quorum_attention.devices.report import PoolReport
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.kit.sample import Sample
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.mask import Keeps, Mask
-from quorum_attention.pool.call import Asked, PoolCall
-from quorum_attention.pool.messages import Rule, with_functions
-from quorum_attention.pool.report import PoolReport
 from quorum_attention.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from quorum_attention.pool.pool import Pool
+    from quorum_attention.devices.pool import Pool
 
 
 def request_on_several(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quorum_attention.pool import worker
-from quorum_attention.pool.worker import Local, put
+from quorum_attention.devices import worker
+from quorum_attention.devices.worker import Local, put
 
 AT, FROM = "the other GPU", "the device of the part"
 

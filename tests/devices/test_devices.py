@@ -16,9 +16,9 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention import pool as pools
+from quorum_attention import devices as pools
+from quorum_attention.devices import Pool
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.pool import Pool
 
 TWO = ["cpu", "cpu"]
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

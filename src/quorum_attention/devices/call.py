@@ -15,20 +15,20 @@ from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.request import Request, Tensors
+from quorum_attention.devices.buffers import Shared, kept_room, made_for
+from quorum_attention.devices.mapped import Prefault
+from quorum_attention.devices.messages import Begin
+from quorum_attention.devices.partition import Sizes
+from quorum_attention.devices.report import PoolPass, PoolReport, as_one
+from quorum_attention.devices.sums import MaskSum, Sums
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import progress_of
-from quorum_attention.pool.buffers import Shared, kept_room, made_for
-from quorum_attention.pool.mapped import Prefault
-from quorum_attention.pool.messages import Begin
-from quorum_attention.pool.partition import Sizes
-from quorum_attention.pool.report import PoolPass, PoolReport, as_one
-from quorum_attention.pool.sums import MaskSum, Sums
 
 if TYPE_CHECKING:
-    from quorum_attention.pool.pool import Pool
+    from quorum_attention.devices.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)

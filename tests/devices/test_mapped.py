@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quorum_attention.devices import mapped as pool_mapped
+from quorum_attention.devices.buffers import InFile, Shared, room
+from quorum_attention.devices.mapped import MappedBuffers
 from quorum_attention.execution.device.kept import Locker
 from quorum_attention.execution.device.page_locks import addresses
-from quorum_attention.pool import mapped as pool_mapped
-from quorum_attention.pool.buffers import InFile, Shared, room
-from quorum_attention.pool.mapped import MappedBuffers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
