@@ -6,9 +6,8 @@
 First a few calls are compared with one device's. Then 1,048,576 tokens, causal, fp16, inputs and
 results in host memory, forward and backward within budgets (each with its number of heads and of
 turns, and of tokens where it is another), after one device of the same machine, for which inputs
-are page-locked as they are for workers; what the simulator says beside it, by rates that are
-measured before (``Pool.measure``). Then more
-calls are compared: inputs on either device, heads that do not divide, masks, dropout, workers that
+are page-locked as they are for workers; what the simulator says beside it. Then more calls
+are compared: inputs on either device, heads that do not divide, masks, dropout, workers that
 are killed. A step that would begin after ``--seconds`` is left out. Needs two CUDA devices.
 """
 
@@ -27,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,14 +34,12 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.planner.calibration import copies_now, rates_now
-from quorum_attention.planner.machine import Machine, assumed
-from quorum_attention.pool import Pool
-from quorum_attention.pool.parts import Sizes, parts_of
-from quorum_attention.pool.predict import predicted
-from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.shared import room
-from quorum_attention.pool.simulate import ORDER_SECONDS, simulate
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.devices import Pool
+from quorum_attention.devices.buffers import room
+from quorum_attention.devices.partition import Sizes
+from quorum_attention.devices.report import PoolPass
+from quorum_attention.devices.simulate import predicted, simulate
 
 HALF = torch.float16
 
@@ -220,17 +216,16 @@ def kill(pool: Pool, backward: bool, where: str = "cpu") -> str:
 
 
 def orders_of(one: PoolPass) -> str:
-    """What each device computed: heads, seconds of its worker, and how many of them it opened and
-    locked memory."""
+    """What each device computed: heads, and seconds of its worker."""
     said = []
     for device in range(len(one.devices)):
         orders: dict[int, list[float]] = {}
         for ran in one.ran:
             if ran.device == device:
-                found = orders.setdefault(ran.order, [0.0, 0.0, 0.0])
-                for at, more in enumerate((1, ran.worked, ran.opening)):
+                found = orders.setdefault(ran.index, [0.0, 0.0])
+                for at, more in enumerate((1, ran.worked)):
                     found[at] += more
-        each = [f"{n:.0f} in {worked:.3f} ({o:.3f})" for n, worked, o in orders.values()]
+        each = [f"{n:.0f} in {worked:.3f}" for n, worked in orders.values()]
         said.append(f"device {device}: {', '.join(each)}")
     return "; ".join(said)
 
@@ -255,18 +250,13 @@ def passes_of(pool: Pool) -> Iterator[list[PoolPass]]:
 def measure(
     steps: Steps,
     pool: Pool,
-    machines: tuple[Machine, list[Machine]] | None,
     tokens: int,
     heads: int,
     budget: str,
     rounds: int,
     alone: int,
 ) -> None:
-    """Forward and backward, of one device (in so many turns), then of all of them.
-
-    Args:
-        machines: the rates of one device alone, and of all at once; None: those assumed.
-    """
+    """Forward and backward, of one device (in so many turns), then of all of them."""
     shape = (1, heads, tokens, 64)
     q, k, v, grad = (drawn(shape, seed) for seed in range(4))
     say(f"inputs of {q.nbytes >> 20} MiB each")
@@ -325,7 +315,7 @@ def measure(
         for name, rows in warm.items()
     }
     both = {name: sum(rows) for name, rows in best.items()}
-    simulated = simulated_seconds(tokens, heads, budget, len(pool.devices), machines)
+    simulated = simulated_seconds(tokens, heads, budget, len(pool.devices))
     over = {
         name: [best[one][i] / simulated[name][n] for n, one in enumerate(("one", "all"))]
         for i, name in enumerate(("forward", "backward"))
@@ -342,45 +332,18 @@ def measure(
     print_simulated({name: steps.results[name]})
 
 
-def simulated_seconds(
-    tokens: int,
-    heads: int,
-    budget: str,
-    devices: int,
-    machines: tuple[Machine, list[Machine]] | None,
-) -> dict[str, Any]:
+def simulated_seconds(tokens: int, heads: int, budget: str, devices: int) -> dict[str, Any]:
     """What the planner and the simulator say, forward and backward, of one and of all devices."""
     sizes = Sizes(1, heads, heads, tokens, tokens, True)
-    one, all_ = (None, [None] * devices) if machines is None else machines
     call: dict[str, Any] = {"head_dim": 64, "dtype": HALF, "budget": budget, "device": "cuda"}
     found: dict[str, Any] = {}
     for backward in (False, True):
+        one = predicted(sizes, backward=backward, **call)
         # One device computes all heads in one call, without a worker.
-        whole = parts_of(sizes, 1)
-        part = whole[0]._replace(heads=type(whole[0].heads)(0, heads))
-        alone = predicted(sizes, [one], backward=backward, **call)(0, part)
-        together = simulate(
-            sizes, ["H200"] * devices, predicted(sizes, all_, backward=backward, **call),
-            sure=True, order_seconds=ORDER_SECONDS,
-        )  # fmt: skip
-        found["backward" if backward else "forward"] = [alone, together.seconds]
+        whole = sizes.block(0, Interval(0, heads), Interval(0, tokens))
+        together = simulate(sizes, [("H200", 1.0)] * devices, one)
+        found["backward" if backward else "forward"] = [one(whole), together.seconds]
     return found
-
-
-def measured_rates(pool: Pool) -> tuple[Machine, list[Machine]]:
-    """The rates of the first device alone, and of all at once."""
-    first = torch.device("cuda:0")
-    host = torch.empty(512 << 20, dtype=torch.uint8, device="cpu").pin_memory()
-    alone = replace(
-        assumed("cuda", HALF, 64), **rates_now(first, HALF, 64), **copies_now(first, HALF, host)
-    )  # fmt: skip
-    all_ = pool.measure(HALF, 64)
-    for said, one in (("alone", alone), *(("all at once", one) for one in all_)):
-        say(
-            f"{said}: {one.flops / 1e12:.0f}; {one.backward_flops / 1e12:.0f} TFLOP/s, "
-            f"copies {one.up_bytes_per_second / 1e9:.1f} GB/s each way"
-        )
-    return alone, all_
 
 
 def print_simulated(results: dict[str, Any]) -> None:
@@ -427,16 +390,13 @@ def main() -> None:
         say(f"workers started in {time.perf_counter() - begun:.1f} s: {pool.names}")
         if not options.only_times:
             check_first(steps, pool)
-        rates: list[tuple[Machine, list[Machine]]] = []
-        steps.run("rates", lambda: rates.append(measured_rates(pool)))
-        steps.results["rates"] = [[asdict(one[0]), *map(asdict, one[1])] for one in rates]
         for turn, asked in enumerate(options.budgets):
             if turn == 1 and not options.only_times:
                 check_killed(steps, pool)
             budget, heads, rounds, *others = asked.split(":")
             tokens = int(others[0]) if others else options.tokens
             step = partial(
-                measure, steps, pool, rates[0] if rates else None, tokens, int(heads), budget,
+                measure, steps, pool, tokens, int(heads), budget,
                 int(rounds), options.alone,
             )  # fmt: skip
             steps.run(f"times at {budget}, {heads} heads of {tokens}", step)

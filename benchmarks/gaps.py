@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
-from quorum_attention.pool import Pool, PoolPass
+from quorum_attention.devices import Pool, PoolPass
 
 
 def orders(one: PoolPass) -> list[tuple[int, float, float, float]]:
@@ -26,8 +26,8 @@ def orders(one: PoolPass) -> list[tuple[int, float, float, float]]:
     took. One that waited at its worker starts when the one before stops."""
     found: dict[int, tuple[int, float, float, float]] = {}
     for r in one.ran:
-        device, start, stop, worked = found.get(r.order, (r.device, r.start, r.stop, 0.0))
-        found[r.order] = (device, min(start, r.start), max(stop, r.stop), worked + r.worked)
+        device, start, stop, worked = found.get(r.index, (r.device, r.start, r.stop, 0.0))
+        found[r.index] = (device, min(start, r.start), max(stop, r.stop), worked + r.worked)
     return sorted(found.values())
 
 

@@ -1,15 +1,11 @@
 """Workers of a pool are killed at random moments, forward and backward.
 
     python benchmarks/killed.py [--devices cpu cpu] [--moments 20] [--tokens 3000] [--seed 0]
-    python benchmarks/killed.py --simulated 2000 [--seed 0]
 
 Each time a worker of the pool is killed while a call runs. It says of each pass whether the result
 is right, which parts ran twice (none that was done), how long it took against an ideal one (what
 was left at that moment, on the devices that were left, at the pace of this pass), and at the end
 what stayed behind: processes, shared memory, open files, memory of devices.
-
-Simulated, a pass takes as long as its parts, messages take no time, and a loss is known at once: so
-it says what the division of work costs.
 """
 
 from __future__ import annotations
@@ -26,9 +22,7 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
-from quorum_attention.pool import Pool
-from quorum_attention.pool.parts import Part, Sizes, parts_of
-from quorum_attention.pool.simulate import simulate
+from quorum_attention.devices import Pool
 
 
 def files_open() -> int:
@@ -47,12 +41,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--simulated", type=int, help="moments of each simulated setting")
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    if options.simulated:
-        simulated(options.simulated, draw)
-        return
     torch.manual_seed(options.seed)
     on_cpu = all(name == "cpu" for name in options.devices)
     dtype = torch.float32 if on_cpu else torch.float16
@@ -91,27 +81,6 @@ def main() -> None:
     known = sorted(share for share in slower if share is not None)
     if known:
         print(f"makespan over ideal: median {known[len(known) // 2]:.3f}, most {known[-1]:.3f}")
-
-
-def simulated(moments: int, draw: random.Random) -> None:
-    """What is over ideal where a device is lost at random moments."""
-    for devices, heads in ((2, 4), (2, 8), (2, 32), (3, 8), (4, 8), (4, 32), (8, 8), (8, 32)):
-        sizes = Sizes(1, heads, heads, 1 << 17, 1 << 17, True)
-        pairs = sum(part.pairs(sizes) for part in parts_of(sizes, 1))
-        over = []
-
-        def share(device: int, part: Part, sizes: Sizes = sizes, pairs: int = pairs) -> float:
-            return part.pairs(sizes) / pairs
-
-        for _ in range(moments):
-            number, at = draw.randrange(devices), draw.random() / devices
-            sure = draw.random() < 0.5
-            made = simulate(sizes, ["a"] * devices, share, lost={number: at}, sure=sure)
-            if made.history:
-                over.append(made.seconds / ideal(made, number, at))
-        over.sort()
-        print(f"{devices} devices, {heads} heads, {len(over)} moments: median "
-              f"{over[len(over) // 2]:.3f}, most {over[-1]:.3f} of the ideal time")  # fmt: skip
 
 
 def once(

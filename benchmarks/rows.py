@@ -19,7 +19,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.pool.parts import Sizes, parts_of
+from quorum_attention.devices.partition import Sizes, partition
 
 # Chunks in a quorum, of so many devices that have a chunk each: the smallest cyclic ones.
 QUORUMS = {2: 2, 3: 2, 4: 3, 7: 3, 13: 4, 31: 6}
@@ -28,9 +28,9 @@ QUORUMS = {2: 2, 3: 2, 4: 3, 7: 3, 13: 4, 31: 6}
 def counted(devices: int, tokens: int = 1 << 20) -> dict[str, float]:
     """Tensors of the head that are moved in all, forward and backward."""
     sizes = Sizes(1, 1, 1, tokens, tokens, True)
-    parts = parts_of(sizes, devices)
-    assert sum(part.pairs(sizes) for part in parts) == tokens * (tokens + 1) // 2
-    keys = sum(part.n_keys(sizes) for part in parts) / tokens
+    parts = [part for home in partition(sizes, [1.0] * devices) for part in home]
+    assert sum(map(sizes.pairs, parts)) == tokens * (tokens + 1) // 2
+    keys = sum(part.keys.length for part in parts) / tokens
     quorum = QUORUMS[devices]
     # A sum in fp32 is two such tensors, written by a device and read by the host.
     return {
@@ -44,7 +44,7 @@ def counted(devices: int, tokens: int = 1 << 20) -> dict[str, float]:
 def timed(device: str, tokens: int, budget: str, seconds: float) -> None:
     begun = time.perf_counter()
     sizes = Sizes(1, 1, 1, tokens, tokens, True)
-    first, last = (slice(*part.rows) for part in parts_of(sizes, 2))
+    first, last = (slice(*part.rows) for home in partition(sizes, [1.0] * 2) for part in home)
     every = slice(0, tokens)
     q, k, v, grad = (
         torch.randn(1, 1, tokens, 64, dtype=torch.float16, device=device).cpu() for _ in range(4)

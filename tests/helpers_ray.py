@@ -12,8 +12,8 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
+from quorum_attention.devices.report import PoolReport
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.pool.report import PoolReport
 from quorum_attention.ray import Farm, cluster
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-_WARM = ("torch", "quorum_attention.pool.worker")
+_WARM = ("torch", "quorum_attention.devices.worker")
 
 
 @contextmanager

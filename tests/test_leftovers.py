@@ -20,7 +20,7 @@ from helpers_memory import FailingAllocations
 from helpers_uninitialised import nonsense
 from helpers_workers import quick_workers
 
-from quorum_attention.pool import Pool
+from quorum_attention.devices import Pool
 
 
 @contextmanager

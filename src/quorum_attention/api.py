@@ -201,7 +201,9 @@ def _request_of(function: str, *call: Any) -> tuple[Tensors, Request]:
     """``request_of``, of a call for which several devices may be named."""
     if not several(call[-1].devices):
         return request_of(function, *call)
-    from quorum_attention.pool.kept import request_on_devices  # processes, only where they are used
+    from quorum_attention.devices.pool import (
+        request_on_devices,  # processes, only where they are used
+    )
 
     return request_on_devices(function, *call)
 

@@ -17,7 +17,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.pool import Pool
+from quorum_attention.devices import Pool
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
 
@@ -191,7 +191,7 @@ def test_sums_in_allocations_of_their_own(monkeypatch: pytest.MonkeyPatch, where
         whole = torch.empty(16 << 20, dtype=dtype, device=device)
         return whole[: math.prod(shape)].view(shape)
 
-    monkeypatch.setattr("quorum_attention.pool.totals.made_for", apart)
+    monkeypatch.setattr("quorum_attention.devices.sums.made_for", apart)
     with Pool(["cuda:0", "cuda:1"]) as made:
         made.alike = lambda *asked: False  # type: ignore[method-assign]
         before = [worker.process.pid for worker in made.workers]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.devices.report import PoolReport
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.pool.report import PoolReport
 from quorum_attention.ray import Farm
 
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.pool.shared import InFile, file_id
+from quorum_attention.devices.buffers import InFile, file_id
 from quorum_attention.ray.data import Job, read_state, write_state
 from quorum_attention.ray.units import Cut
 

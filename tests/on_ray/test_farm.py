@@ -15,9 +15,9 @@ from helpers_ray import Case, FakeRay, MaskedCase, fake_farm, in_files
 
 import quorum_attention as qa
 from quorum_attention.call.arguments import Arguments
+from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import create_tensors
-from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.ray import compute as farm_compute
 from quorum_attention.ray import data
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers_made_up_gpu import GPU, forget_files, made_up_gpu, new_kernels, probing
 
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.case import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.planner import decide
 from quorum_attention.planner.options import Options

@@ -8,11 +8,9 @@ from typing import Any
 
 from quorum_attention.cli import masks
 from quorum_attention.cli.output import print_json, say
-from quorum_attention.pool.parts import Part, Sizes
-from quorum_attention.pool.predict import predicted
-from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.simulate import ORDER_SECONDS, simulate
-from quorum_attention.pool.speeds import SPEEDS
+from quorum_attention.devices.partition import Sizes
+from quorum_attention.devices.report import PoolPass
+from quorum_attention.devices.simulate import SPEEDS, predicted, simulate
 from quorum_attention.sizes import format_seconds
 
 _ENTRY = re.compile(r"(?:(\d+)x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9.]+))?")
@@ -130,14 +128,7 @@ def _simulated(
 ) -> PoolPass:
     own = {"heads", "kv_heads", "batch", "is_causal", "n_keys"}
     call = {name: value for name, value in sizes.items() if name not in own} | {"device": "cuda"}
-    one = predicted(of, [None] * len(devices), backward=backward, **call)
-
-    def seconds(device: int, part: Part) -> float:
-        return one(device, part) / devices[device][1]
-
-    paces = {number: 1 / speed for number, (_, speed) in enumerate(devices)}
-    names = [name for name, _ in devices]
-    return simulate(of, names, seconds, paces=paces, order_seconds=ORDER_SECONDS)
+    return simulate(of, devices, predicted(of, backward=backward, **call))
 
 
 __all__ = ["SPEEDS", "add_to", "devices_of", "run"]

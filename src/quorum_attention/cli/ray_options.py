@@ -9,9 +9,9 @@ from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.options import Written
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import say
+from quorum_attention.devices.report import PoolPass
 from quorum_attention.files.call import GRADIENTS, Part, written_as
 from quorum_attention.files.compute import Compute, Work
-from quorum_attention.pool.report import PoolPass
 from quorum_attention.progress import progress_bar
 
 # Options that change no number of a result.

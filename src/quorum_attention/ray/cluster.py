@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from quorum_attention.pool.report import PoolPass, Ran
+from quorum_attention.devices.report import PoolPass, Ran
 from quorum_attention.ray.compute import Done, compute
 from quorum_attention.ray.data import Job
 from quorum_attention.ray.units import Head, Schedule, Unit
@@ -177,7 +177,7 @@ def _note(report: PoolPass, done: Done, now: float) -> None:
     if done.where not in report.devices:
         report.devices.append(done.where)
     device, index = report.devices.index(done.where), len(report.ran)
-    report.ran.append(Ran(device, index, now - done.seconds, now, done.report, done.seconds, index))
+    report.ran.append(Ran(device, index, now - done.seconds, now, done.report, done.seconds))
 
 
 def _check_there(address: str) -> None:

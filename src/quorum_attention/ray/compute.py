@@ -16,12 +16,12 @@ from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults
 from quorum_attention.call.options import Written
 from quorum_attention.decomposition import EMPTY, Ranges
+from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
-from quorum_attention.pool.shared import InFile
 from quorum_attention.ray.data import OF_KEYS, Job, moved, read_state, write_state
 from quorum_attention.ray.units import Unit
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from quorum_attention.call.block import Block
+from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.pool.shared import InFile
 from quorum_attention.ray.units import Cut, Unit
 from quorum_attention.writing import replacing
 

@@ -18,11 +18,11 @@ from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.options import Written
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import real_number, whole_number
+from quorum_attention.devices.buffers import InFile, in_file
+from quorum_attention.devices.report import PoolPass, PoolReport
+from quorum_attention.devices.request import request_of_parts
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.pool.report import PoolPass, PoolReport
-from quorum_attention.pool.request import request_of_parts
-from quorum_attention.pool.shared import InFile, in_file
 from quorum_attention.ray.cluster import Cluster
 from quorum_attention.ray.data import Job
 from quorum_attention.ray.units import Head, cut_of

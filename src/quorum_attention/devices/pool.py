@@ -1,0 +1,400 @@
+"""``Pool``: several devices, a worker process each, that compute one call together; and the pools
+that calls with several ``devices`` share."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from itertools import count as count_from
+from threading import Lock
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from quorum_attention.autograd import attend
+from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.block import Block
+from quorum_attention.call.options import Budget, Several, Written
+from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.counts import shown, whole_number
+from quorum_attention.devices.buffers import give_back
+from quorum_attention.devices.messages import Begin
+from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.processes import (
+    PassWorker,
+    Turn,
+    Worker,
+    end,
+    end_after,
+    listen,
+    start,
+)
+from quorum_attention.devices.report import PoolPass, PoolReport
+from quorum_attention.devices.request import request_on_several
+from quorum_attention.devices.scheduler import Coordinator, Schedule
+from quorum_attention.devices.simulate import PIECES, expected_speed
+from quorum_attention.devices.sums import Sums
+from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
+from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.mask import Mask
+
+# An order that took less says nothing of a device's speed.
+_TELLING_SECONDS = 0.05
+_NO_WORKER = "the pool has no worker: it was closed, or all of them were lost"
+
+
+def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list[str]:
+    """Devices as torch writes them, with their numbers.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: none is named, or one that is not here.
+    """
+    if isinstance(devices, str) and devices == "all":
+        every = every_device()
+        if not every:
+            raise ValueError('devices="all" needs a CUDA device, and there is none here')
+        return [str(device) for device in every]
+    if isinstance(devices, (str, torch.device)):
+        devices = [devices]
+    if not devices:
+        raise ValueError("devices must name at least one device, got none")
+    places = [present(device, "devices") for device in devices]
+    own = [place for place in places if not on_host(place)]
+    if len(set(own)) < len(own):
+        raise ValueError(f"devices must name each GPU once, got {shown([str(p) for p in places])}")
+    return [str(place) for place in places]
+
+
+class Pool(Several):
+    """Worker processes, one for each device, that share the work of an attention call.
+
+    A call is cut into parts that do not depend on each other: key/value heads first, then, where
+    they do not divide among the devices, rows. Each device has parts of its own, by its speed, and
+    then takes those of others, so devices of unequal speed end together. It computes a part as an
+    ordinary call, under its own budget, with its own recovery. A worker that is killed, hangs or
+    runs out of memory at every depth gives its part back and the others finish.
+
+    Inputs in shared memory (``tensor.share_memory_()``), mapped from files, or on a CUDA device are
+    handed over as they are; others are copied into shared memory, and the report says how much.
+
+    Give it to calls as ``devices=``, or use its own ``attention``. Use it as a context manager, or
+    ``close`` it; it also ends with the program. Calls of several threads follow one another.
+
+    Args:
+        devices: as torch writes them, "cuda:0" or "cpu"; or "all" CUDA devices of this machine.
+        threads: threads of each worker, for CPU devices; None: torch's default.
+
+    Raises:
+        ValueError, TypeError: ``devices`` names none, or one that is not here.
+        RuntimeError: a worker did not start.
+    """
+
+    def __init__(
+        self, devices: str | Sequence[str | torch.device] = "all", *, threads: int | None = None
+    ) -> None:
+        names = names_of(devices)
+        count = None if threads is None else whole_number(threads, "threads", 1)
+        self._threads = count
+        self._workers = start(names, count)
+        end_after(self, self._workers)
+        self._passes = count_from(1)
+        self._turn = Turn()
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All of its workers, also those that are gone."""
+        return tuple(self._workers)
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices whose workers are alive."""
+        return [worker.device for worker in self._workers if worker.alive]
+
+    @property
+    def names(self) -> list[str]:
+        """Their own names, by which one sees whether they are alike."""
+        return [worker.name for worker in self._workers if worker.alive]
+
+    @property
+    def pins(self) -> bool:
+        """Whether any of them copies faster from and to page-locked memory."""
+        return any(backend_of(torch.device(device)).pins for device in self.devices)
+
+    def join(self, device: str | torch.device) -> None:
+        """Start a worker for one more device, or for one whose worker was lost. It takes part in a
+        pass that is running."""
+        self._workers.extend(start(names_of([device]), self._threads))
+
+    def mend(self) -> None:
+        """Start a worker in the place of each that was lost."""
+        with self._turn.taken():
+            for number, worker in enumerate(self._workers):
+                if not worker.alive or not worker.process.is_alive():
+                    worker.kill()
+                    self._workers[number] = start([worker.device], self._threads)[0]
+
+    def check_open(self) -> None:
+        """Refuse to compute without workers.
+
+        Raises:
+            RuntimeError: none is left.
+        """
+        if not self.devices:
+            raise RuntimeError(_NO_WORKER)
+
+    def close(self) -> None:
+        """End the workers; the pool is of no use afterwards."""
+        end(self._workers)
+        give_back()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @uncompiled
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | Mask | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+        budget: Budget | None = None,
+        depth: int | str = "auto",
+        kernel: str = "auto",
+        out: torch.Tensor | None = None,
+        progress: Any = None,
+        report: PoolReport | None = None,
+    ) -> torch.Tensor:
+        """``quorum_attention.attention`` on all devices of the pool, with gradients.
+
+        Args:
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
+                there; tensors in host memory or on a CUDA device.
+            budget: of each device; a list has one for each.
+            depth, kernel: as there, of each device.
+            out, progress: as there; progress is counted in parts.
+            report: filled with what happened.
+
+        Returns:
+            (..., heads, n_queries, value_dim), in shared memory if the inputs are in host memory.
+
+        Raises:
+            Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
+            was done until then.
+        """
+        said = Arguments(
+            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
+            written=Written(budget, None, depth, kernel, devices=self, progress=progress),
+        )  # fmt: skip
+        tensors, request = request_on_several(
+            "attention", query, key, value, *said, count=len(self._workers), pool_of=lambda: self,
+            pool_report=report,
+        )  # fmt: skip
+        return attend(tensors, request, out)[0]
+
+    def partition(
+        self, sizes: Sizes, budgets: Sequence[int | None], kind: tuple[Any, ...], steady: bool
+    ) -> list[list[Block]]:
+        """The blocks of each worker; none of those that are gone.
+
+        Args:
+            budgets, kind, steady: as for ``run``.
+        """
+        here = self._here()
+        speeds = self._speeds(kind, here)
+        own = steady and self._alike(here, budgets)
+        found = partition(sizes, [speeds[n] for n in here] or [1.0], 1 if own else PIECES)
+        homes = dict(zip(here, found, strict=False))
+        return [homes.get(n, []) for n in range(len(self._workers))] if here else found
+
+    def run(
+        self,
+        begin: Begin,
+        sizes: Sizes,
+        homes: Sequence[Sequence[Block]],
+        report: PoolPass,
+        sums: Sums | None,
+        budgets: Sequence[int | None],
+        kind: tuple[Any, ...],
+        steady: bool = True,
+        progress: Callable[[int, int, str], None] | None = None,
+    ) -> None:
+        """Run a pass on the workers; see ``Coordinator``.
+
+        Args:
+            homes: the blocks of each worker.
+            sums: adds up gradients; None in a forward.
+            budgets: of each worker; those beyond have the last one's.
+            kind: what the speed of a device depends on; with it speeds are remembered.
+            steady: whether blocks take as long as their pairs say.
+            progress: told blocks that are done.
+        """
+        label = "backward" if begin.backward else "forward"
+
+        def done(part: Block, made: Any) -> None:
+            if sums is not None:
+                sums.add(part, made)
+            if progress is not None:
+                progress(len(report.ran), report.parts, label)
+
+        def buffers(part: Block) -> Any:
+            return None if sums is None else sums.buffers(part)
+
+        with self._turn.taken():
+            here = self._here()
+            if not here:  # another thread has closed it meanwhile
+                raise RuntimeError(_NO_WORKER)
+            numbers = {unit: n for n, unit in enumerate(unit for home in homes for unit in home)}
+            report.devices = [worker.label for worker in self._workers]
+            report.parts = len(numbers)
+            hired: list[PassWorker] = []
+
+            def recruits(wait: bool = False) -> list[PassWorker]:
+                """Workers that have joined since it was asked last."""
+                found = [
+                    PassWorker(worker, budgets[min(number, len(budgets) - 1)])
+                    for number, worker in enumerate(self._workers[len(hired) :], len(hired))
+                ]
+                hired.extend(found)
+                return found
+
+            speeds = self._speeds(kind, dict(enumerate(self._workers)))
+            alike = self._alike(here, budgets)
+            at_once = (
+                alike
+                and steady
+                and all(
+                    backend_of(torch.device(worker.device)).overlaps for worker in here.values()
+                )
+            )
+            schedule = Schedule(
+                homes, sizes.pairs, sizes.joined, list(speeds.values()), alike, at_once
+            )
+            Coordinator(
+                recruits(), begin, schedule, numbers, buffers, done, report, listen, recruits
+            ).run()
+            for number, speed in schedule.seen.items():
+                worker = self._workers[number]
+                if report.worked(number) >= _TELLING_SECONDS:
+                    # The most that was seen: something may have held up other passes.
+                    worker.speeds[kind] = max(speed, worker.speeds.get(kind, 0.0))
+
+    def _alike(self, here: dict[int, Worker], budgets: Sequence[int | None]) -> bool:
+        """Whether workers are of one name and one budget."""
+        kinds = {(one.name, budgets[min(n, len(budgets) - 1)]) for n, one in here.items()}
+        return len(kinds) <= 1
+
+    def _speeds(self, kind: tuple[Any, ...], here: dict[int, Worker]) -> dict[int, float]:
+        """Pairs a second of workers, by number: as seen where all are unlike and were seen, else as
+        expected. Those that are alike stay so, and have the same blocks in every call."""
+        backward, dtype, head_dim = kind
+        if len({one.name for one in here.values()}) > 1 and all(
+            kind in one.speeds for one in here.values()
+        ):
+            return {n: one.speeds[kind] for n, one in here.items()}
+        return {
+            n: expected_speed(one.device, one.name, dtype, head_dim, backward=backward)
+            for n, one in here.items()
+        }
+
+    def _here(self) -> dict[int, Worker]:
+        """Workers that are alive, by number; another thread may close the pool at any time."""
+        return {n: worker for n, worker in enumerate(self._workers) if worker.alive}
+
+    def number(self) -> int:
+        """A number for a pass."""
+        return next(self._passes)
+
+
+# A process that was forked off has the pools of its parent, and may not use them.
+_pools: dict[tuple[int, tuple[str, ...]], Pool] = {}
+_lock = Lock()
+
+
+def _forked() -> None:
+    """In a process that was forked off, maybe while another thread had the lock."""
+    global _lock
+    _lock = Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def kept_pool(devices: Sequence[str]) -> Pool:
+    """The pool of these devices that calls share. It is started where there is none, or where no
+    worker of it is left; a worker that was lost is started again.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as ``Pool``.
+    """
+    names = tuple(devices)
+    name = (os.getpid(), names)
+    while True:
+        with _lock:
+            pool = _pools.get(name)
+            if pool is None:
+                if not _pools:
+                    atexit.register(close)
+                pool = _pools[name] = Pool(names)
+                return pool
+        # Without the lock: this waits for a call of another thread, whose progress= may ask for a
+        # pool as well.
+        pool.mend()
+        with _lock:
+            if _pools.get(name) is pool:
+                return pool
+        pool.close()  # closed meanwhile, and perhaps mended after that
+
+
+def request_on_devices(function: str, *call: Any) -> tuple[Tensors, Request]:
+    """``request_of``, where ``devices`` may be several or a pool.
+
+    Raises:
+        Errors as of ``request_of`` and ``request_on_several``.
+    """
+    written = call[-1]
+    if isinstance(written.devices, Pool):
+        pool = written.devices
+        return request_on_several(function, *call, count=len(pool.workers), pool_of=lambda: pool)
+    names = names_of(written.devices)
+    if len(names) == 1:
+        one = written._replace(devices=names[0], budget=_of_one(written.budget))
+        every: tuple[Any, ...] = (*call[:-1], one)
+        return request_of(function, *every)
+    return request_on_several(function, *call, count=len(names), pool_of=lambda: kept_pool(names))
+
+
+def _of_one(budget: Budget | None) -> Budget | None:
+    return budget[0] if isinstance(budget, (list, tuple)) and len(budget) == 1 else budget
+
+
+def close() -> None:
+    """End the workers of calls with several ``devices``; the next such call starts others.
+
+    They end with the program in any case. Until then each holds a CUDA context.
+    """
+    with _lock:
+        for (process, _), pool in _pools.items():
+            if process == os.getpid():
+                pool.close()
+        _pools.clear()
+
+
+__all__ = ["Pool", "close", "names_of", "request_on_devices"]

@@ -1,0 +1,394 @@
+"""The worker processes of a pool: started, asked, listened to, ended.
+
+Processes, not threads: threads that issue for two devices wait for each other's interpreter, and
+were slower than one device in small budgets. Workers belong to the process that started them, not
+to one that is forked off it: two processes that talk to one worker read each other's answers.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import multiprocessing.process
+import os
+import pickle
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
+from pickle import UnpicklingError
+from threading import RLock
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from quorum_attention.devices.buffers import Handle, Shared
+from quorum_attention.devices.messages import Begin, Compute, Done, End, Ended, Failed, Ready
+from quorum_attention.devices.worker import work
+from quorum_attention.execution.device.cuda import Handed
+from quorum_attention.execution.device.lookup import on_host
+
+# Seconds until a worker has to be ready: it imports torch and opens its device.
+_START_SECONDS = 180.0
+_END_SECONDS = 5.0
+# Until the exit code of one that has closed its pipe is known.
+_EXIT_SECONDS = 1.0
+# A worker that has not let go of a pass's tensors after so long is given up.
+_CONFIRM_SECONDS = 10.0
+
+_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
+_processes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a process that was forked off."""
+    with suppress(Exception):
+        for pipe in list(_pipes):
+            pipe.close()
+        # Python would end them, as its own children, when this process ends.
+        for process in list(_processes):
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    _pipes.clear()
+    _processes.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def check_process(owner: int) -> None:
+    """Refuse to use the workers of another process.
+
+    Args:
+        owner: number of the process that started them.
+
+    Raises:
+        RuntimeError: this is another one.
+    """
+    if os.getpid() != owner:
+        raise RuntimeError(
+            "these workers belong to the process that this one was forked from: open a Pool or a "
+            "Farm here, or give the devices by name"
+        )
+
+
+class Turn:
+    """One call at a time, with ``taken()`` as a ``with`` block."""
+
+    def __init__(self) -> None:
+        self._lock, self._process, self._within = RLock(), os.getpid(), False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the calls of other threads.
+
+        Raises:
+            RuntimeError: this thread has it already, and would wait for itself; or the process was
+                forked from the lock's.
+        """
+        check_process(self._process)
+        with self._lock:
+            if self._within:
+                raise RuntimeError(
+                    "a call began within another one of the same workers (from its progress=, "
+                    "say): it would wait for itself"
+                )
+            try:
+                self._within = True
+                yield
+            finally:
+                self._within = False
+
+
+class _Pickler(ForkingPickler):
+    """Sends tensors in ordinary memory, a mask's, by value.
+
+    Torch would move them to shared memory and have a thread of this process hand over its open
+    files. Where a worker dies in that moment it prints an error, and keeps a file open for good.
+    """
+
+    def reducer_override(self, found: Any) -> Any:
+        if type(found) is not torch.Tensor or not on_host(found.device) or found.is_shared():
+            return NotImplemented
+        return pickle.loads, (pickle.dumps(found.detach().clone()),)  # not all that it is a view of
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker process.
+
+    Attributes:
+        device: as torch writes it.
+        process, pipe: to talk to it.
+        name: the device's own name.
+        alive: whether it has not ended, nor been given up.
+        speeds: pairs a second, the most that were seen, by kind of pass.
+        owner: number of the process that started it.
+        closing: held by who ends it.
+    """
+
+    device: str
+    process: Any
+    pipe: Connection
+    name: str = ""
+    alive: bool = True
+    speeds: dict[Any, float] = field(default_factory=dict)
+    owner: int = field(default_factory=os.getpid)
+    closing: Any = field(default_factory=RLock, repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """Its device, for people."""
+        return f"{self.device} ({self.name})"
+
+    def send(self, message: object) -> bool:
+        """Send a message; False if the worker is gone.
+
+        Raises:
+            RuntimeError: it is another process's.
+        """
+        check_process(self.owner)
+        # Of its own: what cannot be sent (no file or no memory is left here) is not the worker's.
+        said = io.BytesIO()
+        _Pickler(said).dump(message)
+        try:
+            self.pipe.send_bytes(said.getbuffer())
+        except (OSError, ValueError, TypeError):  # the last two: another thread has closed it
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it at once, if it is this process's."""
+        self.alive = False
+        if os.getpid() != self.owner:
+            return
+        # The thread that closes the pool, and one whose call runs there: closed twice at once, a
+        # pipe's number may be another file's already.
+        with self.closing:
+            if self.process.is_alive():
+                self.process.kill()
+            self.process.join()
+            self.pipe.close()
+
+
+class PassWorker:
+    """A worker in one pass: tensors are handed over for it, and taken back if it is lost.
+
+    Args:
+        worker: of the pool.
+        budget: bytes that each of its parts may take on its device; None: what is free.
+    """
+
+    def __init__(self, worker: Worker, budget: int | None) -> None:
+        self._worker, self._budget = worker, budget
+        self._given: list[Handed] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, nor been given up."""
+        return self._worker.alive
+
+    @property
+    def label(self) -> str:
+        """Its device, for people."""
+        return self._worker.label
+
+    @property
+    def pipe(self) -> Any:
+        """To listen to it."""
+        return self._worker.pipe
+
+    def send(self, message: object) -> bool:
+        """Send a message; False if the worker is gone. After the last one of a pass no memory of a
+        device that this worker was given counts as taken: it has let go of it, or is ended."""
+        if isinstance(message, End) and self._given:
+            return self._end(message)
+        if isinstance(message, Begin):
+            tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
+            message = replace(message, tensors=tensors, budget=self._budget)
+        elif isinstance(message, Compute) and message.sums is not None:
+            sums = {name: self._given_to(one) for name, one in message.sums.items()}
+            message = replace(message, sums=sums)
+        return self._worker.send(message)
+
+    def _end(self, message: End) -> bool:
+        limit = time.monotonic() + _CONFIRM_SECONDS
+        try:
+            if self._worker.send(replace(message, confirm=True)):
+                while self.pipe.poll(max(0.0, limit - time.monotonic())):
+                    if self.pipe.recv() == Ended(message.number):
+                        self._given.clear()
+                        return True
+        except (EOFError, OSError):
+            pass  # it was killed before it had let go
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        """End it at once. What it had of devices' memory counts as given back."""
+        self._worker.kill()
+        for one in self._given:
+            with suppress(Exception):
+                one.release()
+        self._given.clear()
+
+    def _given_to(self, handle: Handle) -> Handle:
+        if not isinstance(handle, torch.Tensor):
+            return handle
+        if on_host(handle.device):
+            return Shared.made(handle).handle
+        made = Handed.of(handle)
+        self._given.append(made)
+        return made
+
+
+def start(
+    devices: Sequence[str], threads: int | None, work: Callable[..., None] = work
+) -> list[Worker]:
+    """A worker for each device, ready to compute.
+
+    Args:
+        work: what its process does: says ``Ready``, and then obeys. Its arguments are a device, the
+            threads and a pipe.
+
+    Raises:
+        RuntimeError: one did not start, and all are ended; or this process may start none.
+    """
+    _check_may_start()
+    workers: list[Worker] = []
+    try:
+        for device in devices:
+            _begin(device, threads, work, workers)
+        limit = time.monotonic() + _START_SECONDS
+        for worker in workers:
+            _wait_for(worker, max(0.0, limit - time.monotonic()))
+    except BaseException:  # an interrupt, or no more files or processes may be had
+        for each in workers:
+            each.kill()
+        raise
+    return workers
+
+
+def _begin(
+    device: str, threads: int | None, work: Callable[..., None], begun: list[Worker]
+) -> None:
+    """Begin the process of a worker, which is one of ``begun`` even if that is interrupted."""
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    name = f"quorum-attention {device}"
+    process = context.Process(target=work, args=(device, threads, theirs), name=name, daemon=True)
+    _processes.add(process)
+    _pipes.add(ours)
+    worker = Worker(device, process, ours)
+    try:
+        process.start()
+    finally:
+        theirs.close()
+        if process.pid is not None:
+            begun.append(worker)
+
+
+def _wait_for(worker: Worker, seconds: float) -> None:
+    """Wait until a worker is ready.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    answer = None
+    with suppress(EOFError, OSError, UnpicklingError):
+        answer = worker.pipe.recv() if worker.pipe.poll(seconds) else None
+    if isinstance(answer, Ready):
+        worker.name = answer.name
+        return
+    worker.process.join(_EXIT_SECONDS)
+    code = worker.process.exitcode
+    raise RuntimeError(
+        f"the worker of {worker.device} did not start"
+        + (f" (exit code {code})" if code is not None else "")
+        + '; a script that uses a pool needs `if __name__ == "__main__":` around its work'
+    )
+
+
+def end(workers: Sequence[Worker]) -> None:
+    """End workers, kindly those that are idle; they are gone when this returns. Nothing happens to
+    those of another process."""
+    here = [one for one in workers if one.alive]
+    for one in here:
+        one.alive = False
+    mine = [one for one in here if one.owner == os.getpid()]
+    try:
+        for one in mine:
+            one.send(None)
+        limit = time.monotonic() + _END_SECONDS
+        for one in mine:
+            one.process.join(max(0.0, limit - time.monotonic()))
+    finally:
+        for one in mine:
+            one.kill()
+
+
+def end_after(owner: object, workers: list[Worker]) -> None:
+    """Have workers end when nobody refers to their ``owner`` any more, or the program ends: by
+    itself Python would only ask them to, and wait for one that is stopped for ever."""
+    Finalize(owner, _kill, (workers,), exitpriority=1)
+
+
+def _kill(workers: list[Worker]) -> None:
+    for worker in workers:
+        if worker.alive:
+            worker.kill()
+
+
+def _check_may_start() -> None:
+    """Refuse what multiprocessing would say less clearly, or when a worker has ended."""
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "several devices need a worker process each, and this process may start none: it is a "
+            "daemon of multiprocessing, such as a worker of multiprocessing.Pool, of a DataLoader "
+            "or of another pool; or a worker imports a script that uses a pool without `if "
+            '__name__ == "__main__":` around its work'
+        )
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or not script or hasattr(sys, "frozen"):
+        return
+    if not os.path.exists(script):
+        raise RuntimeError(
+            f"the workers of several devices import the program, and it is in no file ({script}): "
+            'save it as a script, with its work under `if __name__ == "__main__":`'
+        )
+
+
+def listen(workers: Sequence[Any], seconds: float | None) -> list[tuple[Any, Done | Failed | None]]:
+    """What workers say next; None instead of an answer from one that is gone.
+
+    Empty if nobody says anything for so many seconds.
+    """
+    sources: dict[Any, Any] = {worker.pipe: worker for worker in workers}
+    heard: list[tuple[Any, Done | Failed | None]] = []
+    try:
+        ready = wait(list(sources), seconds)
+    except (OSError, ValueError):
+        # Another thread has closed the pool meanwhile.
+        heard = [(worker, None) for worker in workers if not worker.alive]
+        if not heard:
+            raise
+        return heard
+    for pipe in ready:
+        worker = sources[pipe]
+        try:
+            heard.append((worker, worker.pipe.recv()))
+        except Exception:  # it is gone, it says what nobody understands, or another thread ended it
+            heard.append((worker, None))
+    return heard
+
+
+__all__ = [
+    "PassWorker", "Turn", "Worker", "check_process", "end", "end_after", "listen", "start",
+]  # fmt: skip

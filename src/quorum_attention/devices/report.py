@@ -1,0 +1,164 @@
+"""What a call on several devices did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quorum_attention.execution.report import PassReport, Report
+from quorum_attention.sizes import format_bytes, format_seconds
+
+
+@dataclass(slots=True)
+class Ran:
+    """A part that a device computed.
+
+    Attributes:
+        device: number of the device in its pool.
+        index: of the part.
+        start, stop: seconds since the pass began, as the coordinator saw it.
+        worked: seconds that its worker was at it; what is left went by between the two.
+        report: what the device's own call did.
+    """
+
+    device: int
+    index: int
+    start: float
+    stop: float
+    report: Report
+    worked: float = 0.0
+
+
+@dataclass(slots=True)
+class PoolPass:
+    """One pass on a pool of devices.
+
+    Attributes:
+        devices: names, in the pool's order.
+        seconds: wall-clock time of the pass.
+        copied_bytes: of tensors that other processes could not have as they were.
+        copy_seconds: that handing over the inputs took, copies and all.
+        parts: how many parts the call had.
+        ran: what ran where and when; its parts in the order in which they ended.
+        history: a line for each device that failed or joined.
+    """
+
+    devices: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    copied_bytes: int = 0
+    copy_seconds: float = 0.0
+    parts: int = 0
+    ran: list[Ran] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
+
+    def busy(self, device: int) -> float:
+        """Seconds in which a device computed."""
+        return sum(one.stop - one.start for one in self.ran if one.device == device)
+
+    def worked(self, device: int) -> float:
+        """Seconds in which a device's worker was at its parts, as it says itself."""
+        return sum(one.worked for one in self.ran if one.device == device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, for JSON."""
+        return {
+            "devices": list(self.devices),
+            "seconds": self.seconds,
+            "copied_bytes": self.copied_bytes,
+            "copy_seconds": self.copy_seconds,
+            "parts": self.parts,
+            "ran": [
+                {n: getattr(one, n) for n in ("device", "start", "stop", "worked")}
+                | {"part": one.index}
+                for one in self.ran
+            ],
+            "history": list(self.history),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.parts} parts on {len(self.devices)} devices, {format_seconds(self.seconds)}"
+        ]
+        if self.copied_bytes:
+            lines[0] += f", {format_bytes(self.copied_bytes)} copied into shared memory"
+        for number, name in enumerate(self.devices):
+            count = sum(one.device == number for one in self.ran)
+            share = self.busy(number) / self.seconds if self.seconds else 0.0
+            lines.append(f"  {name}: {count} parts, busy {share:.0%}")
+        return "\n".join(lines + [f"  {line}" for line in self.history])
+
+
+@dataclass(slots=True)
+class PoolReport:
+    """Filled by a pool's calls; the backward's part by the backward."""
+
+    forward: PoolPass | None = None
+    backward: PoolPass | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, for JSON: of each part who computed it and when."""
+        both = (("forward", self.forward), ("backward", self.backward))
+        return {name: None if one is None else one.to_dict() for name, one in both}
+
+    def __str__(self) -> str:
+        both = (("forward", self.forward), ("backward", self.backward))
+        return "\n".join(f"{name}: {one}" for name, one in both if one is not None)
+
+
+def ran(
+    device: int,
+    parts: Sequence[tuple[int, float]],
+    start: float,
+    stop: float,
+    report: Report,
+    worked: float | None = None,
+) -> list[Ran]:
+    """Parts that a device computed at once, each with its share of the time.
+
+    Args:
+        parts: number and work of each.
+        report: of all together; it goes with the first.
+        worked: seconds that the worker says; None: all of them.
+    """
+    worked = stop - start if worked is None else worked
+    every, before, found = max(1, sum(work for _, work in parts)), 0.0, []
+    for number, work in parts:
+        first, last = (start + (stop - start) * at / every for at in (before, before + work))
+        own = Ran(device, number, first, last, report if not before else Report())
+        own.worked = worked * work / every
+        found.append(own)
+        before += work
+    return found
+
+
+def as_one(of: PoolPass, backward: bool) -> PassReport:
+    """A pass of several devices as that of one: counts are sums, peaks those of the worst part."""
+    name = "backward" if backward else "forward"
+    parts = [(one, getattr(one.report, name)) for one in of.ran]
+    watched: list[tuple[Ran, PassReport]] = [(one, part) for one, part in parts if part is not None]
+    kernels = {kernel: None for one in of.ran for kernel in one.report.total.kernels}
+    found = PassReport(
+        kernel="+".join(kernels), levels=(), planned_levels=(), n_groups=of.parts,
+        heads_per_group=0, n_cap=0, accumulator="none", seconds=of.seconds,
+        recoveries=list(of.history),
+    )  # fmt: skip
+    if watched:
+        _, deepest = max(watched, key=lambda pair: len(pair[1].levels))
+        for field_name in ("levels", "planned_levels", "heads_per_group", "n_cap", "accumulator",
+                           "streams", "budget_bytes", "dropout_p", "dropout_seed"):  # fmt: skip
+            setattr(found, field_name, getattr(deepest, field_name))
+    for one, part in watched:
+        found.units += part.units
+        found.loaded_bytes += part.loaded_bytes
+        found.stored_bytes += part.stored_bytes
+        found.repeated_units += part.repeated_units
+        found.recovery_seconds += part.recovery_seconds
+        found.planned_peak_bytes = max(found.planned_peak_bytes, part.planned_peak_bytes)
+        if part.peak_bytes is not None:
+            found.peak_bytes = max(found.peak_bytes or 0, part.peak_bytes)
+        found.recoveries += [f"{of.devices[one.device]}: {line}" for line in part.recoveries]
+    return found
+
+
+__all__ = ["PoolPass", "PoolReport", "Ran", "as_one", "ran"]

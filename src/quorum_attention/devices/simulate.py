@@ -1,0 +1,117 @@
+"""What devices would do that are not here: a pass's own blocks and schedule, a made-up clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quorum_attention.call.block import Block
+from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.report import PoolPass, ran
+from quorum_attention.devices.scheduler import Schedule
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.report import Report
+from quorum_attention.planner.calibration import calibrated_flops
+from quorum_attention.planner.machine import assumed
+from quorum_attention.planner.make import plan
+
+# Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
+# forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
+# A100 (version 2); an H20 by its peak.
+SPEEDS = {"H200": 1.0, "H100": 0.95, "H800": 0.95, "A100": 0.36, "H20": 0.15}
+# Blocks for each device where devices are not alike, so that others can take what one is too slow
+# for.
+PIECES = 10
+# What an order takes beside the call that computes it: its messages and what the worker maps.
+_ORDER_SECONDS = 0.007
+
+
+def expected_speed(
+    device: str, name: str, dtype: torch.dtype, head_dim: int, *, backward: bool
+) -> float:
+    """Pairs a second of a device, calibrated where it has been, else assumed.
+
+    Args:
+        device: as torch calls it; ``name``: its own name.
+    """
+    place = torch.device(device)
+    backend = backend_of(place)
+    # A CPU's worker has no name of its own.
+    model = name if backend.own_memory else backend.model(place)
+    measured = calibrated_flops(backend, model, dtype, head_dim)
+    if measured is not None:
+        return measured[backward] / head_dim
+    usual = assumed(place.type, dtype, head_dim)
+    relative = next((speed for known, speed in SPEEDS.items() if known in name), 1.0)
+    return relative * (usual.backward_flops if backward else usual.flops) / head_dim
+
+
+def predicted(sizes: Sizes, *, backward: bool, **call: Any) -> Callable[[Block], float]:
+    """A function block -> seconds on an H200, as the planner predicts.
+
+    Args:
+        call: other arguments of ``plan``: head_dim, dtype, budget, kernel, device ...
+    """
+
+    @lru_cache
+    def whole(heads: int, kv_heads: int) -> float:
+        return plan(
+            sizes.n_queries, n_keys=sizes.n_keys, heads=heads, kv_heads=kv_heads,
+            is_causal=sizes.is_causal, backward=backward, **call,
+        ).predicted_seconds  # fmt: skip
+
+    def seconds(block: Block) -> float:
+        kv = sizes.key_heads(block).length
+        all_rows = block._replace(rows=type(block.rows)(0, sizes.n_queries))
+        # Some query heads of one key/value head take a share of what all of them do.
+        heads = kv * sizes.share
+        share = sizes.pairs(block) / max(1, sizes.pairs(all_rows)) * block.heads.length / heads
+        return whole(heads, kv) * share
+
+    return seconds
+
+
+def simulate(
+    sizes: Sizes, devices: Sequence[tuple[str, float]], seconds: Callable[[Block], float]
+) -> PoolPass:
+    """A pass on devices, each a name and its speed; devices of equal names are alike.
+
+    Args:
+        seconds: of a block on a device of speed 1.
+
+    Returns:
+        the report that a pool would have filled, its times predicted.
+    """
+    names, speeds = [name for name, _ in devices], [speed for _, speed in devices]
+    alike = len(set(devices)) == 1
+    homes = partition(sizes, speeds, 1 if alike else PIECES)
+    numbers = {unit: n for n, unit in enumerate(unit for home in homes for unit in home)}
+    rate = max((sizes.pairs(unit) / seconds(unit) for unit in list(numbers)[:1]), default=1.0)
+    schedule = Schedule(
+        homes, sizes.pairs, sizes.joined, [speed * rate for speed in speeds], alike, alike
+    )
+    schedule.devices |= set(range(len(devices)))
+    report = PoolPass(devices=names, parts=len(numbers))
+    events: list[tuple[float, int, float]] = []
+    idle, now = set(schedule.devices), 0.0
+    while not schedule.finished:
+        for device in sorted(idle, key=lambda device: -speeds[device]):
+            order = schedule.take(device, now)
+            if order is not None:
+                idle.discard(device)
+                takes = _ORDER_SECONDS + seconds(order.part) / speeds[device]
+                heapq.heappush(events, (now + takes, device, now))
+        now, device, begun = heapq.heappop(events)
+        order = schedule.done(device, now - begun)
+        shares = [(numbers[unit], sizes.pairs(unit)) for unit in order.units]
+        report.ran += ran(device, shares, begun, now, Report())
+        idle.add(device)
+    report.seconds = now
+    return report
+
+
+__all__ = ["PIECES", "SPEEDS", "expected_speed", "predicted", "simulate"]

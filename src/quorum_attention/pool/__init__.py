@@ -1,7 +1,0 @@
-"""One attention call on several devices of a machine, a worker process each."""
-
-from quorum_attention.pool.kept import close
-from quorum_attention.pool.pool import Pool
-from quorum_attention.pool.report import PoolPass, PoolReport
-
-__all__ = ["Pool", "PoolPass", "PoolReport", "close"]

@@ -1,0 +1,245 @@
+"""Shared memory is mapped once, seen as it is, and let go of when it is of no use."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from quorum_attention.devices import mapped as pool_mapped
+from quorum_attention.devices.buffers import InFile, Shared, room
+from quorum_attention.devices.mapped import MappedBuffers
+from quorum_attention.execution.device.page_locks import Locker, addresses
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
+
+
+def mapped() -> int:
+    """How many mappings of such memory this process has."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:quorum-attention")
+
+
+def test_once_for_all_views() -> None:
+    before = mapped()
+    openings = MappedBuffers()
+    tensor = room((4, 3, 500, 8), torch.float16)
+    tensor.copy_(torch.randn(4, 3, 500, 8))
+    views = [tensor, tensor[1:3, 2], tensor[..., 7:].transpose(0, 2), tensor.view(torch.int16)]
+    there = [openings.open(Shared.made(view).handle) for view in views]
+    for one, other in zip(there, views, strict=True):
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)
+    assert mapped() == before + 2  # here, and once there
+    there[0][3, 1] = 5
+    assert (tensor[3, 1] == 5).all()
+
+
+def test_let_go_of() -> None:
+    gc.collect()
+    before = mapped()
+    openings = MappedBuffers()
+    first, second = (room((1 << 16,), torch.uint8) for _ in range(2))
+    assert mapped() == before + 2
+    kept = openings.open(Shared.made(first).handle)
+    openings.open(Shared.made(second).handle)
+    openings.forget_unused()  # the pass that opened both
+    openings.open(Shared.made(second).handle)
+    openings.forget_unused()  # another one, which has no use for the first
+    assert mapped() == before + 4  # a tensor still refers to it
+    kept[7] = 3
+    assert first[7] == 3
+    del kept
+    gc.collect()
+    assert mapped() == before + 3
+    openings.forget_gone()
+    assert mapped() == before + 3  # it is still there
+    del second
+    openings.forget_gone()
+    gc.collect()
+    assert mapped() == before + 1
+    del first
+    gc.collect()
+    assert mapped() == before
+
+
+class Driver:
+    """Locks and unlocks, made up; ``refuses`` whatever begins at one of these addresses."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.refuses: set[int] = set()
+        self.asked = 0
+
+    def lock(self, address: int, n_bytes: int) -> bool:
+        self.asked += 1
+        assert n_bytes > 0
+        assert not any(a < address + n_bytes and address < a + n for a, n in self.locked.items())
+        if address in self.refuses:
+            return False
+        self.locked[address] = n_bytes
+        return True
+
+    def unlock(self, address: int) -> None:
+        del self.locked[address]
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether all of it is in one range; it is nothing or all."""
+        start, stop = addresses(tensor)
+        touching = [(a, n) for a, n in self.locked.items() if a < stop and start < a + n]
+        whole = [a <= start and stop <= a + n for a, n in touching]
+        assert all(whole)
+        assert len(whole) <= 1
+        return bool(whole)
+
+    def openings(self, most_bytes: int = 1 << 40) -> MappedBuffers:
+        return MappedBuffers(Locker(self.lock, self.unlock, lambda: None), most_bytes)
+
+
+HEAD = (1 << 20, 2)
+
+
+def begun(openings: MappedBuffers, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """A pass opens what it needs."""
+    found = [openings.open(Shared.made(tensor).handle) for tensor in tensors]
+    openings.forget_unused()
+    return found
+
+
+def test_inputs_stay_locked_from_pass_to_pass() -> None:
+    driver = Driver()
+    openings = driver.openings()
+    tensor = room((4, *HEAD), torch.uint8)
+    for _ in range(3):
+        (there,) = begun(openings, tensor)
+        openings.lock([there[:3]], [])
+        assert driver.covers(there[:3])
+    assert driver.asked == 1
+    openings.lock([there[3:]], [])  # beside it
+    assert driver.asked == 2
+    openings.lock([there[2:]], [])  # part of both
+    assert driver.covers(there[2:])
+    assert len(driver.locked) == 1
+    openings.unlock()
+    assert not driver.locked
+
+
+def test_a_result_that_nobody_has_touched_is_not_locked_as_a_whole() -> None:
+    driver = Driver()
+    openings = driver.openings()
+    tensor = room(HEAD, torch.uint8)
+    (there,) = begun(openings, tensor)
+    openings.lock([], [there])
+    openings.lock([], [there])  # another part of the same pass
+    assert not driver.locked
+    (there,) = begun(openings, tensor)
+    openings.lock([], [there])
+    assert driver.covers(there)
+
+
+def test_results_that_change_places_are_locked_when_they_come_again() -> None:
+    """Four results of a step lie in four places, another one in each from step to step: a forward
+    has one, a backward reads that and has three. In the second step all are locked."""
+    driver = Driver()
+    openings = driver.openings()
+    places = [room(HEAD, torch.uint8) for _ in range(4)]
+    for step in range(2):
+        out, *grads = places[step:] + places[:step]
+        openings.lock([], begun(openings, out))
+        there = begun(openings, out, *grads)
+        openings.lock(there[:1], there[1:])
+    assert len(driver.locked) == 4
+    assert driver.asked == 4
+
+
+def test_what_is_locked_stays_for_a_few_passes() -> None:
+    before, driver = mapped(), Driver()
+    openings = driver.openings()
+    first, second = (room(HEAD, torch.uint8) for _ in range(2))
+    openings.lock(begun(openings, first), [])
+    for _ in range(pool_mapped._PASSES):
+        openings.lock(begun(openings, second), [])
+        assert len(driver.locked) == 2
+    openings.lock(begun(openings, second), [])
+    assert len(driver.locked) == 1
+    del second
+    gc.collect()
+    begun(openings, first)  # what is freed meanwhile goes at once
+    assert len(driver.locked) == 0
+    del first
+    openings.forget_gone()
+    gc.collect()
+    assert mapped() == before
+
+
+def test_not_more_than_so_much_is_locked() -> None:
+    driver = Driver()
+    openings = driver.openings(most_bytes=5 << 20)
+    first, second, third = (room(HEAD, torch.uint8) for _ in range(3))
+    openings.lock(begun(openings, first), [])
+    there = begun(openings, second, third)
+    openings.lock(there, [])  # the first one has to go
+    assert [driver.covers(t) for t in there] == [True, True]
+    assert sum(driver.locked.values()) == 4 << 20
+    there = begun(openings, first, second, third)
+    openings.lock(there, [])  # it stays as it is
+    assert sum(driver.covers(t) for t in there) == 2
+
+
+def test_a_refusal_is_not_asked_for_again() -> None:
+    driver = Driver()
+    openings = driver.openings()
+    (there,) = begun(openings, room(HEAD, torch.uint8))
+    driver.refuses = {there.data_ptr()}
+    openings.lock([there], [])
+    openings.lock([there], [])
+    assert driver.asked == 1
+    assert not driver.covers(there)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_all_of_a_tensor_is_locked_or_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    driver = Driver()
+    openings = driver.openings(most_bytes=draw.choice([1 << 40, 12 << 20]))
+    shape = (4, 6, draw.choice([1000, 2048, 3333]), 64)
+    every = [room(shape, torch.uint8) for _ in range(4)]
+    for _ in range(40):
+        if draw.random() < 0.1:
+            every[draw.randrange(4)] = room(shape, torch.uint8)
+        there = begun(openings, *draw.sample(every, draw.randint(1, 4)))
+        for _ in range(draw.randint(1, 3)):
+            low, high = sorted(draw.sample(range(7), 2))
+            rows = draw.choice([slice(None), slice(draw.randint(0, 500), None)])
+            parts = [t[draw.randrange(4)][None, low:high, rows] for t in there]
+            cut = draw.randint(0, len(parts))
+            openings.lock(parts[:cut], parts[cut:])
+            for part in parts:
+                driver.covers(part)
+            assert sum(driver.locked.values()) <= openings._most_bytes
+    del there, parts, part
+    every.clear()
+    gc.collect()
+    openings.forget_gone()
+    assert not driver.locked
+
+
+def test_memory_that_cannot_be_mapped_is_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that other workers compute the part."""
+    tensor = room((1 << 20,), torch.uint8)
+    handle = Shared.made(tensor).handle
+    assert isinstance(handle, InFile)
+    seen = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, seen[1]))
+    try:
+        with pytest.raises(MemoryError, match="not mapped"):
+            MappedBuffers().open(handle)
+        with pytest.raises(MemoryError, match="not mapped"):
+            handle.open()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, seen)

@@ -1,0 +1,55 @@
+"""Blocks of a call cover it once, and each device has as much work as goes by its speed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from quorum_attention.call.block import Block
+from quorum_attention.devices.partition import Sizes, partition
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_row_of_every_head_is_in_one_block(seed: int) -> None:
+    draw = random.Random(seed)
+    kv_heads, share = draw.randint(1, 5), draw.choice([1, 1, 2, 5])
+    n = draw.choice([1, 7, 128, 129, 1000, 5000])
+    causal = draw.random() < 0.5
+    sizes = Sizes(
+        draw.randint(1, 3), kv_heads * share, kv_heads, n, n if causal else draw.randint(1, 900),
+        causal, draw.random() < 0.8,
+    )  # fmt: skip
+    speeds = [draw.choice([1.0, 1.0, 0.01, 7.0]) for _ in range(draw.randint(1, 9))]
+    homes = partition(sizes, speeds, draw.choice([1, 10]))
+    blocks = [block for home in homes for block in home]
+    assert len(homes) == len(speeds)
+    assert len(set(blocks)) == len(blocks)
+    joined = list[Block]()
+    for home in homes:
+        first = len(joined)
+        for block in home:
+            both = sizes.joined(joined[-1], block) if len(joined) > first else None
+            if both is not None and draw.random() < 0.7:
+                joined[-1] = both
+            else:
+                joined.append(block)
+    for every in (blocks, joined):
+        seen = np.zeros((sizes.batch, sizes.heads, n), int)
+        for block in every:
+            seen[block.entries.start, slice(*block.heads), slice(*block.rows)] += 1
+            assert block.keys.stop >= (block.rows.stop if causal else sizes.n_keys)
+            kv = sizes.key_heads(block)
+            every_row = block.heads.length == 1 or block.rows == (0, n)
+            assert every_row
+            assert sizes.is_whole(block) or kv.length == 1
+        assert (seen == 1).all()
+    if sizes.rows_may_be_cut and n == 5000 and min(speeds) == max(speeds):
+        work = [sum(map(sizes.pairs, home)) for home in homes]
+        assert max(work) - min(work) < 2 * 128 * sizes.n_keys
+
+
+def test_nothing_to_do() -> None:
+    assert partition(Sizes(0, 2, 2, 10, 10, False), [1.0, 1.0]) == [[], []]
+    assert partition(Sizes(1, 2, 2, 0, 10, False), [1.0, 1.0]) == [[], []]

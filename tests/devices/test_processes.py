@@ -1,0 +1,204 @@
+"""Workers are ended with whoever started them, also where that is interrupted or forgotten."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+from helpers_processes import run_python
+
+from quorum_attention.devices import Pool, processes
+from quorum_attention.devices.messages import Begin, End, Ended
+from quorum_attention.devices.processes import PassWorker, Worker, end, end_after, start
+
+UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
+
+
+class Process:
+    """A process that ends when it is killed."""
+
+    exitcode = None
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    def is_alive(self) -> bool:
+        return not self.killed
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def join(self, seconds: float | None = None) -> None: ...
+
+
+def worker() -> Worker:
+    ours, _ = multiprocessing.Pipe()
+    return Worker("cpu", Process(), ours)
+
+
+class Nobody:
+    """Who has workers."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("at", ["_begin", "_wait_for"])
+def test_a_start_that_is_broken_off_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], at: str
+) -> None:
+    made: list[Worker] = []
+
+    def begin(device: str, threads: Any, work: Any, begun: list[Worker]) -> None:
+        if at == "_begin" and made:
+            raise error
+        made.append(worker())
+        begun.append(made[-1])
+
+    def wait_for(one: Worker, seconds: float) -> None:
+        if at == "_wait_for" and one is made[-1]:
+            raise error
+
+    monkeypatch.setattr(processes, "_begin", begin)
+    monkeypatch.setattr(processes, "_wait_for", wait_for)
+    with pytest.raises(error):
+        start(["cpu", "cpu"], 1)
+    assert made
+    assert all(one.process.killed and not one.alive for one in made)
+
+
+def test_an_owner_that_is_forgotten_takes_its_workers_along() -> None:
+    owner, mine = Nobody(), [worker()]
+    end_after(owner, mine)
+    mine.append(worker())  # it has joined later
+    del owner
+    gc.collect()
+    assert all(one.process.killed == 1 for one in mine)
+
+
+def test_an_interrupt_as_workers_are_ended_kills_them() -> None:
+    def interrupted(seconds: float | None = None) -> None:
+        if seconds is not None:
+            raise KeyboardInterrupt
+
+    mine = [worker(), worker()]
+    mine[0].process.join = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        end(mine)
+    assert all(one.process.killed for one in mine)
+
+
+def test_what_cannot_be_sent_does_not_count_as_a_lost_worker() -> None:
+    class Unsendable:
+        def __reduce__(self) -> Any:
+            raise OSError("no file is left")
+
+    one = worker()
+    with pytest.raises(OSError, match="no file"):
+        one.send(Unsendable())
+    assert one.alive
+    one.pipe.close()
+    assert not one.send(None)
+
+
+_STOPPED = """
+import multiprocessing, os, signal, time
+from quorum_attention.devices.processes import Worker, end_after
+class Nobody: pass
+def sleeps():
+    time.sleep(100)
+owner = Nobody()
+process = multiprocessing.get_context("fork").Process(target=sleeps, daemon=True)
+process.start()
+os.kill(process.pid, signal.SIGSTOP)
+ours, _ = multiprocessing.Pipe()
+end_after(owner, [Worker("cpu", process, ours)])
+signal.alarm(20)
+print(process.pid)
+"""
+
+
+@UNIX
+def test_a_program_ends_although_a_worker_is_stopped() -> None:
+    ended = run_python(_STOPPED)
+    assert ended.returncode == 0, ended.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ended.stdout), 0)
+
+
+class Given:
+    """Stands for memory of a GPU."""
+
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@dataclass
+class Fake:
+    """A worker that is there, with the other end of its pipe in ``other``."""
+
+    pipe: Any = None
+    other: Any = None
+    alive: bool = True
+    sent: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pipe, self.other = Pipe()
+
+    def send(self, message: object) -> bool:
+        self.sent.append(message)
+        return self.alive
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+@pytest.mark.parametrize("fate", ["lets go", "is gone", "was killed", "hangs"])
+def test_the_end_of_a_pass(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quorum_attention.devices.processes._CONFIRM_SECONDS", 0.05)
+    worker, given = Fake(), Given()
+    hired = PassWorker(worker, None)  # type: ignore[arg-type]
+    hired._given.append(given)  # type: ignore[arg-type]
+    match fate:
+        case "lets go":
+            worker.other.send("what it had still to say")
+            worker.other.send(Ended(3))
+        case "is gone":
+            worker.alive = False
+        case "was killed":
+            worker.other.close()
+    assert hired.send(End(3)) == (fate == "lets go")
+    assert worker.sent == [End(3, confirm=True)]
+    assert given.released == (fate != "lets go")
+    assert worker.alive == (fate == "lets go")
+    hired.kill()
+    assert given.released == (fate != "lets go")  # never twice
+
+
+def test_nothing_is_waited_for_where_nothing_was_given() -> None:
+    worker = Fake()
+    assert PassWorker(worker, None).send(End(1))  # type: ignore[arg-type]
+    assert worker.sent == [End(1)]
+
+
+def test_a_worker_says_that_it_has_let_go() -> None:
+    with Pool(["cpu"]) as pool:
+        (worker,) = pool.workers
+        hired, given = PassWorker(worker, None), Given()
+        for _ in range(2):
+            number = pool.number()
+            hired.send(Begin(number, False, None, {}, {}))
+            hired._given.append(given)  # type: ignore[arg-type]
+            assert hired.send(End(number))
+        assert given.released == 0
+        hired.send(Begin(9, False, None, {}, {}))
+        hired._given.append(given)  # type: ignore[arg-type]
+        os.kill(worker.process.pid, signal.SIGKILL)
+        assert not hired.send(End(9))
+        assert given.released == 1

@@ -1,0 +1,332 @@
+"""The coordinator with made-up workers: each part ends once, or the error says why not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from quorum_attention.call.block import Block
+from quorum_attention.devices import scheduler
+from quorum_attention.devices.messages import Begin, Compute, Done, Failed
+from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.processes import Worker, listen
+from quorum_attention.devices.report import PoolPass
+from quorum_attention.devices.scheduler import Coordinator, Schedule
+from quorum_attention.devices.simulate import simulate
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.report import Report
+
+SIZES = Sizes(1, 8, 8, 1024, 1024, True)
+Behaviour = Callable[[Compute, int], "Done | Failed | None"]
+
+
+class Process:
+    """What a worker needs of a process; ends with its pipe."""
+
+    exitcode = None
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self, seconds: float | None = None) -> None: ...
+
+
+def worker(behaviour: Behaviour) -> Worker:
+    """A worker whose answers are made up; None: it ends."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def answer(pipe: Connection) -> None:
+        count = 0
+        while True:
+            try:
+                message: Any = pipe.recv()
+            except (EOFError, OSError):
+                return
+            if not isinstance(message, Compute):
+                continue
+            count += 1
+            said = behaviour(message, count)
+            try:
+                if said is None:
+                    pipe.close()
+                    return
+                pipe.send(said)
+            except OSError:
+                return
+
+    threading.Thread(target=answer, args=(theirs,), daemon=True).start()
+    return Worker("cpu", Process(), ours)
+
+
+def well(message: Compute, count: int) -> Done:
+    return Done(message.number, message.index, 0.0, Report())
+
+
+def failing(at: int, memory: bool, error: BaseException | str = "no memory") -> Behaviour:
+    def behave(message: Compute, count: int) -> Done | Failed:
+        if count < at:
+            return well(message, count)
+        return Failed(message.number, message.index, memory, error, "there")
+
+    return behave
+
+
+def ending(at: int) -> Behaviour:
+    return lambda message, count: well(message, count) if count < at else None
+
+
+def hanging(at: int, over: threading.Event) -> Behaviour:
+    def behave(message: Compute, count: int) -> Done:
+        if count >= at:
+            over.wait()
+        return well(message, count)
+
+    return behave
+
+
+def coordinator(
+    workers: list[Worker],
+    ended: list[Block],
+    sums: Callable[[Block], None] = lambda part: None,
+    number: int = 1,
+    **more: Any,
+) -> tuple[Coordinator, PoolPass, list[Block]]:
+    report = PoolPass(devices=[f"device {n}" for n in range(len(workers))])
+    homes = partition(SIZES, [1.0] * max(2, len(workers)), 10)
+    units = [unit for home in homes for unit in home]
+    made = Coordinator(
+        workers, Begin(number, False, None, {}, {}), Schedule(homes, SIZES.pairs, SIZES.joined),
+        {unit: n for n, unit in enumerate(units)}, sums, lambda p, s: ended.append(p), report,
+        listen, **more,
+    )  # fmt: skip
+    return made, report, units
+
+
+def rows_of(blocks: list[Block]) -> list[tuple[int, int]]:
+    """Heads and tiles of rows, each once if nothing is computed twice."""
+    return sorted(
+        (head, row) for one in blocks for head in range(*one.heads) for row in range(*one.rows, 128)
+    )
+
+
+def run(*behaviours: Behaviour, steady: bool = True) -> PoolPass:
+    workers, ended = [worker(b) for b in behaviours], list[Block]()
+    made, report, units = coordinator(workers, ended, steady=steady)
+    try:
+        made.run()
+    finally:
+        for each in workers:
+            each.pipe.close()
+    assert rows_of(ended) == rows_of(units)
+    assert sorted(one.index for one in report.ran) == list(range(len(units)))
+    return report
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_fails_the_others_finish(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds: list[Callable[[int], Behaviour]] = [ending, lambda at: failing(at, True)]
+    lost = [draw.choice(kinds)(draw.randint(1, 4)) for _ in range(draw.randint(1, 3))]
+    behaviours = [*lost, well]
+    draw.shuffle(behaviours)
+    report = run(*behaviours)
+    assert len(report.history) <= 2 * len(lost)
+
+
+def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_HUNG_SECONDS", 0.2)
+    over = threading.Event()
+    try:
+        report = run(hanging(1, over), well)
+    finally:
+        over.set()
+    assert any("no answer" in line for line in report.history)
+
+
+def test_parts_that_are_not_alike_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be a hanging worker is one whose part is more work than its pairs say."""
+    monkeypatch.setattr(scheduler, "_HUNG_SECONDS", 0.05)
+
+    def slow(message: Compute, count: int) -> Done:
+        time.sleep(1.0 if count == 2 else 0.0)  # many times what others take on busy cores
+        return well(message, count)
+
+    assert run(slow, well, steady=False).history == []
+    with pytest.raises(RuntimeError, match="no answer"):
+        run(slow)
+
+
+def test_the_last_one_out_of_memory() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"no device is left after \d+ of \d+ parts"):
+        run(failing(2, True), failing(1, True))
+
+
+def test_the_last_one_lost() -> None:
+    with pytest.raises(RuntimeError, match=r"after 0 of \d+ parts.*device 1: its worker has ended"):
+        run(ending(1), ending(1))
+
+
+def test_nobody_there() -> None:
+    gone = worker(well)
+    gone.alive = False
+    with pytest.raises(
+        RuntimeError, match=r"no device is left after 0 of \d+ parts: all had ended"
+    ):
+        coordinator([gone], [])[0].run()
+    gone.pipe.close()
+
+
+def test_other_errors_come_through_and_workers_stay() -> None:
+    workers = [worker(failing(1, False, ValueError("scale"))), worker(well)]
+    with pytest.raises(ValueError, match="scale") as caught:
+        coordinator(workers, [])[0].run()
+    assert "there" in str(caught.value.__cause__)
+    assert all(each.alive for each in workers)
+
+
+def test_whoever_comes_takes_parts() -> None:
+    """A worker that comes while a pass runs; and one that comes when the last one is lost."""
+    coming = [[], [worker(ending(3))], []]
+
+    def recruits(wait: bool) -> list[Worker]:
+        return [worker(well)] if wait else coming.pop(0) if coming else []
+
+    ended: list[Block] = []
+    made, report, units = coordinator([worker(ending(2))], ended, recruits=recruits)
+    made.run()
+    assert rows_of(ended) == rows_of(units)
+    assert len(report.devices) == 3
+
+
+def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
+    """No shared memory for sums: the error comes at once, and the workers stay."""
+    workers, asked = [worker(well), worker(well)], list[Block]()
+
+    def sums(part: Block) -> None:
+        asked.append(part)
+        if len(asked) == 2:
+            raise OSError("no file is left")
+
+    began = time.perf_counter()
+    with pytest.raises(OSError, match="no file is left"):
+        coordinator(workers, [], sums)[0].run()
+    assert time.perf_counter() - began < 10
+    assert all(one.alive for one in workers)
+
+
+def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
+    """It would write into results that the caller has back."""
+    over = threading.Event()
+    workers = [worker(hanging(1, over)), worker(well)]
+    made, _, _ = coordinator(workers, [])
+    steps = made.steps()
+    next(steps)
+    steps.close()
+    over.set()
+    assert not workers[0].alive
+
+
+def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
+    """A worker that a second interrupt has left at work answers late."""
+
+    def twice(message: Compute, count: int) -> Done:
+        late.send(Done(message.number - 1, message.index, 0.0, Report()))
+        return well(message, count)
+
+    ours, late = multiprocessing.Pipe()
+    slow = worker(twice)
+    slow.pipe, real = ours, slow.pipe
+
+    def pass_on() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                if late.poll(0.001):
+                    real.send(late.recv())
+                if real.poll(0.001):
+                    late.send(real.recv())
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    ended: list[Block] = []
+    made, _, units = coordinator([slow], ended, number=7)
+    made.run()
+    assert rows_of(ended) == rows_of(units)
+
+
+def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
+    class Garbage:
+        def __reduce__(self) -> tuple[object, ...]:
+            return int, ("none",)
+
+    def talks(message: Compute, count: int) -> Any:
+        return Garbage() if count == 1 else well(message, count)
+
+    report = run(talks, well)
+    assert "device 0: its worker has ended" in report.history
+
+
+def ideal(sizes: Sizes, speeds: list[float]) -> float:
+    """Seconds if all devices end together; one of speed 1 does a pair in a second."""
+    homes = partition(sizes, [1.0])
+    return sum(sizes.pairs(one) for home in homes for one in home) / sum(speeds)
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0] * 3, [1.0] * 8, [1.0, 0.5], [2.0, 1.0, 0.3]])
+@pytest.mark.parametrize("heads", [1, 3, 8, 33])
+@pytest.mark.parametrize("causal", [False, True])
+def test_devices_end_together(speeds: list[float], heads: int, causal: bool) -> None:
+    sizes = Sizes(1, heads, heads, 1 << 17, 1 << 17, causal)
+    devices = [(f"of speed {speed}", speed) for speed in speeds]
+    report = simulate(sizes, devices, lambda block: float(sizes.pairs(block)))
+    assert report.seconds < 1.06 * ideal(sizes, speeds)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_devices_whose_speeds_nobody_knew(seed: int) -> None:
+    """They take what the others have not begun, and none begins what it would be last with."""
+    draw = random.Random(seed)
+    speeds = [10 ** draw.uniform(-1, 0) for _ in range(draw.randint(2, 6))]
+    heads = draw.randint(1, 9)
+    sizes = Sizes(1, heads, heads, 1 << 16, 1 << 16, True)
+    schedule = Schedule(partition(sizes, [1.0] * len(speeds), 10), sizes.pairs, sizes.joined)
+    schedule.devices |= set(range(len(speeds)))
+    now, events, done = 0.0, list[tuple[float, int, float]](), list[Block]()
+    while not schedule.finished:
+        for device in set(range(len(speeds))) - set(schedule.running):
+            order = schedule.take(device, now)
+            if order is not None:
+                events.append((now + order.work / speeds[device], device, now))
+        events.sort()
+        now, device, begun = events.pop(0)
+        done.append(schedule.done(device, now - begun).part)
+    assert len(set(rows_of(done))) == len(rows_of(done)) == heads * (1 << 16) // 128
+    assert now < 1.5 * ideal(sizes, speeds)
+
+
+@pytest.mark.parametrize(("heads", "devices"), [(8, 2), (3, 2), (33, 3), (9, 8)])
+def test_the_same_heads_go_to_the_same_device_from_call_to_call(heads: int, devices: int) -> None:
+    """In equal orders of at most five seconds."""
+    sizes = Sizes(1, heads, heads, 1 << 20, 1 << 20, True)
+    homes = partition(sizes, [1.0] * devices)
+    work = [sum(map(sizes.pairs, home)) for home in homes]
+    assert max(work) < 1.02 * min(work)
+    for _ in range(2):
+        schedule = Schedule(
+            homes, sizes.pairs, sizes.joined, [max(work) / 12] * devices, True, True
+        )
+        schedule.devices |= set(range(devices))
+        for device in range(devices):
+            orders = []
+            while schedule._waiting[device]:
+                order = schedule.take(device, 0.0)
+                assert order is not None
+                assert set(order.units) <= set(homes[device])
+                orders.append(schedule.done(device, 4.0))
+            assert len(orders) >= 2
