@@ -26,7 +26,7 @@ FLOORS = (
     ("limits", "planner"),
     ("call",),
     ("passes",),
-    ("autograd",),
+    ("autograd", "blocks"),
     ("pool", "repeated"),
     ("traced",),
     ("api",),

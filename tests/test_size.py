@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 # Lines of code and files of each room; "top": the files beside the rooms.
 BUDGETS = {
     "bench": (1296, 21),
-    "call": (1569, 17),
+    "call": (1737, 18),
     "checking": (1515, 9),
     "cli": (2239, 19),
     "decomposition": (1028, 10),
@@ -26,7 +26,7 @@ BUDGETS = {
     "farm": (1672, 12),
     "integrations": (1631, 18),
     "kernels": (10217, 79),
-    "on_disk": (1271, 11),
+    "on_disk": (1201, 11),
     "pictures": (702, 11),
     "planner": (2272, 16),
     "pool": (3224, 31),
@@ -34,7 +34,7 @@ BUDGETS = {
     "quorums": (148, 3),
     "recipes": (941, 12),
     "repeated": (560, 6),
-    "top": (2718, 19),
+    "top": (2744, 20),
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.causal_bias import as_mask
-from quorum_attention.call.gradients import Given, given_of
+from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import request_of
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.workload import Workload
 from quorum_attention.files import Wanted
@@ -19,8 +19,7 @@ from quorum_attention.mask import Mask
 from quorum_attention.on_disk.parts import Part, parts_of
 
 GRADIENTS = ("dq", "dk", "dv")
-# Fields of a mask with a number for each batch entry, where they have so many dimensions.
-_BY_ENTRY = {"key_lengths": 1, "key_padding": 2}
+_OF_KEYS = ("key", "value", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,96 +84,27 @@ class FileCall:
             return max(1, min(wanted, most))
         return min(wanted // most, max(1, self.work.batch)) * most
 
-    def of_part(
-        self, part: Part, written: Written, out: torch.Tensor | None = None
-    ) -> tuple[Tensors, Request]:
-        """The tensors and the request of a part.
-
-        Args:
-            out: where the output of a forward goes.
-        """
-        return request_of(
-            "attention_backward" if self.backward else "attention",
-            self.input(part, "query"), self.input(part, "key"), self.input(part, "value"),
-            self.mask_of(part), 0.0, None, self.is_causal, self.scale, True, out,
-            None if out is not None or self.backward else self.out_dtype, written,
+    @property
+    def whole(self) -> WholeCall:
+        """The call that parts are blocks of."""
+        work = self.work
+        return WholeCall(
+            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, self.mask,
+            self.is_causal, self.scale,
         )  # fmt: skip
 
-    def given(
-        self,
-        part: Part,
-        tensors: Tensors,
-        request: Request,
-        grads: tuple[torch.Tensor, ...] | None = None,
-    ) -> Given:
-        """What the backward of a part reads besides, and where its gradients go."""
-        grad_out, out, lse = (self.input(part, name) for name in ("grad_out", "out", "lse"))
-        return given_of(
-            tensors, request, grad_out, out, lse, grads, False, None, tuple(tensors[:3])
-        )
+    def block(self, part: Part) -> Block:
+        """The block that a part is."""
+        rows, keys = Interval(0, self.work.n_queries), Interval(0, self.work.n_keys)
+        return Block(part.entries, part.query_heads, rows, keys)
 
-    def input(self, part: Part, role: str) -> torch.Tensor:
-        """A part of an input, a view (entries, heads, ...)."""
-        heads = part.key_heads if role in ("key", "value") else part.query_heads
-        return self.sliced(self.tensors[role], part, heads)
+    def inputs(self, part: Part) -> dict[str, torch.Tensor]:
+        """What a part reads, views (entries, heads, ...)."""
+        return {name: self.sliced(tensor, part, name) for name, tensor in self.tensors.items()}
 
-    def sliced(self, tensor: torch.Tensor, part: Part, heads: Interval) -> torch.Tensor:
-        """A part of a tensor (*batch, heads, ...), a view (entries, heads, ...)."""
-        shape = self.work.batch_shape
-        if len(shape) == 1:
-            found = tensor[slice(*part.entries)]
-        else:
-            found = tensor[_unravelled(part.entries.start, shape)][None]
-        return found[:, slice(*heads)]
-
-    def mask_of(self, part: Part) -> torch.Tensor | Mask | None:
-        """The mask of a part."""
-        mask = self.mask
-        if not isinstance(mask, Mask):
-            return None if mask is None else self._bias(mask, part)
-        changes: dict[str, Any] = {}
-        if mask.bias is not None:
-            changes["bias"] = self._bias(mask.bias, part)
-        if mask.sinks is not None:
-            changes["sinks"] = mask.sinks[slice(*part.query_heads)]
-        if isinstance(mask.documents, tuple):
-            changes["documents"] = tuple(_entries(ids, part, 2) for ids in mask.documents)
-        elif mask.documents is not None:
-            changes["documents"] = _entries(mask.documents, part, 2)
-        for name, dims in _BY_ENTRY.items():
-            given = getattr(mask, name)
-            if given is not None:
-                changes[name] = _entries(given, part, dims)
-        return replace(mask, **changes)
-
-    def _bias(self, bias: torch.Tensor, part: Part) -> torch.Tensor:
-        shape = self.work.batch_shape
-        if bias.dim() < 3:
-            return bias
-        if bias.shape[-3] > 1:
-            heads = part.query_heads
-            bias = bias.narrow(-3, heads.start, heads.length)
-        dims = bias.dim() - 3
-        if not dims:
-            return bias
-        if len(shape) == 1:
-            return bias if bias.shape[0] == 1 else bias[slice(*part.entries)]
-        index = _unravelled(part.entries.start, shape)[len(shape) - dims :]
-        return bias[tuple(0 if n == 1 else i for n, i in zip(bias.shape, index, strict=False))]
-
-
-def _entries(tensor: torch.Tensor, part: Part, dims: int) -> torch.Tensor:
-    """The batch entries of a part, where the tensor has that dimension."""
-    has = tensor.dim() == dims and tensor.shape[0] != 1
-    return tensor[slice(*part.entries)] if has else tensor
-
-
-def _unravelled(entry: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        entry, at = divmod(entry, size)
-        index.append(at)
-    return tuple(reversed(index))
+    def sliced(self, tensor: torch.Tensor, part: Part, name: str) -> torch.Tensor:
+        """A part of an input or a result (*batch, heads, ...), a view (entries, heads, ...)."""
+        return self.whole.cut(tensor, self.block(part), of_keys=name in _OF_KEYS)
 
 
 def file_call(
@@ -206,7 +136,7 @@ def file_call(
         "attention_backward" if backward else "attention", query, key, value, mask, 0.0, None,
         is_causal, scale, True, None, None if backward else out_dtype, written,
     )  # fmt: skip
-    # Views with all dimensions; a mask's are told apart by ``_bias``.
+    # Views with all dimensions; a mask's are told apart by ``WholeCall.cut_bias``.
     found = {"query": checked.query, "key": checked.key, "value": checked.value}
     if backward:
         heads = 1 if request.without_heads else 0
@@ -218,20 +148,10 @@ def file_call(
         )  # fmt: skip
         found |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
     work = request.work
-    if isinstance(mask, Mask):
-        _check_entries(mask, work.batch)
     dtype = out_dtype or given[0].dtype
     return FileCall(
         found, mask, is_causal, scale, dtype, backward, written, work, request.without_heads
     )
-
-
-def _check_entries(mask: Mask, batch: int) -> None:
-    """Only what ``request_of`` has not: nothing here may be cut wrongly."""
-    for inner in (*mask.either, *mask.every):
-        for field in fields(Mask):
-            if field.name in ("documents", *_BY_ENTRY) and getattr(inner, field.name) is not None:
-                raise NotImplementedError(f"a mask within a mask has no {field.name} here")
 
 
 def written_as(call: FileCall, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from quorum_attention.api import attention_backward
+from quorum_attention.blocks import compute_block
+from quorum_attention.call.block import BlockResults, request_of_block
 from quorum_attention.call.options import Written
-from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
@@ -20,7 +20,7 @@ from quorum_attention.mask import Mask
 from quorum_attention.on_disk.call import GRADIENTS, FileCall, written_as
 from quorum_attention.on_disk.parts import Part
 from quorum_attention.on_disk.scratch import bytes_of, scratch
-from quorum_attention.passes import check_forward, decide_backward, decide_forward, run_forward
+from quorum_attention.passes import check_forward, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
 from quorum_attention.planner.first_calls import alike
@@ -149,7 +149,8 @@ def _unlike(call: FileCall, parts: Sequence[Part]) -> list[Part]:
     for part in parts:
         if part.key_heads.start:
             continue  # other heads of the same entries
-        mine, every = (_by_entry(mask) for mask in (call.mask_of(part), call.mask))
+        of_part, _ = call.whole.mask_of(call.block(part))
+        mine, every = _by_entry(of_part), _by_entry(call.mask)
         if all(one is other for one, other in zip(mine, every, strict=True)):
             return [part]
         kept = tuple(None if one is None else one.cpu().numpy().tobytes() for one in mine)
@@ -169,11 +170,13 @@ def _by_entry(mask: torch.Tensor | Mask | None) -> tuple[torch.Tensor | None, ..
 def _decision(call: FileCall, part: Part, *, in_file: bool) -> Decision:
     """How a part would be run. Of results it matters only that they are given, and their dtype."""
     with torch.no_grad():
-        tensors, request = call.of_part(part, call.written)
         dtype = call.work.state_dtype if in_file else call.out_dtype
         target = torch.empty(0, dtype=dtype, device="cpu")
-        if call.backward:
-            given = call.given(part, tensors, request)
+        tensors, request, given = request_of_block(
+            call.whole, call.block(part), call.inputs(part), call.written,
+            BlockResults(out_dtype=None if call.backward else call.out_dtype),
+        )  # fmt: skip
+        if given is not None:
             given = given._replace(grads=(target, target, target))
             return decide_backward(tensors, request, given)[1]
         lse = target if lse_given(call, in_file=in_file) else None
@@ -233,7 +236,7 @@ def compute_here(work: Work, parts: Sequence[Part]) -> Iterator[Part]:
                 report=work.report,
                 progress=None if bar is None else _Shifted(bar, part.number, settings.parts),
             )
-            targets = {name: _target(call, part, t, name) for name, t in results.items()}
+            targets = {name: call.sliced(t, part, name) for name, t in results.items()}
             mine, _ = _scratch_of(call, part, in_file=settings.in_file)
             if call.backward:
                 _backward(call, part, written, targets, space.tensors(mine, dtype))
@@ -267,11 +270,6 @@ def _lse_shape(call: FileCall, part: Part) -> tuple[int, ...]:
     return part.entries.length, part.query_heads.length, call.work.n_queries
 
 
-def _target(call: FileCall, part: Part, result: torch.Tensor, name: str) -> torch.Tensor:
-    heads: Interval = part.key_heads if name in ("dk", "dv") else part.query_heads
-    return call.sliced(result, part, heads)
-
-
 @alike()
 def _forward(
     call: FileCall,
@@ -283,10 +281,10 @@ def _forward(
 ) -> None:
     accumulated = settings.in_file and call.out_dtype != call.work.state_dtype
     out = space[0] if accumulated else targets["out"]
-    tensors, request = call.of_part(part, written, out)
     given = lse_given(call, in_file=settings.in_file)
     lse = targets.get("lse", space[-1] if space else None)
-    _, made = run_forward(tensors, replace(request, lse=lse) if given else request)
+    into = BlockResults(out, lse if given else None)
+    _, made = compute_block(call.whole, call.block(part), call.inputs(part), written, into)
     if accumulated:
         targets["out"].copy_(out)
     if not given and "lse" in targets:
@@ -303,21 +301,15 @@ def _backward(
 ) -> None:
     wanted = tuple(targets[name] for name in GRADIENTS)
     grads = space or wanted
-    tensors, request = call.of_part(part, written)
-    if 0 not in (tensors.query.numel(), tensors.value.numel()):
-        check_forward(tensors, request, call.given(part, tensors, request))
-    query, key, value, grad_out, out, lse = (
-        call.input(part, role) for role in ("query", "key", "value", "grad_out", "out", "lse")
-    )
-    attention_backward(
-        grad_out, query, key, value, out, lse, call.mask_of(part), call.is_causal, call.scale,
-        True, budget=written.budget, depth=written.depth, kernel=written.kernel,
-        accumulator=written.accumulator, devices=written.devices,
-        grads=(grads[0], grads[1], grads[2]), progress=written.progress, report=written.report,
-    )  # fmt: skip
+    into = BlockResults(grads=(grads[0], grads[1], grads[2]))
+    made = call.whole, call.block(part), call.inputs(part), written, into
+    tensors, request, given = request_of_block(*made)
+    if given is not None and not is_trivial(tensors):
+        check_forward(tensors, request, given)
+    compute_block(*made)
     if space:
-        for target, made in zip(wanted, grads, strict=True):
-            target.copy_(made)
+        for target, grad in zip(wanted, grads, strict=True):
+            target.copy_(grad)
 
 
 class _Shifted:

@@ -1,0 +1,251 @@
+"""A block of a call: some rows of some heads, against some keys, as a call of its own.
+
+Devices, ranks, Ray tasks and runs over files compute blocks: each cuts inputs and mask to the block
+and makes the block's request here, and computes it with ``blocks.compute_block``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from quorum_attention.call.gradients import Given, given_of
+from quorum_attention.call.options import Written
+from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.mask import Keeps, Mask
+
+AttnMask = Mask | torch.Tensor | None
+
+
+class Block(NamedTuple):
+    """Half-open ranges, numbered in the whole call: batch entries (all batch dimensions flattened),
+    query heads, rows of queries, keys."""
+
+    entries: Interval
+    heads: Interval
+    rows: Interval
+    keys: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCall:
+    """A call that is computed in blocks.
+
+    Attributes:
+        batch_shape, heads, kv_heads, n_queries, n_keys: its sizes.
+        mask: its ``attn_mask``, for all of it; a bias broadcasts to (*batch_shape, heads,
+            n_queries, n_keys).
+        is_causal, scale: as for ``attention``.
+        dropout: None: none.
+        records: whether a gradient may follow, which the forward's kernel then has to have.
+        mask_grad: whether the gradient of the mask may follow.
+    """
+
+    batch_shape: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    mask: AttnMask = None
+    is_causal: bool = False
+    scale: float | None = None
+    dropout: Dropout | None = None
+    records: bool = False
+    mask_grad: bool = False
+
+    def key_heads(self, block: Block) -> Interval:
+        """The key/value heads that the block's query heads read."""
+        share = self.heads // self.kv_heads
+        return Interval(block.heads.start // share, -(-block.heads.stop // share))
+
+    def cut(self, tensor: torch.Tensor, block: Block, *, of_keys: bool) -> torch.Tensor:
+        """The block's part of a tensor (*batch_shape, heads, tokens, ...), a view (entries, heads,
+        tokens, ...).
+
+        Args:
+            of_keys: whether its heads and tokens are those of keys and values.
+        """
+        heads = self.key_heads(block) if of_keys else block.heads
+        tokens = block.keys if of_keys else block.rows
+        if len(self.batch_shape) == 1:
+            entries = tensor[slice(*block.entries)]
+        else:
+            entries = tensor[self._index(block)][None]
+        return entries[:, slice(*heads), slice(*tokens)]
+
+    def mask_of(self, block: Block) -> tuple[AttnMask, bool]:
+        """``attn_mask`` and ``is_causal`` of the block."""
+        mask, rows, keys = self.mask, block.rows, block.keys
+        if isinstance(mask, torch.Tensor):
+            mask = self.cut_bias(mask, block)
+        elif mask is not None:
+            mask = self._cut_mask(mask, block)
+        if not self.is_causal or keys.stop <= rows.start + 1:
+            return mask, False  # no key is later than any query
+        if rows.start == keys.start:
+            return mask, True
+        # The block's first query does not stand at its first key.
+        later = Mask(causal=True, offset=rows.start - keys.start)
+        if isinstance(mask, torch.Tensor):
+            mask = Mask(bias=mask)
+        return later if mask is None else mask & later, False
+
+    def cut_bias(self, bias: torch.Tensor, block: Block) -> torch.Tensor:
+        """The block's part of a bias, or of its gradient, a view."""
+        spans = ((-3, block.heads), (-2, block.rows), (-1, block.keys))
+        for dim, span in spans:
+            if bias.dim() >= -dim and bias.shape[dim] > 1:
+                bias = bias.narrow(dim, span.start, span.length)
+        dims = bias.dim() - 3
+        if dims <= 0:
+            return bias
+        if len(self.batch_shape) == 1:
+            return _entries(bias, block, 4)
+        index = self._index(block)[len(self.batch_shape) - dims :]
+        return bias[tuple(0 if n == 1 else i for n, i in zip(bias.shape, index, strict=False))]
+
+    def _index(self, block: Block) -> tuple[int, ...]:
+        """Where the block's one entry is among several batch dimensions, or none."""
+        entry, index = block.entries.start, list[int]()
+        for size in reversed(self.batch_shape):
+            entry, at = divmod(entry, size)
+            index.append(at)
+        return tuple(reversed(index))
+
+    def _cut_mask(self, mask: Mask, block: Block) -> Mask:
+        """The mask of a block; tensors of which it has everything stay the very tensors."""
+        entries, heads, rows, keys = block
+        changes: dict[str, Any] = {}
+        all_rows, all_keys = rows == (0, self.n_queries), keys == (0, self.n_keys)
+        offset = mask.offset
+        if offset is None:
+            offset = self.n_keys - self.n_queries if mask.causal == "lower_right" else 0
+        shifted = rows.start or keys.start or mask.causal == "lower_right"
+        if shifted and not (all_rows and all_keys):
+            changes["offset"] = offset + rows.start - keys.start
+        changes["documents"] = documents = _documents(mask.documents, block)
+        if documents is not None and not (all_rows and all_keys):
+            both = documents if isinstance(documents, tuple) else (documents, documents)
+            changes["documents"] = both[0][..., slice(*rows)], both[1][..., slice(*keys)]
+        if mask.key_lengths is not None:
+            lengths = _entries(mask.key_lengths, block, 1)
+            lengths = lengths if all_keys else (lengths - keys.start).clamp(0, keys.length)
+            changes["key_lengths"] = lengths
+        if mask.key_padding is not None:
+            padding = _entries(mask.key_padding, block, 2)
+            changes["key_padding"] = padding if all_keys else padding[..., slice(*keys)]
+        starts = entries.start, heads.start, rows.start, keys.start
+        if mask.keeps is not None and any(starts):
+            changes["keeps"] = _ShiftedKeeps(mask.keeps, *starts)
+        for name in ("either", "every"):
+            changes[name] = tuple(self._cut_mask(one, block) for one in getattr(mask, name))
+        if mask.bias is not None:
+            changes["bias"] = self.cut_bias(mask.bias, block)
+        if mask.sinks is not None:
+            changes["sinks"] = mask.sinks[slice(*heads)]
+        if mask.chunk is None or keys.start % mask.chunk == 0:
+            return replace(mask, **changes)
+        # Its chunks are not counted from the block's first key.
+        first = offset + rows.start
+        of_queries = torch.arange(first, first + rows.length, device="cpu") // mask.chunk
+        of_keys = torch.arange(*keys, device="cpu") // mask.chunk
+        return replace(mask, **changes, chunk=None) & Mask(documents=(of_queries, of_keys))
+
+
+def _entries(tensor: torch.Tensor, block: Block, dims: int) -> torch.Tensor:
+    """The block's entries of a tensor that has batch entries first, if it has ``dims``."""
+    if tensor.dim() < dims or len(tensor) == 1 or block.entries == (0, len(tensor)):
+        return tensor
+    return tensor[slice(*block.entries)]
+
+
+def _documents(documents: Any, block: Block) -> Any:
+    if isinstance(documents, tuple):
+        return tuple(_entries(ids, block, 2) for ids in documents)
+    return None if documents is None else _entries(documents, block, 2)
+
+
+@dataclass(frozen=True)
+class _ShiftedKeeps:
+    """A rule of positions in the whole call, for positions in a block."""
+
+    keeps: Keeps
+    entry: int
+    head: int
+    row: int
+    key: int
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        return self.keeps(batch + self.entry, head + self.head, query + self.row, key + self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResults:
+    """Where results of a block go, and which are wanted beside the usual ones.
+
+    Attributes:
+        out, lse: of a forward; None: they are made. ``lse`` is in the state's dtype.
+        out_dtype: of an output that is made; None: the query's.
+        grads: of query, key and value; None: they are made.
+        grad_mask: a tensor, or whether the gradient of the bias is wanted.
+        grad_sinks: whether the gradient of the sinks is wanted.
+        partial: whether ``out`` and ``lse``, which a backward reads, are of more keys than the
+            block's.
+    """
+
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    grad_mask: torch.Tensor | bool = False
+    grad_sinks: bool = False
+    partial: bool = False
+
+
+def request_of_block(
+    call: WholeCall,
+    block: Block,
+    inputs: Mapping[str, torch.Tensor],
+    written: Written,
+    results: BlockResults,
+    masked: tuple[AttnMask, bool] | None = None,
+) -> tuple[Tensors, Request, Given | None]:
+    """The block as a call of its own; ``Given`` for a backward.
+
+    Args:
+        inputs: the block's query, key and value; for a backward grad_out, out and lse besides, and
+            grad_lse if there is one.
+        masked: ``mask_of`` the block, where the caller has moved its tensors.
+    """
+    mask, causal = call.mask_of(block) if masked is None else masked
+    dropout, backward = call.dropout, "grad_out" in inputs
+    p, seed = (0.0, None) if dropout is None else (dropout.p, dropout.seed)
+    three = inputs["query"], inputs["key"], inputs["value"]
+    tensors, request = request_of(
+        "attention_backward" if backward else "attention", *three, mask, p, seed, causal,
+        call.scale, True, results.out, results.out_dtype, written,
+    )  # fmt: skip
+    if dropout is not None:
+        assert block.rows.start == block.keys.start == 0, "dropout counts positions from 0"
+        dropout = dropout.at(block.heads.start, block.entries.start)
+    request = replace(
+        request, dropout=dropout, records=call.records or request.records,
+        mask_grad=call.mask_grad or request.mask_grad, lse=results.lse,
+    )  # fmt: skip
+    if not backward:
+        return tensors, request, None
+    grad_out, out, lse = (inputs[name] for name in ("grad_out", "out", "lse"))
+    given = given_of(
+        tensors, request, grad_out, out, lse, results.grads, results.grad_mask,
+        inputs.get("grad_lse"), three,
+    )  # fmt: skip
+    given = given._replace(of_sinks=results.grad_sinks, partial=results.partial)
+    return tensors, request, given
+
+
+__all__ = ["AttnMask", "Block", "BlockResults", "WholeCall", "request_of_block"]
