@@ -10,7 +10,6 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,53 +107,30 @@ def check_shard(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
         check_kind(tensor, name)
-    _check_sizes(
-        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-        query.device, key.device, value.device, enable_gqa,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _check_sizes(
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
-    query_dtype: torch.dtype,
-    key_dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    query_device: torch.device,
-    key_device: torch.device,
-    value_device: torch.device,
-    enable_gqa: bool,
-) -> None:
-    """``check_shard``, of what it looks at; those that passed are remembered."""
-    for name, shape, dtype, device in (
-        ("query", query, query_dtype, query_device),
-        ("key", key, key_dtype, key_device),
-        ("value", value, value_dtype, value_device),
-    ):
+        shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
         if len(shape) < 3:
             raise ValueError(
                 f"{name} must be (..., heads, rows, head_dim), got shape {tuple(shape)}"
             )
         if dtype not in _DTYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {dtype}")
-        if dtype != query_dtype or device != query_device:
+        if dtype != query.dtype or device != query.device:
             raise ValueError(
-                f"{name} must have the query's dtype and device, {query_dtype} on "
-                f"{query_device}, got {dtype} on {device}"
+                f"{name} must have the query's dtype and device, {query.dtype} on "
+                f"{query.device}, got {dtype} on {device}"
             )
-        if (*shape[:-3], shape[-2]) != (*query[:-3], query[-2]):
+        rows = (*query.shape[:-3], query.shape[-2])
+        if (*shape[:-3], shape[-2]) != rows:
             raise ValueError(
-                f"{name} must have the query's batch dimensions and rows, "
-                f"{(*query[:-3], query[-2])}, got shape {tuple(shape)}"
+                f"{name} must have the query's batch dimensions and rows, {rows}, got shape "
+                f"{tuple(shape)}"
             )
-    if key[-1] != query[-1] or key[-3] != value[-3]:
+    if key.shape[-1] != query.shape[-1] or key.shape[-3] != value.shape[-3]:
         raise ValueError(
             "key must have the query's head_dim and the value's heads, got shapes "
-            f"{tuple(query)}, {tuple(key)}, {tuple(value)}"
+            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
         )
-    heads, kv_heads = query[-3], key[-3]
+    heads, kv_heads = query.shape[-3], key.shape[-3]
     if not heads or not kv_heads or heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
     if heads != kv_heads and not enable_gqa:

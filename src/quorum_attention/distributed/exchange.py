@@ -40,15 +40,6 @@ class Parcel:
         exact = math.prod(self.shape) * self.dtype.itemsize
         return -(-exact // _ALIGNMENT) * _ALIGNMENT
 
-    def as_message(self) -> torch.Tensor | None:
-        """The content as a message of bytes, if its memory is one as it is."""
-        content = self.content
-        assert content is not None
-        same = content.dtype == self.dtype and content.shape == self.shape
-        if not same or not content.is_contiguous() or content.nbytes != self.nbytes:
-            return None
-        return content.detach().view(-1).view(torch.uint8)
-
     def read(self, message: torch.Tensor, at: int) -> torch.Tensor:
         """The parcel's tensor in a message of bytes, from byte ``at``."""
         exact = math.prod(self.shape) * self.dtype.itemsize
@@ -65,7 +56,7 @@ class Delivery:
         device: of the messages.
 
     Attributes:
-        inbox, outbox: the messages; where one parcel is all that is sent, its content itself.
+        inbox, outbox: the messages.
         received_bytes: from other ranks.
     """
 
@@ -85,16 +76,12 @@ class Delivery:
         got = [sum(p.nbytes for p in self._incoming if p.source == rank) for rank in range(ranks)]
         self.received_bytes = sum(got)
         self.inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
-        alone = outgoing[0].as_message() if len(outgoing) == 1 else None
-        if alone is not None and sum(sent) == alone.numel():
-            self.outbox = alone
-        else:
-            self.outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-            starts = [0, *accumulate(sent)][:ranks]
-            for parcel in outgoing:
-                assert parcel.content is not None
-                parcel.read(self.outbox, starts[parcel.target]).copy_(parcel.content)
-                starts[parcel.target] += parcel.nbytes
+        self.outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+        starts = [0, *accumulate(sent)]
+        for parcel in outgoing:
+            assert parcel.content is not None
+            parcel.read(self.outbox, starts[parcel.target]).copy_(parcel.content)
+            starts[parcel.target] += parcel.nbytes
         messages = self.inbox, self.outbox, got, sent
         self._work: Any = dist.all_to_all_single(*messages, group=group, async_op=True)
 

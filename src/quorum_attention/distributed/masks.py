@@ -71,30 +71,27 @@ def whole_mask(mask: Mask, shards: Shards) -> Mask:
     Raises:
         ValueError: a field fits neither the whole call nor this rank's rows, by name.
     """
-    changed: dict[str, Any] = {}
-    if mask.documents is not None:
-        given = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-        every = tuple(_gathered(ids, shards, "attn_mask.documents") for ids in given)
-        if any(a is not b for a, b in zip(every, given, strict=True)):
-            changed["documents"] = every if len(every) == 2 else every[0]
-    if mask.key_padding is not None:
-        padding = _gathered(mask.key_padding, shards, "attn_mask.key_padding")
-        if padding is not mask.key_padding:
-            changed["key_padding"] = padding
-    if mask.bias is not None:
-        _check_bias(mask.bias, shards)
-        changed.update(_flat(mask.bias, shards.batch_shape))
+    documents, padding, bias = mask.documents, mask.key_padding, mask.bias
+    if isinstance(documents, tuple):
+        of_queries, of_keys = (_gathered(t, shards, "attn_mask.documents") for t in documents)
+        documents = of_queries, of_keys
+    elif documents is not None:
+        documents = _gathered(documents, shards, "attn_mask.documents")
+    if padding is not None:
+        padding = _gathered(padding, shards, "attn_mask.key_padding")
+    if bias is not None:
+        bias = _flat(bias, shards)
     if mask.sinks is not None and mask.sinks.shape != (shards.heads,):
         raise ValueError(
             f"attn_mask.sinks must be one for each of the {shards.heads} query heads, got "
             f"{tuple(mask.sinks.shape)}"
         )
-    for name in ("either", "every"):
-        below = getattr(mask, name)
-        made = tuple(whole_mask(one, shards) for one in below)
-        if any(a is not b for a, b in zip(below, made, strict=True)):
-            changed[name] = made
-    return replace(mask, **changed) if changed else mask
+    either, every = (
+        tuple(whole_mask(one, shards) for one in masks) for masks in (mask.either, mask.every)
+    )
+    return replace(
+        mask, documents=documents, key_padding=padding, bias=bias, either=either, every=every
+    )
 
 
 def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
@@ -119,27 +116,19 @@ def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
     return whole.to(mine.dtype)
 
 
-def _check_bias(bias: torch.Tensor, shards: Shards) -> None:
-    tokens, sizes = shards.tokens, bias.shape
-    fits = (
-        (len(sizes) < 1 or sizes[-1] in (1, tokens))
-        and (len(sizes) < 2 or sizes[-2] in (1, tokens))
-        and (len(sizes) < 3 or sizes[-3] in (1, shards.heads))
-    )
-    if not fits:
+def _flat(bias: torch.Tensor, shards: Shards) -> torch.Tensor:
+    """The bias, with one batch dimension where there are several."""
+    most = (shards.heads, shards.tokens, shards.tokens)
+    if any(n not in (1, m) for n, m in zip(bias.shape[::-1], most[::-1], strict=False)):
         raise ValueError(
             "attn_mask as a tensor (or its bias) must broadcast to (..., "
-            f"{shards.heads}, {tokens}, {tokens}), the heads, queries and keys of the whole call, "
-            f"got {tuple(sizes)}"
+            f"{', '.join(map(str, most))}), the heads, queries and keys of the whole call, "
+            f"got {tuple(bias.shape)}"
         )
-
-
-def _flat(bias: torch.Tensor, batch_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """The bias with one batch dimension, where there are several."""
-    if bias.dim() < 4 or len(batch_shape) < 2:
-        return {}
-    every = bias.expand(*batch_shape, *bias.shape[-3:])
-    return {"bias": every.reshape(-1, *bias.shape[-3:])}
+    if bias.dim() < 4 or len(shards.batch_shape) < 2:
+        return bias
+    every = bias.expand(*shards.batch_shape, *bias.shape[-3:])
+    return every.reshape(-1, *bias.shape[-3:])
 
 
 def signature_of(mask: Mask) -> tuple[Any, ...]:

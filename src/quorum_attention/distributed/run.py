@@ -167,6 +167,18 @@ class Back:
         return [(piece, [next(contents) for _ in range(self._count)]) for piece in self.owned]
 
 
+def _arriving(
+    call: Sharded, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[tuple[Gathered, ...]], list[Gathered], int]]:
+    """By stage, what ``Inward.arrived`` returns, and its bytes; the next stage is on its way."""
+    stages = range(call.assignment.n_stages)
+    coming = [Inward(call, stage, by_query, by_key) for stage in stages[:1]]
+    for stage in stages:
+        coming += [Inward(call, later, by_query, by_key) for later in stages[stage + 1 : stage + 2]]
+        now = coming.pop(0)
+        yield *now.arrived(), now.received_bytes
+
+
 def forward(
     call: Sharded, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -180,16 +192,11 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=state, device=query.device)
     kept: list[torch.Tensor] = []
     backs = []
-    n = assignment.n_stages
-    coming = Inward(call, 0, (query,), (key, value)) if n else None
     received = 0
-    for stage in range(n):
-        assert coming is not None
-        now, coming = coming, None
-        if stage + 1 < n:
-            coming = Inward(call, stage + 1, (query,), (key, value))
-        received += now.received_bytes
-        queries, (keys, values) = now.arrived()
+    for stage, (queries, (keys, values), nbytes) in enumerate(
+        _arriving(call, (query,), (key, value))
+    ):
+        received += nbytes
         results = [
             _statistics(call, stage, rows, keys, values, out.dtype, state) for (rows,) in queries
         ]
@@ -228,16 +235,9 @@ def backward(
         torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
     ]
     backs: list[tuple[Back, Back]] = []
-    n, held = assignment.n_stages, iter(rest)
-    coming = Inward(call, 0, by_query, by_key) if n else None
-    received = 0
-    for stage in range(n):
-        assert coming is not None
-        now, coming = coming, None
-        if stage + 1 < n:
-            coming = Inward(call, stage + 1, by_query, by_key)
-        received += now.received_bytes
-        queries, gathered = now.arrived()
+    held, received = iter(rest), 0
+    for stage, (queries, gathered, nbytes) in enumerate(_arriving(call, by_query, by_key)):
+        received += nbytes
         if call.kept:
             queries, gathered = _held(call, stage, queries, held)
         made = _Gradients(call, stage, queries, gathered, state, of_mask)
