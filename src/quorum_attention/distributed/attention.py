@@ -78,7 +78,7 @@ def attention(
     and the group any number of ranks. Which rank computes which pairs is decided by counted bytes
     among ways that share the work evenly: heads are exchanged, keys and values are moved, tasks of
     a cyclic quorum set are computed, or heads are exchanged among groups of ranks that do one of
-    the others (``distributed/ways.py``). Partial results travel and are added up in fp32 (fp64 for
+    the others (``distributed/partition.py``). Partial results travel and are added up in fp32 (fp64 for
     fp64 inputs). On GPUs a causal forward without gradients may begin with each rank's own rows and
     keys; there parts of 16 bits travel as kernels round them.
 
