@@ -76,11 +76,9 @@ def attention(
     All ranks call it together, in the same order, and call the backward of its result together.
     Each gives its contiguous shard, in the order of the ranks; shards may have any lengths, also 0,
     and the group any number of ranks. Which rank computes which pairs is decided by counted bytes
-    among ways that share the work evenly: heads are exchanged, keys and values are moved, tasks of
-    a cyclic quorum set are computed, or heads are exchanged among groups of ranks that do one of
-    the others (``distributed/partition.py``). Partial results travel and are added up in fp32 (fp64 for
-    fp64 inputs). On GPUs a causal forward without gradients may begin with each rank's own rows and
-    keys; there parts of 16 bits travel as kernels round them.
+    among ways that share the work evenly: heads are exchanged, keys and values are moved, or tasks
+    of a cyclic quorum set are computed (``distributed/partition.py``). Partial results travel and
+    are added up in fp32 (fp64 for fp64 inputs).
 
     Args:
         query: (..., heads, rows, head_dim): this rank's rows; fp16, bf16, fp32 or fp64, on the
