@@ -21,7 +21,7 @@ BUDGETS = {
     "checking": (1515, 9),
     "cli": (2239, 19),
     "decomposition": (1028, 10),
-    "distributed": (1892, 11),
+    "distributed": (1896, 11),
     "execution": (6259, 60),
     "farm": (1672, 12),
     "integrations": (1361, 17),

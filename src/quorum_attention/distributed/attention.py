@@ -308,7 +308,9 @@ class _Attention(torch.autograd.Function):
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         call: Sharded = ctx.call
-        rest, group, calls = ctx.saved_tensors[: ctx.count], call.group, call.calls
+        group, calls = call.group, call.calls
+        with exchanging(group):  # other ranks may have begun
+            rest = ctx.saved_tensors[: ctx.count]
         if call.kept:
             # Only their sizes are used: one element each.
             inputs = [torch.empty((), dtype=d, device=w).expand(s) for s, d, w in ctx.like]

@@ -369,7 +369,9 @@ class ByHeads(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         """The gradients of this rank's rows; of bias and sinks, of what is computed here."""
         call: Exchanged = ctx.call
-        saved, group = ctx.saved_tensors, call.swap.group
+        group = call.swap.group
+        with exchanging(group):  # other ranks may have begun
+            saved = ctx.saved_tensors
         of_mask = MaskGradients.of(call.calls.mask, *ctx.needs_input_grad[3:5])
         call.calls.compare_backward(group, grad_out)
         with exchanging(group):
