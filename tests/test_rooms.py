@@ -27,7 +27,7 @@ FLOORS = (
     ("passes",),
     ("autograd", "blocks"),
     ("devices", "direct"),
-    ("pool", "repeated", "traced"),
+    ("pool", "traced"),
     ("api",),
     ("sdpa",),
     ("bench", "checking", "distributed", "files", "ray", "verification"),

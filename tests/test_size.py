@@ -20,10 +20,10 @@ BUDGETS = {
     "cli": (1899, 17),
     "decomposition": (1028, 10),
     "devices": (2239, 14),
-    "distributed": (3119, 21),
+    "distributed": (1893, 11),
     "execution": (5781, 36),
     "files": (1023, 9),
-    "integrations": (1631, 18),
+    "integrations": (1361, 17),
     "kernels": (9327, 54),
     "pictures": (702, 11),
     "planner": (2155, 15),
@@ -31,7 +31,6 @@ BUDGETS = {
     "quorums": (148, 3),
     "ray": (770, 6),
     "recipes": (921, 10),
-    "repeated": (5, 2),
     "top": (2769, 20),
 }
 _NO_CODE = {

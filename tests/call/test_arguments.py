@@ -10,7 +10,7 @@ import quorum_attention as qa
 from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
-from quorum_attention.pool import Pool
+from quorum_attention.devices import Pool
 from quorum_attention.ray import Farm
 
 

@@ -23,7 +23,7 @@ import quorum_attention as qa
 from quorum_attention import distributed
 from quorum_attention.cli import COMMANDS, main, output, parser
 from quorum_attention.cli.output import say, show_table
-from quorum_attention.pool import Pool
+from quorum_attention.devices import Pool
 from quorum_attention.ray import Farm
 
 PLAN = ["--tokens", "100K", "--device", "cuda", "--budget", "64MiB"]

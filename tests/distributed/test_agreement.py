@@ -13,7 +13,6 @@ from helpers_ranks import compare, inputs_of, spawn
 
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed import agreement, watch
 
 
 def _call(group: dist.ProcessGroup | None, heads: int = 4, rows: int = 12, **options: Any) -> Any:
@@ -49,7 +48,6 @@ APART: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def _both(rank: int) -> None:
-    watch._LOOK_SECONDS = 0.3
     group = dist.new_group([0, 1])
     for one, other, words in APART:
         with pytest.raises(ValueError, match=words):
@@ -60,46 +58,36 @@ def _both(rank: int) -> None:
     for lengths in ([12, 12], [12, 12], "equal", [10, 14], [10, 14]):
         sizes = [12, 12] if isinstance(lengths, str) else lengths
         compare(rank, sizes, tensors, True, lengths=lengths, group=group)
-    _asked_once(group)
-    for number in range(5):
-        _known_and_apart(rank, number)
+    _known_and_apart(rank, group)
+    _other_passes(rank, group)
 
 
-def _asked_once(group: dist.ProcessGroup) -> None:
-    """Where nothing has changed nobody waits for an answer."""
-    asked, kept = [], agreement.told
-
-    def counted(*args: Any) -> Any:
-        asked.append(True)
-        return kept(*args)
-
-    agreement.told = counted
-    try:
-        for seed in range(3):
-            _call(group, scale=0.7, dropout_p=0.1, dropout_seed=seed).sum().backward()
-    finally:
-        agreement.told = kept
-    assert len(asked) == 1
-
-
-def _known_and_apart(rank: int, number: int) -> None:
+def _known_and_apart(rank: int, group: dist.ProcessGroup) -> None:
     """Each rank makes a call on which both have agreed, and it is not the same one."""
-    group = dist.new_group([0, 1])
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"is_causal": True}),  # messages of the same sizes
         ({"heads": 5, "kv_heads": 1}, {"heads": 5, "kv_heads": 1, "scale": 0.3}),
         ({}, {"heads": 8, "dim": 4}),
         ({"dropout_p": 0.5, "dropout_seed": 3}, {"dropout_p": 0.5, "dropout_seed": 4}),
-        # One of them asks, the other does not.
-        ({"scale": 0.11}, {"scale": 0.12}),
     ]
-    one, other = pairs[number]
-    for known in (one, other) if number < 4 else (other,):
-        # What is made again and again is not even looked at again.
-        for _ in range(3 if number in (0, 2) else 1):
+    for one, other in pairs:
+        for known in (one, other):
             _call(group, **known).sum().backward()
-    with pytest.raises((ValueError, RuntimeError), match="do not agree on the call"):
-        _call(group, **(other if rank else one))
+        with pytest.raises(ValueError, match="do not agree on"):
+            _call(group, **(other if rank else one))
+
+
+def _other_passes(rank: int, group: dist.ProcessGroup) -> None:
+    """A backward on one rank, and on the other another call's, a forward, or decoding."""
+    first, second = _call(group).sum(), _call(group, is_causal=True).sum()
+    with pytest.raises(ValueError, match="do not agree on is_causal"):
+        (second if rank else first).backward()
+    first = _call(group).sum()
+    q = torch.randn(1, 4, 12, 8)
+    for other in (_call, lambda group: sharded.decode(q, q, q, group=group)):
+        with pytest.raises(ValueError, match="do not agree on call"):
+            other(group) if rank else first.backward(retain_graph=True)
+    _call(group).sum().backward()
 
 
 def test_ranks_that_do_not_agree(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
-from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed import whole_heads
-from quorum_attention.distributed.masks import part_of
+from quorum_attention.distributed import heads as whole_heads
 
 ALLOWED = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 3e-2}
 
@@ -234,16 +232,3 @@ def _all_of_it(rank: int) -> None:
 
 def test_on_processes(tmp_path: Path) -> None:
     spawn(_all_of_it, 3, tmp_path)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_a_part_is_what_the_whole_says_of_it(seed: int) -> None:
-    from helpers_masks import dense
-
-    draw = random.Random(seed)
-    n, heads = draw.randint(2, 60), 4
-    mask = random_mask(draw, 2, heads, n, n)
-    low, first = draw.randint(0, n - 1), draw.randint(0, heads - 1)
-    rows, some = Interval(low, draw.randint(low + 1, n)), Interval(first, heads)
-    part = dense(part_of(mask, some, rows, (heads, n)), 2, some.length, rows.length, n)
-    assert torch.equal(part, dense(mask, 2, heads, n, n)[:, slice(*some), slice(*rows)])

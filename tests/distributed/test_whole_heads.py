@@ -10,9 +10,8 @@ import torch.distributed as dist
 from helpers_ranks import compare, inputs_of, spawn
 
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed import whole_heads
-from quorum_attention.distributed.swap import Swap, opened
-from quorum_attention.distributed.watch import Watch
+from quorum_attention.distributed import heads as whole_heads
+from quorum_attention.distributed.heads import Swap, opened
 
 
 @pytest.mark.parametrize(("kv_heads", "shared"), [(1, 8), (2, 1), (3, 4), (4, 8), (9, 2), (32, 1)])
@@ -62,14 +61,14 @@ def _in_turns(rank: int) -> None:
 def _rows_as_they_were(rank: int) -> None:
     """There and back again, of tensors that are not contiguous."""
     lengths = [3, 2, 4]
-    swap, watch = Swap(dist.group.WORLD, lengths), Watch(dist.group.WORLD, True)
+    swap = Swap(dist.group.WORLD, lengths)
     torch.manual_seed(7)
     whole = torch.randn(2, 9, 6, 5).transpose(1, 2)
     mine = whole[:, :, swap.start : swap.start + swap.rows]
-    (came,) = swap.to_heads([(mine, (0, 2))]).arrived(watch)
+    (came,) = swap.to_heads([(mine, (0, 2))]).arrived()
     assert torch.equal(came, whole[:, 2 * rank : 2 * rank + 2])
     back = torch.full((2, 6, swap.rows, 5), torch.nan)
-    swap.to_rows(came, back, 0).written(watch)
+    swap.to_rows(came, back, 0).written()
     assert torch.equal(back, mine)
     first, second = opened(torch.arange(24).view(2, 2, 6), [(2, 2), (1, 2)])
     assert first[1, 1, 0].tolist() == [8, 9]

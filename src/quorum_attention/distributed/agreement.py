@@ -1,34 +1,98 @@
-"""What the ranks of a sharded call must agree on, and whether they do."""
+"""What the ranks of a sharded call must agree on, and whether they do.
+
+In host memory the ranks compare a hash of the call before each pass. On GPUs, where the host would
+have to wait for that, they compare each kind of call once if ``lengths`` are given.
+"""
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from quorum_attention.call.validation import check_kind
 from quorum_attention.counts import one_of, shown, whole_number
-from quorum_attention.distributed.masks import columns_of, signature_of
-from quorum_attention.distributed.peers import Peers
-from quorum_attention.distributed.watch import Watch
-from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.distributed.masks import columns_of
+from quorum_attention.execution.device.lookup import best_device, on_host
 from quorum_attention.mask import Mask
 
+# What a call is, by the names of its arguments; the values are plain.
+Arguments = Mapping[str, object]
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What the ranks tell each other, after their rows and the lengths that they were given.
-_WORDS = (
-    "batch size", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal", "scale",
-    "attn_mask", "dropout_p", "dropout_seed", "gradients",
-)  # fmt: skip
-# Then, of so many tensors of the mask with a number for each token, how many numbers they have.
+# The ranks compare the lengths of so many tensors of a mask with a number for each token.
 _COLUMNS = 8
 # In place of the rows, where a rank raises an error of its own.
 _REFUSED = -1
+# Calls that a group remembers; when there are more, all ranks forget all at the same call.
+_MOST = 1024
+# torch's backend for dry runs: what comes is what memory held.
+_SENDS_NOTHING = "fake"
+
+# Calls that a group has agreed on; and groups in which a call has failed on this rank.
+_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[object]] = WeakKeyDictionary()
+_FAILED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group that was given once.
+
+    What outlives a call holds no more than a weak reference to it: the last reference ends a
+    group's threads, and one of Gloo's that is still there when Python ends may abort the process.
+
+    Raises:
+        RuntimeError: it has been destroyed, or a call over it has failed here.
+    """
+    found = group()
+    if found is None:
+        raise RuntimeError(
+            "the process group of this attention has been destroyed; call, register or call "
+            "sharded_positions again with the one that there is now"
+        )
+    return _usable(found)
+
+
+def member_of(group: Any) -> dist.ProcessGroup:
+    """The argument ``group``; None is the default one.
+
+    Raises:
+        RuntimeError: there is none, or a call over it has failed here.
+        ValueError: it is none of this process's.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup) or found.rank() < 0:
+        raise ValueError("group must be a process group that this process is a member of")
+    return _usable(found)
+
+
+def _usable(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    failed = _FAILED.get(group)
+    if failed is None:
+        return group
+    raise RuntimeError(
+        f"an attention over this process group failed on this rank ({failed}), and other ranks "
+        "still wait for its messages: make another group"
+    )
+
+
+@contextmanager
+def exchanging(group: dist.ProcessGroup) -> Iterator[None]:
+    """The messages of a pass. After an error the ranks are at different messages, and a later one
+    could be taken for a missing one: this rank does not use the group again."""
+    try:
+        yield
+    except BaseException as error:
+        if group.size() > 1:
+            _FAILED[group] = f"{type(error).__name__}: {error}"
+        raise
 
 
 def check_shard(
@@ -43,53 +107,30 @@ def check_shard(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
         check_kind(tensor, name)
-    _check_sizes(
-        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-        query.device, key.device, value.device, enable_gqa,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _check_sizes(
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
-    query_dtype: torch.dtype,
-    key_dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    query_device: torch.device,
-    key_device: torch.device,
-    value_device: torch.device,
-    enable_gqa: bool,
-) -> None:
-    """``check_shard``, of what it looks at; those that passed are remembered."""
-    for name, shape, dtype, device in (
-        ("query", query, query_dtype, query_device),
-        ("key", key, key_dtype, key_device),
-        ("value", value, value_dtype, value_device),
-    ):
+        shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
         if len(shape) < 3:
             raise ValueError(
                 f"{name} must be (..., heads, rows, head_dim), got shape {tuple(shape)}"
             )
         if dtype not in _DTYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {dtype}")
-        if dtype != query_dtype or device != query_device:
+        if dtype != query.dtype or device != query.device:
             raise ValueError(
-                f"{name} must have the query's dtype and device, {query_dtype} on "
-                f"{query_device}, got {dtype} on {device}"
+                f"{name} must have the query's dtype and device, {query.dtype} on "
+                f"{query.device}, got {dtype} on {device}"
             )
-        if (*shape[:-3], shape[-2]) != (*query[:-3], query[-2]):
+        rows = (*query.shape[:-3], query.shape[-2])
+        if (*shape[:-3], shape[-2]) != rows:
             raise ValueError(
-                f"{name} must have the query's batch dimensions and rows, "
-                f"{(*query[:-3], query[-2])}, got shape {tuple(shape)}"
+                f"{name} must have the query's batch dimensions and rows, {rows}, got shape "
+                f"{tuple(shape)}"
             )
-    if key[-1] != query[-1] or key[-3] != value[-3]:
+    if key.shape[-1] != query.shape[-1] or key.shape[-3] != value.shape[-3]:
         raise ValueError(
             "key must have the query's head_dim and the value's heads, got shapes "
-            f"{tuple(query)}, {tuple(key)}, {tuple(value)}"
+            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
         )
-    heads, kv_heads = query[-3], key[-3]
+    heads, kv_heads = query.shape[-3], key.shape[-3]
     if not heads or not kv_heads or heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
     if heads != kv_heads and not enable_gqa:
@@ -110,146 +151,135 @@ def home_of(group: dist.ProcessGroup) -> torch.device:
     return best_device()
 
 
-def told(
-    group: dist.ProcessGroup, numbers: Sequence[int], watch: Watch | None = None
-) -> list[list[int]]:
-    """The numbers of every rank; the host waits for them.
-
-    Args:
-        watch: the pass; None: one of its own.
-    """
-    if watch is None:
-        with Watch(group, False) as alone:
-            found = told(group, numbers, alone)
-            alone.end()
-            return found
+def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank; the host waits for them."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=home_of(group))
     every = [torch.empty_like(mine) for _ in range(group.size())]
-    watch.gather(every, mine)
+    dist.all_gather(every, mine, group=group)
     listed: list[list[int]] = torch.stack(every).tolist()
     return listed
 
 
-def refuse(group: dist.ProcessGroup, lengths: object, watch: Watch) -> None:
-    """Tell the ranks that agree on a call that this one raises an error, and with them all do.
-
-    Where they may not ask it hears of it who waits for it.
-    """
-    if lengths is None:
-        told(group, (_REFUSED,) + (0,) * (1 + len(_WORDS) + _COLUMNS), watch)
-        watch.over()
+def waits(group: dist.ProcessGroup, query: Any) -> bool:
+    """Whether the host waits for the messages of a call in any case."""
+    if isinstance(query, torch.Tensor):
+        return on_host(query.device)
+    return "cuda:" not in dist.get_backend_config(group)
 
 
-class Said(NamedTuple):
-    """What a rank says of its call.
-
-    Attributes:
-        dtype: of the kernels (autocast's, where that is on).
-        dropout: chance and seed, as given.
-        records: whether gradients are recorded: the way that tensors meet may depend on it.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    dtype: torch.dtype
-    is_causal: bool
-    scale: float | None
-    mask: Mask | None
-    dropout: tuple[float, int | None]
-    records: bool = False
+@contextmanager
+def refusing(group: dist.ProcessGroup, asks: bool) -> Iterator[None]:
+    """The checks of a rank's arguments: where they fail, all ranks that ask raise."""
+    try:
+        yield
+    except Exception:
+        if asks:
+            told(group, _message(_REFUSED, 0))
+        raise
 
 
-class Agreed(NamedTuple):
-    """What the ranks agree on.
-
-    Attributes:
-        sizes: rows of every rank.
-        name: of the call, the same on all ranks, in plain values.
-        mark: a number of it, if nobody was asked now.
-    """
-
-    sizes: tuple[int, ...]
-    name: Hashable
-    mark: int | None
-
-
-def agreed(
-    group: dist.ProcessGroup, said: Said, lengths: Sequence[int] | str | None, watch: Watch
-) -> Agreed:
-    """Rows of every rank, and whether all make the same call: asked, unless lengths are given and
-    it was asked before.
+def compare(
+    group: dist.ProcessGroup, arguments: Arguments, rows: int = 0, *more: int
+) -> list[Sequence[int]]:
+    """Compare a call with those of the other ranks; rows and further numbers of every rank.
 
     Raises:
-        ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
+        ValueError: they differ, or a rank refused; on all ranks.
     """
-    rows, peers, seed = said.query.shape[-2], Peers.of(group), said.dropout[1]
-    given = None if lengths is None else _given(group, lengths, rows)
-    if given is not None:
-        name = _name(said, given)
-        mark = peers.agreed.get(name)
-        if mark is not None:
-            mark ^= 0 if seed is None else seed
-            watch.knows((name, seed), mark)
-            return Agreed(given, name, mark)
-    columns = [] if said.mask is None else columns_of(said.mask)
-    shown_columns = [*columns, *[-1] * _COLUMNS][:_COLUMNS]
-    listed = told(group, (rows, _number(given), *_numbers(said), *shown_columns), watch)
-    try:
-        sizes = _compared(group, said, listed)
-    except ValueError:
-        # All ranks raise.
-        watch.over()
-        raise
-    name = _name(said, sizes)
-    if name not in peers.agreed:
-        peers.agree(name)
-    watch.knows((name, seed))
-    return Agreed(sizes, name, None)
-
-
-def _compared(
-    group: dist.ProcessGroup, said: Said, listed: Sequence[Sequence[int]]
-) -> tuple[int, ...]:
-    """Rows of every rank, from what each has said; raises on all ranks or on none."""
+    mine = _message(rows, number_of(arguments), *more)
+    listed: list[Sequence[int]] = [*told(group, mine)]
+    if dist.get_backend(group) == _SENDS_NOTHING:
+        return [mine] * group.size()
     refused = [rank for rank, one in enumerate(listed) if one[0] == _REFUSED]
     if refused:
         raise ValueError(
             f"rank {refused[0]} refused the call before anything was sent; it says why"
         )
+    if len({one[1] for one in listed}) > 1:
+        raise ValueError(f"the ranks do not agree on {_difference(group, arguments)}")
+    return [(one[0], *one[2:]) for one in listed]
+
+
+def _message(rows: int, number: int, *more: int) -> Sequence[int]:
+    """Of one size for all passes, so that those of two passes can be compared."""
+    return [rows, number, *more, *[-1] * (1 + _COLUMNS)][: 3 + _COLUMNS]
+
+
+def number_of(what: object) -> int:
+    """A hash of 64 bits, the same on all ranks for what is written the same."""
+    written = repr(list(what.items()) if isinstance(what, Mapping) else what)
+    digest = hashlib.blake2b(written.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _difference(group: dist.ProcessGroup, arguments: Arguments) -> str:
+    """The first argument that differs, with its values: the ranks tell each other all of them."""
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, {n: repr(v) for n, v in arguments.items()}, group=group)
+    for name in dict.fromkeys(name for one in every for name in one):
+        values = [one.get(name) for one in every]
+        if len(set(values)) > 1:
+            return f"{name}: " + ", ".join(f"rank {r} has {v}" for r, v in enumerate(values))
+    raise AssertionError("arguments are the same, and their hashes differ")
+
+
+def agreed_sizes(
+    group: dist.ProcessGroup,
+    query: torch.Tensor,
+    arguments: Arguments,
+    mask: Mask | None,
+    lengths: Sequence[int] | str | None,
+) -> tuple[int, ...]:
+    """Rows of every rank, once all make the same call.
+
+    Raises:
+        ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
+    """
+    rows, known = query.shape[-2], _AGREED.setdefault(group, set())
+    columns = [] if mask is None else columns_of(mask)
+    given = None
+    with refusing(group, lengths is None or waits(group, query)):
+        if lengths is not None:
+            given = _given(group, lengths, rows)
+    if given is not None and not waits(group, query) and _name(arguments, columns, given) in known:
+        return given
+    number = -1 if given is None else number_of(given)
+    listed = compare(group, arguments, rows, number, *columns)
     sizes = tuple(one[0] for one in listed)
-    wrong = [rank for rank, one in enumerate(listed) if one[1] not in (-1, _number(sizes))]
+    wrong = [rank for rank, one in enumerate(listed) if one[1] not in (-1, number_of(sizes))]
     if wrong:
         raise ValueError(
             f"the ranks do not agree on lengths: they have {list(sizes)} rows, and rank {wrong[0]} "
             "was given others"
         )
-    for number, word in enumerate(_WORDS, start=2):
-        if len({one[number] for one in listed}) > 1:
-            raise ValueError(f"the ranks do not agree on {word}; {_words(group, said)}")
-    for number in range(len(_WORDS) + 2, len(listed[0])):
-        widths = [one[number] for one in listed]
-        if not (set(widths) in ({-1}, {sum(sizes)}) or tuple(widths) == sizes):
+    for widths in zip(*(one[2:] for one in listed), strict=True):
+        if not (set(widths) in ({-1}, {sum(sizes)}) or widths == sizes):
             raise ValueError(
                 "attn_mask.documents and attn_mask.key_padding must be for the rows of each rank, "
-                f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {widths}"
+                f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {list(widths)}"
             )
+    if len(known) >= _MOST:
+        known.clear()
+    known.add(_name(arguments, columns, sizes))
     return sizes
 
 
-def _name(said: Said, sizes: tuple[int, ...]) -> Hashable:
-    """A call whose ranks have so many rows. Not its seed, which may be another at every call."""
-    query, key, mask = said.query.shape, said.key.shape, said.mask
-    of_mask: Hashable = None
-    if mask is not None:
-        tokens = sum(sizes)
-        whole = tuple([n == tokens and max(sizes) < tokens for n in columns_of(mask)])
-        of_mask = (signature_of(mask), whole)
-    return (
-        sizes, tuple(query[:-2]), key[-3], query[-1], said.value.shape[-1],
-        _DTYPES.index(said.dtype), said.is_causal, said.scale, of_mask, said.dropout[0],
-        said.records,
-    )  # fmt: skip
+def _name(arguments: Arguments, columns: Sequence[int], sizes: tuple[int, ...]) -> object:
+    """A call of such sizes, the same on all ranks. Not its seed, which may differ at every call."""
+    tokens = sum(sizes)
+    whole = tuple(n == tokens and max(sizes) < tokens for n in columns)
+    return sizes, whole, number_of({n: v for n, v in arguments.items() if n != "dropout_seed"})
+
+
+def agreed_number(group: dist.ProcessGroup, query: torch.Tensor, arguments: Arguments) -> int:
+    """A number of a call without sizes of each rank, the same where ranks mean the same."""
+    known, number = _AGREED.setdefault(group, set()), number_of(arguments)
+    if waits(group, query) or number not in known:
+        compare(group, arguments)
+        if len(known) >= _MOST:
+            known.clear()
+        known.add(number)
+    return number
 
 
 def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) -> tuple[int, ...]:
@@ -266,30 +296,16 @@ def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) ->
     return sizes
 
 
-def _numbers(said: Said) -> tuple[int, ...]:
-    """What must be the same on all ranks, in the order of ``_WORDS``."""
-    query, key, value = said.query, said.key, said.value
-    mask = None if said.mask is None else signature_of(said.mask)
-    p, seed = said.dropout
-    return (
-        math.prod(query.shape[:-3]), query.shape[-3], key.shape[-3], query.shape[-1],
-        value.shape[-1], _DTYPES.index(said.dtype), int(said.is_causal), _number(said.scale),
-        _number(mask), _number(p), _number(seed), int(said.records),
-    )  # fmt: skip
-
-
-def _words(group: dist.ProcessGroup, said: Said) -> str:
-    return (
-        f"rank {group.rank()} has query {tuple(said.query.shape)} {said.dtype}, key "
-        f"{tuple(said.key.shape)}, is_causal={said.is_causal}, scale={said.scale}, "
-        f"attn_mask={said.mask}, dropout_p={said.dropout[0]}, dropout_seed={said.dropout[1]}, "
-        f"{'gradients' if said.records else 'no gradients'}"
-    )
-
-
-def _number(what: object) -> int:
-    """The same on all ranks for what is written the same."""
-    return -1 if what is None else zlib.crc32(repr(what).encode())
-
-
-__all__ = ["Agreed", "Said", "agreed", "check_shard", "home_of", "refuse", "told"]
+__all__ = [
+    "Arguments",
+    "agreed_number",
+    "agreed_sizes",
+    "alive",
+    "check_shard",
+    "compare",
+    "exchanging",
+    "member_of",
+    "refusing",
+    "told",
+    "waits",
+]

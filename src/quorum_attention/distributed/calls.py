@@ -1,34 +1,25 @@
-"""The attention calls of a rank: heads and rows of the whole call, with its mask and dropout."""
+"""The attention calls of a rank: blocks of the whole call, with its mask and dropout."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from quorum_attention.call.gradients import given_of
-from quorum_attention.call.options import Written, compute_device
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.blocks import compute_block
+from quorum_attention.call.block import Block, BlockResults, WholeCall
+from quorum_attention.call.options import Written
 from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed import again
-from quorum_attention.distributed.masks import cut, part_of, tensors_of
-from quorum_attention.distributed.peers import Peers
-from quorum_attention.distributed.report import ShardedReport
-from quorum_attention.distributed.watch import Watch
-from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.distributed.agreement import Arguments, compare, waits
+from quorum_attention.distributed.masks import tensors_of
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
-from quorum_attention.passes import run_backward, run_forward
-from quorum_attention.repeated.whole import Whole
+from quorum_attention.sizes import format_bytes
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -50,37 +41,71 @@ def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
 
 
 @dataclass(slots=True)
-class Learned:
+class ShardedReport:
+    """Filled by ``distributed.attention``, on every rank for itself.
+
+    Attributes:
+        way: how pairs were given to ranks; it moved the fewest bytes of those that share the work
+            evenly (distributed/partition.py).
+        rank, ranks: of the group.
+        pairs: query-key pairs that this rank computes.
+        imbalance: the most pairs of any rank, over an equal share.
+        forward_bytes, backward_bytes: received by this rank.
+        most_forward_bytes: received in a forward by the rank that receives most, as counted
+            beforehand.
+        stages: transfers that go on beside computation.
+        kept: whether the forward's inputs stay where they were computed with until the backward.
+        calls: what each attention call of this rank did, in the order of the calls.
+    """
+
+    way: str = ""
+    rank: int = 0
+    ranks: int = 1
+    pairs: int = 0
+    imbalance: float = 1.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    most_forward_bytes: int = 0
+    stages: int = 0
+    kept: bool = False
+    calls: list[Report] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        both = f"{format_bytes(self.forward_bytes)} received"
+        if self.backward_bytes:
+            both += f" forward, {format_bytes(self.backward_bytes)} backward"
+        return (
+            f"rank {self.rank} of {self.ranks}: {self.way}, {self.pairs:,} pairs "
+            f"(the largest share is {self.imbalance:.3f} of an equal one), {both}"
+        )
+
+
+@dataclass(slots=True)
+class MaskGradients:
     """The gradients of a mask's own tensors, added up over what this rank computes.
 
     Attributes:
         bias, sinks: like the mask's, in at least fp32; None: not asked for.
     """
 
-    bias: torch.Tensor | None
-    sinks: torch.Tensor | None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, mask: Mask | None, bias: bool, sinks: bool) -> Learned | None:
-        """Zeros for the gradients that are wanted; None if none is."""
-        if mask is None or not (bias or sinks):
-            return None
+    def of(cls, mask: Mask | None, bias: bool, sinks: bool) -> MaskGradients:
+        """Zeros for the gradients that are wanted."""
+        if mask is None:
+            return cls()
         rooms = [
             torch.zeros_like(t, dtype=state_dtype(t.dtype)) if wanted and t is not None else None
             for wanted, t in ((bias, mask.bias), (sinks, mask.sinks))
         ]
         return cls(*rooms)
 
-    def add(self, made: Sequence[torch.Tensor], heads: Interval, rows: Interval) -> None:
-        """Add what a call of some heads and rows has made, of the bias before the sinks."""
-        made = list(made)
-        if self.bias is not None:
-            cut(self.bias, heads, rows).add_(made.pop(0))
-        if self.sinks is not None:
-            self.sinks[heads.start : heads.stop] += made.pop(0)
-
-    def found(self, mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def found(self, mask: Mask | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Both, in the dtypes of the mask's tensors."""
+        if mask is None:
+            return None, None
         both = ((self.bias, mask.bias), (self.sinks, mask.sinks))
         bias, sinks = (None if g is None or t is None else g.to(t.dtype) for g, t in both)
         return bias, sinks
@@ -91,153 +116,81 @@ class Calls:
     """What all calls of a rank have in common.
 
     Attributes:
-        scale, asked: of every call; budget, depth and kernel.
-        sizes: query heads and tokens of the whole call.
-        mask: of the whole call; None: what a call says by ``causal`` is all.
-        dropout: chance and seed.
-        name: what the call is on all ranks, in plain values.
-        mark: a number of it, if the ranks are not asked in every call whether they agree.
+        whole: the call of all ranks.
+        written: budget, depth and kernel of every call.
+        arguments: what the ranks have agreed on.
         partial: whether a call may have some of its rows' keys alone.
     """
 
-    scale: float | None
-    asked: Written
-    sizes: tuple[int, int]
+    whole: WholeCall
+    written: Written
+    arguments: Arguments
     report: ShardedReport | None = None
-    mask: Mask | None = None
-    dropout: tuple[float, int] | None = None
-    name: Hashable = None
-    mark: int | None = None
     partial: bool = False
 
-    def at_backward(self, group: dist.ProcessGroup, device: torch.device) -> Watch:
-        """The pass that begins."""
-        watch = Watch(group, on_host(device))
-        watch.knows(("the backward of", self.name), None if self.mark is None else ~self.mark)
-        return watch
+    @property
+    def mask(self) -> Mask | None:
+        """Of the whole call."""
+        mask = self.whole.mask
+        assert not isinstance(mask, torch.Tensor)
+        return mask
 
-    def saved(
-        self, ctx: Any, group: dist.ProcessGroup, device: torch.device
-    ) -> Sequence[torch.Tensor]:
-        """What a forward has saved. Where that cannot be had (it was changed meanwhile, or the
-        backward has been here before) the others hear of it, who begin the backward."""
-        passes = Peers.of(group).passes
-        try:
-            saved: Sequence[torch.Tensor] = ctx.saved_tensors
-        except Exception:
-            # A checkpoint computes anew here, and in passes of its own they have heard already.
-            if Peers.of(group).passes == passes:
-                with self.at_backward(group, device):
-                    raise
-            raise
-        return saved
+    def compare_backward(self, group: dist.ProcessGroup, grad_out: torch.Tensor) -> None:
+        """Whether all ranks begin the backward of this call, where their hosts wait anyway."""
+        if waits(group, grad_out):
+            compare(group, {"call": "the backward of attention", **self.arguments})
 
     def forward(
         self,
-        watch: Watch,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        causal: bool,
         heads: Interval,
         rows: Interval,
+        causal: bool | None = None,
         out_dtype: torch.dtype | None = None,
-        held: dict[Hashable, Whole] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both.
 
-        NaN where a rank has failed: the pass raises at its end.
-
         Args:
-            held: what is known of such calls, by what may differ among them (``again.py``).
+            causal: of these rows and keys, where there is no mask; None: as the whole call.
         """
-
-        def instead() -> tuple[torch.Tensor, torch.Tensor]:
-            size, state = query.shape[:3], state_dtype(query.dtype)
-            out = query.new_full((*size, value.shape[3]), math.nan, dtype=out_dtype or query.dtype)
-            return out, query.new_full(size, math.nan, dtype=state)
-
-        return watch.computed(
-            lambda: self._forward(query, key, value, causal, heads, rows, out_dtype, held), instead
-        )
-
-    def _forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        heads: Interval,
-        rows: Interval,
-        out_dtype: torch.dtype | None,
-        held: dict[Hashable, Whole] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
-        if self._plain and (out_dtype is None or out_dtype == query.dtype):
-            at = None if held is None else (causal, heads, query.shape, key.shape)
-            found = again.forward((query, key, value), causal, self.scale, held, at)
-            if found is not None:
-                return found[0], found[1]
-        if self._plain:
-            device = compute_device(query.device, None)
-            request = _request(
-                query.shape, key.shape, value.shape, query.dtype, query.device, device, causal,
-                self.scale, out_dtype,
-            )  # fmt: skip
-            return run_forward(Tensors(query, key, value, None), request)
-        tensors, request = self._request("attention", (query, key, value), mask, causal, heads)
-        return run_forward(tensors, replace(request, out_dtype=out_dtype or request.out_dtype))
+        inputs = {"query": query, "key": key, "value": value}
+        out, lse = compute_block(
+            self.whole, self._block(heads, rows), inputs, self._written(),
+            BlockResults(out_dtype=out_dtype), None if causal is None else (None, causal),
+        )  # fmt: skip
+        return out, lse
 
     def backward(
         self,
-        watch: Watch,
-        given: tuple[torch.Tensor, ...],
-        causal: bool,
+        inputs: dict[str, torch.Tensor],
         heads: Interval,
         rows: Interval,
-        learned: Learned | None,
+        of_mask: MaskGradients,
+        causal: bool | None = None,
         grads: Three | None = None,
     ) -> Three:
         """The gradients of such a call; ``grads`` are filled.
 
         Args:
-            given: upstream gradient, query, key, value, output, log-sum-exp.
-            learned: the gradients of the mask's own tensors, to which those of this call are added.
+            inputs: grad_out, query, key, value, out, lse.
+            of_mask: to which the gradients of the mask's own tensors are added.
         """
-
-        def instead() -> Three:
-            query, key, value = grads or (torch.empty_like(t) for t in given[1:4])
-            return query.fill_(math.nan), key.fill_(math.nan), value.fill_(math.nan)
-
-        return watch.computed(
-            lambda: self._backward(given, causal, heads, rows, learned, grads), instead
+        block = self._block(heads, rows)
+        results = BlockResults(
+            grads=grads, grad_mask=of_mask.bias is not None, grad_sinks=of_mask.sinks is not None,
+            partial=self.partial,
+        )  # fmt: skip
+        masked = None if causal is None else (None, causal)
+        query, key, value, *more = compute_block(
+            self.whole, block, inputs, self._written(), results, masked
         )
-
-    def _backward(
-        self,
-        given: tuple[torch.Tensor, ...],
-        causal: bool,
-        heads: Interval,
-        rows: Interval,
-        learned: Learned | None,
-        grads: Three | None,
-    ) -> Three:
-        if self._plain and grads is None:
-            upstream, query, key, value, out, lse = given
-            found = again.backward((query, key, value), upstream, out, lse, causal, self.scale)
-            if found is not None:
-                return found[0], found[1], found[2]
-        mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
-        of_bias = learned is not None and learned.bias is not None
-        of_sinks = learned is not None and learned.sinks is not None
-        grad_out, *inputs, out, lse = given
-        tensors, request = self._request("attention_backward", inputs, mask, causal, heads)
-        read = given_of(tensors, request, grad_out, out, lse, grads, of_bias, None, inputs)
-        read = read._replace(of_sinks=of_sinks, partial=self.partial)
-        made = run_backward(tensors, request, read)
-        if learned is not None:
-            learned.add(made[3:], heads, rows)
-        return made[0], made[1], made[2]
+        if of_mask.bias is not None:
+            self.whole.cut_bias(of_mask.bias, block).add_(more.pop(0))
+        if of_mask.sinks is not None:
+            of_mask.sinks[heads.start : heads.stop] += more.pop(0)
+        return query, key, value
 
     def read(self) -> list[torch.Tensor]:
         """Tensors of the mask: changed before the backward, they would give a wrong one."""
@@ -246,59 +199,18 @@ class Calls:
     @property
     def unlimited(self) -> bool:
         """Whether nothing is said of how a call is run, as by a budget."""
-        return self.asked.says_nothing and current() is None
+        return self.written.says_nothing and current() is None
 
-    @property
-    def _plain(self) -> bool:
-        """Whether calls are of attention and nothing more."""
-        if self.mask is not None or self.dropout is not None or self.report is not None:
-            return False
-        return self.unlimited
+    def _block(self, heads: Interval, rows: Interval) -> Block:
+        entries, keys = Interval(0, self.whole.batch_shape[0]), Interval(0, self.whole.n_keys)
+        return Block(entries, heads, rows, keys)
 
-    def _request(
-        self, function: str, inputs: Any, mask: Mask | None, causal: bool, heads: Interval
-    ) -> tuple[Tensors, Request]:
-        """A call; for dropout its heads are numbered as in the whole call."""
+    def _written(self) -> Written:
         report = None
         if self.report is not None:
             report = Report()
             self.report.calls.append(report)
-        (query, key, value), (p, seed) = inputs, self.dropout or (0.0, None)
-        tensors, request = request_of(
-            function, query, key, value, mask, p, seed, causal, self.scale, True, None, None,
-            filled(self.asked._replace(report=report)),
-        )  # fmt: skip
-        if request.dropout is None:
-            return tensors, request
-        return tensors, replace(request, dropout=request.dropout.at(heads.start, 0))
+        return filled(self.written._replace(report=report))
 
 
-@lru_cache(maxsize=256)
-def _request(
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
-    dtype: torch.dtype,
-    home: torch.device,
-    device: torch.device,
-    causal: bool,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-) -> Request:
-    """The forward of a plain call whose gradients nobody records, by its sizes.
-
-    It is checked once: a device that waits for a message waits for this as well.
-
-    Args:
-        device: that computes it; it depends on the current one.
-    """
-    q, k, v = (torch.empty((), dtype=dtype, device=home).expand(t) for t in (query, key, value))
-    with torch.no_grad():
-        _, request = request_of(
-            "attention", q, k, v, None, 0.0, None, causal, scale, True, None, out_dtype, Written()
-        )
-    assert request.options.device == device
-    return request
-
-
-__all__ = ["Calls", "Learned", "Three", "kernel_of_parts"]
+__all__ = ["Calls", "MaskGradients", "ShardedReport", "Three", "kernel_of_parts"]

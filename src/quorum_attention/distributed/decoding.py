@@ -7,7 +7,6 @@ few vectors, however long the sequence is. Keys and values stay where they are.
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import replace
 
 import torch
@@ -15,22 +14,21 @@ import torch.distributed as dist
 
 from quorum_attention.api import attention_with_lse
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.distributed.agreement import told
-from quorum_attention.distributed.calls import kernel_of_parts
+from quorum_attention.distributed.agreement import (
+    Arguments,
+    agreed_number,
+    exchanging,
+    member_of,
+    refusing,
+    waits,
+)
+from quorum_attention.distributed.calls import ShardedReport, kernel_of_parts
 from quorum_attention.distributed.masks import checked_mask
-from quorum_attention.distributed.peers import Peers, member_of
-from quorum_attention.distributed.report import ShardedReport
-from quorum_attention.distributed.watch import Watch, in_host_memory, sends_nothing
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
-
-# What must be the same on all ranks.
-_WORDS = (
-    "batch size", "heads", "queries", "head_dim", "value_dim", "dtype", "scale", "attn_mask.sinks",
-)  # fmt: skip
 
 
 @uncompiled
@@ -69,101 +67,51 @@ def decode(
         (..., heads, queries, value_dim), in the query's dtype; 0 in rows that see no key.
 
     Raises:
-        RuntimeError: there is no process group; or another rank has failed, as of ``attention``.
-            Errors of ``quorum_attention.attention`` come through on the rank that has them.
+        RuntimeError: as of ``attention``, also for other ranks.
         ValueError: the ranks do not agree on the step (sizes, dtype, ``scale``, whether there are
-            sinks). They ask each other before the first step of a kind; later on, where ranks are
-            at different ones, all raise in host memory, and on a GPU all have NaN.
+            sinks). On a GPU they compare the first step of a kind; later on all have NaN where
+            ranks are at different ones.
     """
     everyone = member_of(group)
-    made = None if report is None else Report()
-
-    def computed() -> tuple[torch.Tensor, torch.Tensor]:
-        own = mask if mask is None or sinks is None else replace(mask, sinks=None)
-        return attention_with_lse(
-            query, key, value, own, scale=scale, enable_gqa=enable_gqa, budget=budget,
-            depth=depth, kernel=kernel, out_dtype=state_dtype(query.dtype), report=made,
-        )  # fmt: skip
-
-    def instead() -> tuple[torch.Tensor, torch.Tensor]:
-        size, state = query.shape[:-1], state_dtype(query.dtype)
-        out = query.new_full((*size, value.shape[-1]), math.nan, dtype=state)
-        return out, query.new_full(size, math.nan, dtype=state)
-
-    with Watch(everyone, in_host_memory(query)) as watch:
+    with refusing(everyone, waits(everyone, query)):
         for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
             as_tensor(tensor, name)
         mask = checked_mask(attn_mask, query, key)
         if kernel != "auto":
             kernel_of_parts(kernel)
-        sinks = None if mask is None else mask.sinks
-        number = _agreed(everyone, watch, query, value, scale, sinks is not None)
-        out, lse = watch.computed(computed, instead, (TypeError, ValueError, NotImplementedError))
+    sinks = None if mask is None else mask.sinks
+    # Exact in fp32.
+    number = agreed_number(everyone, query, _arguments(query, value, scale, sinks)) % (1 << 24)
+    made = None if report is None else Report()
+    with exchanging(everyone):
+        own = mask if mask is None or sinks is None else replace(mask, sinks=None)
+        out, lse = attention_with_lse(
+            query, key, value, own, scale=scale, enable_gqa=enable_gqa, budget=budget,
+            depth=depth, kernel=kernel, out_dtype=state_dtype(query.dtype), report=made,
+        )  # fmt: skip
         size = (*out.shape[:-1], out.shape[-1] + 1)
         mine = out.new_empty(math.prod(size) + 1)
         torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1, out=mine[:-1].view(size))
         mine[-1:].fill_(number)
         every = mine.new_empty((everyone.size(), mine.numel()))
-        watch.gather(list(every.unbind()), mine)
-        watch.end()
+        dist.all_gather(list(every.unbind()), mine, group=everyone)
     if report is not None and made is not None:
         _fill(report, everyone, mine, query.shape[-2] * key.shape[-2], made)
     parts = every[:, :-1].unflatten(-1, size)
     found = merged(parts[..., :-1], parts[..., -1], sinks).to(query.dtype)
-    if sends_nothing(everyone):
-        return found
-    apart = (every[:, -1] != number).any()
-    if not in_host_memory(query):
-        return found.masked_fill_(apart, math.nan)
-    if apart:
-        raise ValueError(
-            f"the ranks are at different steps of decoding; {_words(everyone, query, value, scale)}"
-        )
-    return found
+    return found.masked_fill_((every[:, -1] != number).any(), math.nan)
 
 
-def _agreed(
-    group: dist.ProcessGroup,
-    watch: Watch,
-    query: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    sinks: bool,
-) -> int:
-    """A number of the step, the same where ranks mean the same, and exact in fp32.
-
-    The ranks ask each other before the first step of a kind.
-
-    Raises:
-        ValueError: they do not agree; on all of them.
-    """
-    name = ("decode", tuple(query.shape), value.shape[-1], str(query.dtype), repr(scale), sinks)
-    watch.knows(name)
-    peers = Peers.of(group)
-    if name not in peers.agreed:
-        heads, queries, head_dim = query.shape[-3:]
-        numbers = (
-            query.shape[:-3].numel(), heads, queries, head_dim, value.shape[-1],
-            *(zlib.crc32(one.encode()) for one in name[3:5]), int(sinks),
-        )  # fmt: skip
-        listed = told(group, numbers, watch)
-        for word, column in zip(_WORDS, zip(*listed, strict=True), strict=True):
-            if len(set(column)) > 1 and not sends_nothing(group):
-                watch.over()
-                raise ValueError(
-                    f"the ranks do not agree on {word}; {_words(group, query, value, scale)}"
-                )
-        peers.agree(name)
-    return peers.agreed[name] % (1 << 24)
-
-
-def _words(
-    group: dist.ProcessGroup, query: torch.Tensor, value: torch.Tensor, scale: float | None
-) -> str:
-    return (
-        f"rank {group.rank()} has query {tuple(query.shape)} {query.dtype}, value_dim "
-        f"{value.shape[-1]}, scale={scale}"
-    )
+def _arguments(
+    query: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+) -> Arguments:
+    """What must be the same on all ranks."""
+    heads, queries, head_dim = query.shape[-3:]
+    return {
+        "call": "decode", "batch size": query.shape[:-3].numel(), "heads": heads,
+        "queries": queries, "head_dim": head_dim, "value_dim": value.shape[-1],
+        "dtype": str(query.dtype), "scale": scale, "attn_mask.sinks": sinks is not None,
+    }  # fmt: skip
 
 
 def merged(

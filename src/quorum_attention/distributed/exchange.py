@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quorum_attention.distributed.marks import read_mark, write_marks
-from quorum_attention.distributed.peers import begun
-from quorum_attention.distributed.watch import Watch, sends_nothing
-from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.decomposition.intervals import Interval, counted
+from quorum_attention.distributed.partition import Needed, Piece
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
@@ -42,15 +40,6 @@ class Parcel:
         exact = math.prod(self.shape) * self.dtype.itemsize
         return -(-exact // _ALIGNMENT) * _ALIGNMENT
 
-    def as_message(self) -> torch.Tensor | None:
-        """The content as a message of bytes, if its memory is one as it is."""
-        content = self.content
-        assert content is not None
-        same = content.dtype == self.dtype and content.shape == self.shape
-        if not same or not content.is_contiguous() or content.nbytes != self.nbytes:
-            return None
-        return content.detach().view(-1).view(torch.uint8)
-
     def read(self, message: torch.Tensor, at: int) -> torch.Tensor:
         """The parcel's tensor in a message of bytes, from byte ``at``."""
         exact = math.prod(self.shape) * self.dtype.itemsize
@@ -64,11 +53,10 @@ class Delivery:
     out those that it neither sends nor gets.
 
     Args:
-        watch: the pass.
-        mark: what the last rank sends the others at the end of its messages; None: nothing.
+        device: of the messages.
 
     Attributes:
-        inbox, outbox: the messages; where one parcel is all that is sent, its content itself.
+        inbox, outbox: the messages.
         received_bytes: from other ranks.
     """
 
@@ -77,11 +65,8 @@ class Delivery:
         parcels: Sequence[Parcel],
         group: dist.ProcessGroup,
         device: torch.device,
-        watch: Watch,
-        mark: int | None = None,
     ) -> None:
         here, ranks = group.rank(), group.size()
-        self._watch, self._tail = watch, False
         self._here = here
         self._parcels = [p for p in parcels if p.target == here]
         outgoing = [p for p in parcels if p.source == here and p.target != here]
@@ -90,49 +75,22 @@ class Delivery:
         sent = [sum(p.nbytes for p in outgoing if p.target == rank) for rank in range(ranks)]
         got = [sum(p.nbytes for p in self._incoming if p.source == rank) for rank in range(ranks)]
         self.received_bytes = sum(got)
-        last = ranks - 1
-        if mark is not None and here == last:
-            sent = [n + _ALIGNMENT * (target != here) for target, n in enumerate(sent)]
-        elif mark is not None:
-            got[last] += _ALIGNMENT
-            self._tail = True
         self.inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
-        alone = outgoing[0].as_message() if len(outgoing) == 1 else None
-        if alone is not None and sum(sent) == alone.numel():
-            self.outbox = alone
-        else:
-            self.outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-            starts = [0, *accumulate(sent)][:ranks]
-            for parcel in outgoing:
-                assert parcel.content is not None
-                parcel.read(self.outbox, starts[parcel.target]).copy_(parcel.content)
-                starts[parcel.target] += parcel.nbytes
-            if mark is not None and here == last:
-                for at in starts[:last]:
-                    write_marks(self.outbox[at : at + _ALIGNMENT], 1, mark)
-        self._work: Any = None
-        # A dry run refuses a message from a rank that sends none.
-        if self.outbox.numel() or not sends_nothing(group):
-            messages = self.inbox, self.outbox, got, sent
-            work = dist.all_to_all_single(*messages, group=group, async_op=True)
-            self._work = begun(group, work)
-        self._waited = self._work is None
+        self.outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+        starts = [0, *accumulate(sent)]
+        for parcel in outgoing:
+            assert parcel.content is not None
+            parcel.read(self.outbox, starts[parcel.target]).copy_(parcel.content)
+            starts[parcel.target] += parcel.nbytes
+        messages = self.inbox, self.outbox, got, sent
+        self._work: Any = dist.all_to_all_single(*messages, group=group, async_op=True)
 
     def contents(self) -> list[torch.Tensor]:
         """What came for this rank, in the order of the parcels; its own parcels as they are.
 
-        On a GPU the current stream waits for it, and each other one on which this is asked again.
-
-        Raises:
-            ValueError: it is of another call.
+        On a GPU the current stream waits for it.
         """
-        if not self._waited:
-            self._watch.wait(self._work)
-            self._waited = True
-        elif self._work is not None and not on_host(self.inbox.device):
-            self._work.wait()
-        if self._tail:
-            self._watch.check(read_mark(self.inbox))
+        self._work.wait()
         arrived: dict[int, torch.Tensor] = {}
         at = 0
         for parcel in self._incoming:
@@ -146,4 +104,64 @@ class Delivery:
         return found
 
 
-__all__ = ["Delivery", "Parcel"]
+@dataclass(slots=True)
+class Gathered:
+    """A tensor of the rows that are needed, and of no others, in ascending order.
+
+    Attributes:
+        needed: heads and rows, in positions of the whole call.
+        tensor: (batch, heads, rows, ...).
+    """
+
+    needed: Needed
+    tensor: torch.Tensor
+
+    @classmethod
+    def empty(cls, needed: Needed, heads: int, like: torch.Tensor, dtype: torch.dtype) -> Gathered:
+        """Room for the rows; ``like`` (batch, any heads, any rows, ...) gives the other sizes."""
+        sizes = (like.shape[0], heads, counted(needed.rows), *like.shape[3:])
+        return cls(needed, torch.empty(sizes, dtype=dtype, device=like.device))
+
+    @classmethod
+    def of(
+        cls, needed: Needed, arrived: Sequence[tuple[Piece, torch.Tensor]], like: torch.Tensor
+    ) -> Gathered:
+        """Put together from pieces; ``like`` as in ``empty``."""
+        if len(arrived) == 1:
+            return cls(needed, arrived[0][1])
+        made = cls.empty(needed, needed.heads.length, like, like.dtype)
+        for piece, content in arrived:
+            made.at(piece.rows).copy_(content)
+        return made
+
+    def at(self, rows: tuple[int, int], heads: Interval | None = None) -> torch.Tensor:
+        """Consecutive rows, as a view; of all its heads, or of some."""
+        taken = self.tensor.narrow(2, self._position(rows[0]), rows[1] - rows[0])
+        if heads is None:
+            return taken
+        return taken.narrow(1, heads.start - self.needed.heads.start, heads.length)
+
+    def over(self, pieces: Iterable[Interval], heads: Interval) -> torch.Tensor:
+        """The rows of several intervals: a view where nothing lies between them here."""
+        runs: list[list[int]] = []
+        for start, stop in pieces:
+            low = self._position(start)
+            if runs and runs[-1][1] == low:
+                runs[-1][1] += stop - start
+            else:
+                runs.append([low, low + stop - start])
+        first = heads.start - self.needed.heads.start
+        some = self.tensor.narrow(1, first, heads.length)
+        views = [some.narrow(2, low, high - low) for low, high in runs]
+        return views[0] if len(views) == 1 else torch.cat(views, dim=2)
+
+    def _position(self, row: int) -> int:
+        before = 0
+        for start, stop in self.needed.rows:
+            if start <= row < stop:
+                return before + row - start
+            before += stop - start
+        raise ValueError(f"row {row} is not in {self.needed.rows}")
+
+
+__all__ = ["Delivery", "Gathered", "Parcel"]

@@ -1,4 +1,4 @@
-"""A mask of a sharded call: made whole from what each rank holds, and cut for what a rank computes.
+"""A mask of a sharded call: made whole from what each rank holds.
 
 The mask is that of the whole sequence, the same on all ranks. Ids of documents and paddings may be
 of a rank's own rows: they are gathered, a number for each token.
@@ -15,9 +15,7 @@ import torch.distributed as dist
 
 from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.counts import shown
-from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.watch import Watch
-from quorum_attention.mask import Keeps, Mask
+from quorum_attention.mask import Mask
 
 
 class Shards(NamedTuple):
@@ -67,39 +65,36 @@ def checked_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Mask | N
     raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
 
 
-def whole_mask(mask: Mask, shards: Shards, watch: Watch) -> Mask:
+def whole_mask(mask: Mask, shards: Shards) -> Mask:
     """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
 
     Raises:
         ValueError: a field fits neither the whole call nor this rank's rows, by name.
     """
-    changed: dict[str, Any] = {}
-    if mask.documents is not None:
-        given = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-        every = tuple(_gathered(ids, shards, "attn_mask.documents", watch) for ids in given)
-        if any(a is not b for a, b in zip(every, given, strict=True)):
-            changed["documents"] = every if len(every) == 2 else every[0]
-    if mask.key_padding is not None:
-        padding = _gathered(mask.key_padding, shards, "attn_mask.key_padding", watch)
-        if padding is not mask.key_padding:
-            changed["key_padding"] = padding
-    if mask.bias is not None:
-        _check_bias(mask.bias, shards)
-        changed.update(_flat(mask.bias, shards.batch_shape))
+    documents, padding, bias = mask.documents, mask.key_padding, mask.bias
+    if isinstance(documents, tuple):
+        of_queries, of_keys = (_gathered(t, shards, "attn_mask.documents") for t in documents)
+        documents = of_queries, of_keys
+    elif documents is not None:
+        documents = _gathered(documents, shards, "attn_mask.documents")
+    if padding is not None:
+        padding = _gathered(padding, shards, "attn_mask.key_padding")
+    if bias is not None:
+        bias = _flat(bias, shards)
     if mask.sinks is not None and mask.sinks.shape != (shards.heads,):
         raise ValueError(
             f"attn_mask.sinks must be one for each of the {shards.heads} query heads, got "
             f"{tuple(mask.sinks.shape)}"
         )
-    for name in ("either", "every"):
-        below = getattr(mask, name)
-        made = tuple(whole_mask(one, shards, watch) for one in below)
-        if any(a is not b for a, b in zip(below, made, strict=True)):
-            changed[name] = made
-    return replace(mask, **changed) if changed else mask
+    either, every = (
+        tuple(whole_mask(one, shards) for one in masks) for masks in (mask.either, mask.every)
+    )
+    return replace(
+        mask, documents=documents, key_padding=padding, bias=bias, either=either, every=every
+    )
 
 
-def _gathered(mine: torch.Tensor, shards: Shards, name: str, watch: Watch) -> torch.Tensor:
+def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
     """A tensor with a number for each token of the whole call, from each rank's or as it is."""
     columns, most = mine.shape[-1], max(shards.sizes)
     if mine.dim() == 2 and mine.shape[0] not in (1, shards.batch):
@@ -116,32 +111,24 @@ def _gathered(mine: torch.Tensor, shards: Shards, name: str, watch: Watch) -> to
     padded = torch.zeros((shards.batch, most), dtype=torch.int64, device=shards.device)
     padded[:, : shards.rows] = entries
     every = [torch.empty_like(padded) for _ in shards.sizes]
-    watch.gather(every, padded)
+    dist.all_gather(every, padded, group=shards.group)
     whole = torch.cat([t[:, :n] for t, n in zip(every, shards.sizes, strict=True)], dim=1)
     return whole.to(mine.dtype)
 
 
-def _check_bias(bias: torch.Tensor, shards: Shards) -> None:
-    tokens, sizes = shards.tokens, bias.shape
-    fits = (
-        (len(sizes) < 1 or sizes[-1] in (1, tokens))
-        and (len(sizes) < 2 or sizes[-2] in (1, tokens))
-        and (len(sizes) < 3 or sizes[-3] in (1, shards.heads))
-    )
-    if not fits:
+def _flat(bias: torch.Tensor, shards: Shards) -> torch.Tensor:
+    """The bias, with one batch dimension where there are several."""
+    most = (shards.heads, shards.tokens, shards.tokens)
+    if any(n not in (1, m) for n, m in zip(bias.shape[::-1], most[::-1], strict=False)):
         raise ValueError(
             "attn_mask as a tensor (or its bias) must broadcast to (..., "
-            f"{shards.heads}, {tokens}, {tokens}), the heads, queries and keys of the whole call, "
-            f"got {tuple(sizes)}"
+            f"{', '.join(map(str, most))}), the heads, queries and keys of the whole call, "
+            f"got {tuple(bias.shape)}"
         )
-
-
-def _flat(bias: torch.Tensor, batch_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """The bias with one batch dimension, where there are several."""
-    if bias.dim() < 4 or len(batch_shape) < 2:
-        return {}
-    every = bias.expand(*batch_shape, *bias.shape[-3:])
-    return {"bias": every.reshape(-1, *bias.shape[-3:])}
+    if bias.dim() < 4 or len(shards.batch_shape) < 2:
+        return bias
+    every = bias.expand(*shards.batch_shape, *bias.shape[-3:])
+    return every.reshape(-1, *bias.shape[-3:])
 
 
 def signature_of(mask: Mask) -> tuple[Any, ...]:
@@ -170,53 +157,6 @@ def _per_token(mask: Mask) -> tuple[torch.Tensor | None, ...]:
     return (*both, mask.key_padding)
 
 
-def part_of(mask: Mask, heads: Interval, rows: Interval, sizes: tuple[int, int]) -> Mask:
-    """What a mask of the whole call is for some heads and queries, and all keys.
-
-    Args:
-        sizes: query heads and tokens of the whole call.
-    """
-    n_heads, tokens = sizes
-    every_row, every_head = rows == (0, tokens), heads == (0, n_heads)
-    if every_row and every_head:
-        return mask
-    changed: dict[str, Any] = {}
-    if mask.sinks is not None:
-        changed["sinks"] = mask.sinks[heads.start : heads.stop]
-    if mask.bias is not None:
-        changed["bias"] = cut(mask.bias, heads, rows)
-    if mask.keeps is not None:
-        changed["keeps"] = _moved(mask.keeps, heads.start, rows.start)
-    if not every_row:
-        # As many queries as keys: "lower_right" is "upper_left".
-        changed["offset"] = (mask.offset or 0) + rows.start
-        changed["causal"] = bool(mask.causal)
-        if mask.documents is not None:
-            both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,) * 2
-            changed["documents"] = (both[0][..., rows.start : rows.stop], both[1])
-    for name in ("either", "every"):
-        below = getattr(mask, name)
-        if below:
-            changed[name] = tuple(part_of(one, heads, rows, sizes) for one in below)
-    return replace(mask, **changed) if changed else mask
-
-
-def cut(bias: torch.Tensor, heads: Interval, rows: Interval) -> torch.Tensor:
-    """The part of a bias of the whole call for some heads and queries, a view."""
-    if bias.dim() > 1 and bias.shape[-2] > 1:
-        bias = bias[..., rows.start : rows.stop, :]
-    if bias.dim() > 2 and bias.shape[-3] > 1:
-        bias = bias[..., heads.start : heads.stop, :, :]
-    return bias
-
-
-def _moved(keeps: Keeps, head: int, row: int) -> Keeps:
-    """The function for heads and queries that are counted from ``head`` and ``row`` on."""
-    if not head and not row:
-        return keeps
-    return lambda b, h, q, k: keeps(b, h + head, q + row, k)
-
-
 def tensors_of(mask: Mask) -> list[torch.Tensor]:
     """Tensors of a mask: changed before the backward, they would give a wrong one."""
     documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
@@ -229,8 +169,6 @@ __all__ = [
     "Shards",
     "checked_mask",
     "columns_of",
-    "cut",
-    "part_of",
     "signature_of",
     "tensors_of",
     "whole_mask",

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from quorum_attention.distributed.assignment import Assignment, Block, Piece
-from quorum_attention.distributed.calls import Calls, Learned
-from quorum_attention.distributed.exchange import Delivery, Parcel
-from quorum_attention.distributed.peers import alive
-from quorum_attention.distributed.report import ShardedReport
-from quorum_attention.distributed.stages import Gathered
-from quorum_attention.distributed.watch import Watch
+from quorum_attention.distributed.agreement import alive
+from quorum_attention.distributed.calls import Calls, MaskGradients, ShardedReport
+from quorum_attention.distributed.exchange import Delivery, Gathered, Parcel
+from quorum_attention.distributed.partition import Assignment, Block, Piece
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.merge import add_, empty_, merge_
 
@@ -79,7 +76,6 @@ class Inward:
     def __init__(
         self,
         call: Sharded,
-        watch: Watch,
         stage: int,
         by_query: Sequence[torch.Tensor],
         by_key: Sequence[torch.Tensor],
@@ -97,8 +93,7 @@ class Inward:
                 if piece.owner == call.rank:
                     parcel.content = call.own(tensor, piece)
                 parcels.append(parcel)
-        mark = watch.mark if stage == 0 else None
-        self._delivery = Delivery(parcels, call.group, by_query[0].device, watch, mark)
+        self._delivery = Delivery(parcels, call.group, by_query[0].device)
         self.received_bytes = self._delivery.received_bytes
 
     def arrived(self) -> tuple[list[tuple[Gathered, ...]], list[Gathered]]:
@@ -143,7 +138,6 @@ class Back:
     def __init__(
         self,
         call: Sharded,
-        watch: Watch,
         stage: int,
         pieces: Sequence[Piece],
         results: Sequence[tuple[Gathered, ...]],
@@ -162,7 +156,7 @@ class Back:
                 if piece.rank == call.rank:
                     parcel.content = by_heads[piece.heads][number].at(piece.rows)
                 parcels.append(parcel)
-        self._delivery = Delivery(parcels, call.group, likes[0].device, watch)
+        self._delivery = Delivery(parcels, call.group, likes[0].device)
         self.received_bytes = self._delivery.received_bytes
 
         self.owned = [p for p in self._pieces if p.owner == call.rank]
@@ -173,13 +167,24 @@ class Back:
         return [(piece, [next(contents) for _ in range(self._count)]) for piece in self.owned]
 
 
+def _arriving(
+    call: Sharded, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[tuple[Gathered, ...]], list[Gathered], int]]:
+    """By stage, what ``Inward.arrived`` returns, and its bytes; the next stage is on its way."""
+    stages = range(call.assignment.n_stages)
+    coming = [Inward(call, stage, by_query, by_key) for stage in stages[:1]]
+    for stage in stages:
+        coming += [Inward(call, later, by_query, by_key) for later in stages[stage + 1 : stage + 2]]
+        now = coming.pop(0)
+        yield *now.arrived(), now.received_bytes
+
+
 def forward(
-    call: Sharded, watch: Watch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    call: Sharded, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Output and lse of this rank's rows, and the tensors that are kept for the backward.
 
     Args:
-        watch: the pass.
         query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
     """
     assignment, state = call.assignment, state_dtype(query.dtype)
@@ -187,28 +192,20 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=state, device=query.device)
     kept: list[torch.Tensor] = []
     backs = []
-    n = assignment.n_stages
-    coming = Inward(call, watch, 0, (query,), (key, value)) if n else None
     received = 0
-    for stage in range(n):
-        assert coming is not None
-        now, coming = coming, None
-        if stage + 1 < n:
-            coming = Inward(call, watch, stage + 1, (query,), (key, value))
-        received += now.received_bytes
-        queries, (keys, values) = now.arrived()
+    for stage, (queries, (keys, values), nbytes) in enumerate(
+        _arriving(call, (query,), (key, value))
+    ):
+        received += nbytes
         results = [
-            _statistics(call, watch, stage, rows, keys, values, out.dtype, state)
-            for (rows,) in queries
+            _statistics(call, stage, rows, keys, values, out.dtype, state) for (rows,) in queries
         ]
         if call.kept and results:
             kept += [keys.tensor, values.tensor]
             for (rows,), (part, part_lse) in zip(queries, results, strict=True):
                 kept += [rows.tensor, part.tensor, part_lse.tensor]
-        backs.append(Back(call, watch, stage, assignment.query_pieces, results, (out, lse), state))
-    watch.all_sent()
+        backs.append(Back(call, stage, assignment.query_pieces, results, (out, lse), state))
     _merged(call, backs, out, lse, state)
-    watch.end()
     if call.report is not None:
         call.report.forward_bytes = received + sum(back.received_bytes for back in backs)
     return out, lse, kept
@@ -216,19 +213,17 @@ def forward(
 
 def backward(
     call: Sharded,
-    watch: Watch,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     rest: Sequence[torch.Tensor],
-    learned: Learned | None = None,
+    of_mask: MaskGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of this rank's rows.
 
     Args:
-        watch: the pass.
-        learned: to which the gradients of the mask's own tensors are added, of the pairs computed
+        of_mask: to which the gradients of the mask's own tensors are added, of the pairs computed
             here.
         query, key, value: of this rank's shard; where inputs were kept only their sizes are used.
         rest: output and lse of this rank's rows; or the tensors that the forward kept.
@@ -240,29 +235,20 @@ def backward(
         torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
     ]
     backs: list[tuple[Back, Back]] = []
-    n, held = assignment.n_stages, iter(rest)
-    coming = Inward(call, watch, 0, by_query, by_key) if n else None
-    received = 0
-    for stage in range(n):
-        assert coming is not None
-        now, coming = coming, None
-        if stage + 1 < n:
-            coming = Inward(call, watch, stage + 1, by_query, by_key)
-        received += now.received_bytes
-        queries, gathered = now.arrived()
+    held, received = iter(rest), 0
+    for stage, (queries, gathered, nbytes) in enumerate(_arriving(call, by_query, by_key)):
+        received += nbytes
         if call.kept:
             queries, gathered = _held(call, stage, queries, held)
-        made = _Gradients(call, watch, stage, queries, gathered, state, learned)
+        made = _Gradients(call, stage, queries, gathered, state, of_mask)
         backs.append(
             (
-                Back(call, watch, stage, assignment.query_pieces, made.queries, grads[:1], state),
-                Back(call, watch, stage, assignment.key_pieces, made.keys, grads[1:], state),
+                Back(call, stage, assignment.query_pieces, made.queries, grads[:1], state),
+                Back(call, stage, assignment.key_pieces, made.keys, grads[1:], state),
             )
         )
-    watch.all_sent()
     _summed(call, [pair[0] for pair in backs], grads[:1], state)
     _summed(call, [pair[1] for pair in backs], grads[1:], state)
-    watch.end()
     if call.report is not None:
         call.report.backward_bytes = received + sum(
             b.received_bytes for pair in backs for b in pair
@@ -272,7 +258,6 @@ def backward(
 
 def _statistics(
     call: Sharded,
-    watch: Watch,
     stage: int,
     rows: Gathered,
     keys: Gathered,
@@ -291,8 +276,8 @@ def _statistics(
     def computed(block: Block, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         kv = assignment.of.kv_of(heads)
         return call.calls.forward(
-            watch, rows.at(block.queries), keys.over(block.keys, kv), values.over(block.keys, kv),
-            block.causal, heads, block.queries, out_dtype,
+            rows.at(block.queries), keys.over(block.keys, kv), values.over(block.keys, kv),
+            heads, block.queries, block.causal if call.calls.partial else None, out_dtype,
         )  # fmt: skip
 
     if len(blocks) == 1:
@@ -358,20 +343,19 @@ class _Gradients:
     def __init__(
         self,
         call: Sharded,
-        watch: Watch,
         stage: int,
         queries: Sequence[tuple[Gathered, ...]],
         keys: Sequence[Gathered],
         state: torch.dtype,
-        learned: Learned | None,
+        of_mask: MaskGradients,
     ) -> None:
         self.queries: list[tuple[Gathered, ...]] = []
         self.keys: list[tuple[Gathered, ...]] = []
         blocks = call.assignment.blocks(call.rank, stage)
         if not blocks:
             return
-        self._call, self._watch, self._inputs, self._gathered = call, watch, queries, keys
-        self._learned = learned
+        self._call, self._inputs, self._gathered = call, queries, keys
+        self._of_mask = of_mask
         # Of one block the results are what the kernel returns, and may be rounded at once.
         alone = len(blocks) == 1 and call.assignment.alone(call.rank, stage)
         dtype = keys[0].tensor.dtype if alone else state
@@ -392,20 +376,20 @@ class _Gradients:
         number = [one[0].needed.heads for one in self._inputs].index(block.heads)
         inputs, (target,) = self._inputs[number], self.queries[number]
         kv, (keys, values) = self._call.assignment.of.kv_of(block.heads), self._gathered
-        grad_out, query, out, lse = (one.at(block.queries) for one in inputs)
-        key, value = keys.over(block.keys, kv), values.over(block.keys, kv)
+        names = ("grad_out", "query", "out", "lse")
+        given = {n: one.at(block.queries) for n, one in zip(names, inputs, strict=True)}
+        given |= {"key": keys.over(block.keys, kv), "value": values.over(block.keys, kv)}
         mine: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         if written:
             mine = (target.tensor, self.keys[0][0].tensor, self.keys[0][1].tensor)
         else:
             query_grad, key_grad, value_grad = (
-                torch.empty(t.shape, dtype=state, device=t.device) for t in (query, key, value)
+                torch.empty(given[n].shape, dtype=state, device=target.tensor.device)
+                for n in ("query", "key", "value")
             )
             mine = (query_grad, key_grad, value_grad)
-        self._call.calls.backward(
-            self._watch, (grad_out, query, key, value, out, lse), block.causal, block.heads,
-            block.queries, self._learned, mine,
-        )  # fmt: skip
+        causal = block.causal if self._call.calls.partial else None
+        self._call.calls.backward(given, block.heads, block.queries, self._of_mask, causal, mine)
         if written:
             return
         add_(target.at(block.queries), mine[0])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.distributed.attention import attention
-from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.distributed.calls import ShardedReport
 from quorum_attention.kernels.protocol import InnerKernel
 
 if TYPE_CHECKING:
@@ -132,18 +132,14 @@ def _lengths(
     return tuple(n * (rank + 1) // ranks - n * rank // ranks for rank in range(ranks))
 
 
-class _Place(NamedTuple):
-    """Where a tensor's elements are."""
-
-    storage: torch.UntypedStorage
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+# Storage, offset, size and stride.
+_Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
+    """Where a tensor's elements are."""
     storage = tensor.untyped_storage()
-    return _Place(storage, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    return storage, int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
 
 def _become(buffer: torch.Tensor, place: _Place) -> None:

@@ -15,7 +15,6 @@ from quorum_attention.counts import shown  # noqa: E402
 from quorum_attention.distributed import ShardedReport  # noqa: E402
 from quorum_attention.execution.report import Report  # noqa: E402
 from quorum_attention.integrations.transformers.attending import attend  # noqa: E402
-from quorum_attention.integrations.transformers.generation import sharded_generate  # noqa: E402
 from quorum_attention.integrations.transformers.masks import quorum_mask  # noqa: E402
 from quorum_attention.integrations.transformers.options import Options  # noqa: E402
 from quorum_attention.integrations.transformers.positions import sharded_positions  # noqa: E402
@@ -89,4 +88,4 @@ def register(
     return name
 
 
-__all__ = ["quorum_mask", "register", "sharded_generate", "sharded_positions"]
+__all__ = ["quorum_mask", "register", "sharded_positions"]

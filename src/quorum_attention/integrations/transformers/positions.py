@@ -14,10 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quorum_attention.distributed.agreement import told
-from quorum_attention.distributed.peers import alive
-from quorum_attention.integrations.transformers.generation import whose_forward
-from quorum_attention.integrations.transformers.whose import check_is_sharded
+from quorum_attention.distributed.agreement import alive, told
+from quorum_attention.integrations.transformers.whose import check_is_sharded, whose_forward
 from quorum_attention.kernels.torch_private import uncompiled
 
 # Inputs beside text, from which models of several media count positions.

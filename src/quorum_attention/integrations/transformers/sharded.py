@@ -18,16 +18,9 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention import distributed
-from quorum_attention.distributed.agreement import told
-from quorum_attention.distributed.peers import alive
+from quorum_attention.distributed.agreement import alive, told
 from quorum_attention.integrations.transformers.closures import MaskFunction, known
 from quorum_attention.integrations.transformers.described import DescribedMask
-from quorum_attention.integrations.transformers.generation import (
-    StepMask,
-    attend_step,
-    progress_here,
-    step_mask,
-)
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
 from quorum_attention.integrations.transformers.whose import Kept, check_layers
@@ -123,20 +116,16 @@ def sharded_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., torch.Tensor] | None = None,
-    attention_mask: torch.Tensor | ShardedMask | StepMask | None = None,
+    attention_mask: torch.Tensor | ShardedMask | None = None,
     **others: Any,
-) -> ShardedMask | StepMask:
+) -> ShardedMask:
     """As ``quorum_mask``, of this rank's rows."""
     from transformers import masking_utils
 
-    if isinstance(attention_mask, (ShardedMask, StepMask)):
+    if isinstance(attention_mask, ShardedMask):
         return attention_mask
     function = mask_function or masking_utils.causal_mask_function
     asked = asked_of(function)
-    progress = progress_here()
-    if progress is not None:
-        plain = asked == Asked(causal=True)
-        return step_mask(progress, batch_size, q_length, function, attention_mask, plain)
     asked = asked._replace(silent=not _documents_are_asked_for())
     if q_length != kv_length or int(q_offset) != kv_offset:
         asked = asked._replace(refused=True)  # a cache that is not empty
@@ -318,16 +307,10 @@ def attend_sharded(
     """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
     refuse(others, module)
     name = type(module).__name__
-    progress = progress_here()
-    if progress is not None:
-        return attend_step(
-            options, progress, query, key, value, attention_mask, scaling=scaling,
-            softcap=softcap, sinks=s_aux, name=name,
-        ), None  # fmt: skip
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
             f"attention over a group takes as many queries as keys on each rank; {name} gives "
-            f"{query.shape[2]} and {key.shape[2]}, a cache's: to generate, call sharded_generate"
+            f"{query.shape[2]} and {key.shape[2]}, a cache's: generate on one process"
         )
     if attention_mask is None:
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal

@@ -68,6 +68,18 @@ def check_is_sharded(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
+def whose_forward(model: Any) -> torch.nn.Module:
+    """The module that runs: that within torch's compiler and PEFT's adapters."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()
+        else:
+            found: torch.nn.Module = model
+            return found
+
+
 def names_of(config: Any) -> Iterator[str]:
     """What attention a configuration asks for, and those within it."""
     name = getattr(config, "_attn_implementation", None)
@@ -89,4 +101,4 @@ def _is_over(name: str, group: dist.ProcessGroup) -> bool | None:
     return False if own else None
 
 
-__all__ = ["Kept", "check_is_sharded", "check_layers", "names_of"]
+__all__ = ["Kept", "check_is_sharded", "check_layers", "names_of", "whose_forward"]

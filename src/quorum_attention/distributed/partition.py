@@ -1,15 +1,42 @@
-"""Which rank computes which pairs of a sharded call, and which rows it needs for that. No torch."""
+"""Which rank computes which pairs of a sharded call, and which rows it needs for that. No torch.
+
+Of three ways the one is taken that moves fewest bytes:
+
+* *heads*: the rows of all heads in one line, head after head, are cut into shares of equal work.
+  Where the heads divide by the ranks this is the exchange of heads of DeepSpeed-Ulysses; where they
+  do not, the head at a cut is shared by rows.
+* *keys*: a rank computes rows of its own, and keys and values come to it (as in ring attention).
+  Under causal masking the last ranks have most work, and give rows to the first.
+* *quorums*: a rank computes tasks of a cyclic quorum set, and so needs about sqrt(ranks) chunks
+  instead of all; its partial results are merged where the rows belong.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.intervals import Interval, covered, cut, union, within, without
+from quorum_attention.quorums import quorum_sizes
+
+# Shares may differ by this much from an equal one where that saves bytes.
+_TOLERATED = 1.05
+# Transfers of one stage run beside the computation of another; more stages are shorter calls.
+_STAGES = 4
+# Chunks of a quorum set for each rank of a group, at most; and at most so many in all.
+_CHUNKS_A_RANK, _MOST_CHUNKS = 8, 133
+_TILE = 128
+# Moving is little beside computing if it would take such a share of the time by itself; most of it
+# runs beside. Of an H200 and its links to others in the same host: 200 GB/s, 400 TFLOP/s.
+_LITTLE = 0.2
+_BYTES_A_FLOP = 200e9 / 400e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +178,12 @@ class Assignment:
             blocks anywhere have the same query heads, or none in common.
         whole_heads: rank r has all pairs of the r-th of equal shares of the heads and of the
             key/value heads.
-        local_first: each rank begins with its own triangle (``local_first.py``).
     """
 
     way: str
     of: Sequences
     shares: tuple[Stages, ...]
     whole_heads: bool = False
-    local_first: bool = False
 
     @cached_property
     def n_stages(self) -> int:
@@ -300,28 +325,208 @@ def forward_bytes(head_dim: int, value_dim: int, element: int, state: int) -> Ro
     return RowBytes(back, Moved((head_dim + value_dim) * element, 0, 0))
 
 
-def backward_bytes(head_dim: int, value_dim: int, element: int, state: int, kept: bool) -> RowBytes:
-    """Bytes of rows in a backward.
-
-    Args:
-        kept: the inputs were kept where they were computed with; else they move again, with the
-            output and the lse.
-    """
-    again = head_dim * element + value_dim * element + state
-    queries = value_dim * element + (0 if kept else again)
-    both = head_dim + value_dim
-    return RowBytes(
-        Moved(queries, head_dim * element, head_dim * state),
-        Moved(0 if kept else both * element, both * element, both * state),
-    )
-
-
 def _holder(starts: Sequence[int], row: int) -> int:
     """The rank that holds a row."""
     for rank, (low, high) in enumerate(pairwise(starts)):
         if low <= row < high:
             return rank
     raise ValueError(f"row {row} is in no shard of {tuple(starts)}")
+
+
+@lru_cache(maxsize=256)
+def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignment:
+    """The way by which the rank that receives most bytes receives fewest.
+
+    Only ways whose largest share of the work is within 5 % of an equal one are compared; if there
+    is none, the most even one is taken. Where the heads divide by the ranks, exchanging them is
+    also taken if the next best saves less than half of the bytes, or if they take little time
+    beside computing: other ways take more and smaller calls, whose results have to be merged. One
+    that takes no more calls and moves fewer bytes is taken then, too (few key/value heads).
+
+    Args:
+        pair_flops: floating-point operations of one pair of one head.
+    """
+    if of.units != "pairs":
+        return heads(of)
+    found = [way for way in every_way(of) if way.of.ranks]
+    even = [way for way in found if way.imbalance <= _TOLERATED]
+    if not even:
+        return min(found, key=lambda way: (way.imbalance, way.most_received(sizes)))
+    fewest = min(even, key=lambda way: (way.most_received(sizes), way.imbalance))
+    whole = found[0]
+    moved = whole.most_received(sizes)
+    little = _LITTLE * of.pairs / of.ranks * pair_flops * _BYTES_A_FLOP
+    if of.heads % of.ranks or moved > max(2 * fewest.most_received(sizes), little):
+        return fewest
+    simple = [way for way in even if way.most_calls <= whole.most_calls]
+    return min(simple, key=lambda way: way.most_received(sizes))
+
+
+def every_way(of: Sequences) -> Iterator[Assignment]:
+    """All that are compared, the exchange of heads first."""
+    yield heads(of)
+    if of.ranks == 1:
+        return
+    yield keys(of, first=True)
+    if of.is_causal:
+        yield keys(of, first=False)
+    for chunks in _chunk_counts(of.ranks):
+        yield quorums(of, chunks)
+
+
+def _chunk_counts(ranks: int) -> Iterator[int]:
+    for size in quorum_sizes(12):
+        chunks = size * (size - 1) + 1
+        if ranks <= chunks <= min(_MOST_CHUNKS, max(3, _CHUNKS_A_RANK * ranks)):
+            yield chunks
+
+
+def heads(of: Sequences) -> Assignment:
+    """Heads exchanged; see the top of this file."""
+    edges = [_point(of, Fraction(rank * of.heads, of.ranks)) for rank in range(of.ranks + 1)]
+    shares = []
+    for (head, row), (last, stop) in pairwise(edges):
+        parts: list[tuple[Interval, Interval]] = []
+        if head == last:
+            parts.append((Interval(head, head + 1), Interval(row, stop)))
+        else:
+            first = head
+            if row:
+                parts.append((Interval(head, head + 1), Interval(row, of.tokens)))
+                first += 1
+            parts += [(run, Interval(0, of.tokens)) for run in _by_groups(of, first, last)]
+            if stop:
+                parts.append((Interval(last, last + 1), Interval(0, stop)))
+        shares.append(_staged(of, parts))
+    whole = of.tokens > 0 and not of.heads % of.ranks and not of.kv_heads % of.ranks
+    return Assignment("heads exchanged", of, tuple(shares), whole)
+
+
+def _point(of: Sequences, at: Fraction) -> tuple[int, int]:
+    """Head and row where a share of the work ends that is ``at`` heads large."""
+    head, part = divmod(at, 1)
+    if of.units == "heads":
+        return int(head), 0
+    row = math.sqrt(part) if of.is_causal else float(part)
+    return int(head), _rounded(row * of.tokens, of.tokens)
+
+
+def _rounded(row: float, tokens: int) -> int:
+    """A row near ``row``; a multiple of a kernel's tile where there are many."""
+    tile = _TILE if tokens >= 64 * _TILE else 1
+    return min(tokens, round(row / tile) * tile)
+
+
+def _by_groups(of: Sequences, first: int, last: int) -> list[Interval]:
+    """Whole heads in runs: of all query heads of some key/value heads, or of some of one's."""
+    if first >= last:
+        return []
+    inner = Interval(-(-first // of.share) * of.share, last // of.share * of.share)
+    if inner.start >= inner.stop:
+        # At most two key/value heads, neither with all its query heads.
+        edges = [first, *(e for e in {inner.start, inner.stop} if first < e < last), last]
+    else:
+        groups = inner.length // of.share
+        n = min(_STAGES, groups)
+        cuts = [inner.start + groups * i // n * of.share for i in range(n + 1)]
+        edges = [first, *cuts, last]
+    edges = sorted(set(edges))
+    return [Interval(a, b) for a, b in pairwise(edges)]
+
+
+def _staged(of: Sequences, parts: list[tuple[Interval, Interval]]) -> Stages:
+    """A stage for each set of key/value heads."""
+    stages: dict[Interval, list[Block]] = defaultdict(list)
+    for run, rows in parts:
+        for block in of.blocks(run, rows):
+            stages[of.kv_of(run)].append(block)
+    return tuple(tuple(blocks) for _, blocks in sorted(stages.items()))
+
+
+def keys(of: Sequences, first: bool) -> Assignment:
+    """Keys and values moved.
+
+    Args:
+        first: a rank with too much work gives away its first rows; else its last.
+    """
+    runs = _by_groups(of, 0, of.heads)
+    rows = _rows_by_work(of, first)
+    shares = [_staged(of, [(run, piece) for run in runs for piece in mine]) for mine in rows]
+    way = "keys and values moved" + (", first rows given away" if first and of.is_causal else "")
+    return Assignment(way, of, tuple(shares))
+
+
+def _rows_by_work(of: Sequences, first: bool) -> list[list[Interval]]:
+    """By rank, rows of equal work: as far as possible those of its own shard."""
+    fair = of.pairs_of(0, of.tokens) / of.ranks
+    found: list[list[Interval]] = []
+    spare: list[Interval] = []
+    for low, high in pairwise(of.starts):
+        if of.pairs_of(low, high) > fair:
+            if first:
+                middle = _row_of(of, low, of.pairs_of(low, high) - fair)
+                spare.append(Interval(low, middle))
+                low = middle
+            else:
+                middle = _row_of(of, low, fair)
+                spare.append(Interval(middle, high))
+                high = middle
+        found.append([Interval(low, high)])
+    for rows in found:
+        lack = fair - sum(of.pairs_of(*piece) for piece in rows)
+        while lack > 0 and spare:
+            start, stop = spare.pop(0)
+            if of.pairs_of(start, stop) > lack:
+                middle = _row_of(of, start, lack)
+                spare.insert(0, Interval(middle, stop))
+                stop, lack = middle, 0
+            lack -= of.pairs_of(start, stop)
+            rows.append(Interval(start, stop))
+    found[0].extend(spare)  # a rounding's worth
+    return [union(piece for piece in rows if piece.length) for rows in found]
+
+
+def _row_of(of: Sequences, start: int, pairs: float) -> int:
+    """The row up to which the rows from ``start`` have so many pairs."""
+    if of.is_causal:
+        return max(start, _rounded(math.sqrt(start * start + 2 * pairs), of.tokens))
+    return max(start, _rounded(start + pairs / of.tokens, of.tokens))
+
+
+def quorums(of: Sequences, chunks: int) -> Assignment:
+    """Tasks of a cyclic quorum set."""
+    tile = _TILE if of.tokens >= 64 * _TILE else 1
+    tasks = list(Decomposition(of.tokens, (chunks,), tile=tile).tasks())
+    parts: list[list[Block]] = [[] for _ in range(of.ranks)]
+    nobody = Interval(0, 0)
+    for number, task in enumerate(tasks):
+        mine = parts[number * of.ranks // chunks]
+        for r in task.rectangles(of.is_causal):
+            columns = tuple(
+                Interval(k.start, k.stop) for k in task.segments(r.key_start, r.key_stop)
+            )
+            if r.causal:
+                mine += (Block(nobody, piece, (piece,), causal=True) for piece in columns)
+                mine += _below(columns)
+                continue
+            for rows in task.segments(r.query_start, r.query_stop):
+                mine.append(Block(nobody, Interval(rows.start, rows.stop), columns))
+    runs = _by_groups(of, 0, of.heads)
+    shares = []
+    for mine in parts:
+        stages: dict[Interval, list[Block]] = defaultdict(list)
+        for run in runs:
+            for b in mine:
+                stages[of.kv_of(run)].append(Block(run, b.queries, b.keys, b.causal))
+        shares.append(tuple(tuple(blocks) for _, blocks in sorted(stages.items())))
+    return Assignment(f"quorums of {chunks} chunks", of, tuple(shares))
+
+
+def _below(pieces: tuple[Interval, ...]) -> Iterator[Block]:
+    """What a causal square keeps off the diagonal, if it lies over several runs of tokens."""
+    for at, rows in enumerate(pieces):
+        if at:
+            yield Block(Interval(0, 0), rows, pieces[:at])
 
 
 __all__ = [
@@ -333,6 +538,10 @@ __all__ = [
     "RowBytes",
     "Sequences",
     "Stages",
-    "backward_bytes",
+    "choose",
+    "every_way",
     "forward_bytes",
+    "heads",
+    "keys",
+    "quorums",
 ]

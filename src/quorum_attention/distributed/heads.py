@@ -1,0 +1,382 @@
+"""A sharded pass where heads divide by the ranks: exchanged, computed whole, exchanged back.
+
+A rank holds some rows of all heads; after the exchange it holds all rows of its share of the heads,
+so nothing is merged and nothing added up. On a GPU it may compute them in two turns on two streams:
+all messages are sent first, and while one turn is computed those of the next are on their way, and
+the results of the one before. What came is kept for the backward in place of the shards, so only
+the upstream gradient moves again.
+
+In a message a token's heads lie together, one token after the other. So what comes from all ranks
+is one tensor as it arrives, however long their shards are, in the layout (rows, batch, heads, dim)
+that kernels read as it is, and what they return in that layout is a message without a copy. A
+rank's own rows are copied, not sent, if they lie before or after all others'; those of a rank in
+the middle go through the exchange, because a message cannot have a gap.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.distributed.agreement import alive, exchanging
+from quorum_attention.distributed.calls import Calls, MaskGradients
+from quorum_attention.execution.device.cuda import TwoStreams
+from quorum_attention.kernels.torch_private import first_derivative
+
+# Into how many calls a rank's heads are cut. On one stream the end of each leaves most of the
+# device idle for a while: on H200s that takes longer than what more calls hide of the messages.
+_TURNS = 1
+# On two streams the next one fills it: two calls were faster than one, and than three or four,
+# where a rank has at least so many floating-point operations (about a millisecond).
+_SIDE_BY_SIDE = 2
+WORTH_IT = 5e11
+_WORD = 16
+# Of a tensor of the shard, some heads of each rank's share: [start, stop) within a share.
+Part = tuple[torch.Tensor, tuple[int, int]]
+
+
+class Turn(NamedTuple):
+    """Heads that are computed together, [start, stop) within each rank's share."""
+
+    heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+
+
+def turns_of(kv_heads: int, shared: int, flops: float = 0.0) -> list[Turn]:
+    """The turns of a rank's share.
+
+    Args:
+        kv_heads: key/value heads of the share.
+        shared: query heads of each.
+        flops: floating-point operations of a forward, where turns are computed on two streams.
+    """
+    count = min(_SIDE_BY_SIDE if flops >= WORTH_IT else _TURNS, kv_heads)
+    edges = [kv_heads * turn // count for turn in range(count + 1)]
+    return [Turn((low * shared, high * shared), (low, high)) for low, high in pairwise(edges)]
+
+
+class Swap:
+    """The exchange of heads among the ranks of a group, of shards of given lengths.
+
+    The number of heads is a multiple of the number of ranks.
+
+    Attributes:
+        rank, ranks: of the group.
+        start, rows: this rank's shard.
+        tokens: rows of all shards.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lengths: Sequence[int]) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.ranks = group.rank(), len(lengths)
+        edges = [0, *accumulate(lengths)]
+        self.start, self.rows, self.tokens = edges[self.rank], lengths[self.rank], edges[-1]
+        # The ranks that messages are for, [low, high), and their rows.
+        low = 1 if self.rank == 0 else 0
+        high = self.ranks - 1 if 0 < self.rank == self.ranks - 1 else self.ranks
+        self._others, self._foreign = slice(low, high), slice(edges[low], edges[high])
+        self._theirs = [n if low <= one < high else 0 for one, n in enumerate(lengths)]
+        self._mine = [self.rows if low <= one < high else 0 for one in range(self.ranks)]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; a graph of autograd's, which a caller may keep, holds this."""
+        return alive(self._group)
+
+    def to_heads(self, parts: Sequence[Part]) -> ToHeads:
+        """Send heads to the ranks whose share they are; those of this rank's share come.
+
+        Args:
+            parts: tensors (batch, all heads, rows of the shard, dim) of one dtype.
+        """
+        first, batch = parts[0][0], parts[0][0].shape[0]
+        sizes = [(stop - start, t.shape[3]) for t, (start, stop) in parts]
+        tensors = _in_words(*(tensor for tensor, _ in parts))
+        by_token = [self._by_token(t, some) for t, (_, some) in zip(tensors, parts, strict=True)]
+        width = sum(t.shape[3] * t.shape[4] for t in by_token)
+        count = len(range(*self._others.indices(self.ranks)))
+        outbox = tensors[0].new_empty((count, self.rows, batch, width))
+        inbox = tensors[0].new_empty((self.tokens, batch, width))
+        _write(outbox, [t[self._others] for t in by_token])
+        foreign = inbox[self._foreign]
+        work = self._sent(foreign, outbox.flatten(0, 1), self._theirs, self._mine)
+        if count < self.ranks:  # beside the transfer
+            _write(inbox[self.start : self.start + self.rows], [t[self.rank] for t in by_token])
+        return ToHeads(inbox.view(first.dtype), sizes, work, outbox)
+
+    def to_rows(self, part: torch.Tensor, target: torch.Tensor, start: int) -> ToRows:
+        """Send rows of heads back to the ranks whose shards they are of; write those that come.
+
+        Args:
+            part: (batch, heads of this rank's share, rows of all shards, dim).
+            target: (batch, all heads, rows of the shard, dim), of the same dtype.
+            start: where the part's heads begin within each rank's share.
+        """
+        message, target = _in_words(part.permute(2, 0, 1, 3).contiguous(), target)
+        places = self._by_token(target, (start, start + part.shape[1]))
+        others = places[self._others]
+        inbox = message.new_empty((others.shape[0] * self.rows, *message.shape[1:]))
+        work = self._sent(inbox, message[self._foreign], self._mine, self._theirs)
+        own = places[self.rank] if others.shape[0] < self.ranks else None
+        return ToRows(inbox, others, work, message, own, self.start)
+
+    def received_bytes(self, there: Sequence[torch.Tensor], back: Sequence[torch.Tensor]) -> int:
+        """Bytes that this rank receives from others.
+
+        Args:
+            there, back: tensors of the shard, of which rows are sent to heads, and come back.
+        """
+        row = sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in there)
+        returned = sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in back)
+        foreign = (self.tokens - self.rows) * row
+        return (foreign + (self.ranks - 1) * self.rows * returned) // self.ranks
+
+    def _by_token(self, tensor: torch.Tensor, some: tuple[int, int]) -> torch.Tensor:
+        """Some heads of each rank's share: a view (ranks, rows, batch, heads, dim)."""
+        shares = tensor.unflatten(1, (self.ranks, -1))[:, :, slice(*some)]
+        by_token: torch.Tensor = shares.permute(1, 3, 0, 2, 4)
+        return by_token
+
+    def _sent(
+        self, inbox: torch.Tensor, outbox: torch.Tensor, come: list[int], go: list[int]
+    ) -> Any:
+        if self.ranks == 1:
+            return None
+        return dist.all_to_all_single(inbox, outbox, come, go, group=self.group, async_op=True)
+
+
+def _in_words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors as such of words of 16 bytes, where all consist of them: a copy between layouts
+    goes element by element, and takes as long for small ones as for large."""
+    step = _WORD // tensors[0].element_size()
+    for t in tensors:
+        *outer, inner = t.stride()
+        if inner != 1 or t.data_ptr() % _WORD:
+            return tensors
+        if any(n % step for n in (t.shape[-1], int(t.storage_offset()), *outer)):
+            return tensors
+    return [t.view(torch.complex128) for t in tensors]
+
+
+def _write(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write tensors (..., heads, dim) into a message (..., elements of a token)."""
+    at = 0
+    for part in parts:
+        heads, dim = part.shape[-2:]
+        message[..., at : at + heads * dim].unflatten(-1, (heads, dim)).copy_(part)
+        at += heads * dim
+
+
+@dataclass(slots=True)
+class ToHeads:
+    """Rows of this rank's heads, on their way.
+
+    Attributes:
+        inbox: (rows of all shards, batch, elements of a token).
+        sizes: heads and dim of each tensor.
+    """
+
+    inbox: torch.Tensor
+    sizes: Sequence[tuple[int, int]]
+    work: Any
+    outbox: torch.Tensor | None
+
+    def arrived(self) -> list[torch.Tensor]:
+        """Views (batch, heads, rows of all shards, dim) of the message that came."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = self.outbox = None
+        return opened(self.inbox, self.sizes)
+
+
+def opened(inbox: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The tensors of a message (rows, batch, elements of a token): (batch, heads, rows, dim)."""
+    each = inbox.split([heads * dim for heads, dim in sizes], dim=-1)
+    return [t.unflatten(-1, size).permute(1, 2, 0, 3) for t, size in zip(each, sizes, strict=True)]
+
+
+@dataclass(slots=True)
+class ToRows:
+    """Rows of this rank's shard, on their way back.
+
+    Attributes:
+        place: where those of other ranks belong.
+        message: what was sent, (rows of all shards, ...); its rows from ``start`` on are this
+            rank's, and belong into ``own``, if they are not on their way as well.
+    """
+
+    inbox: torch.Tensor
+    place: torch.Tensor
+    work: Any
+    message: torch.Tensor
+    own: torch.Tensor | None
+    start: int
+
+    def written(self) -> None:
+        """Write all of them where they belong; once."""
+        if self.own is not None:
+            self.own.copy_(self.message[self.start : self.start + len(self.own)])
+        if self.work is not None:
+            self.work.wait()
+            self.place.copy_(self.inbox.view(self.place.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """A call whose heads are exchanged, on one rank.
+
+    Attributes:
+        calls: how its attention calls are made.
+        side_by_side: turns are computed on two streams.
+    """
+
+    swap: Swap
+    turns: Sequence[Turn]
+    calls: Calls
+    side_by_side: bool
+
+    def numbers(self, turn: Turn) -> tuple[Interval, Interval]:
+        """Heads and rows of a turn in the whole call."""
+        first = self.swap.rank * (self.calls.whole.heads // self.swap.ranks)
+        start, stop = turn.heads
+        return Interval(first + start, first + stop), Interval(0, self.swap.tokens)
+
+
+def forward(
+    call: Exchanged, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Output of this rank's rows, and what the backward needs.
+
+    Args:
+        query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
+    """
+    swap = call.swap
+    coming = [
+        swap.to_heads([(query, t.heads), (key, t.kv_heads), (value, t.kv_heads)])
+        for t in call.turns
+    ]
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
+    lanes, kept, going = TwoStreams(query.device, call.side_by_side), [], []
+    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
+        lanes.reads(number, now.inbox, now.outbox)
+        with lanes.turn(number):
+            rows, keys, values = now.arrived()
+            part, lse = call.calls.forward(rows, keys, values, *call.numbers(turn))
+            going.append(swap.to_rows(part, out, turn.heads[0]))
+        lanes.leaves(part, lse, going[-1].inbox, going[-1].message)
+        if keep:
+            kept += [now.inbox, part, lse]
+    lanes.meet()
+    for one in going:
+        one.written()
+    if call.calls.report is not None:
+        call.calls.report.forward_bytes = swap.received_bytes([query, key, value], [out])
+    return out, kept
+
+
+def backward(
+    call: Exchanged,
+    grad_out: torch.Tensor,
+    shapes: Sequence[torch.Size],
+    kept: Sequence[torch.Tensor],
+    of_mask: MaskGradients,
+) -> list[torch.Tensor]:
+    """The gradients of this rank's rows of query, key and value.
+
+    Args:
+        shapes: of the three.
+        kept: what the forward returned.
+        of_mask: to which the gradients of the mask's own tensors are added, of what is computed
+            here.
+    """
+    swap = call.swap
+    coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
+    grads = [grad_out.new_empty(shape) for shape in shapes]
+    lanes, going = TwoStreams(grad_out.device, call.side_by_side), list[ToRows]()
+    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
+        held = kept[3 * number : 3 * number + 3]
+        lanes.reads(number, now.inbox, now.outbox, *held)
+        with lanes.turn(number):
+            (upstream,) = now.arrived()
+            back = _turned_back(call, turn, upstream, held, grads, of_mask)
+        for one in back:
+            lanes.leaves(one.inbox, one.message)
+        going += back
+    lanes.meet()
+    for one in going:
+        one.written()
+    if call.calls.report is not None:
+        call.calls.report.backward_bytes = swap.received_bytes([grad_out], grads)
+    return grads
+
+
+def _turned_back(
+    call: Exchanged,
+    turn: Turn,
+    upstream: torch.Tensor,
+    held: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    of_mask: MaskGradients,
+) -> list[ToRows]:
+    """The gradients of a turn, on their way to ``grads``.
+
+    Args:
+        held: what the forward kept of the turn.
+    """
+    inbox, out, lse = held
+    ranges = turn.heads, turn.kv_heads, turn.kv_heads
+    sizes = [(stop - start, g.shape[3]) for (start, stop), g in zip(ranges, grads, strict=True)]
+    query, key, value = opened(inbox, sizes)
+    inputs = {
+        "grad_out": upstream, "query": query, "key": key, "value": value, "out": out, "lse": lse,
+    }  # fmt: skip
+    made = call.calls.backward(inputs, *call.numbers(turn), of_mask)
+    return [
+        call.swap.to_rows(grad, target, start)
+        for grad, target, (start, _) in zip(made, grads, ranges, strict=True)
+    ]
+
+
+class ByHeads(torch.autograd.Function):
+    """A call whose heads are exchanged, with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        call: Exchanged,
+    ) -> torch.Tensor:
+        """Output of this rank's rows."""
+        with exchanging(call.swap.group):
+            out, kept = forward(call, query, key, value, any(ctx.needs_input_grad))
+        ctx.save_for_backward(*kept, *call.calls.read())
+        ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
+        return out
+
+    @staticmethod
+    @first_derivative("quorum_attention.distributed.attention")
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+        """The gradients of this rank's rows; of bias and sinks, of what is computed here."""
+        call: Exchanged = ctx.call
+        group = call.swap.group
+        with exchanging(group):  # other ranks may have begun
+            saved = ctx.saved_tensors
+        of_mask = MaskGradients.of(call.calls.mask, *ctx.needs_input_grad[3:5])
+        call.calls.compare_backward(group, grad_out)
+        with exchanging(group):
+            made = backward(call, grad_out, ctx.shapes, saved, of_mask)
+        return (*made, *of_mask.found(call.calls.mask), None)
+
+
+__all__ = ["ByHeads", "Exchanged", "Swap", "Turn", "backward", "forward", "opened", "turns_of"]
