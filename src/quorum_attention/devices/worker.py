@@ -36,7 +36,6 @@ from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.device.page_locks import is_locked
 from quorum_attention.execution.report import Report
 from quorum_attention.mask import Mask
-from quorum_attention.planner.first_calls import alike
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
 # long it gives back what it holds on its device.
@@ -119,7 +118,6 @@ class Computing(Protocol):
         """Compute a part; its results are in place when this returns."""
 
 
-@alike()
 def answer(one: Computing, message: Compute) -> Done | Failed:
     """Compute a part, and say how that ended."""
     begun = time.perf_counter()

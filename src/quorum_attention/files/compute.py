@@ -22,7 +22,6 @@ from quorum_attention.mask import Mask
 from quorum_attention.passes import check_forward, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
-from quorum_attention.planner.first_calls import alike
 from quorum_attention.progress import progress_bar
 
 # What a kill may cost, about: heads that take less are computed together.
@@ -156,7 +155,6 @@ def _tells_entries_apart(mask: torch.Tensor | Mask | None) -> bool:
     return any(one is not None for one in by_entry) or any(map(_tells_entries_apart, inner))
 
 
-@alike()
 def _decision(call: FileCall, part: Part, *, in_file: bool) -> Decision:
     """How a part would be run. Of results it matters only that they are given, and their dtype."""
     with torch.no_grad():
@@ -225,7 +223,6 @@ def _scratch_of(work: Work, part: Part) -> list[tuple[int, ...]]:
     return shapes
 
 
-@alike()
 def _compute(
     work: Work,
     part: Part,
