@@ -14,6 +14,7 @@ import quorum_attention as qa
 from quorum_attention import api, autograd, direct, passes
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.protocol import Call
 
 
 @pytest.fixture(autouse=True)
@@ -190,11 +191,11 @@ def test_a_whole_call_that_runs_out_of_memory_is_not_remembered(
         assert [type(one) for one in direct._CACHE.values()] == [direct.DirectCall]
     forward, failures = CpuKernel.whole_forward, []
 
-    def scarce_forward(self: CpuKernel, query: Any, key: Any, *args: Any, **named: Any) -> Any:
-        if (query.shape[2], key.shape[2]) == (300, 300):
+    def scarce_forward(self: CpuKernel, call: Call) -> Any:
+        if (call.query.shape[2], call.key.shape[2]) == (300, 300):
             failures.append(True)
             raise torch.OutOfMemoryError("no memory for all of it at once")
-        return forward(self, query, key, *args, **named)
+        return forward(self, call)
 
     with monkeypatch.context() as scarce:
         scarce.setattr(CpuKernel, "whole_forward", scarce_forward)

@@ -24,7 +24,7 @@ PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 OBJECT = re.compile(r"^::: ([\w.]+)\n    options:\n      heading: ([\w.]+)$", re.M)
 # Subpackages whose names are all for users.
-PUBLIC = ("pool", "distributed", "recipes")
+PUBLIC = ("devices", "distributed", "recipes")
 spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
 assert spec is not None
 assert spec.loader is not None

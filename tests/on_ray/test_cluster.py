@@ -188,7 +188,8 @@ def test_a_killed_driver_loses_nothing_but_time(
 
 
 @needs_ray
-def test_the_room_does_not_hide_the_library() -> None:
+def test_the_room_does_not_hide_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # its import sets that
     import ray
 
     import quorum_attention.ray as room

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-
 from quorum_attention.cli import cluster, masks, model
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say
-from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, estimate, plan
 from quorum_attention.sizes import format_bytes
@@ -64,7 +62,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     mask, is_causal, _ = masks.mask_of(options)
-    device = torch.device(options.device or best_device()).type
+    device = named_device(options.device or best_device(), "device").type
     return {
         "heads": options.heads or 8,
         "kv_heads": options.kv_heads,

@@ -17,7 +17,7 @@ from quorum_attention.call.block import AttnMask, Block, BlockResults
 from quorum_attention.call.options import Written
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.devices.buffers import InFile
-from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.execution.device.lookup import GPU, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
@@ -71,7 +71,7 @@ def compute(job: Job, unit: Unit, tasks: Sequence[int] = ()) -> Done:
         backend.synchronize(device)
     kind = "cpu"
     if not on_host(device):
-        torch.cuda.empty_cache()  # the next task here may be given another GPU
+        backend.give_back_cached()  # the next task here may be given another GPU
         kind = f"{backend.model(device)} {device.index}"
     where = f"{socket.gethostname()} {kind}"
     return Done(where, time.perf_counter() - begun, chunks, report)
@@ -86,7 +86,7 @@ def _device(job: Job, unit: Unit) -> torch.device:
     # A worker computes several tasks and may be given another GPU for each, so it sees all of them.
     own = str(ray.get_gpu_ids()[0])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return torch.device("cuda", visible.index(own) if own in visible else int(own))
+    return torch.device(GPU, visible.index(own) if own in visible else int(own))
 
 
 class _Work:

@@ -28,8 +28,8 @@ class FunctionCase:
             "mask bias".
         place: where the function reads its numbers (``places.PLACES``).
         trap: None: the call must be right. "learned": what the function reads requires a gradient.
-            "replaced", "written": it changes between forward and backward. "anew": the kernel's
-            name is registered anew between them. "stale": a worker may read other numbers.
+            "anew": the kernel's name is registered anew between forward and backward. "stale": a
+            worker may read other numbers.
             "positions": a rank has a part of the call, and positions of its own.
             Then the call must be refused, or right for the numbers of its forward.
         shape: of a bias: which of batch, heads and rows it spans.
@@ -92,13 +92,9 @@ def draw(seed: int, runner: str) -> FunctionCase:
 
 def _traps(what: str, runner: str) -> list[str | None]:
     if what in KERNELS:
-        of_kernels = ["replaced", "written"]
-        if what != "lse explicit":
-            of_kernels += ["learned"] * 2
-        return [*of_kernels, *(["anew"] if runner in ("eager", "compiled") else [])]
-    if what == "keeps":
-        return ["stale"] if runner == "devices" else ["replaced", "written"]
-    return [None]
+        found = [] if what == "lse explicit" else ["learned", "learned"]
+        return [*found, *(["anew"] if runner in ("eager", "compiled") else [])] or [None]
+    return ["stale"] if what == "keeps" and runner == "devices" else [None]
 
 
 def _places(what: str, trap: str | None, runner: str) -> list[str]:

@@ -161,14 +161,10 @@ def _with_function(case: FunctionCase, given: Inputs, options: dict[str, Any]) -
     numbers, learned = given.numbers.clone(), {}
     if case.trap == "learned":
         numbers = torch.nn.Parameter(numbers)
-    read, replace = PLACES[case.place].make(numbers)
+    read, _ = PLACES[case.place].make(numbers)
     if case.trap == "learned":
         learned = {"numbers": read()}
     spring: Callable[[], None] = lambda: None  # noqa: E731
-    if case.trap == "replaced":
-        spring = lambda: replace(other(case, given.numbers))  # noqa: E731
-    elif case.trap == "written":
-        spring = lambda: _write(case, given, read, replace)  # noqa: E731
     if case.what == "keeps":
         options["attn_mask"] = qa.Mask(keeps=_keeps(case, given, read))
         return Call(options, learned, spring)
@@ -180,15 +176,6 @@ def _with_function(case: FunctionCase, given: Inputs, options: dict[str, Any]) -
         changed, _ = PLACES["closure"].make(other(case, given.numbers))
         spring = lambda: qa.register_kernel(_kernel(case, changed))  # noqa: E731
     return Call(options, learned, spring)
-
-
-def _write(case: FunctionCase, given: Inputs, read: Read, replace: Any) -> None:
-    """In place, as ``load_state_dict`` does; arrays are always so."""
-    if case.place == "array":
-        replace(other(case, given.numbers))
-    else:
-        with torch.no_grad():
-            read().copy_(other(case, given.numbers))
 
 
 def _keeps(case: FunctionCase, given: Inputs, read: Read) -> Any:
