@@ -26,9 +26,6 @@ from typing import BinaryIO, Literal
 from quorum_attention.sizes import format_bytes
 
 UNFINISHED = ".unfinished"
-# Used by farms, for outputs of earlier versions.
-RUN_UNFINISHED = f".run{UNFINISHED}"
-IDENTITY = slice(16, 32)
 _IN_USE = "in-use"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

@@ -43,8 +43,6 @@ class InFile:
         shape, strides: in elements.
         dtype: of the tensor.
         written: whether it is written to.
-        identity: what the file must have in its bytes ``writing.IDENTITY`` to be written to; empty:
-            it has none.
         file: which file it is, from ``file_id``: the path may lead to another one by now. None:
             whichever is there.
     """
@@ -55,7 +53,6 @@ class InFile:
     strides: tuple[int, ...]
     dtype: torch.dtype
     written: bool
-    identity: bytes = b""
     file: FileId | None = None
 
     @property

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -84,8 +83,6 @@ class _Question:
 
 # Answers remembered for each kernel.
 _ANSWERS = 1024
-# What each kernel has been asked in this process: from then on it is there.
-_ASKED: WeakKeyDictionary[InnerKernel, set[_Question]] = WeakKeyDictionary()
 
 
 def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
@@ -101,20 +98,6 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
         RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
     """
     return _answer(kernel, _question(call, device))
-
-
-def building_left(kernel: InnerKernel, call: CallShape, device: torch.device) -> float:
-    """Seconds that building ``kernel`` would still take before it runs such calls, and their
-    backwards if they need any, in this process; 0 where it has been built, or has not to be."""
-    anew, again = kernel.building_seconds, kernel.rebuilding_seconds
-    if not any(anew) and not any(again):
-        return 0.0
-    question = _question(call, device)
-    with suppress(TypeError):
-        if question in _ASKED.get(kernel, ()):
-            return 0.0
-    spent = again if is_built(kernel, question) else anew
-    return sum(spent) if call.needs_grad else spent[0]
 
 
 def _question(call: CallShape, device: torch.device | None) -> _Question:
@@ -143,19 +126,13 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
             f"such call first, as warm-up"
         )
-    with suppress(TypeError):  # no weak reference
-        _ASKED.setdefault(kernel, set()).add(question)
     entry = _entry(kernel, question)
     if entry is not None and entry in _memo():
         return None
     with outside(), by_torch():
         wrong = _tried_with_memory(kernel, question)
     if wrong is None:
-        entries = [] if entry is None else [entry]
-        built = _entry(kernel, question, options=True)
-        if any(kernel.building_seconds) and built is not None:
-            entries.append(_BUILT + built)
-        _note(entries)
+        _note([] if entry is None else [entry])
     return wrong
 
 
@@ -340,8 +317,6 @@ def _random_mask(
 _FILE = "kernels.json"
 # Most entries of the file: the oldest go first.
 _MOST = 400
-# Begins the entries of kernels that were built here: what was compiled is probably still on disk.
-_BUILT = "built: "
 
 
 def read_memo() -> None:
@@ -359,11 +334,6 @@ def _entries(said: Any) -> list[str]:
     return [e for e in said if isinstance(e, str)] if isinstance(said, list) else []
 
 
-def is_built(kernel: InnerKernel, question: _Question) -> bool:
-    """Whether a process on this machine has built this kernel of the package, for this test."""
-    return _BUILT + str(_entry(kernel, question, options=True)) in _memo()
-
-
 def _note(entries: list[str]) -> None:
     """Remember entries. What cannot be written is not remembered."""
     new = [entry for entry in entries if entry not in _memo()]
@@ -376,13 +346,13 @@ def _note(entries: list[str]) -> None:
         store(_FILE, lambda said: list(dict.fromkeys([*_entries(said), *_memo()]))[-_MOST:])
 
 
-def _entry(kernel: InnerKernel, question: _Question, *, options: bool = False) -> str | None:
+def _entry(kernel: InnerKernel, question: _Question) -> str | None:
     """The name of an entry; None for what is not remembered: users' kernels, other devices, and
-    (unless ``options``) kernels with options, which are more than their names."""
+    kernels with options, which are more than their names."""
     module, package = type(kernel).__module__, __name__.rpartition(".")[0]
     if question.device.type != "cuda" or not module.startswith(package):
         return None
-    if not options and not is_bare(kernel):
+    if not is_bare(kernel):
         return None
     found = torch.cuda.get_device_properties(question.device)
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()

@@ -307,9 +307,6 @@ class Kernel(ABC):
             any. Two calls in flight, or all tasks of a head group together, may be faster.
         launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
             tasks.
-        building_seconds: what a first forward, and a first backward, of a kind take more in a new
-            process, while this kernel is compiled; 0: it has not to be.
-        rebuilding_seconds: the same where an earlier process has left what it compiled on disk.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
         pace: ``pace(machine, head_dim, backward)`` is a ``planner.machine.Machine`` with the rates
             that this kernel reaches on it; None: they are the device's, by ``rates``.
@@ -335,7 +332,6 @@ class Kernel(ABC):
         sparse: it has a mask of its own and says which pairs that keeps (``kept_pairs``).
         pairwise: it says how it changes each score (``change_``, ``masked_pairs``), so that the
             gradient of a mask beside it is computed as beside plain softmax.
-        row_statistics: it computes another attention, and can compute a few rows alone (``rows``).
     """
 
     name: str
@@ -346,8 +342,6 @@ class Kernel(ABC):
     whole_tasks: bool = False
     several_streams: bool = False
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
-    building_seconds: tuple[float, float] = (0.0, 0.0)
-    rebuilding_seconds: tuple[float, float] = (0.0, 0.0)
     rates: tuple[float, float] = (1.0, 1.0)
     pace: Callable[..., Any] | None = None
     scaled_backward: frozenset[torch.dtype] = frozenset()
@@ -363,7 +357,6 @@ class Kernel(ABC):
     task_calls: bool = False
     sparse: bool = False
     pairwise: bool = False
-    row_statistics: bool = False
 
     @abstractmethod
     def refusal(self, call: CallShape) -> str | None:
@@ -477,13 +470,6 @@ class Kernel(ABC):
     ) -> Sequence[torch.Tensor]:
         """What the functions return for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k, dv)."""
         return ()
-
-    def rows(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (b, h, q, dv) and log-sum-exp (b, h, q) of some query rows over some keys, none of
-        which is masked for being later; arguments as of ``results_of_functions``."""
-        raise NotImplementedError
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """Whether results depend on the number of the batch entry, as far as can be told."""

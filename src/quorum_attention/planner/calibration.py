@@ -201,41 +201,6 @@ def calibrate(
     return Calibration(key, figures, path, seconds, len(rounds), spread, better)
 
 
-@outside()
-def rates_now(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
-    """The rates of a device as it is now, as fields of ``Machine``; measured once, in a few
-    seconds, and not stored. Those of its link to the host are not among them (``copies_now``).
-
-    Raises:
-        NotImplementedError: no kernel that works on rectangles runs there in this dtype.
-    """
-    bench = _Bench(device, dtype)
-    forward, backward = bench.rates(head_dim)
-    usual = forward if head_dim == _HEAD_DIMS[0] else bench.rates(_HEAD_DIMS[0])[0]
-    calls = bench.calls(0)
-    return {
-        "flops": forward,
-        "backward_flops": backward,
-        "filling_causal": _filling(bench.causal(), usual, bench),
-        **{name: calls[name] for name in ("call_seconds", "backward_call_seconds")},
-    }
-
-
-@outside()
-def copies_now(device: torch.device, dtype: torch.dtype, host: torch.Tensor) -> dict[str, float]:
-    """Bytes per second between a device and memory of the host, up and down at once, as fields of
-    ``Machine``.
-
-    Args:
-        host: (n_bytes,) uint8, page-locked where that matters; one half is read and the other
-            written.
-    """
-    bench, half = _Bench(device, dtype), host.nbytes // 2
-    copy = bench.backend.both_ways(device, half, (host[:half], host[half:]))
-    rate = half / bench.seconds(copy, 0.2)
-    return {"up_bytes_per_second": rate, "down_bytes_per_second": rate}
-
-
 _PASSES = ("forward", "backward")
 
 

@@ -75,7 +75,6 @@ class FunctionKernel(Kernel):
     """See ``from_lse_function``."""
 
     own_attention = True
-    row_statistics = True
 
     def __init__(
         self,

@@ -103,8 +103,6 @@ class NativeKernel(Kernel):
     dropout = True
     whole_tasks = True
     rates = (0.95, 0.78)  # H200, against cuDNN
-    building_seconds = (2.1, 3.3)  # H200's host, without Triton's cache; with it:
-    rebuilding_seconds = (0.65, 0.07)  # docs/native.md
     sparse = True
     whole_calls = True
     operator = True
