@@ -31,7 +31,7 @@ BUDGETS = {
     "quorums": (148, 3),
     "ray": (770, 6),
     "recipes": (921, 10),
-    "top": (2767, 20),
+    "top": (2768, 20),
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

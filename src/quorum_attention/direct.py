@@ -288,14 +288,16 @@ class DirectCall:
         kernel, scale = get_kernel(self.kernel), self.request.scale
         try:
             bias = self._bias(mask)
-            if not kernel.empty_rows:
+            # The lse is of these keys and of no others; without a bias no row is without a key.
+            own = how is _Gradients.MATERIALISED and bias is None
+            if not own and not kernel.empty_rows:
                 lse = without_empty_rows(lse)
             if how is _Gradients.KERNEL:
                 return kernel.whole_backward(
                     Call(*three, work.is_causal, scale, bias, work.dtype),
                     Saved(operand(grad_out, work.dtype), operand(out, work.dtype), lse),
                 )
-            made = materialised(work, scale, grad_out, three, out, lse, bias)
+            made = materialised(work, scale, grad_out, three, out, lse, bias, own=own)
             return None if made is None else tuple([as_own(g.to(work.dtype)) for g in made])
         except Exception as error:
             if not is_out_of_memory(error):
