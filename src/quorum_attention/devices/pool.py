@@ -286,7 +286,16 @@ class Pool(Several):
                 homes, sizes.pairs, sizes.joined, list(speeds.values()), alike, at_once
             )
             Coordinator(
-                recruits(), begin, schedule, numbers, buffers, done, report, listen, recruits
+                recruits(),
+                begin,
+                schedule,
+                numbers,
+                buffers,
+                done,
+                report,
+                listen,
+                recruits,
+                steady,
             ).run()
             for number, speed in schedule.seen.items():
                 worker = self._workers[number]
