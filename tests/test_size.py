@@ -19,7 +19,7 @@ BUDGETS = {
     "checking": (1513, 9),
     "cli": (1898, 17),
     "decomposition": (1028, 10),
-    "devices": (2236, 14),
+    "devices": (2232, 14),
     "distributed": (1893, 11),
     "execution": (5781, 36),
     "files": (1020, 9),

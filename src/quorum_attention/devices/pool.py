@@ -275,28 +275,15 @@ class Pool(Several):
 
             speeds = self._speeds(kind, dict(enumerate(self._workers)))
             alike = self._alike(here, budgets)
-            at_once = (
-                alike
-                and steady
-                and all(
-                    backend_of(torch.device(worker.device)).overlaps for worker in here.values()
-                )
-            )
+            overlap = all(backend_of(torch.device(w.device)).overlaps for w in here.values())
+            at_once = alike and steady and overlap
             schedule = Schedule(
                 homes, sizes.pairs, sizes.joined, list(speeds.values()), alike, at_once
             )
             Coordinator(
-                recruits(),
-                begin,
-                schedule,
-                numbers,
-                buffers,
-                done,
-                report,
-                listen,
-                recruits,
+                recruits(), begin, schedule, numbers, buffers, done, report, listen, recruits,
                 steady,
-            ).run()
+            ).run()  # fmt: skip
             for number, speed in schedule.seen.items():
                 worker = self._workers[number]
                 if report.worked(number) >= _TELLING_SECONDS:
