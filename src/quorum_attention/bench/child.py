@@ -260,31 +260,34 @@ def _calls(spec: Spec, method: Method, call: Call, answer: Answer, progress: Any
     """A first call and, as long as they do not take too long, ``repeats`` others."""
     began = time.perf_counter()
     for number in range(1 + spec.repeats):
-        again = "second " if number else ""
-        # A report times every stage: of a call on files only the first has one.
-        report = None if number and spec.files else Report()
-        call.show(progress, again, report)
-        answer.stage = f"{again}forward"
-        forward, state = _timed(call.device, method.forward, call)
-        (answer.forward_seconds if number else answer.first_seconds).append(forward)
-        found = [state[0].detach()]
-        if call.grad is not None:
-            answer.stage = f"{again}backward"
-            backward, grads = _timed(call.device, method.backward, call, state)
-            (answer.backward_seconds if number else answer.first_seconds).append(backward)
-            found += grads
-            del grads
-        if spec.files is not None:
-            lse = [("lse", state[1])] if method.writes else []
-            for name, tensor in [*zip(RESULTS, found, strict=False), *lse]:
-                if tensor is not call.results[name]:
-                    call.results[name].copy_(tensor)
-        if report is not None:
-            answer.report = report.to_dict() if method.writes else {}
-        del state, found
+        _call(spec, method, call, answer, progress, number)
         gc.collect()
         if time.perf_counter() - began > spec.patience:
             return
+
+
+def _call(spec: Spec, method: Method, call: Call, answer: Answer, show: Any, nth: int) -> None:
+    """One call. No tensor of it outlives it: the next one has all memory for itself."""
+    again = "second " if nth else ""
+    # A report times every stage: of a call on files only the first has one.
+    report = None if nth and spec.files else Report()
+    call.show(show, again, report)
+    answer.stage = f"{again}forward"
+    seconds, state = _timed(call.device, method.forward, call)
+    (answer.forward_seconds if nth else answer.first_seconds).append(seconds)
+    found = [state[0].detach()]
+    if call.grad is not None:
+        answer.stage = f"{again}backward"
+        seconds, grads = _timed(call.device, method.backward, call, state)
+        (answer.backward_seconds if nth else answer.first_seconds).append(seconds)
+        found += grads
+    if spec.files is not None:
+        lse = [("lse", state[1])] if method.writes else []
+        for name, tensor in [*zip(RESULTS, found, strict=False), *lse]:
+            if tensor is not call.results[name]:
+                call.results[name].copy_(tensor)
+    if report is not None:
+        answer.report = report.to_dict() if method.writes else {}
 
 
 def _timed(device: torch.device, run: Callable[..., Any], *given: Any) -> tuple[float, Any]:
