@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -179,3 +180,32 @@ def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) ->
     assert off(lse, want.lse) < 1e-2
     for mine, wanted in zip((out, *grads), (want.out, *want.grads), strict=True):
         assert off(mine, wanted) < 3e-2
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_what_its_compiler_warns_of_reaches_no_caller(stand_in, monkeypatch, softcap) -> None:  # type: ignore[no-untyped-def]
+    """CuTe DSL warns each time that it compiles: once for plain pairs, once for causal ones."""
+    compiled: set[tuple[object, ...]] = set()
+
+    def warns(run):  # type: ignore[no-untyped-def]
+        def called(*tensors, **options):  # type: ignore[no-untyped-def]
+            key = run, options.get("causal"), "window_size_left" in options, options.get("softcap")
+            if key not in compiled:
+                compiled.add(key)
+                warnings.warn("an argument of the package's own", UserWarning, stacklevel=1)
+            return run(*tensors, **options)
+
+        return called
+
+    forward, backward = fa4._functions()
+    monkeypatch.setattr(fa4, "_functions", lambda: (warns(forward), warns(backward)))
+    monkeypatch.setattr(fa4, "_CALLED", set())
+    kernel = fa4.Fa4Kernel(softcap)
+    given = inputs(64, dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for is_causal in (False, True):
+            leaves = [t.clone().requires_grad_() for t in given.three]
+            out = qa.attention(*leaves, is_causal=is_causal, kernel=kernel, depth=1)
+            out.backward(given.grad_out)
+    assert len(compiled) == 4

@@ -267,7 +267,8 @@ def _called(call: Call, options: dict[str, Any], backward: bool = False) -> Iter
     kind = (
         backward, query.device, query.dtype, query.shape[-1], value.shape[-1],
         query.shape[1] // key.shape[1], query.shape[2] <= _TILE, key.shape[2] <= _TILE,
-        *((name, setting is None or (name == "softcap" and setting))
+        # Edges of a window are arguments; everything else is compiled for.
+        *((name, setting is None if name.startswith("window") else setting)
           for name, setting in options.items()),
     )  # fmt: skip
     with _on(query.device):
