@@ -208,4 +208,4 @@ def test_what_its_compiler_warns_of_reaches_no_caller(stand_in, monkeypatch, sof
             leaves = [t.clone().requires_grad_() for t in given.three]
             out = qa.attention(*leaves, is_causal=is_causal, kernel=kernel, depth=1)
             out.backward(given.grad_out)
-    assert len(compiled) == 4
+    assert len(compiled) >= 4
