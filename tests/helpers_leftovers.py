@@ -25,7 +25,9 @@ _PATIENCE_S = 5.0
 # Of torch's compiler and of Python: they outlive whoever asked for them first.
 _THREADS_NOT_OURS = ("torch", "triton", "tqdm", "multiprocessing")
 _PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker", NEST)
-_VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO", "KMP_")
+# FlashAttention-4 is told where to keep what it compiles, for good, as it is imported.
+_FA4_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_", "CUTE_", "QUACK_")
+_VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO", "KMP_", *_FA4_VARIABLES)
 _FILES_NOT_OURS = ("torchinductor_", "torch_", "pytest-of-", "pymp-")
 
 page_locked: set[int] = set()
