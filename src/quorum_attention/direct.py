@@ -30,7 +30,6 @@ from quorum_attention.execution.routes.whole import (
     Whole,
     materialised,
     materialises,
-    widens,
     without_empty_rows,
 )
 from quorum_attention.execution.scaling import scales
@@ -288,16 +287,14 @@ class DirectCall:
         kernel, scale = get_kernel(self.kernel), self.request.scale
         try:
             bias = self._bias(mask)
-            # The lse is of these keys and of no others; without a bias no row is without a key.
-            own = how is _Gradients.MATERIALISED and bias is None
-            if not own and not kernel.empty_rows:
+            if not kernel.empty_rows:
                 lse = without_empty_rows(lse)
             if how is _Gradients.KERNEL:
                 return kernel.whole_backward(
                     Call(*three, work.is_causal, scale, bias, work.dtype),
                     Saved(operand(grad_out, work.dtype), operand(out, work.dtype), lse),
                 )
-            made = materialised(work, scale, grad_out, three, out, lse, bias, own=own)
+            made = materialised(work, scale, grad_out, three, out, lse, bias)
             return None if made is None else tuple([as_own(g.to(work.dtype)) for g in made])
         except Exception as error:
             if not is_out_of_memory(error):
@@ -329,8 +326,8 @@ class DirectCall:
             return _Gradients.OTHERWISE
         if materialises(work, kernel):
             return _Gradients.MATERIALISED
-        # Such gradients are looked at afterwards, need another output, or are widened.
-        other = scales(kernel, work) or corrected_bytes(work, kernel) or widens(work, kernel)
+        # Such gradients are looked at afterwards, or need another output.
+        other = scales(kernel, work) or corrected_bytes(work, kernel)
         return _Gradients.OTHERWISE if other else _Gradients.KERNEL
 
 

@@ -40,10 +40,11 @@ from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.bias import sinks_gradient
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
+from quorum_attention.kernels.protocol import Call as KernelCall
+from quorum_attention.kernels.protocol import InnerKernel, Saved, check_mask_gradient
+from quorum_attention.kernels.reference import exact_carrier
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
-from quorum_attention.kernels.small_gradients import exact_carrier
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import (
     Asked,
@@ -451,7 +452,7 @@ def as_own(made: torch.Tensor) -> torch.Tensor:
 
 def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor) -> torch.Tensor:
     """What delta is computed from: the output, or an exact substitute where rounding of the output
-    would dominate dS (kernels/small_gradients.py).
+    would dominate dS (kernels/reference.py).
 
     Args:
         grad_out: the upstream gradient as kernels get it.
@@ -460,12 +461,21 @@ def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor)
     together = grad_out.device == out.device == call.query.device
     if not together or not corrected_bytes(call.work, call.kernel):
         return out
+    work, dims = call.work, len(call.work.batch_shape)
+
+    def flat(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(work.batch, *tensor.shape[dims:])
+
+    bias = None
+    if call.mask is not None:
+        bias = call.mask.whole(work.dtype, call.device, work.batch_shape)
+    one = KernelCall(
+        flat(call.query), flat(call.key), flat(call.value), work.is_causal, call.scale, bias,
+        dropout=call.dropout,
+    )  # fmt: skip
+    saved = Saved(flat(grad_out), flat(out.to(work.dtype)), flat(given.lse.to(out.device)))
     with torch.no_grad():
-        return exact_carrier(
-            grad_out, call.query, call.key, call.value, out.to(call.work.dtype),
-            given.lse.to(out.device), tensors.mask, call.work.is_causal, call.scale, call.dropout,
-            call.work.columns,
-        )  # fmt: skip
+        return exact_carrier(one, saved, work.columns).view(out.shape)
 
 
 def _note_writing(results: tuple[torch.Tensor, ...]) -> None:

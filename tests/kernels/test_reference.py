@@ -26,9 +26,9 @@ from quorum_attention.kernels import (
     TaskTensors,
     reference,
 )
-from quorum_attention.kernels.dense import Tiles
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.reference import Tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

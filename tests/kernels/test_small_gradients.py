@@ -1,4 +1,4 @@
-"""Gradients of small calls from materialised scores, against float64."""
+"""Gradients of small calls by the reference, from whole rows, against float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 import quorum_attention as qa
 from quorum_attention.execution.routes import whole
 from quorum_attention.kernels.protocol import Call, Saved
-from quorum_attention.kernels.small_gradients import small_gradients
+from quorum_attention.kernels.reference import SMALL, whole_backward
+
+
+def small_gradients(call: Call, saved: Saved) -> tuple[torch.Tensor, ...]:
+    return whole_backward(call, saved, SMALL)
 
 
 def call(batch: int, heads: int, kv_heads: int, nq: int, nk: int, d: int, dv: int):  # type: ignore[no-untyped-def]
@@ -113,26 +117,6 @@ def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype)
         assert all(bool((t == 0).all()) for t in found), lse
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("what", ["query", "key", "value", "grad_out"])
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_shows_in_the_gradient_of_the_queries(
-    what: str, number: float, causal: bool
-) -> None:
-    """So that one alone is looked at where rows see these keys and no others."""
-    for _ in range(20):
-        given = dict(
-            zip(("query", "key", "value", "grad_out"), call(2, 4, 2, 6, 6, 8, 8), strict=True)
-        )
-        tensor = given[what]
-        tensor.view(-1)[int(torch.randint(tensor.numel(), ()))] = number
-        out, lse = torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 6)
-        one = Call(given["query"], given["key"], given["value"], causal, 0.5)
-        grads = small_gradients(one, Saved(given["grad_out"], out, lse), own=True)
-        finite = [bool(g.isfinite().all()) for g in grads]
-        assert not finite[0] or all(finite)
-
-
 def test_a_row_that_another_key_has_broken_is_nan() -> None:
     """Its scores on these keys are finite, and its lse is not."""
     query, key, value, grad_out = call(1, 1, 1, 4, 5, 8, 8)
@@ -141,20 +125,6 @@ def test_a_row_that_another_key_has_broken_is_nan() -> None:
     given = Call(query, key, value), Saved(grad_out, out.float(), lse.float())
     grad_query = small_gradients(*given)[0]
     assert grad_query.isnan().any(-1).nonzero().tolist() == [[0, 0, 2]]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_of_these_keys_alone_need_no_log_sum_exp(dtype: torch.dtype, causal: bool) -> None:
-    """Bit for bit what they are where it is looked at."""
-    query, key, value, grad_out = (t.to(dtype) for t in call(2, 4, 2, 9, 9, 8, 8))
-    out, lse, _ = expected(query, key, value, grad_out, None, causal, 3.0)
-    given, out = Call(query, key, value, causal, 3.0), out.to(dtype)
-    looked_at = small_gradients(given, Saved(grad_out, out, lse.to(dtype)))
-    zeros = torch.zeros_like(lse, dtype=dtype)
-    own = small_gradients(given, Saved(grad_out, out, zeros), own=True)
-    for one, other in zip(looked_at, own, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -167,9 +137,9 @@ def test_small_calls_of_16_bits_take_this_way(
 
     def watched(*given, **named):  # type: ignore[no-untyped-def]
         asked.append(given)
-        return small_gradients(*given, **named)
+        return whole_backward(*given, **named)
 
-    monkeypatch.setattr(whole, "small_gradients", watched)
+    monkeypatch.setattr(whole, "whole_backward", watched)
     query, key, value, grad_out = (t.to(dtype) for t in call(1, 2, 2, 5, 5, 16, 16))
     value = (9 * value.sign()).to(dtype)
     view = (slice(None),) if dims == 4 else (0,) if dims == 3 else (0, 0)

@@ -11,15 +11,7 @@ from helpers_attention import exact, inputs
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.execution.routes import whole
-from quorum_attention.kernels import cpu, get_kernel, small_gradients
-from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.kernels.small_gradients import (
-    WIDENED_BYTES,
-    heads_at_a_time,
-    quicker_widened,
-    widened_gradients,
-)
+from quorum_attention.kernels import Call, cpu
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -30,14 +22,16 @@ pytestmark = [
 @pytest.fixture
 def widening(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Key heads at a time of each call that is widened; on processors that multiply fp16 too."""
-    monkeypatch.setattr(small_gradients, "_multiplies_fp16", lambda: False)
+    monkeypatch.setattr(cpu, "_multiplies_fp16", lambda: False)
     seen: list[int] = []
+
+    widened = cpu._widened_gradients
 
     def watched(run: Any, heads: int, *given: Any) -> Any:
         seen.append(heads)
-        return widened_gradients(run, heads, *given)
+        return widened(run, heads, *given)
 
-    monkeypatch.setattr(whole, "widened_gradients", watched)
+    monkeypatch.setattr(cpu, "_widened_gradients", watched)
     return seen
 
 
@@ -57,7 +51,7 @@ def test_against_float64(number: int, widening: list[int], monkeypatch) -> None:
     if draw.random() < 0.4:
         shape = [draw.choice([1, m]) for m in (*given.query.shape[:2], n, n)]
         call["mask"] = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf).to(dtype)
-    monkeypatch.setattr(small_gradients, "WIDENED_BYTES", draw.choice([1 << 19, 1 << 20, 1 << 30]))
+    monkeypatch.setattr(cpu, "_WIDENED_BYTES", draw.choice([1 << 19, 1 << 20, 1 << 30]))
     wanted = exact(given, gradients=True, **call).grads
     leaves = [t.requires_grad_() for t in given.three]
     out = qa.attention(
@@ -71,7 +65,7 @@ def test_against_float64(number: int, widening: list[int], monkeypatch) -> None:
         apart = (mine.double() - reference).norm() / reference.norm()
         # One rounding of each number, and those of the output in delta.
         assert float(apart) < 0.6 * torch.finfo(dtype).eps
-    assert widening or small_gradients.WIDENED_BYTES == 1 << 19
+    assert widening or cpu._WIDENED_BYTES == 1 << 19
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -121,54 +115,35 @@ def test_memory_is_what_the_planner_counts(shape, causal, widening) -> None:
     assert usage(call).peak <= plan.peak_bytes
 
 
+def shapes(batch: int, heads: int, kv_heads: int, n: int, m: int, dv: int = 64) -> Call:
+    like = {"dtype": torch.float16, "device": "meta"}
+    return Call(
+        torch.empty(batch, heads, n, 64, **like), torch.empty(batch, kv_heads, m, 64, **like),
+        torch.empty(batch, kv_heads, m, dv, **like),
+    )  # fmt: skip
+
+
 def test_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert heads_at_a_time(2, 8, 2, 64, 64, (64, 64)) >= 4  # all of the batch
-    assert heads_at_a_time(2, 8, 8, 256, 256, (64, 64)) == 5
-    # A mask counts, and so does a copy of narrower rows.
-    assert heads_at_a_time(2, 8, 8, 256, 256, (64, 64), masked=True) == 4
-    assert heads_at_a_time(2, 8, 8, 256, 256, (64, 48)) == 4
+    monkeypatch.setattr(cpu, "_multiplies_fp16", lambda: False)
+    assert cpu._heads_widened(shapes(2, 8, 2, 64, 64)) >= 4  # all of the batch
+    assert cpu._heads_widened(shapes(2, 8, 8, 256, 256)) == 5
+    # A copy of narrower rows counts.
+    assert cpu._heads_widened(shapes(2, 8, 8, 256, 256, 48)) == 4
     # Three heads would leave a thread idle, unless each has query heads to share.
-    assert heads_at_a_time(1, 8, 8, 400, 400, (64, 64)) == 0
-    assert heads_at_a_time(1, 8, 2, 400, 100, (64, 64)) == 1
-    assert heads_at_a_time(1, 4, 4, 1 << 20, 1 << 20, (64, 64)) == 0
-    assert WIDENED_BYTES == 4 << 20
-
-
-def test_where_the_operator_sums_over_query_heads_more_heads_go_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It makes no gradients of keys for each query head then. It does so causal, for as many key
-    heads as there are threads: also for those that are left at the end."""
-    call = (1, 8, 2, 256, 256, (64, 64))
-    assert heads_at_a_time(*call) == 1
-    assert heads_at_a_time(*call, causal=cpu._groups()) >= (2 if cpu._groups() else 1)
-    monkeypatch.setattr(cpu, "_groups", lambda: True)
-    assert heads_at_a_time(*call, causal=True) >= 2
-    three = (1, 12, 3, 256, 256, (64, 64))
-    assert heads_at_a_time(*three, causal=True) == 2
-    # Without grouped heads there is nothing to sum.
-    single = (2, 8, 8, 256, 256, (64, 64))
-    assert heads_at_a_time(*single, causal=True) == heads_at_a_time(*single)
-    # One head would be left, which two threads do not leave to the operator.
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert heads_at_a_time(*call, causal=True) >= 2
-    assert heads_at_a_time(*three, causal=True) == heads_at_a_time(*three) == 1
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert heads_at_a_time(*call, causal=True) == heads_at_a_time(*call) == 1
-    monkeypatch.setattr(cpu, "_groups", lambda: False)
-    assert heads_at_a_time(*call, causal=True) == 1
+    assert cpu._heads_widened(shapes(1, 8, 8, 400, 400)) == 0
+    assert cpu._heads_widened(shapes(1, 8, 2, 400, 100)) == 1
+    assert cpu._heads_widened(shapes(1, 4, 4, 1 << 20, 1 << 20)) == 0
 
 
 def test_which_dtypes_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_gradients, "_multiplies_fp16", lambda: False)
+    monkeypatch.setattr(cpu, "_multiplies_fp16", lambda: False)
     asked = [
         (dtype, grouped)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         for grouped in (False, True)
-        if quicker_widened(dtype, grouped=grouped)
+        if cpu._quicker_widened(dtype, grouped=grouped)
     ]
     assert asked == [(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)]
-    monkeypatch.setattr(small_gradients, "_multiplies_fp16", lambda: True)
-    assert not quicker_widened(torch.float16, grouped=True)
-    assert isinstance(get_kernel("cpu"), CpuKernel)
+    monkeypatch.setattr(cpu, "_multiplies_fp16", lambda: True)
+    assert not cpu._quicker_widened(torch.float16, grouped=True)

@@ -47,7 +47,7 @@ from quorum_attention.mask import Mask
 # Inputs are kept for the backward where they take at most this much of what the shards take.
 _KEPT_SHARE = 1.25
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
-# (kernels/small_gradients.py), which needs whole rows.
+# (kernels/reference.py), which needs whole rows.
 _WIDENED_PAIRS = 1 << 16
 
 

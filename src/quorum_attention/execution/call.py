@@ -53,11 +53,14 @@ class MaskView:
 
         return of
 
-    def whole(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The whole mask, additive, not expanded: (b|1, heads|1, rows|1, columns|1). For calls with
-        at most one batch dimension."""
-        mask = self.mask if self.mask.dim() == 4 else self.mask.unsqueeze(0)
-        mask = mask.to(device)
+    def whole(
+        self, dtype: torch.dtype, device: torch.device, batch_shape: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """The whole mask, additive: (b|1, heads|1, rows|1, columns|1), not expanded. Calls with
+        several batch dimensions name them, because a mask may have to be copied there."""
+        rest = self.mask.shape[-3:]
+        mask = self.mask.expand(*batch_shape, *rest) if len(batch_shape) > 1 else self.mask
+        mask = mask.reshape(-1, *rest).to(device)
         if mask.dtype != torch.bool:
             return mask.to(dtype)
         kept = torch.zeros((), dtype=dtype, device=device)

@@ -12,8 +12,8 @@ from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.workload import GroupSize, Workload
-from quorum_attention.kernels.protocol import Extent, InnerKernel
-from quorum_attention.kernels.small_gradients import carrier_bytes
+from quorum_attention.kernels.protocol import CallShape, Extent, InnerKernel
+from quorum_attention.kernels.reference import small_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,12 @@ class Case:
 
     def workspace(self, extent: Extent) -> int:
         """Most bytes that the kernel allocates at one time for work of ``extent``."""
-        call = self.work.call_shape(self.place.device_type, self.spec.backward)
-        return self.spec.workspace(self.kernel, call, extent)
+        return self.spec.workspace(self.kernel, self.call_shape, extent)
+
+    @property
+    def call_shape(self) -> CallShape:
+        """What kernels ask about."""
+        return self.work.call_shape(self.place.device_type, self.spec.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +226,7 @@ def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
     # Rows with a sink have weights that do not add up to 1.
     if work.sinks or not kernel.plain_softmax:
         return 0
-    return carrier_bytes(
-        work.dtype,
-        work.batch * work.heads,
-        work.n_queries,
-        work.n_keys,
-        work.head_dim + work.value_dim,
-        dropout=work.dropout,
+    extent = Extent(
+        work.batch, work.heads, work.kv_heads, work.n_tokens, work.n_queries, work.n_keys
     )
+    return small_bytes(work.call_shape("cpu", needs_grad=True), extent)

@@ -31,7 +31,7 @@ from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload, flat_entry
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.small_gradients import not_whole
+from quorum_attention.kernels.reference import not_whole
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20

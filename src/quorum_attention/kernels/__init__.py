@@ -9,7 +9,6 @@ from types import ModuleType
 
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.cudnn import CudnnKernel
-from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
@@ -29,6 +28,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.registry import (
     get_kernel,
     is_kernel,

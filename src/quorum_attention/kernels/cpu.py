@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,23 +35,17 @@ from quorum_attention.kernels.workspace import (
     round_up,
 )
 
-# Corrects rows with scores that are not finite, for which an operator returns finite numbers.
+# Rows that are not finite are computed again so many at a time, by tiles of these limits.
+_MENDED = reference.TileLimits(1 << 15, 64, 128)
 
-# Bytes of scores that are looked at together.
-_SCORE_BYTES = 256 * 1024
-
-MEND_WORKSPACE_BYTES = 4 * _SCORE_BYTES
+MEND_WORKSPACE_BYTES = 1 << 20
 """Upper bound of the bytes ``mend_odd_rows_`` allocates at any one time, besides ``MEND_ROW_BYTES``
 for each row of a head."""
 
 MEND_ROW_BYTES = 48
 
 
-def mend_odd_rows_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: Call,
-) -> None:
+def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     """Correct, in place, the rows that have NaN, infinite or no scores.
 
     A row with a score of NaN or +inf has to be NaN; a row whose scores are all -inf has to be 0
@@ -63,10 +59,7 @@ def mend_odd_rows_(
         lse: (b, h, lq), as the operator returned it; rows with -inf are right already.
         call: the operator's arguments; query heads may share key heads.
     """
-    query, key, bias = call.query, call.key, call.bias
     batch, heads, n_rows = lse.shape
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.dim())].expand(batch, heads, n_rows, key.shape[2])
     for block in row_blocks(batch, heads, n_rows, lse.element_size()):
         ones = lse[block] / lse[block]
         if not math.isnan(float(ones.sum())):
@@ -74,47 +67,33 @@ def mend_odd_rows_(
         odd = ones.isnan() & (lse[block] != -torch.inf)
         for entry, head in odd.any(dim=-1).nonzero().tolist():
             at = (block[0].start + entry, block[1].start + head)
-            keys = key[at[0], at[1] * key.shape[1] // heads]
-            # Of so many rows and keys, neither they nor their scores exceed _SCORE_BYTES.
-            items = _SCORE_BYTES // lse.element_size()
-            step = max(1, min(int(items**0.5), items // max(1, keys.shape[1])))
-            for rows in (odd[entry, head].nonzero().flatten() + block[2].start).split(step):
-                some = query[at][rows].to(lse.dtype)
-                mask = None if bias is None else bias[at]
-                largest = _largest(some, keys, rows, step, call.is_causal, call.scale, mask)
-                out[at][rows[largest.isnan() | (largest == torch.inf)]] = torch.nan
-                out[at][rows[largest == -torch.inf]] = 0.0
-                lse[at][rows] = torch.where(largest.isfinite(), lse[at][rows], largest)
+            every = odd[entry, head].nonzero().flatten() + block[2].start
+            for rows in every.split(_MENDED.rows):
+                right, its = _computed_again(call, at, rows)
+                wrong = ~its.isfinite()
+                out[at][rows[wrong]] = right[wrong].to(out.dtype)
+                lse[at][rows[wrong]] = its[wrong]
 
 
-def _largest(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rows: torch.Tensor,
-    step: int,
-    causal: bool,
-    scale: float,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """The largest score of each of ``rows``; NaN if a score is NaN, -inf without keys.
+def _computed_again(
+    call: Call, at: tuple[int, int], rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (rows, dv) and lse (rows,) of some rows of one head of a batch entry."""
+    entry, head = at
+    of_keys = (entry, head * call.key.shape[1] // call.query.shape[1])
+    bias = call.bias
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.dim())]
+        bias = bias.expand(*call.query.shape[:3], call.key.shape[2])[at][rows][None, None]
 
-    Args:
-        query: (rows, d), those of ``rows``.
-        key, bias: (lk, d); (lq, lk) or None.
-        step: most keys at a time.
-    """
-    found = query.new_full((rows.numel(),), -torch.inf)
-    if bool(query.isnan().any(dim=-1).all()):
-        return found.fill_(torch.nan)
-    for first in range(0, key.shape[0], step):
-        scores = (query @ key[first : first + step].to(query.dtype).mT).mul_(scale)
-        if bias is not None:
-            scores += bias[rows, first : first + step]
-        if causal:
-            columns = torch.arange(first, first + scores.shape[1], device=rows.device)
-            scores.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
-        found = torch.maximum(found, scores.amax(dim=-1))
-    return found
+    def kept(block: reference.Block, keys: slice) -> torch.Tensor:
+        return torch.arange(keys.start, keys.stop) <= rows[block.rows, None]
+
+    query, key, value = call.query[at][rows], call.key[of_keys], call.value[of_keys]
+    one = Call(query[None, None], key[None, None], value[None, None], scale=call.scale, bias=bias)
+    how = reference.Scores(kept=kept if call.is_causal else None, tiles=_MENDED)
+    out, lse = reference.whole_forward(one, how)
+    return out[0, 0], lse[0, 0]
 
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -176,6 +155,9 @@ class CpuKernel(RectangleKernel):
         """See ``RectangleKernel.whole_backward``; takes grouped heads."""
         if call.dropout is not None:
             return reference.whole_backward(call, saved)
+        heads = _heads_widened(call)
+        if heads:
+            return _widened_gradients(self.whole_backward, heads, call, saved)
         lanes = call.key.shape[0] * call.key.shape[1]
         if call.query.shape[1] != call.key.shape[1] and not (
             call.causal and sums_groups(call.query.element_size(), lanes)
@@ -184,8 +166,8 @@ class CpuKernel(RectangleKernel):
         return super().whole_backward(call, saved)
 
     def takes_recorded(self, call: CallShape) -> bool:
-        """Not gradients in fp16, nor in bf16 with grouped heads: ours round less, in less time
-        (small_gradients.py). Not of a subclass, which may compute something else."""
+        """Not gradients in fp16, nor in bf16 with grouped heads: ours round less, in less time. Not
+        of a subclass, which may compute something else."""
         if type(self) is not CpuKernel:
             return False
         if call.head_dim != call.value_dim or not call.positive_scale or call.dropout:
@@ -303,6 +285,10 @@ class CpuKernel(RectangleKernel):
             gradients += 4 * sizes.rows * width * sizes.item + 2 * sizes.lse_bytes
         # The operator copies a grad_out that is not token-major.
         inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
+        if _quicker_widened(call.dtype, grouped=shared > 1):
+            widths, lanes = (call.head_dim, call.value_dim), sizes.batch * sizes.key_heads
+            one = _bytes_widened(shared, sizes.queries, sizes.keys, widths, call.mask is not None)
+            inside += min(_WIDENED_BYTES, lanes * one)
         if call.head_dim < width:
             inside += (sizes.rows + sizes.key_rows) * width * sizes.item
         if call.value_dim < width:
@@ -380,3 +366,103 @@ def _widened(sizes: RectangleSizes, numbers: int) -> int:
 
 def _tile(sizes: RectangleSizes) -> tuple[int, int]:
     return min(_TILE_QUERIES, sizes.queries), min(_TILE_KEYS, sizes.keys)
+
+
+# Gradients of a short 16-bit call in fp32.
+#
+# torch's operator multiplies matrices of 16 bits one small tile at a time, by a library whose call
+# takes longer than the product; where the processor has no instructions for fp16, five times as
+# long and more. In fp32, with all that it reads copied and its results rounded once, the same
+# backward takes a seventh of the time in fp16, and half in bf16. It is twice as exact too:
+# probabilities and the parts of sums are not rounded to 16 bits (docs/gradients.md).
+
+# Most bytes in fp32 that are held at any one time.
+_WIDENED_BYTES = 4 << 20
+_At = tuple[slice, slice]
+
+
+def _quicker_widened(dtype: torch.dtype, *, grouped: bool) -> bool:
+    """Whether gradients of this dtype are computed in fp32: not those of bf16 that torch's autograd
+    records, of calls without grouped heads."""
+    if dtype == torch.bfloat16:
+        return grouped
+    return dtype == torch.float16 and not _multiplies_fp16()
+
+
+def _heads_widened(call: Call) -> int:
+    """How many key heads of a backward, with their query heads, go to the operator together in
+    fp32; all of the batch's if there are as many. 0 if it is not quicker so, one is too large, or
+    that would leave threads idle."""
+    query, key, value = call.inputs
+    batch, key_heads = key.shape[:2]
+    shared = query.shape[1] // key_heads
+    if not _quicker_widened(query.dtype, grouped=shared > 1):
+        return 0
+    widths = query.shape[3], value.shape[3]
+    one = _bytes_widened(shared, query.shape[2], key.shape[2], widths, call.bias is not None)
+    most, every = _WIDENED_BYTES // max(1, one), batch * key_heads
+    # More key heads than an entry has only if all fit.
+    most = most if most >= every else min(most, key_heads)
+    return most if most * shared >= min(torch.get_num_threads(), every * shared) else 0
+
+
+def _bytes_widened(
+    shared: int, n_queries: int, n_keys: int, widths: tuple[int, int], masked: bool
+) -> int:
+    """Bytes of a key head and its query heads in fp32."""
+    pads = widths[0] != widths[1]
+    # Query, output, their gradients, a copy of one in another order, the query times a part of the
+    # scale; keys and values, their gradients, and those of every query head before they are summed.
+    rows = (6 + 2 * pads) * shared * n_queries
+    keys = (4 + 2 * pads + 2 * shared) * n_keys
+    return 4 * ((rows + keys) * max(widths) + masked * shared * n_queries * n_keys)
+
+
+def _widened_gradients(
+    run: Callable[[Call, Saved], Three], heads: int, call: Call, saved: Saved
+) -> Three:
+    """The gradients of query, key and value, rounded once to what they are stored in.
+
+    Args:
+        run: the operator's backward, in fp32.
+        heads: ``_heads_widened``.
+    """
+    batch, key_heads = call.key.shape[:2]
+    shared = call.query.shape[1] // key_heads
+    dtype, every = call.stored or call.query.dtype, slice(None)
+    if heads >= batch * key_heads:
+        dq, dk, dv = run(*_in_fp32(call, saved, (every, every), (every, every)))
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    query, key, value = (torch.empty_like(t, dtype=dtype) for t in call.inputs)
+    for entry, first in product(range(batch), range(0, key_heads, heads)):
+        one = slice(entry, entry + 1)
+        keys = one, slice(first, first + heads)
+        rows = one, slice(shared * first, shared * (first + heads))
+        made = run(*_in_fp32(call, saved, rows, keys))
+        for whole, at, part in zip((query, key, value), (rows, keys, keys), made, strict=True):
+            whole[at].copy_(part)
+        del made, part
+    return query, key, value
+
+
+def _in_fp32(call: Call, saved: Saved, rows: _At, keys: _At) -> tuple[Call, Saved]:
+    """Some batch entries and heads of a call in fp32."""
+    bias = call.bias
+    if bias is not None:
+        # What broadcasts does so in parts too.
+        cuts = zip(rows, bias.shape[:2], strict=True)
+        bias = bias[tuple(cut if n > 1 else slice(None) for cut, n in cuts)].float()
+    widened = call.mapped(
+        lambda tensor: tensor[rows].float(), lambda tensor: tensor[keys].float(), bias=bias
+    )
+    return widened, saved.mapped(lambda tensor: tensor[rows].float())
+
+
+@functools.cache
+def _multiplies_fp16() -> bool:
+    """Whether torch's matrix products of fp16 have instructions of this processor's."""
+    try:
+        asked: Any = torch.ops.mkldnn._is_mkldnn_fp16_supported
+        return bool(asked())
+    except (AttributeError, RuntimeError):
+        return False

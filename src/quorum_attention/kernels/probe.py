@@ -26,7 +26,6 @@ from quorum_attention.cache_files import load, store
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import by_torch, empty_
 from quorum_attention.kernels.protocol import (
@@ -38,6 +37,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     is_bare,
 )
+from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.torch_private import capturing, outside
 

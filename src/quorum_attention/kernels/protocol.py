@@ -299,8 +299,7 @@ class Kernel(ABC):
         plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
             delta alone; small 16-bit calls then get a more exact delta.
         small_gradients: where it runs, the gradients of small calls come quicker from materialised
-            scores (kernels/small_gradients.py), and of longer 16-bit ones from its own calls in
-            fp32 (kernels/small_gradients.py); beside ``plain_softmax`` only.
+            scores (kernels/reference.py); beside ``plain_softmax`` only.
         whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
             calls in flight, or by running all tasks of a head group together.
         several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are

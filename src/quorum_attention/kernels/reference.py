@@ -1,8 +1,9 @@
 """The reference: attention in torch's operators, tile by tile, for any dtype and device.
 
 It runs what no fused kernel here can: the kernels ``dense`` and ``tiles``, score modifications
-without a compiler, and dropout where an operator has none, or drops other pairs in every call. With
-scores S = scale Q K^T, changed and masked, and Z of kernels/dropout.py,
+without a compiler, dropout where an operator has none, or drops other pairs in every call, the
+gradients of small 16-bit calls, and rows of a CPU's call that are not finite. With scores
+S = scale Q K^T, changed and masked, and Z of kernels/dropout.py,
 
     lse = logsumexp(S),   P = exp(S - lse),   O = (Z P) V,
     dV = (Z P)^T dO,   dS = P * (Z * (dO V^T) - rowsum(dO * O)),   dQ = scale dS K,
@@ -16,12 +17,12 @@ of the whole rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, empty_, merge_
 from quorum_attention.kernels.protocol import (
@@ -29,6 +30,7 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Kernel,
     Saved,
     Statistics,
     TaskTensors,
@@ -71,6 +73,10 @@ class Scores:
         tiles: how large tiles are; None: as is good for the device.
         matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``change`` and
             ``kept`` have at a time, their results among them.
+        exact_delta: the delta of whole rows is computed from their probabilities, not from an
+            output rounded to 16 bits. The lse is an operator's, which rounds more in 16 bits.
+        columns: how many of the last columns of ``out`` are none of the output's, but add to delta
+            (the value has 0 there).
     """
 
     change: Change | None = None
@@ -78,6 +84,8 @@ class Scores:
     whole_rows: bool = False
     tiles: TileLimits | None = None
     matrices: int = 0
+    exact_delta: bool = False
+    columns: int = 0
 
     def limits(self, device_type: str) -> TileLimits:
         """Of tiles on such a device."""
@@ -89,6 +97,8 @@ class Scores:
 
 
 PLAIN = Scores()
+WHOLE_ROWS = Scores(whole_rows=True, tiles=LARGE)
+SMALL = replace(WHOLE_ROWS, exact_delta=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +262,7 @@ def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         largest = now
         del p, drops
     # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
-    lse = total.log().add_(largest)
+    lse = torch.where(largest == torch.inf, largest, total.log().add_(largest))
     out.div_(total.masked_fill_(total == 0.0, 1.0))
     if task.dropout is not None:
         out.mul_(task.dropout.rescale)
@@ -272,34 +282,24 @@ def backward(task: TaskTensors, grads: Gradients, how: Scores = PLAIN) -> None:
 def _backward_block(block: Block, grads: Gradients) -> None:
     task, empty = block.task, block.empty
     rescale = 1.0 if task.dropout is None else task.dropout.rescale
-    grad_out = block.grouped(grads.grad_out)
-    delta = (grad_out * block.grouped(grads.out)).sum(dim=-1, keepdim=True)
-    lse = block.of_rows(grads.lse).reshape(*block.query.shape[:3], 1)
-    # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    if empty is not None:
-        # Nothing comes from rows without keys, whatever is in them: 0 times NaN is NaN.
-        grad_out, delta, lse, block.query = (
-            t.masked_fill(empty, 0.0) for t in (grad_out, delta, lse, block.query)
-        )
+    rows = _Rows.of(block, grads)
     grad_query = torch.zeros_like(block.query)
     for keys in block.tiles():
         key = block.of_keys(task.key, keys)
         p, derivative = block.scores(key, keys, derivative=True)
         if empty is not None:
             p.masked_fill_(empty, -torch.inf)
-        p.sub_(lse).exp_()
-        if block.how.whole_rows:
-            _normalise_(p, lse)
+        p.sub_(rows.lse).exp_()
         drops = block.dropped(p, keys)
-        weights = p if drops is None else p.masked_fill(drops, 0.0)
-        at = (block.entries, block.key_heads, keys)
-        grads.grad_value[at].add_(weights.mT @ grad_out, alpha=rescale)
-        del weights
-        ds = grad_out @ block.of_keys(task.value, keys).mT
+        ds = rows.grad_out @ block.of_keys(task.value, keys).mT
         if drops is not None:
             ds.mul_(rescale).masked_fill_(drops, 0.0)
-        ds.sub_(delta).mul_(p)
+        ds.sub_(rows.delta_of(p, ds) if block.how.whole_rows else rows.delta)
+        weights = p if drops is None else p.masked_fill(drops, 0.0)
+        at = (block.entries, block.key_heads, keys)
+        grads.grad_value[at].add_(weights.mT @ rows.grad_out, alpha=rescale)
+        del weights
+        ds.mul_(p)
         if derivative is not None:
             ds.mul_(derivative)
         if empty is not None:
@@ -313,16 +313,64 @@ def _backward_block(block: Block, grads: Gradients) -> None:
     target.add_(grad_query.view(target.shape), alpha=task.scale)
 
 
-def _normalise_(p: torch.Tensor, lse: torch.Tensor) -> None:
-    """Divide rows of probabilities by their sums, in place, where nothing but rounding keeps those
-    from 1: an ``lse`` of 1,000 has lost three digits of exp(S - lse).
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a backward reads of a block's rows, (b, hk, g * rows, 1 or dv).
 
-    Rows of which other tasks have a part are left alone.
+    Attributes:
+        taken: what the last columns of the output add to delta.
     """
-    total = p.sum(dim=-1, keepdim=True)
-    rounding = torch.finfo(p.dtype).eps * (2.0 * lse.abs() + 8.0)
-    whole = (total - 1.0).abs() <= rounding.clamp_(max=0.01)
-    p.div_(total.masked_fill_(~whole, 1.0))
+
+    block: Block
+    grad_out: torch.Tensor
+    delta: torch.Tensor
+    lse: torch.Tensor
+    taken: torch.Tensor | float
+
+    @classmethod
+    def of(cls, block: Block, saved: Gradients | Saved) -> _Rows:
+        """Those of a block; of rows without keys nothing is taken, whatever is in them."""
+        columns, grad_out = block.how.columns, block.grouped(saved.grad_out)
+        products = grad_out * block.grouped(saved.out)
+        taken = products[..., -columns:].sum(dim=-1, keepdim=True) if columns else 0.0
+        delta = products.sum(dim=-1, keepdim=True)
+        lse = block.of_rows(saved.lse).reshape(*block.query.shape[:3], 1)
+        # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        if block.empty is not None:
+            # 0 times NaN is NaN.
+            grad_out, delta, lse, block.query = (
+                t.masked_fill(block.empty, 0.0) for t in (grad_out, delta, lse, block.query)
+            )
+        return cls(block, grad_out, delta, lse, taken)
+
+    def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
+        """Delta, of rows that have no keys but those of ``p`` by ``exact_delta``. Their
+        probabilities are made to add up to 1, in place; other rows are left alone."""
+        exactly, narrow = self.block.how.exact_delta, self.block.task.query.dtype.itemsize == 2
+        total = p.sum(dim=-1, keepdim=True)
+        others = not_whole(total, self.lse, loose=exactly and narrow)
+        p.div_(total.masked_fill_(others, 1.0))
+        if not exactly:
+            return self.delta
+        found = (p * dp).sum(dim=-1, keepdim=True).add_(self.taken)
+        return torch.where(others, self.delta, found)
+
+
+# By how much the logarithm of a row's sum may be off if it has no other keys, by bytes of a number:
+# as a share of its lse, and besides. In fp32 and float64 delta of other rows is as exact.
+_ROUNDING = {2: (2.0**-20, 2.0**-12), 4: (2.0**-22, 2.0**-20), 8: (2.0**-47, 2.0**-44)}
+
+
+def not_whole(total: torch.Tensor, lse: torch.Tensor, *, loose: bool = True) -> torch.Tensor:
+    """Which rows see other keys as well, by the sums of their probabilities, and their lse.
+
+    Not those whose sum is NaN. Told by its logarithm, which rounding moves as much as it moves lse:
+    beside an lse of a million, the sum itself may be anything from 0 on.
+    """
+    item = 2 if loose and lse.dtype == torch.float32 else lse.element_size()
+    share, besides = _ROUNDING[item]
+    return total.log().abs_() > lse.abs() * share + besides
 
 
 def _odd(task: TaskTensors, how: Scores, *rows: torch.Tensor) -> bool:
@@ -368,7 +416,7 @@ def whole_task(call: Call) -> TaskTensors:
     """A whole call as one task."""
     n_queries, n_keys = call.query.shape[2], call.key.shape[2]
     return TaskTensors(
-        task=Decomposition(max(n_queries, n_keys)).task(()),
+        task=_uncut(max(n_queries, n_keys)),
         rectangles=(Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
         query=call.query,
         key=call.key,
@@ -381,6 +429,11 @@ def whole_task(call: Call) -> TaskTensors:
         entries=tuple(range(call.query.shape[0])),
         dropout=call.dropout,
     )
+
+
+@lru_cache(maxsize=64)
+def _uncut(n_tokens: int) -> Task:
+    return Decomposition(n_tokens).task(())
 
 
 def whole_forward(call: Call, how: Scores = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
@@ -437,7 +490,7 @@ def backward_bytes(call: CallShape, extent: Extent, how: Scores = PLAIN) -> int:
     sizes = _sizes(call, extent, how)
     rows = sizes.rows * (4 * call.head_dim + 4 * call.value_dim + 8)
     keys = sizes.keys * 2 * (call.head_dim + call.value_dim)
-    pairs = sizes.pairs * (2 + call.dropout + how.matrices)
+    pairs = sizes.pairs * (2 + (call.dropout or how.exact_delta) + how.matrices)
     inside = (pairs + rows + keys) * sizes.item + sizes.drops + sizes.bias
     results = 0
     if extent.direct:
@@ -482,3 +535,188 @@ def _sizes(call: CallShape, extent: Extent, how: Scores) -> _Sizes:
         )
     drops = dropped_bytes(1, 1, rows, -(-pairs // rows)) if call.dropout else 0
     return _Sizes(pairs, rows, keys, 8 if call.dtype == torch.float64 else 4, drops, bias)
+
+
+# A backward computes dS = P (dP - delta) with delta = rowsum(dO * O), where O has been rounded to
+# the inputs' dtype. If a row has nearly all its weight on one key, dP - delta is little but that
+# rounding error. Whole rows have a delta without it (``_Rows.delta_of``), which costs half as much
+# as a backward: it is for 16-bit calls so small that torch itself may materialise their scores. An
+# uncut call's gradients are then the reference's. Operators that compute parts of it take
+# ``out`` and use it for delta alone, so they are given another tensor whose row products with
+# ``grad_out`` are the exact delta: its carrier.
+
+_MOST_PAIRS = 1 << 14
+_MOST_BYTES = 2 << 20
+# Columns of the carrier that are not 0: each holds the digits that the ones before it could not.
+_COLUMNS = 3
+# What a sum in fp32 of a row's products may be off by, as a share of their sizes.
+_SUM = 2.0**-21
+
+
+def small_bytes(call: CallShape, extent: Extent) -> int:
+    """Upper bound of the bytes that ``exact_carrier`` takes; 0 if the call is too large for it, or
+    its dtype is not of 16 bits."""
+    lanes = extent.batch * extent.query_heads
+    if call.dtype.itemsize != 2 or lanes * extent.max_queries * extent.max_keys > _MOST_PAIRS:
+        return 0
+    rows = lanes * extent.max_queries
+    found = backward_bytes(call, replace(extent, direct=False), SMALL)
+    found += 4 * rows * (2 * call.value_dim + 4)
+    return found if found <= _MOST_BYTES else 0
+
+
+def exact_carrier(call: Call, saved: Saved, columns: int = 0) -> torch.Tensor:
+    """The tensor to hand to a backward in the place of ``saved.out``, of its shape and dtype."""
+    query = call.query
+    # Rounded to the dtype in which the kernel gets it.
+    saved = replace(saved, grad_out=saved.grad_out.to(query.dtype))
+    found = torch.empty(saved.out.shape, dtype=saved.out.dtype, device=query.device)
+    task, how = whole_task(call), replace(SMALL, columns=columns)
+    odd = _odd(task, how, *call.inputs, saved.grad_out)
+    for block in _blocks(task, work_dtype(query), how, odd):
+        rows = _Rows.of(block, saved)
+        delta = rows.delta
+        for keys in block.tiles():  # one: all keys
+            p, _ = block.scores(block.of_keys(task.key, keys), keys, derivative=False)
+            p.sub_(rows.lse).exp_()
+            dp, drops = rows.grad_out @ block.of_keys(task.value, keys).mT, block.dropped(p, keys)
+            if drops is not None and task.dropout is not None:
+                dp.mul_(task.dropout.rescale).masked_fill_(drops, 0.0)
+            delta = rows.delta_of(p, dp)
+        out = block.of_rows(saved.out)
+        carrier = _carrying(delta, rows.grad_out, out.reshape(rows.grad_out.shape))
+        block.of_rows(found).copy_(carrier.view(out.shape))
+    return found
+
+
+def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Rows whose products with the rows of ``gradient`` are ``delta`` (.., 1).
+
+    A row of ``out`` is returned as it is if it comes closer, or if its delta cannot be carried:
+    delta is NaN, the gradient is 0, or the factor does not fit 16 bits.
+    """
+    count = min(_COLUMNS, gradient.shape[-1])
+    columns = gradient.abs().topk(count, dim=-1).indices
+    parts: list[torch.Tensor] = []
+    left = delta
+    for factor in gradient.gather(-1, columns).split(1, dim=-1):
+        part = (left / factor).to(out.dtype).nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+        parts.append(part)
+        left = left.addcmul(part.to(delta.dtype), factor, value=-1.0)
+    carried = torch.zeros_like(out).scatter_(-1, columns, torch.cat(parts, dim=-1))
+    products = gradient * out.to(delta.dtype)
+    missed = (products.sum(dim=-1, keepdim=True) - delta).abs_()
+    # As close as its sum can be told, ``out`` is better: where ``gradient`` is divided and rounded
+    # later on, what three columns carry may be off by more than what all of them do.
+    close = products.abs_().sum(dim=-1, keepdim=True).mul_(_SUM)
+    return torch.where(left.abs_().add_(close) < missed, carried, out)
+
+
+class DenseKernel(Kernel):
+    """``dense``: attention under the CQS mask of a task, as the paper writes it (section 3).
+
+    Scores of whole rows are in memory, in fp32 (fp64 for fp64 inputs), and the pairs that a task
+    does not keep are masked one by one, on any device. Every other kernel is compared with it.
+    """
+
+    name = "dense"
+    plain_softmax = True
+    dropout = True
+    wide_products = True
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if not call.dtype.is_floating_point:
+            return f"it takes floating-point tensors, not {call.dtype}"
+        return None
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        forward(_everything(task), state, _under_mask(task))
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        backward(_everything(task), grads, _under_mask(task))
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time; quadratic in tokens."""
+        return _mask_bytes(extent) + forward_bytes(call, _all_pairs(extent), WHOLE_ROWS)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time; quadratic in tokens."""
+        return _mask_bytes(extent) + backward_bytes(call, _all_pairs(extent), WHOLE_ROWS)
+
+
+def _everything(task: TaskTensors) -> TaskTensors:
+    """The task with all of its pairs as one rectangle."""
+    return replace(task, rectangles=(Rectangle(0, task.query.shape[2], 0, task.key.shape[2]),))
+
+
+def _under_mask(task: TaskTensors) -> Scores:
+    """Scores under the CQS mask (nq, nk); combined with the causal mask, if any."""
+    n_queries, n_keys = task.query.shape[2], task.key.shape[2]
+    mask = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(task.query.device)
+    if task.is_causal:
+        # The tokens of a task are in ascending order, so local positions order them as global ones.
+        mask = mask.tril()
+    return replace(WHOLE_ROWS, kept=lambda block, keys: mask[block.rows, keys])
+
+
+def _all_pairs(extent: Extent) -> Extent:
+    return replace(extent, max_queries=extent.n_tokens, max_keys=extent.n_tokens)
+
+
+def _mask_bytes(extent: Extent) -> int:
+    """The CQS mask, its causal half, and what says which pairs of a tile are masked."""
+    return 4 * extent.n_tokens * extent.n_tokens
+
+
+class Tiles:
+    """``tiles``: the reference with a soft cap, as an operator of whole rectangles.
+
+    It runs a soft cap on a CPU or in float64, and masks that an operator refuses.
+
+    Args:
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the mask is added; None
+            is none.
+    """
+
+    name = "tiles"
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+        self.scores = PLAIN
+        if softcap is not None:
+            self.scores = Scores(change=self._change, matrices=1)
+
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``; ``out`` in fp32 (fp64 for fp64 inputs)."""
+        wide = replace(call, stored=work_dtype(call.query))
+        return whole_forward(wide, self.scores)
+
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel``; gradients in fp32 (fp64 for fp64 inputs)."""
+        wide = replace(call, stored=work_dtype(call.query))
+        return whole_backward(wide, saved, self.scores)
+
+    def cap_(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Cap scaled scores in place; returns the derivative of the cap, None without one."""
+        if self.softcap is None:
+            return None
+        return self._change(scores, None, slice(None), True)[1]
+
+    def _change(
+        self, scores: torch.Tensor, block: Block | None, keys: slice, derivative: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.softcap is not None
+        scores.div_(self.softcap).tanh_()
+        found = (scores * scores).neg_().add_(1.0) if derivative else None
+        return scores.mul_(self.softcap), found
+
+    def forward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes that ``whole_forward`` takes, its results among them."""
+        return forward_bytes(call, replace(extent, direct=True), self.scores)
+
+    def backward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes that ``whole_backward`` takes, its results among them."""
+        return backward_bytes(call, replace(extent, direct=True), self.scores)

@@ -9,13 +9,13 @@ import torch
 from quorum_attention.counts import shown
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.cudnn import CudnnKernel
-from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape, Kernel, refusal
+from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.torch_private import flash_implementation
 
 _KERNELS: dict[str, Kernel] = {}

@@ -38,14 +38,7 @@ from quorum_attention.execution.workload import (
 )
 from quorum_attention.kernels.bias import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
-from quorum_attention.kernels.small_gradients import (
-    WIDENED_BYTES,
-    heads_at_a_time,
-    quicker_widened,
-    small_gradients,
-    small_gradients_bytes,
-    widened_gradients,
-)
+from quorum_attention.kernels.reference import SMALL, backward_bytes, whole_backward
 from quorum_attention.kernels.torch_private import capturing
 
 
@@ -110,13 +103,10 @@ class Whole(Route):
                 # The lse: two copies with -inf replaced, and the mask that finds it.
                 size = item.count(work) * work.state_dtype.itemsize
                 accumulators += [size, size, item.count(work)]
-        if case.spec.backward and widens(work, case.kernel):
-            accumulators.append(WIDENED_BYTES)
         exactly = case.spec.backward and _exactly(work, case.kernel)
         if exactly:
-            sizes = work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys
-            small = small_gradients_bytes(*sizes, work.head_dim, work.value_dim)
-            workspace = max(workspace, small)
+            extent = replace(schedule.extent(work), direct=True)
+            workspace = max(workspace, backward_bytes(case.call_shape, extent, SMALL))
         if case.scaled:
             # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
@@ -223,11 +213,6 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
     if lse is not None and materialises(call.work, call.kernel):
         parts = _materialised(job, lse, mask)
-    elif lse is not None and widens(call.work, call.kernel):
-        three, given = (call.query, call.key, call.value), job.tensors
-        parts = widened(
-            call.work, call.kernel, call.scale, given["grad_out"], three, given["out"], lse, mask
-        )
     else:
         parts = _of_call(job, None, lse, call.work.is_causal, mask)
     return None if parts is None else job.results.take(parts)
@@ -265,64 +250,18 @@ def materialised(
     out: torch.Tensor,
     lse: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
-    own: bool = False,
 ) -> tuple[torch.Tensor, ...] | None:
     """The gradients of ``three`` in a small backward, (b, heads, n, d) each, not rounded; None if
     one is not finite: operators keep NaN to the rows that have it.
 
     Args:
         lse: 0 in rows without keys.
-        own: there is no bias, and ``lse`` is of these keys and of no others.
     """
     query, key, value = [_four(t, work) for t in three]
-    call = Call(query, key, value, work.is_causal, scale, bias)
+    call = Call(query, key, value, work.is_causal, scale, bias, lse.dtype)
     saved = Saved(*[_four(t, work) for t in (grad_out, out, lse)])
-    parts = small_gradients(call, saved, work.columns, own=own)
-    if own:
-        # Rows are softmax of all scores, so what is not finite of the inputs makes dS NaN or
-        # infinite, or a key times it; and either shows in dQ.
-        return parts if math.isfinite(parts[0].sum().item()) else None
+    parts = whole_backward(call, saved, replace(SMALL, columns=work.columns))
     return parts if all_finite(parts) else None
-
-
-def widens(work: Workload, kernel: InnerKernel) -> bool:
-    """Whether ``at_once`` takes the gradients of such a call from the operator in fp32."""
-    if not kernel.small_gradients or work.dropout or materialises(work, kernel):
-        return False
-    grouped = work.heads != work.kv_heads
-    return quicker_widened(work.dtype, grouped=grouped) and _heads_at_a_time(work) > 0
-
-
-def widened(
-    work: Workload,
-    kernel: InnerKernel,
-    scale: float,
-    grad_out: torch.Tensor,
-    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...] | None:
-    """The gradients of ``three``, (b, heads, n, d) each, computed in fp32 and rounded; None if
-    those of fp16 are not finite, and may have to be scaled or kept to rows of their own.
-
-    Args:
-        lse: 0 in rows without keys.
-        bias: (b|1, heads|1, rows|1, columns|1), or None.
-    """
-    query, key, value = (_four(t, work) for t in three)
-    call = Call(query, key, value, work.is_causal, scale, bias)
-    saved = Saved(*(_four(t, work) for t in (grad_out, out, lse)))
-    parts = widened_gradients(kernel.whole_backward, _heads_at_a_time(work), call, saved)
-    return parts if work.dtype != torch.float16 or all_finite(parts) else None
-
-
-def _heads_at_a_time(work: Workload) -> int:
-    return heads_at_a_time(
-        work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys,
-        (work.head_dim, work.value_dim), masked=work.mask is not None, causal=work.is_causal,
-    )  # fmt: skip
 
 
 def _of_call(

@@ -17,7 +17,6 @@ from quorum_attention.decomposition.bands import Band, Kind
 from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.dense import Tiles
 from quorum_attention.kernels.masked.geometry import TESTED, Geometry
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
 from quorum_attention.kernels.native.kernel import NativeKernel
@@ -34,6 +33,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
+from quorum_attention.kernels.reference import Tiles
 from quorum_attention.kernels.tensors import Pick, jth_of_group, key_rows, positions, query_rows
 
 # What a mask keeps of a task's rectangles, as calls of an operator that has no masks.
