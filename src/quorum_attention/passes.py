@@ -33,16 +33,14 @@ from quorum_attention.execution.mask_gradient import Upstream as MaskUpstream
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.memory import first_line, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.whole import at_once, materialises
+from quorum_attention.execution.routes.whole import at_once, corrected_output, materialises
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.bias import sinks_gradient
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import Call as KernelCall
-from quorum_attention.kernels.protocol import InnerKernel, Saved, check_mask_gradient
-from quorum_attention.kernels.reference import exact_carrier
+from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
@@ -461,21 +459,7 @@ def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor)
     together = grad_out.device == out.device == call.query.device
     if not together or not corrected_bytes(call.work, call.kernel):
         return out
-    work, dims = call.work, len(call.work.batch_shape)
-
-    def flat(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.reshape(work.batch, *tensor.shape[dims:])
-
-    bias = None
-    if call.mask is not None:
-        bias = call.mask.whole(work.dtype, call.device, work.batch_shape)
-    one = KernelCall(
-        flat(call.query), flat(call.key), flat(call.value), work.is_causal, call.scale, bias,
-        dropout=call.dropout,
-    )  # fmt: skip
-    saved = Saved(flat(grad_out), flat(out.to(work.dtype)), flat(given.lse.to(out.device)))
-    with torch.no_grad():
-        return exact_carrier(one, saved, work.columns).view(out.shape)
+    return corrected_output(call, grad_out, out, given.lse)
 
 
 def _note_writing(results: tuple[torch.Tensor, ...]) -> None:

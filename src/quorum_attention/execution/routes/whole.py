@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution import call as execution
 from quorum_attention.execution.call import flat_batch, operand
 from quorum_attention.execution.case import (
     Bytes,
@@ -38,7 +39,7 @@ from quorum_attention.execution.workload import (
 )
 from quorum_attention.kernels.bias import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
-from quorum_attention.kernels.reference import SMALL, backward_bytes, whole_backward
+from quorum_attention.kernels.reference import SMALL, backward_bytes, exact_carrier, whole_backward
 from quorum_attention.kernels.torch_private import capturing
 
 
@@ -262,6 +263,20 @@ def materialised(
     saved = Saved(*[_four(t, work) for t in (grad_out, out, lse)])
     parts = whole_backward(call, saved, replace(SMALL, columns=work.columns))
     return parts if all_finite(parts) else None
+
+
+@torch.no_grad()
+def corrected_output(
+    call: execution.Call, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """What kernels compute an exact delta from in the place of ``out`` (kernels/reference.py)."""
+    work = call.work
+    query, key, value = (_four(t, work) for t in (call.query, call.key, call.value))
+    mask = call.mask
+    bias = None if mask is None else mask.whole(work.dtype, call.device, work.batch_shape)
+    one = Call(query, key, value, work.is_causal, call.scale, bias, dropout=call.dropout)
+    saved = Saved(*(_four(t, work) for t in (grad_out, out.to(work.dtype), lse.to(out.device))))
+    return exact_carrier(one, saved, work.columns).view(out.shape)
 
 
 def _of_call(
