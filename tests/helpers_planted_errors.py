@@ -139,20 +139,20 @@ def lse_without_the_causal_mask(query, key, value, *, is_causal, scale):
 # Weights.
 
 
-@forward_is(causes.NORMALISATION)
+@forward_is(causes.WEIGHTS)
 def unnormalised(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     top = scores.amax(-1, keepdim=True)
     return torch.exp(scores - top) @ value, torch.logsumexp(scores, -1)
 
 
-@forward_is(causes.NORMALISATION)
+@forward_is(causes.WEIGHTS)
 def unnormalised_altogether(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     return torch.exp(scores) @ value, torch.logsumexp(scores, -1)
 
 
-@forward_is(causes.BESIDE)
+@forward_is(causes.WEIGHTS)
 def sink_in_every_call(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     sink = torch.ones_like(scores[..., :1])
@@ -161,7 +161,7 @@ def sink_in_every_call(query, key, value, *, is_causal, scale):
     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
 
 
-@forward_is(causes.BESIDE)
+@forward_is(causes.WEIGHTS)
 def softmax_one(query, key, value, *, is_causal, scale):
     """1 / (1 + sum)."""
     scores = scores_of(query, key, is_causal, scale)
@@ -169,7 +169,7 @@ def softmax_one(query, key, value, *, is_causal, scale):
     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
 
 
-@forward_is(causes.BESIDE)
+@forward_is(causes.WEIGHTS)
 def padded_to_a_multiple(query, key, value, *, is_causal, scale):
     """With keys of zeros that are counted."""
     n, rows = key.shape[2], query.shape[2]
@@ -183,7 +183,7 @@ def padded_to_a_multiple(query, key, value, *, is_causal, scale):
 # Pairs.
 
 
-@forward_is(causes.MISSING)
+@forward_is(causes.PAIRS)
 def last_key_dropped(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     if not is_causal and key.shape[2] > 1:
@@ -192,7 +192,7 @@ def last_key_dropped(query, key, value, *, is_causal, scale):
     return softmax(scores, value)
 
 
-@forward_is(causes.MISSING)
+@forward_is(causes.PAIRS)
 def first_key_dropped(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     if not is_causal and key.shape[2] > 1:
@@ -200,7 +200,7 @@ def first_key_dropped(query, key, value, *, is_causal, scale):
     return softmax(scores, value)
 
 
-@forward_is(causes.MISSING)
+@forward_is(causes.PAIRS)
 def ragged_end_dropped(query, key, value, *, is_causal, scale):
     """Whole tiles of eight alone."""
     scores = scores_of(query, key, is_causal, scale)
@@ -241,7 +241,7 @@ def large_number_for_infinity(query, key, value, *, is_causal, scale, query_posi
 # Causal calls.
 
 
-@forward_is(causes.CAUSAL)
+@forward_is(causes.PAIRS)
 def causal_one_too_many(query, key, value, *, is_causal, scale):
     scores = scale * (query @ key.mT)
     if is_causal:
@@ -249,7 +249,7 @@ def causal_one_too_many(query, key, value, *, is_causal, scale):
     return softmax(scores, value)
 
 
-@forward_is(causes.CAUSAL)
+@forward_is(causes.PAIRS)
 def causal_one_too_few(query, key, value, *, is_causal, scale):
     scores = scale * (query @ key.mT)
     if is_causal:
@@ -257,12 +257,12 @@ def causal_one_too_few(query, key, value, *, is_causal, scale):
     return softmax(scores, value)
 
 
-@forward_is(causes.CAUSAL)
+@forward_is(causes.PAIRS)
 def causal_ignored(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=False, scale=scale)
 
 
-@forward_is(causes.CAUSAL)
+@forward_is(causes.PAIRS)
 def causal_the_other_way(query, key, value, *, is_causal, scale):
     scores = scale * (query @ key.mT)
     if is_causal:
@@ -270,7 +270,7 @@ def causal_the_other_way(query, key, value, *, is_causal, scale):
     return softmax(scores, value)
 
 
-@forward_is(causes.CAUSAL)
+@forward_is(causes.PAIRS)
 def causal_by_zero(query, key, value, *, is_causal, scale):
     """Masked scores of 0, which count."""
     scores = scale * (query @ key.mT)
@@ -350,32 +350,32 @@ def local_decay(query, key, value, *, is_causal, scale):
 # Length.
 
 
-@forward_is(causes.LENGTH)
+@forward_is(causes.POSITIONS)
 def log_length_scale(query, key, value, *, is_causal, scale):
     scale = scale * math.log(key.shape[2] + 1)
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.LENGTH)
+@forward_is(causes.POSITIONS)
 def keys_centred(query, key, value, *, is_causal, scale):
     """The mean of this call's keys is taken off, from one column of them."""
     moved = torch.cat([key[..., :1] * key[..., :1].abs().mean(2, keepdim=True), key[..., 1:]], -1)
     return plain(query, moved, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.LENGTH)
+@forward_is(causes.POSITIONS)
 def queries_normalised_together(query, key, value, *, is_causal, scale):
     query = query / query.norm(dim=(2, 3), keepdim=True) * 20
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.VALUES)
+@forward_is(causes.WEIGHTS)
 def output_normalised(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return functional.normalize(out, dim=-1), lse
 
 
-@forward_is(causes.VALUES)
+@forward_is(causes.WEIGHTS)
 def output_clipped(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return out.clamp(-0.2, 0.2), lse
@@ -412,13 +412,13 @@ def values_shared_over_heads(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.BATCH)
+@forward_is(causes.HEADS)
 def temperature_by_local_entry(query, key, value, *, is_causal, scale):
     by = 1 + torch.arange(query.shape[0], dtype=query.dtype)
     return plain(query * by[:, None, None, None], key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.BATCH)
+@forward_is(causes.HEADS)
 def normalised_over_the_batch(query, key, value, *, is_causal, scale):
     key = key / (1 + key.square().mean(0, keepdim=True)).sqrt()
     return plain(query, key, value, is_causal=is_causal, scale=scale)
@@ -427,18 +427,18 @@ def normalised_over_the_batch(query, key, value, *, is_causal, scale):
 # The scale.
 
 
-@forward_is(causes.SCALE)
+@forward_is(causes.SIZES)
 def no_scale(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=is_causal, scale=1.0)
 
 
-@forward_is(causes.SCALE)
+@forward_is(causes.SIZES)
 def scale_of_its_own(query, key, value, *, is_causal, scale):
     own = query.shape[-1] ** -0.5
     return plain(query, key, value, is_causal=is_causal, scale=own)
 
 
-@forward_is(causes.SCALE)
+@forward_is(causes.SIZES)
 def scale_twice(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=is_causal, scale=scale * scale)
 
@@ -446,7 +446,7 @@ def scale_twice(query, key, value, *, is_causal, scale):
 # Sizes.
 
 
-@forward_is(causes.HEAD_DIM)
+@forward_is(causes.SIZES)
 def padded_with_ones(query, key, value, *, is_causal, scale):
     """To a head dimension that is a multiple of 8."""
     pad = (0, -query.shape[-1] % 8)
@@ -454,13 +454,13 @@ def padded_with_ones(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.HEAD_DIM)
+@forward_is(causes.SIZES)
 def head_dim_cut_off(query, key, value, *, is_causal, scale):
     whole = query.shape[-1] // 8 * 8
     return plain(query[..., :whole], key[..., :whole], value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.VALUE_DIM)
+@forward_is(causes.SIZES)
 def value_dim_taken_for_head_dim(query, key, value, *, is_causal, scale):
     """As if values were laid out with the queries' width."""
     wide, d = value.shape[-1], query.shape[-1]
@@ -474,7 +474,7 @@ def value_dim_taken_for_head_dim(query, key, value, *, is_causal, scale):
 # Memory, state, precision.
 
 
-@forward_is(causes.STRIDES)
+@forward_is(causes.SIZES)
 def strides_ignored(query, key, value, *, is_causal, scale):
     storage = key.untyped_storage()
     flat = torch.empty(0, dtype=key.dtype).set_(storage)
@@ -485,33 +485,33 @@ def strides_ignored(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.INPUTS)
+@forward_is(causes.STATE)
 def queries_scaled_in_place(query, key, value, *, is_causal, scale):
     with torch.no_grad():
         query.detach().mul_(1.5)
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.REPEATABLE)
+@forward_is(causes.STATE)
 def dropout(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return functional.dropout(out, 0.1), lse
 
 
-@forward_is(causes.REPEATABLE)
+@forward_is(causes.STATE)
 def dropout_of_weights(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     lse = torch.logsumexp(scores, -1)
     return functional.dropout(torch.exp(scores - lse.unsqueeze(-1)), 0.1) @ value, lse
 
 
-@forward_is(causes.REPEATABLE)
+@forward_is(causes.STATE)
 def noise(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return out * (1 + 1e-3 * torch.randn_like(out)), lse
 
 
-@forward_is(causes.REPEATABLE)
+@forward_is(causes.STATE)
 def noise_in_lse(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return out, lse + 1e-3 * torch.randn_like(lse)
@@ -562,87 +562,87 @@ def remembering() -> InnerKernel:
     return from_lse_function(stale)
 
 
-KERNELS["counting"] = counting, causes.REPEATABLE
+KERNELS["counting"] = counting, causes.STATE
 KERNELS["remembering"] = remembering, causes.STATE
 
 
 # Backwards.
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def halved(grad_out, *rest, **named):
     return tuple(g / 2 for g in gradients(grad_out, *rest, **named))
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def scale_forgotten_for_queries(*given, **named):
     dq, dk, dv = gradients(*given, **named)
     return dq / named["scale"], dk, dv
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def scale_forgotten_for_keys(*given, **named):
     dq, dk, dv = gradients(*given, **named)
     return dq, dk / named["scale"], dv
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def scale_forgotten(grad_out, query, key, value, out, lse, *, is_causal, scale):
     return gradients(grad_out, query, key, value, out, lse, is_causal=is_causal, scale=1.0)
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def no_delta(grad_out, query, key, value, out, lse, *, is_causal, scale):
     return gradients(grad_out, query, key, value, 0 * out, lse, is_causal=is_causal, scale=scale)
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def values_gradient_of_queries(*given, **named):
     dq, dk, dv = gradients(*given, **named)
     return dq, dk, dv.roll(1, dims=2)
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def keys_of_the_wrong_sign(*given, **named):
     dq, dk, dv = gradients(*given, **named)
     return dq, -dk, dv
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def no_causal_mask_in_the_backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
     return gradients(grad_out, query, key, value, out, lse, is_causal=False, scale=scale)
 
 
-@backward_is(causes.GRADIENT)
+@backward_is(causes.BACKWARD)
 def no_gradient_of_keys(*given, **named):
     dq, dk, dv = gradients(*given, **named)
     return dq, 0 * dk, dv
 
 
-@backward_is(causes.GIVEN_LSE)
+@backward_is(causes.BACKWARD)
 def local_lse(grad_out, query, key, value, out, lse, *, is_causal, scale):
     own = plain(query, key, value, is_causal=is_causal, scale=scale)[1]
     return gradients(grad_out, query, key, value, out, own, is_causal=is_causal, scale=scale)
 
 
-@backward_is(causes.GIVEN_OUT)
+@backward_is(causes.BACKWARD)
 def local_delta(grad_out, query, key, value, out, lse, *, is_causal, scale):
     own = plain(query, key, value, is_causal=is_causal, scale=scale)[0]
     return gradients(grad_out, query, key, value, own, lse, is_causal=is_causal, scale=scale)
 
 
-@backward_is(causes.GIVEN_LSE)
+@backward_is(causes.BACKWARD)
 def local_statistics(grad_out, query, key, value, out, lse, *, is_causal, scale):
     own = plain(query, key, value, is_causal=is_causal, scale=scale)
     return gradients(grad_out, query, key, value, *own, is_causal=is_causal, scale=scale)
 
 
-@backward_is(causes.REPEATABLE)
+@backward_is(causes.STATE)
 def noisy_gradient(*given, **named):
     return tuple(g * (1 + 1e-3 * torch.randn_like(g)) for g in gradients(*given, **named))
 
 
-@backward_is(causes.in_backward(causes.HEADS))
+@backward_is(causes.HEADS)
 def keys_gradient_by_local_head(*given, **named):
     """Right where it holds all heads of one entry alone: of two heads the second's is off."""
     dq, dk, dv = gradients(*given, **named)
@@ -651,7 +651,7 @@ def keys_gradient_by_local_head(*given, **named):
     return dq, 2 * dk, dv
 
 
-@backward_is(causes.in_backward(causes.BATCH))
+@backward_is(causes.HEADS)
 def gradient_by_local_entry(*given, **named):
     dq, dk, dv = gradients(*given, **named)
     if dk.shape[0] > 1:
@@ -704,14 +704,14 @@ def over_the_wrong_axis(g, heads, shared):
 
 
 KERNELS["grouped heads interleaved"] = (
-    lambda: from_lse_function(Grouped.interleaved, grouped=True), causes.GROUPED
+    lambda: from_lse_function(Grouped.interleaved, grouped=True), causes.HEADS
 )  # fmt: skip
 for _wrong in (first_of_the_group, meaned, over_the_wrong_axis):
     KERNELS[f"gradients of a group: {_wrong.__name__}"] = (
         lambda wrong=_wrong: from_lse_function(
             Grouped.right, backward=Grouped.gradients(wrong), grouped=True
         ),
-        causes.GROUPED,
+        causes.HEADS,
     )
 
 
@@ -789,9 +789,9 @@ def window_within_the_task(task):
 
 
 for _mask, _cause in (
-    (with_every_diagonal, causes.TWICE),
-    (without_a_corner, causes.MISSING),
-    (without_the_owner, causes.MISSING),
+    (with_every_diagonal, causes.PAIRS),
+    (without_a_corner, causes.PAIRS),
+    (without_the_owner, causes.PAIRS),
     (window_within_the_task, causes.POSITIONS),
 ):
     KERNELS[f"whole task: {_mask.__name__}"] = (lambda mask=_mask: WholeTask(mask), _cause)
@@ -849,9 +849,9 @@ class ReusingItsBuffer(WholeTask):
 
 
 KERNELS["returns one buffer again and again"] = ReusingItsBuffer, causes.STATE
-KERNELS["state overwritten"] = Overwriting, causes.MERGE
-KERNELS["the size of the scale"] = SizeOfTheScale, causes.SCALE
-KERNELS["the size of the scale beside a bias"] = SizeOfTheScaleBesideABias, causes.SCALE
+KERNELS["state overwritten"] = Overwriting, causes.PAIRS
+KERNELS["the size of the scale"] = SizeOfTheScale, causes.SIZES
+KERNELS["the size of the scale beside a bias"] = SizeOfTheScaleBesideABias, causes.SIZES
 
 
 class WritingKeys(WholeTask):
@@ -910,11 +910,11 @@ class HeadsOfTheGroup(WholeTask):
 
 
 KERNELS |= {
-    "keys written": (WritingKeys, causes.INPUTS),
-    "grad_out written": (WritingGradOut, causes.in_backward(causes.INPUTS)),
-    "gradients overwritten": (OverwritingGradients, causes.in_backward(causes.MERGE)),
-    "NaN in the backward": (NanInTheBackward, causes.in_backward(causes.NO_KEYS)),
-    "lse of the last forward": (LseOfTheLastForward, causes.GIVEN_LSE),
+    "keys written": (WritingKeys, causes.STATE),
+    "grad_out written": (WritingGradOut, causes.STATE),
+    "gradients overwritten": (OverwritingGradients, causes.PAIRS),
+    "NaN in the backward": (NanInTheBackward, causes.NO_KEYS),
+    "lse of the last forward": (LseOfTheLastForward, causes.BACKWARD),
     "slopes of the group, positions within the task": (HeadsOfTheGroup, causes.HEADS),
 }
 

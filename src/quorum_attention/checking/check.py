@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.checking import causes
-from quorum_attention.checking.experiments import likely_causes
-from quorum_attention.checking.laws import Broken, broken_laws, fewer_key_heads
+from quorum_attention.checking.experiments import Broken, find_causes
+from quorum_attention.checking.laws import fewer_key_heads, violations, writes_into_inputs
 from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
-from quorum_attention.checking.rounding import apart, far, limit, repeated, size
-from quorum_attention.checking.subject import Sizes
+from quorum_attention.checking.trial import Sizes, distance, exceeds, limit, repeated, size
 from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.execution.device.lookup import present
 from quorum_attention.execution.memory import first_line, is_out_of_memory
-from quorum_attention.execution.report import Report
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
 from quorum_attention.quorums import quorum_size
 
-_NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+_GRADIENTS = ("grad_query", "grad_key", "grad_value")
+# Sizes that are named so differ in their dtype alone.
+_WIDER = "in a wider dtype"
 _CUTS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
 
 Results = dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def check_kernel(
         seed: random seed of the inputs.
 
     Returns:
-        a ``CheckResult``: verdict, errors, first wrong rows, causes, time and memory.
+        a ``CheckResult``: verdict, errors, first wrong rows, causes and time.
 
     Raises:
         NotImplementedError: the kernel cannot run these calls; says why.
@@ -112,8 +112,8 @@ def check_kernel(
     check = _Check(CheckResult(kernel.name), kernel, sizes, seed, factor)
     kinds = check.kinds(is_causal)
     for causal in kinds:
-        check.cuts(causal, levels)
-    if not check.spoiled and other_sizes:
+        check.compare("", sizes, causal, levels)
+    if other_sizes and not check.spoiled:
         check.other_sizes(kinds)
     check.name_causes(kinds, other_sizes)
     return check.result
@@ -126,13 +126,11 @@ class _Check:
     sizes: Sizes
     seed: int
     factor: float
-    tried: dict[str, Sizes] = field(default_factory=dict)
 
     @property
     def spoiled(self) -> bool:
         """Whether results cannot be compared at all, because they are not repeatable."""
-        unsteady = (causes.REPEATABLE, causes.STATE, causes.INPUTS)
-        return any(b.cause in unsteady for b in self.result.broken)
+        return any(b.cause == causes.STATE for b in self.result.broken)
 
     def kinds(self, is_causal: bool | None) -> list[bool]:
         """The kinds of calls to make, plain (False) and causal (True): the kind that was asked for,
@@ -146,46 +144,48 @@ class _Check:
             reason = self.kernel.refusal(self.sizes.call(causal))
             if reason is None:
                 found.append(causal)
-            elif is_causal is not None:
-                raise NotImplementedError(
-                    f"kernel {self.kernel.name!r} cannot run this call: {reason}"
-                )
             else:
-                self.result.skipped.append(f"{'causal' if causal else 'plain'}: {reason}")
+                self.result.skipped.append(f"{_kind(causal)}: {reason}")
         if not found:
+            reasons = "; ".join(self.result.skipped)
             raise NotImplementedError(
-                f"kernel {self.kernel.name!r}: {'; '.join(self.result.skipped)}"
+                f"kernel {self.kernel.name!r} cannot run these calls: {reasons}"
             )
         return found
 
-    def cuts(self, causal: bool, levels: Sequence[tuple[int, ...]]) -> None:
-        """Compare one call, uncut, with every cut of it."""
-        inputs = self._inputs(self.sizes)
-        first, _, _ = self._run(self.sizes, inputs, causal, _UNCUT)
-        whole, seconds, peak = self._run(self.sizes, inputs, causal, _UNCUT)
-        self.result.monolithic_seconds[causal] = seconds
-        self._steadiness(inputs, first, whole, causal)
-        self._precision(inputs, whole, causal)
-        limits = self._limits(inputs, whole)
-        for cut in _cuts(self.sizes, levels):
-            found, seconds, cut_peak = self._run(self.sizes, inputs, causal, cut)
-            if len(cut.levels) == 1:
-                self.result.peak_bytes = peak, cut_peak
-            self.result.cases.append(_judge(found, whole, limits, cut, causal, "", seconds))
+    def compare(
+        self, name: str, sizes: Sizes, causal: bool, levels: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Compare one call, uncut, with every cut of it.
+
+        ``name`` says how sizes differ from those asked for. If they do not, the uncut call is
+        tested by itself, too.
+        """
+        inputs = list(sizes.inputs(self.seed, self.factor))
+        first, _ = self._run(sizes, inputs, causal, _UNCUT)
+        whole, seconds = (first, 0.0) if name else self._run(sizes, inputs, causal, _UNCUT)
+        if not name:
+            self.result.monolithic_seconds[causal] = seconds
+            self._steadiness(inputs, first, whole, causal)
+            self._precision(inputs, whole, causal)
+        most = limit(inputs[0], inputs[1], whole["lse"], sizes.head_dim**-0.5)
+        for cut in _cuts(sizes, levels):
+            found, seconds = self._run(sizes, inputs, causal, cut)
+            self.result.cases.append(_judge(found, whole, most, cut, causal, name, seconds))
 
     def other_sizes(self, kinds: Sequence[bool]) -> None:
         """Compare calls of other sizes that the kernel takes, uncut, with a few cuts."""
         sizes = self.sizes
         n = min(sizes.n_queries, sizes.n_keys)
         fewer = max(1, 2 * n // 3)
-        self.tried = tried = {
+        tried = {
             f"{fewer} queries, {n} keys": replace(sizes, n_queries=fewer, n_keys=n),
             f"{n} queries, {fewer} keys": replace(sizes, n_queries=n, n_keys=fewer),
         }
         wide = sizes.finest(self.kernel, kinds[0])
         if torch.finfo(sizes.dtype).eps > 1e-6 and wide != sizes:
             # This shows errors that are smaller than 16-bit rounding.
-            tried[f"in {str(wide.dtype).removeprefix('torch.')}"] = wide
+            tried[_WIDER] = wide
         if sizes.heads == sizes.kv_heads > 1:
             grouped = fewer_key_heads(sizes)
             tried[f"{grouped.heads} heads over {grouped.kv_heads}"] = grouped
@@ -194,74 +194,60 @@ class _Check:
                 if self.kernel.refusal(other.call(causal)) is not None:
                     continue
                 try:
-                    self._other_size(name, other, causal)
+                    self.compare(name, other, causal, ((3,),))
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise
                     self._skip(f"{name}: {type(error).__name__}: {first_line(error)}")
 
-    def _other_size(self, name: str, sizes: Sizes, causal: bool) -> None:
-        inputs = self._inputs(sizes)
-        whole, _, _ = self._run(sizes, inputs, causal, _UNCUT)
-        limits = self._limits(inputs, whole)
-        for cut in _cuts(sizes, ((3,),)):
-            found, seconds, _ = self._run(sizes, inputs, causal, cut)
-            self.result.cases.append(_judge(found, whole, limits, cut, causal, name, seconds))
-
-    def name_causes(self, kinds: Sequence[bool], other_sizes: bool) -> None:
-        """Name what is wrong, by experiments if a cut differs, and by laws."""
-        result, found = self.result, []
+    def name_causes(self, kinds: list[bool], other_sizes: bool) -> None:
+        """Name what is wrong: by experiments if a cut of the call that was asked for differs, and
+        by laws."""
+        result, sizes, seed = self.result, self.sizes, self.seed
         wrong = [c for c in result.cases if c.verdict == "not exact"]
-        asked = [c for c in wrong if not c.sizes or c.sizes.startswith("in ")]
-        if asked:
-            found += likely_causes(self.kernel, self.sizes, asked[0].is_causal, self.seed)
+        asked = [c for c in wrong if c.sizes in ("", _WIDER)]
+        found = list(result.broken)
         if not self.spoiled:
-            result.broken += broken_laws(
-                self.kernel, self.sizes, tuple(kinds), self.seed, result.skipped, other_sizes
-            )
-        found += [b.cause for b in result.broken]
-        if wrong and not asked and not found:
-            case = wrong[0]
-            sizes = self.tried[case.sizes]
-            found += likely_causes(self.kernel, sizes, case.is_causal, self.seed)
-            if sizes.n_queries != sizes.n_keys and found == [causes.UNKNOWN]:
-                found = [causes.KEYS]
-        named = [c for c in dict.fromkeys(found) if c != causes.UNKNOWN]
-        if causes.PRECISION in named:
-            # Named last: another cause, if there is one, explains it.
-            named.remove(causes.PRECISION)
-            named.append(causes.PRECISION)
-        if wrong and not named:
-            named = [causes.UNKNOWN]
+            found += writes_into_inputs(self.kernel, sizes, kinds, seed)
+        if not any(b.cause == causes.STATE for b in found):
+            if asked:
+                found += find_causes(self.kernel, sizes, asked[0].is_causal, seed)
+            found += violations(self.kernel, sizes, kinds, seed, result.skipped, other_sizes)
+        if wrong and not found:
+            where = wrong[0].sizes
+            found = [Broken(causes.UNKNOWN if asked else causes.SIZES, where or str(wrong[0]))]
+        # Named last: another cause, if there is one, explains it.
+        found.sort(key=lambda broken: broken.cause == causes.PRECISION)
+        result.broken = found
+        named = list(dict.fromkeys(b.cause for b in found))
         result.cause, result.others = (named[0], named[1:]) if named else (None, [])
 
     def _steadiness(
         self, inputs: list[torch.Tensor], first: Results, whole: Results, causal: bool
     ) -> None:
-        kind = "causal" if causal else "plain"
-        for name, tensor in whole.items():
-            if not repeated(tensor, first[name], self.sizes.dtype):
-                self._broken(causes.REPEATABLE, f"{name} of two {kind} calls, uncut")
-        kept = [t.clone() for t in inputs]
-        results = {name: tensor.clone() for name, tensor in whole.items()}
-        self._run(self.sizes, [-t for t in inputs], causal, _UNCUT)
-        self._run(self.sizes, inputs, causal, _UNCUT)
-        if not all(torch.equal(a, b) for a, b in zip(kept, inputs, strict=True)):
-            self._broken(causes.INPUTS, f"an uncut {kind} call")
-        self._run(self.sizes, [2 * t for t in inputs], causal, _UNCUT)
-        for name, tensor in results.items():
-            if not torch.equal(tensor.nan_to_num(), whole[name].nan_to_num()):
-                self._broken(causes.STATE, f"{name} of an uncut {kind} call, after another")
+        """Whether a call has the same results again, others for other inputs, and keeps them."""
+        kept = {name: tensor.clone() for name, tensor in whole.items()}
+        other, _ = self._run(self.sizes, [-2 * t for t in inputs], causal, _UNCUT)
+        again, _ = self._run(self.sizes, inputs, causal, _UNCUT)
+        where = ""
+        if not all(_same(kept, found, self.sizes.dtype) for found in (first, again)):
+            where = "two calls with the same inputs"
+        elif torch.equal(other["out"], kept["out"]):
+            where = "two calls with other inputs have the same output"
+        elif not all(torch.equal(kept[n].nan_to_num(), whole[n].nan_to_num()) for n in kept):
+            where = "results change in a later call"
+        if where:
+            self.result.broken.append(Broken(causes.STATE, f"{where}, {_kind(causal)}"))
 
     def _precision(self, inputs: list[torch.Tensor], whole: Results, causal: bool) -> None:
         """Compare with the kernel's own float64 results: the dtype may round, but no more."""
         wide = replace(self.sizes, dtype=torch.float64)
-        reason = self.kernel.refusal(wide.call(causal))
-        if self.sizes.dtype == torch.float64:
+        if wide == self.sizes:
             return
+        reason = self.kernel.refusal(wide.call(causal))
         if reason is None:
             try:
-                exact, _, _ = self._run(wide, [t.double() for t in inputs], causal, _UNCUT)
+                exact, _ = self._run(wide, [t.double() for t in inputs], causal, _UNCUT)
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 if is_out_of_memory(error):
                     raise
@@ -269,36 +255,22 @@ class _Check:
         if reason is not None:
             self._skip(f"float64, to see what is rounded: {reason}")
             return
-        limits = self._limits(inputs, exact)
+        most = limit(inputs[0], inputs[1], exact["lse"], self.sizes.head_dim**-0.5)
         for name, tensor in whole.items():
-            if far(tensor, exact[name], limits[name]):
-                kind = "causal" if causal else "plain"
-                off = float(apart(tensor, exact[name]).max()) / size(exact[name])
-                self._broken(
-                    causes.PRECISION,
-                    f"{name} of an uncut {kind} call is off float64 by {off:.1e} of its size, "
-                    f"rounding would be {limits[name]:.1e}",
-                )
+            if exceeds(tensor, exact[name], most):
+                off = float(distance(tensor, exact[name]).max()) / size(exact[name])
+                where = f"{name}, {_kind(causal)}: {off:.1e} of its size from float64's"
+                self.result.broken.append(Broken(causes.PRECISION, where))
                 return
-
-    def _limits(self, inputs: list[torch.Tensor], whole: Results) -> dict[str, float]:
-        found = limit(inputs[0], inputs[1], whole["lse"], self.sizes.head_dim**-0.5)
-        return dict.fromkeys(whole, found)
-
-    def _broken(self, cause: str, where: str) -> None:
-        self.result.broken.append(Broken(cause, where))
 
     def _skip(self, reason: str) -> None:
         if reason not in self.result.skipped:
             self.result.skipped.append(reason)
 
-    def _inputs(self, sizes: Sizes) -> list[torch.Tensor]:
-        return sizes.inputs(torch.Generator().manual_seed(self.seed), self.factor)
-
     def _run(
         self, sizes: Sizes, inputs: list[torch.Tensor], causal: bool, cut: _Cut
-    ) -> tuple[Results, float, int | None]:
-        """Results of a call, its seconds and its peak memory."""
+    ) -> tuple[Results, float]:
+        """Results of a call, and its seconds."""
         query, key, value, grad = inputs
         common: dict[str, Any] = {
             "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
@@ -311,21 +283,24 @@ class _Check:
             "is_causal": causal, "enable_gqa": sizes.heads != sizes.kv_heads,
             "kernel": self.kernel, "devices": sizes.device,
         }  # fmt: skip
-        report = Report()
         plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.backward)]
         _wait(sizes.device)
         began = time.perf_counter()
-        out, lse = attention_with_lse(query, key, value, plan=plans[0], report=report, **options)
+        out, lse = attention_with_lse(query, key, value, plan=plans[0], **options)
         found = {"out": out, "lse": lse}
         if sizes.backward:
-            grads = attention_backward(
-                grad, query, key, value, out, lse, report=report, plan=plans[1], **options
-            )
-            found |= dict(zip(_NAMES[2:], grads, strict=True))
+            grads = attention_backward(grad, query, key, value, out, lse, plan=plans[1], **options)
+            found |= dict(zip(_GRADIENTS, grads, strict=True))
         _wait(sizes.device)
-        passes = [p for p in (report.forward, report.backward) if p is not None]
-        peaks = [p.peak_bytes for p in passes if p.peak_bytes is not None]
-        return found, time.perf_counter() - began, max(peaks, default=None)
+        return found, time.perf_counter() - began
+
+
+def _kind(causal: bool) -> str:
+    return "causal" if causal else "plain"
+
+
+def _same(one: Results, other: Results, dtype: torch.dtype) -> bool:
+    return all(repeated(one[name], other[name], dtype) for name in one)
 
 
 def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
@@ -351,36 +326,25 @@ def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[_Cut]:
 
 
 def _judge(
-    found: Results,
-    whole: Results,
-    limits: dict[str, float],
-    cut: _Cut,
-    causal: bool,
-    sizes: str,
-    seconds: float,
+    found: Results, whole: Results, most: float, cut: _Cut, causal: bool, name: str, seconds: float
 ) -> CaseResult:
+    """The verdict on a cut call; errors are shares of each result's largest value."""
     errors: dict[str, float] = {}
     rows: list[tuple[str, int, int, int]] = []
-    same = True
-    for name, mine in found.items():
-        wanted = whole[name]
-        same &= torch.equal(mine, wanted)
-        off = apart(mine, wanted)
-        errors[name] = float(off.max()) / size(wanted) if off.numel() else 0.0
-        wrong = off > limits[name] * size(wanted)
-        if wrong.any() and len(rows) < 5:
-            by_row = wrong if wrong.ndim == 3 else wrong.any(dim=-1)
-            first = by_row.nonzero()[: 5 - len(rows)].tolist()
-            rows += [(name, b, h, n) for b, h, n in first]
-    exact = all(errors[name] <= limits[name] for name in errors)
-    verdict: Verdict = "not exact"
-    if same:
+    for result, mine in found.items():
+        off = distance(mine, whole[result])
+        errors[result] = float(off.max()) / size(whole[result]) if off.numel() else 0.0
+        wrong = off > most * size(whole[result])
+        by_row = wrong if wrong.ndim == 3 else wrong.any(dim=-1)
+        rows += [(result, b, h, n) for b, h, n in by_row.nonzero()[:5].tolist()]
+    verdict: Verdict = "exact within rounding"
+    if max(errors.values()) > most:
+        verdict = "not exact"
+    elif all(map(torch.equal, found.values(), whole.values())):
         verdict = "bit-identical"
-    elif exact:
-        verdict = "exact within rounding"
     return CaseResult(
-        cut.levels, cut.layout, causal, cut.heads_per_group, sizes, verdict, errors, limits,
-        tuple(rows), seconds,
+        cut.levels, cut.layout, causal, cut.heads_per_group, name, verdict, errors, most,
+        tuple(rows[:5]), seconds,
     )  # fmt: skip
 
 

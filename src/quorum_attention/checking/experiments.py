@@ -8,24 +8,26 @@ experiment differs, what it varied is the cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from quorum_attention.checking import causes
 from quorum_attention.checking.gradients import slopes
-from quorum_attention.checking.rounding import far, repeated, size
-from quorum_attention.checking.subject import (
+from quorum_attention.checking.trial import (
+    Four,
     Sizes,
-    Subject,
-    Tensors,
-    Weights,
+    Trial,
+    exceeds,
     rectangle,
+    size,
     square,
     tokens,
 )
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import Decomposition, Span, Task
 from quorum_attention.kernels import InnerKernel, Statistics, merge_
 
 # Tokens of a sequence.
@@ -38,10 +40,19 @@ _TINY = 1e-4
 _ROUGH = 3e-5
 # The largest tolerance that roughness may lead to.
 _MOST = 0.1
+_EVERY = slice(None)
 
 
-def likely_causes(kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int) -> list[str]:
-    """What is wrong, the likeliest cause first.
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Something that is wrong: the cause, and where it was seen."""
+
+    cause: str
+    where: str
+
+
+def find_causes(kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int) -> list[Broken]:
+    """What is wrong with a kernel that some cut changes, the likeliest cause first.
 
     The experiments are run in the widest dtype that the kernel takes, where rounding hides least;
     if nothing is found, then in the dtype of the call.
@@ -54,12 +65,11 @@ def likely_causes(kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int)
     """
     n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
     small = replace(sizes, n_queries=n, n_keys=n)
-    finest = small.finest(kernel, is_causal)
-    for tried in dict.fromkeys((finest, small)):
-        found = Experiments(Subject(kernel, tried), is_causal, seed).run()
+    for tried in dict.fromkeys((small.finest(kernel, is_causal), small)):
+        found = Experiments(kernel, tried, is_causal, seed).run()
         if found:
             return found
-    return [causes.UNKNOWN]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,544 +77,354 @@ class _Difference:
     """How the weights of a task differ from those by the whole sequence's scores.
 
     Attributes:
-        nan_rows: (b, h, rows) whether a row's result is NaN, or it has an lse but no weights.
-        nan_without_keys: all these rows keep no key.
+        nan: a row's result is NaN, or it has an lse but no weights.
         outside: pairs that the task does not keep have a weight.
-        added: pairs that the whole sequence does not keep have a weight.
+        added: pairs that the whole sequence does not keep have a weight: in some rows.
         filled: all rows with such pairs keep no key, and every key has a weight in them.
-        blank: all rows with such pairs keep no key of the whole sequence.
         missing: pairs that are kept have no weight.
         weights: other weights differ.
-        lse, lse_off: the difference of the lse, and whether it is more than rounding.
+        lse: lse differs by more than rounding.
     """
 
-    nan_rows: torch.Tensor
-    nan_without_keys: bool
+    nan: bool
     outside: bool
     added: bool
     filled: bool
-    blank: bool
     missing: bool
     weights: bool
-    lse: torch.Tensor
-    lse_off: bool
+    lse: bool
 
     def __bool__(self) -> bool:
-        return bool(
-            self.nan_rows.any()
-            or self.outside
-            or self.added
-            or self.missing
-            or self.weights
-            or self.lse_off
-        )
+        pairs = self.outside or self.added or self.missing
+        return self.nan or pairs or self.weights or self.lse
 
 
 class Experiments:
-    """All experiments on one kernel, at one dtype."""
+    """All experiments on one kernel, at one dtype.
 
-    def __init__(self, subject: Subject, is_causal: bool, seed: int) -> None:
-        self.subject, self.sizes = subject, subject.sizes
-        self.seed = seed
-        self.n = self.sizes.n_keys
-        self.plain = subject.kernel.refusal(self.sizes.call(False)) is None
-        self.causal = subject.kernel.refusal(self.sizes.call(True)) is None
+    Attributes:
+        kinds: plain (False) and causal (True), if the kernel takes them; ``is_causal`` first.
+        tolerance: how much weights and lse may differ.
+    """
+
+    def __init__(self, kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int) -> None:
+        self.kernel, self.sizes, self.seed, self.n = kernel, sizes, seed, sizes.n_keys
+        both = (is_causal, not is_causal)
+        self.kinds = [c for c in both if kernel.refusal(sizes.call(c)) is None]
         # The call to compare with: plain if the kernel takes that, because it has all pairs.
-        self.base_causal = not self.plain
-        self.is_causal = is_causal
-        self.grad_out = torch.empty(0, device="cpu")
-        self.tensors = self._draw(seed)
-        # Tolerances of weights and of lse.
-        self.loose = [max(_LEAST, 16 * torch.finfo(self.sizes.dtype).eps)] * 2
-        self.loose_gradients = 16 * self.loose[0]
-        self.found: list[str] = []
-        self.scores = torch.empty(0, device="cpu")
+        self.base_causal = False not in self.kinds
+        self.tolerance = max(_LEAST, 16 * torch.finfo(sizes.dtype).eps)
+        self.inputs = sizes.inputs(seed)
+        self.found: list[Broken] = []
 
-    def run(self) -> list[str]:
+    def whole(self, causal: bool) -> Trial:
+        """The uncut call."""
+        return Trial(self.kernel, self.inputs, square(self.n), causal)
+
+    def run(self) -> list[Broken]:
         """The causes, in the order they were found in."""
-        if not self._steady():
-            return self.found
-        rough = self.roughness()
-        later = self._apart(self._forward_of_part)
-        if self._base_is_sound():
-            self._parts()
-            if not self.found:
-                self._tasks()
-            self._causal_squares()
+        self._merging()
+        rough_out, rough_lse = self.roughness()
+        later = self._alone(backward=False)
+        scores = None if self.found else self._scores()
+        if scores is not None:
+            self._parts(scores)
+            self._causal_square(scores)
         self._add(*later)
-        if not self.found and rough[0]:
-            self._add(causes.PRECISION)
-        elif not self.found and rough[1]:
-            self._add(causes.LSE)
+        if not self.found and rough_out:
+            self._add(Broken(causes.PRECISION, "results jump where inputs hardly change"))
+        elif not self.found and rough_lse:
+            self._add(Broken(causes.LSE, "lse jumps where inputs hardly change"))
         if not self.found and self.sizes.backward:
             self._backward()
         return self.found
 
-    def causal_against_plain(self) -> list[str]:
+    def causal_against_plain(self) -> list[Broken]:
         """The causes if a causal call is not the plain one without the keys after each query."""
-        if self._base_is_sound():
-            self._causal_squares()
-        return self.found if self.scores.numel() else []
+        scores = self._scores()
+        if scores is None:
+            return []
+        self._causal_square(scores)
+        return self.found
 
-    # First of all: the same call has the same result, and its inputs are unchanged.
-
-    def _steady(self) -> bool:
-        for causal in self._kinds():
-            kept = [t.clone() for t in self.tensors]
-            first = self._whole(self.tensors, causal)
-            if not all(torch.equal(a, b) for a, b in zip(kept, self.tensors, strict=True)):
-                self._add(causes.INPUTS)
-                return False
-            again = self._whole(self.tensors, causal)
-            if not _same(again, first, self.sizes.dtype):
-                self._add(causes.REPEATABLE)
-                return False
-            others = self._draw(self.seed + 1)[:3]
-            other = self._whole(others, causal)
-            third = self._whole(self.tensors, causal)
-            stale = torch.equal(other.out, first.out) and first.out.numel() > 0
-            if stale or not _same(third, first, self.sizes.dtype):
-                self._add(causes.STATE)
-                return False
+    def _merging(self) -> None:
+        for causal in self.kinds:
+            first = self.whole(causal).forward()
             before = Statistics(torch.ones_like(first.out), torch.full_like(first.lse, 2.0))
             after = Statistics(before.out.clone(), before.lse.clone())
             merge_(before.out, before.lse, first.out, first.lse)
-            self.subject.forward(self.tensors, square(self.n), causal, state=after)
-            if far(after.out, before.out, self.loose[0]) or far(
-                after.lse, before.lse, self.loose[1]
+            self.whole(causal).forward(after)
+            if exceeds(after.out, before.out, self.tolerance) or exceeds(
+                after.lse, before.lse, self.tolerance
             ):
-                self._add(causes.MERGE)
-                return False
-        return True
+                self._add(Broken(causes.PAIRS, "statistics of earlier tasks are lost"))
 
-    # Views, heads and entries, compared by their results.
+    # Heads, entries and views, compared by their results.
 
-    def _apart(self, difference: Callable[..., tuple[bool, bool]]) -> list[str]:
-        """Add what differs; return what differs in lse alone, which others may explain."""
-        later: list[str] = []
-        for cause, one in (
-            (causes.STRIDES, self._strided),
-            (causes.HEADS, self._heads),
-            (causes.BATCH, self._entries),
-        ):
-            for causal in self._kinds():
-                results = [difference(part, causal) for part in one()]
-                if any(out for out, _ in results):
-                    self._add(cause)
-                elif any(lse for _, lse in results):
-                    later.append(cause)
+    def _alone(self, backward: bool) -> list[Broken]:
+        """Add what differs; return what differs in lse alone, which other causes may explain."""
+        later: list[Broken] = []
+        rough = self.gradient_roughness() if backward else 0.0
+        share = max(16 * self.tolerance, min(_MOST, 16 * rough))
+        for causal in self.kinds:
+            trial = self.whole(causal)
+            rows = trial.forward()
+            grads = trial.backward(rows) if backward else ()
+            for broken, part, batch, queries, keys in self._pieces(trial):
+                mine = Statistics(*(t[batch, queries].contiguous() for t in (rows.out, rows.lse)))
+                if backward:
+                    heads = (queries, keys, keys)
+                    pairs = zip(part.backward(mine), grads, heads, strict=True)
+                    if any(exceeds(own, all_of[batch, at], share) for own, all_of, at in pairs):
+                        self._add(replace(broken, where=f"{broken.where}, in the backward"))
+                    continue
+                found = part.forward()
+                if exceeds(found.out, mine.out, self.tolerance):
+                    self._add(broken)
+                elif exceeds(found.lse, mine.lse, self.tolerance):
+                    later.append(replace(broken, where=f"{broken.where}, lse"))
         return later
 
-    def _strided(self) -> list[_Part]:
-        """The whole call, as views of larger tensors, and in memory order (b, tokens, h, d)."""
-        every = (slice(None), slice(None))
-        padded = tuple(_within(t) for t in (*self.tensors, self.grad_out))
-        turned = tuple(
-            t.transpose(1, 2).contiguous().transpose(1, 2) for t in (*self.tensors, self.grad_out)
-        )
-        return [_Part(t, *every, 0, None, slice(None)) for t in (padded, turned)]
-
-    def _heads(self) -> list[_Part]:
+    def _pieces(self, trial: Trial) -> Iterator[tuple[Broken, Trial, slice, slice, slice]]:
+        """Views of the whole call, each key head, each batch entry; and the batch entries, query
+        heads and key heads of the whole call that they have."""
+        for where, view in (("larger tensors", _within), ("(b, tokens, h, d)", _turned)):
+            query, key, value, grad_out = map(view, trial.tensors)
+            views = replace(trial, tensors=(query, key, value, grad_out))
+            broken = Broken(causes.SIZES, f"views of {where} in memory")
+            yield broken, views, _EVERY, _EVERY, _EVERY
         group = self.sizes.heads // self.sizes.kv_heads
-        if self.sizes.kv_heads == 1:
-            return []
-        found = []
-        for head in range(self.sizes.kv_heads):
-            queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
-            q, k, v = self.tensors
-            part = (q[:, queries], k[:, keys], v[:, keys], self.grad_out[:, queries])
-            found.append(_Part(_copies(part), slice(None), queries, head * group, None, keys))
-        return found
-
-    def _entries(self) -> list[_Part]:
-        if self.sizes.batch == 1:
-            return []
-        return [
-            _Part(
-                _copies(tuple(t[b : b + 1] for t in (*self.tensors, self.grad_out))),
-                slice(b, b + 1), slice(None), 0, (b,), slice(None),
+        for head in range(self.sizes.kv_heads if self.sizes.kv_heads > 1 else 0):
+            first = head * group
+            queries, keys = slice(first, first + group), slice(head, head + 1)
+            part = replace(
+                trial, tensors=_taken(trial.tensors, _EVERY, queries, keys), first_head=first
             )
-            for b in range(self.sizes.batch)
-        ]  # fmt: skip
-
-    def _forward_of_part(self, part: _Part, causal: bool) -> tuple[bool, bool]:
-        whole = self._whole(self.tensors, causal)
-        found = self.subject.forward(
-            part.inputs, square(self.n), causal, first_head=part.first_head, entries=part.entries
-        )
-        wanted_out = whole.out[part.batch, part.queries]
-        wanted_lse = whole.lse[part.batch, part.queries]
-        return (
-            far(found.out, wanted_out, self.loose[0]),
-            far(found.lse, wanted_lse, self.loose[1]),
-        )
+            yield Broken(causes.HEADS, "a head alone"), part, _EVERY, queries, keys
+        for number in range(self.sizes.batch if self.sizes.batch > 1 else 0):
+            entry = slice(number, number + 1)
+            part = replace(
+                trial, tensors=_taken(trial.tensors, entry, _EVERY, _EVERY), entries=(number,)
+            )
+            yield Broken(causes.HEADS, "a batch entry alone"), part, entry, _EVERY, _EVERY
 
     # How finely a kernel computes.
 
     def roughness(self) -> tuple[bool, bool]:
-        """Whether out and lse jump where inputs hardly change; widens the tolerances by that."""
-        if torch.finfo(self.sizes.dtype).eps > 1e-6:
-            return False, False
-        generator = torch.Generator().manual_seed(self.seed + 7)
-        found = [0.0, 0.0]
-        for causal in self._kinds():
-            here = self._whole(self.tensors, causal)
-            nearby = [self._whole(moved, causal) for moved in self._nearby(generator)]
-            for index, name in enumerate(("out", "lse")):
-                bent = _bent(*(getattr(s, name) for s in (here, *nearby)))
-                found[index] = max(found[index], bent)
-        if max(found) > _ROUGH:
-            # Both tolerances: errors of lse become errors of weights in a merge, and vice versa.
-            self.loose = [max(*self.loose, min(_MOST, 16 * max(found)))] * 2
-        return found[0] > _ROUGH, found[1] > _ROUGH
+        """Whether out and lse jump where inputs hardly change; widens the tolerance by that."""
+
+        def results(trial: Trial) -> Sequence[torch.Tensor]:
+            rows = trial.forward()
+            return rows.out, rows.lse
+
+        bent = [self._bent(self.whole(c), results, self.seed + 7) for c in self.kinds]
+        out, lse = (max(found) for found in zip(*bent, strict=True))
+        if max(out, lse) > _ROUGH:
+            # Errors of lse become errors of weights in a merge, and vice versa.
+            self.tolerance = max(self.tolerance, min(_MOST, 16 * max(out, lse)))
+        return out > _ROUGH, lse > _ROUGH
 
     def gradient_roughness(self) -> float:
         """How much the gradients jump, for the same out and lse; 0 if they are smooth."""
-        if torch.finfo(self.sizes.dtype).eps > 1e-6:
-            return 0.0
-        generator = torch.Generator().manual_seed(self.seed + 8)
-        found = 0.0
-        for causal in self._kinds():
-            rows = self._whole(self.tensors, causal)
-            here = self._gradients(rows, causal)
-            nearby = [self._gradients(rows, causal, at=m) for m in self._nearby(generator)]
-            for part in zip(here, *nearby, strict=True):
-                found = max(found, _bent(*part))
-        return found if found > _ROUGH else 0.0
+        most = 0.0
+        for causal in self.kinds:
+            trial = self.whole(causal)
+            gradients = partial(Trial.backward, rows=trial.forward())
+            most = max(most, *self._bent(trial, gradients, self.seed + 8))
+        return most if most > _ROUGH else 0.0
 
-    def _nearby(self, generator: torch.Generator) -> list[Tensors]:
-        by = [
-            _TINY * torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu")
-            for t in self.tensors
-        ]
-        found: list[Tensors] = []
+    def _bent(
+        self, trial: Trial, run: Callable[[Trial], Sequence[torch.Tensor]], seed: int
+    ) -> list[float]:
+        """Second differences of results for tiny steps of the inputs, as shares of their size; 0 in
+        16 bits, where everything jumps."""
+        middle = run(trial)
+        if torch.finfo(self.sizes.dtype).eps > 1e-6:
+            return [0.0] * len(middle)
+        *steps, _ = replace(self.sizes, dtype=torch.float64).inputs(seed, _TINY)
+        *inputs, grad_out = trial.tensors
+        nearby = []
         for sign in (1, -1):
-            query, key, value = (
-                t + (sign * d).to(t.device, t.dtype) for t, d in zip(self.tensors, by, strict=True)
-            )
-            found.append((query, key, value))
+            q, k, v = (t + (sign * d).to(t.dtype) for t, d in zip(inputs, steps, strict=True))
+            nearby.append(run(replace(trial, tensors=(q, k, v, grad_out))))
+        found = []
+        for here, above, below in zip(middle, *nearby, strict=True):
+            off = above.double() + below.double() - 2 * here.double()
+            off = off.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            found.append(float(off.abs().max()) / size(here))
         return found
 
     # Weights and scores.
 
-    def _base_is_sound(self) -> bool:
-        """Whether an uncut call is a mean of values; other scores are compared with its scores."""
-        query, key, value = (t[:1] for t in self.tensors)
-        task, causal = square(self.n), self.base_causal
-        found = self.subject.weights(query, key, task, causal)
-        shares, lse = found.shares, found.lse
+    def _scores(self) -> torch.Tensor | None:
+        """The scores of the uncut call, of one batch entry; None if it is no mean of values."""
+        trial = self.whole(self.base_causal)
+        trial = replace(trial, tensors=_taken(trial.tensors, slice(1), _EVERY, _EVERY))
+        shares, lse = trial.weights()
         if shares.isnan().any() or lse.isnan().any() or (lse == torch.inf).any():
-            empty = ~(shares.nan_to_num(nan=0.0) > 0).any(dim=-1)
-            bad = shares.isnan().any(dim=-1) | lse.isnan()
-            self._add(causes.NO_KEYS if bool((empty | ~bad).all()) else causes.NOT_FINITE)
-            return False
-        out = self.subject.forward((query, key, value), task, causal).out
+            self._add(Broken(causes.NO_KEYS, "an uncut call"))
+            return None
         group = self.sizes.heads // self.sizes.kv_heads
-        wanted = shares @ value.double().repeat_interleave(group, dim=1)
-        if far(out, wanted, 4 * self.loose[0]):
-            self._add(causes.VALUES)
-            return False
+        wanted = shares @ trial.tensors[2].double().repeat_interleave(group, dim=1)
+        if exceeds(trial.forward().out, wanted, 4 * self.tolerance):
+            self._add(Broken(causes.WEIGHTS, "they depend on the values"))
+            return None
         total = shares.sum(dim=-1)
-        live = (total != 0) | (lse != -torch.inf)
-        off = (total - 1).abs().masked_fill(~live, 0.0)
-        if float(off.max()) > self.loose[0]:
-            below = bool((total[live] < 1 + self.loose[0]).all())
-            spread = float(total[live].max() - total[live].min()) > self.loose[0]
-            self._add(causes.BESIDE if below and spread else causes.NORMALISATION)
-            return False
-        self.scores = found.scores()
-        return True
+        live = total[(total != 0) | (lse != -torch.inf)]
+        if live.numel() and float((live - 1).abs().max()) > self.tolerance:
+            sums = f"they add up to {float(live.min()):.3g} to {float(live.max()):.3g}"
+            self._add(Broken(causes.WEIGHTS, sums))
+            return None
+        return torch.log(shares) + lse.unsqueeze(-1)
 
-    def _parts(self) -> None:
-        """Some later rows against some earlier keys: fewer rows, fewer keys."""
+    def _parts(self, scores: torch.Tensor) -> None:
+        """Some later rows against some earlier keys; then, if they are right, tasks."""
         n = self.n
         first, second = n // 3, 2 * n // 3
-        middle = (second + n) // 2
         cuts = [
             ((0, second), (second, n)),
-            ((0, second), (middle, n)),
+            ((0, second), ((second + n) // 2, n)),
             ((0, first), (second, n)),
             ((first, second), (second, n)),
             ((first + 1, second - 2), (second + 1, n)),
         ]
-        differences = []
-        for keys, queries in cuts:
-            task = rectangle(keys, queries)
-            difference = self._difference(task, True, self.tensors, self.scores)
-            if difference:
-                differences.append((task, difference))
-        self._name(differences)
-
-    def _tasks(self) -> None:
-        """Tasks of a decomposition."""
-        differences = []
+        parts = [rectangle(*cut) for cut in cuts]
+        # Keys with a gap: a bias by local positions shifts all scores of a run alike.
+        runs = (Span(0, first // 2, 1), Span(first, second, 1), Span(second, n, 2))
+        parts.append(Task((0,), runs))
+        found = [self._difference(part, True, scores) for part in parts]
+        self._name([d for d in found if d])
+        if self.found:
+            return
+        both = self.kinds if len(self.kinds) < 2 else [False, True]
+        causal_is_off = len(both) > 1 and self._difference(square(n), True, scores)
+        found = []
         for levels in ((3,), (7,)):
-            shape = Decomposition(self.n, levels, "balanced")
             for owner in (0, 1):
-                for causal in self._kinds():
-                    if self.base_causal and not causal:
-                        continue
-                    task = shape.task((owner,))
-                    difference = self._difference(task, causal, self.tensors, self.scores)
-                    if difference and not (causal and self._causal_is_off()):
-                        differences.append((task, difference))
-        self._name(differences)
+                task = Decomposition(n, levels, "balanced").task((owner,))
+                for causal in both:
+                    if not (causal and causal_is_off):
+                        found.append(self._difference(task, causal, scores))
+        self._name([d for d in found if d])
 
-    def _causal_is_off(self) -> bool:
-        if not (self.plain and self.causal):
-            return False
-        return bool(self._difference(square(self.n), True, self.tensors, self.scores))
+    def _causal_square(self, scores: torch.Tensor) -> None:
+        off = len(self.kinds) > 1 and self._difference(square(self.n), True, scores)
+        if off:
+            lse_alone = off.lse and not off.weights
+            cause = causes.NO_KEYS if off.nan else causes.LSE if lse_alone else causes.PAIRS
+            where = "a causal call is not the plain one without the keys after each query"
+            self._add(Broken(cause, where))
 
-    def _causal_squares(self) -> None:
-        if not (self.plain and self.causal):
-            return
-        difference = self._difference(square(self.n), True, self.tensors, self.scores)
-        if not difference:
-            return
-        if difference.nan_rows.any():
-            self._add(causes.NO_KEYS if difference.nan_without_keys else causes.NOT_FINITE)
-        elif difference.lse_off and not difference.weights:
-            self._add(causes.LSE)
-        else:
-            self._add(causes.CAUSAL)
-
-    def _name(self, differences: list[tuple[Task, _Difference]]) -> None:
+    def _name(self, differences: list[_Difference]) -> None:
         """Add the cause that explains the differences."""
-        found = [d for _, d in differences]
-        if not found:
-            return
-        if any(d.nan_rows.any() for d in found):
-            bad = [d for d in found if d.nan_rows.any()]
-            empty = all(d.nan_without_keys for d in bad)
-            self._add(causes.NO_KEYS if empty else causes.NOT_FINITE)
-        elif any(d.outside for d in found):
-            self._add(causes.TWICE)
-        elif any(d.added for d in found):
-            others = any(d.missing or d.weights for d in found)
-            if not others and all(d.blank for d in found):
-                self._add(causes.MISSING)
-            elif not others and all(d.filled for d in found):
-                self._add(causes.NO_KEYS)
-            else:
-                self._add(causes.POSITIONS if self._by_place() else causes.LENGTH)
-        elif any(d.missing for d in found):
-            self._add(causes.MISSING)
-        elif any(d.weights for d in found):
-            self._add(causes.POSITIONS if self._by_place() else causes.LENGTH)
-        elif any(d.lse_off for d in found):
-            shifts = self._by_place() and self._same_for_other_contents(differences)
-            self._add(causes.POSITIONS if shifts else causes.LSE)
 
-    def _by_place(self) -> bool:
-        """Whether a pair's score depends on positions: it changes when keys or queries are
-        permuted."""
-        generator = torch.Generator().manual_seed(self.seed + 3)
-        order = torch.randperm(self.n, generator=generator, device="cpu").to(self.sizes.device)
-        query, key, _ = (t[:1] for t in self.tensors)
-        if self.base_causal:
-            # The rows of the last third against the keys before them.
-            task = rectangle((0, 2 * self.n // 3), (2 * self.n // 3, self.n))
-            order = torch.cat(
-                [torch.randperm(2 * self.n // 3, generator=generator, device="cpu"),
-                 torch.arange(2 * self.n // 3, self.n, device="cpu")]
-            ).to(self.sizes.device)  # fmt: skip
-        else:
-            task = square(self.n)
-        causal = self.base_causal
-        here = self.subject.weights(query, key, task, causal).shares
-        there = self.subject.weights(query, key[:, :, order], task, causal).shares
-        if far(there, here[..., order], self.loose[0]):
-            return True
-        if self.base_causal:
-            return False
-        turned = self.subject.weights(query[:, :, order], key, task, causal).shares
-        return far(turned, here[:, :, order], self.loose[0])
+        def any_is(name: str) -> bool:
+            return any(getattr(d, name) for d in differences)
 
-    def _same_for_other_contents(self, differences: list[tuple[Task, _Difference]]) -> bool:
-        """Whether lse is off by the same amount for other inputs, as it would be by positions."""
-        others = self._draw(self.seed + 2)
-        task = square(self.n)
-        scores = self.subject.weights(
-            others[0][:1], others[1][:1], task, self.base_causal
-        ).scores()  # fmt: skip
-        for part, difference in differences:
-            if not difference.lse_off or difference.weights or len(part.spans) != 2:
-                continue
-            again = self._difference(part, True, others, scores)
-            apart = (again.lse - difference.lse).nan_to_num(nan=0.0).abs()
-            if float(apart.max()) > 4 * self.loose[1]:
-                return False
-        return True
+        cause = None
+        if any_is("nan"):
+            cause, where = causes.NO_KEYS, "a task"
+        elif any_is("outside"):
+            cause, where = causes.PAIRS, "a task computes pairs of another"
+        elif any_is("added"):
+            cause, where = causes.POSITIONS, "a task has weights that the whole call has not"
+            filled = all(d.filled for d in differences)
+            if filled and not any_is("missing") and not any_is("weights"):
+                cause = causes.NO_KEYS
+        elif any_is("missing"):
+            cause, where = causes.PAIRS, "a task leaves pairs out"
+        elif any_is("weights"):
+            cause, where = causes.POSITIONS, "a task has other weights than the whole call"
+        elif differences:
+            cause, where = causes.LSE, "a task"
+        if cause is not None:
+            self._add(Broken(cause, where))
 
-    def _difference(
-        self, task: Task, causal: bool, tensors: Tensors, scores: torch.Tensor
-    ) -> _Difference:
-        rows = tokens(task, self.sizes.device)
-        query, key, _ = (t[:1, :, rows] for t in tensors)
-        found = self.subject.weights(query, key, task, causal)
-        keep = torch.from_numpy(task.mask()).to(rows.device)
+    def _part(self, task: Task, causal: bool) -> Trial:
+        """A task of one batch entry."""
+        at = tokens(task, self.sizes.device)
+        query, key, value, grad = (t[:1, :, at] for t in self.whole(causal).tensors)
+        return Trial(self.kernel, (query, key, value, grad), task, causal)
+
+    def _difference(self, task: Task, causal: bool, whole: torch.Tensor) -> _Difference:
+        """Compare the weights of a task with those by the whole sequence's scores."""
+        shares, found_lse = self._part(task, causal).weights()
+        at = tokens(task, self.sizes.device)
+        keep = torch.from_numpy(task.mask()).to(at.device)
         if causal or self.base_causal:
             keep = keep.tril()
-        own = scores[:, :, rows]
-        wanted = own[..., rows].masked_fill(~keep, -torch.inf)
-        return _compare(found, wanted, keep, (own == -torch.inf).all(dim=-1), self.loose)
+        own = whole[:, :, at]
+        scores = own[..., at].masked_fill(~keep, -torch.inf)
+        lse = torch.logsumexp(scores, dim=-1)
+        empty = lse == -torch.inf
+        wanted = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
+        nan = shares.isnan().any(dim=-1) | found_lse.isnan() | (found_lse == torch.inf)
+        nan |= empty & (found_lse != -torch.inf) & ~(shares > 0).any(dim=-1)
+        shares = shares.nan_to_num(nan=0.0)
+        # A masked pair has a weight of exactly 0.
+        seen = shares > 0
+        extra = seen & keep & (scores == -torch.inf)
+        without = ~extra.any(dim=-1)
+        lost = (wanted > self.tolerance) & (shares == 0) & ~nan.unsqueeze(-1)
+        live = ~(nan | empty)
+        off = (shares - wanted).abs().amax(dim=-1).masked_fill(~live, 0.0)
+        lse_off = torch.where(live, found_lse - lse, 0.0)
+        return _Difference(
+            nan=bool(nan.any()),
+            outside=bool((seen & ~keep).any()),
+            added=bool(extra.any()),
+            filled=bool((empty & (extra | ~keep).all(dim=-1) | without).all()),
+            missing=bool(lost.any()),
+            weights=bool((off > self.tolerance).any()),
+            lse=bool((lse_off.abs() > self.tolerance * max(1.0, size(lse))).any()),
+        )
 
     # The backward.
 
     def _backward(self) -> None:
-        for causal in self._kinds():
-            whole = self._whole(self.tensors, causal)
-            handed = (*self.tensors, self.grad_out, whole.lse)
-            kept = [t.clone() for t in handed]
-            out = whole.out.clone()
-            first = self._gradients(whole, causal)
-            if not all(torch.equal(a, b) for a, b in zip(kept, handed, strict=True)) or far(
-                whole.out, out, 0.0
-            ):
-                self._add(causes.in_backward(causes.INPUTS))
+        for causal in self.kinds:
+            trial = self.whole(causal)
+            rows = trial.forward()
+            grads = trial.backward(rows)
+            if not all(bool(g.isfinite().all()) for g in grads):
+                self._add(Broken(causes.NO_KEYS, "gradients of an uncut call"))
                 return
-            if not _all_same(self._gradients(whole, causal), first, self.sizes.dtype):
-                self._add(causes.REPEATABLE)
+            more = zip(trial.backward(rows, 1.0), grads, strict=True)
+            if any(exceeds(a - 1, b, 64 * self.tolerance) for a, b in more):
+                self._add(Broken(causes.PAIRS, "gradients of earlier tasks are lost"))
                 return
-            if not all(bool(g.isfinite().all()) for g in first):
-                empty = bool((whole.lse == -torch.inf).any())
-                self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
-                return
-            more = self._gradients(whole, causal, 1.0)
-            if any(far(a - 1, b, 64 * self.loose[0]) for a, b in zip(more, first, strict=True)):
-                self._add(causes.in_backward(causes.MERGE))
-                return
-        rough = self.gradient_roughness()
-        self.loose_gradients = max(16 * self.loose[0], min(_MOST, 16 * rough))
-        later = [causes.in_backward(cause) for cause in self._apart(self._gradients_of_part)]
-        self.found = [
-            causes.in_backward(c) if c in (causes.STRIDES, causes.HEADS, causes.BATCH) else c
-            for c in self.found
-        ]
-        self._add(*later)
+        self._add(*self._alone(backward=True))
         if self.found:
             return
-        for causal in self._kinds():
-            found = slopes(
-                self.subject, self.tensors, self.grad_out, square(self.n), causal, self.seed,
-                4 * rough,
-            )  # fmt: skip
-            if not all(slope.right for slope in found):
-                self._add(causes.GRADIENT)
-                return
-        if self._ignores_lse():
-            self._add(causes.GIVEN_LSE)
-        if self._ignores_out():
-            self._add(causes.GIVEN_OUT)
+        trial = self.whole(self.kinds[0])
+        rows = trial.forward()
+        query, key, value = trial.backward(rows)
+        # An lse larger by ln 2 halves all probabilities; another output changes delta.
+        halved = trial.backward(Statistics(rows.out, rows.lse + math.log(2)))
+        if exceeds(2 * halved[2], value, 64 * self.tolerance):
+            self._add(Broken(causes.BACKWARD, "it does not use the lse that it is given"))
+        other = trial.backward(Statistics(rows.out + trial.tensors[3].to(rows.out), rows.lse))
+        if not (exceeds(other[0], query, 1e-2) and exceeds(other[1], key, 1e-2)):
+            self._add(Broken(causes.BACKWARD, "it does not use the out that it is given"))
+        rough = self.gradient_roughness()
         if not self.found:
-            self._gradients_of_parts(4 * rough)
+            # A part as if it were the whole call: its backward against its forward.
+            n = self.n
+            task = rectangle((n // 3, 2 * n // 3), (2 * n // 3, n))
+            query, key, value, grad = (
+                t[:, :, tokens(task, self.sizes.device)] for t in trial.tensors
+            )
+            part = Trial(self.kernel, (query, key, value, grad), task, True)
+            found = slopes(part, self.seed, 4 * rough)
+            if any(s.error == torch.inf for s in found):
+                self._add(Broken(causes.NO_KEYS, "gradients of a task"))
+            elif not all(s.right for s in found):
+                self._add(Broken(causes.BACKWARD, "gradients of a task"))
         if not self.found and rough:
-            self._add(causes.in_backward(causes.PRECISION))
+            self._add(Broken(causes.PRECISION, "gradients jump where inputs hardly change"))
 
-    def _gradients_of_parts(self, roughness: float) -> None:
-        """A part as if it were the whole call: its backward against differences of its forward."""
-        n = self.n
-        task = rectangle((n // 3, 2 * n // 3), (2 * n // 3, n))
-        rows = tokens(task, self.sizes.device)
-        query, key, value = (t[:, :, rows] for t in self.tensors)
-        grad_out = self.grad_out[:, :, rows]
-        found = slopes(
-            self.subject, (query, key, value), grad_out, task, True, self.seed, roughness
-        )
-        if any(s.error == torch.inf for s in found):
-            # The rows of the earlier span keep no key of this task.
-            own = self.subject.forward((query, key, value), task, True)
-            grads = self.subject.backward((query, key, value), grad_out, own, task, True)
-            elsewhere = grads[0].isnan().any(dim=-1) & (own.lse != -torch.inf)
-            empty = bool((own.lse == -torch.inf).any()) and not bool(elsewhere.any())
-            self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
-        elif not all(s.right for s in found):
-            place = self._by_place() if self.scores.numel() or self._base_is_sound() else False
-            self._add(causes.in_backward(causes.POSITIONS if place else causes.LENGTH))
-
-    def _ignores_lse(self) -> bool:
-        """An lse larger by ln 2 has to halve all probabilities, and the gradient of values."""
-        causal = self._kinds()[0]
-        whole = self._whole(self.tensors, causal)
-        more = Statistics(whole.out, whole.lse + torch.log(torch.tensor(2.0, device="cpu")).item())
-        first, halved = (self._gradients(s, causal)[2] for s in (whole, more))
-        return far(2 * halved, first, 64 * self.loose[0])
-
-    def _ignores_out(self) -> bool:
-        """Another output has to change delta, and so the gradients of queries and keys."""
-        causal = self._kinds()[0]
-        whole = self._whole(self.tensors, causal)
-        other = Statistics(whole.out + self.grad_out.to(whole.out.dtype), whole.lse)
-        first, moved = (self._gradients(s, causal) for s in (whole, other))
-        return not (far(moved[0], first[0], 1e-2) and far(moved[1], first[1], 1e-2))
-
-    def _gradients_of_part(self, part: _Part, causal: bool) -> tuple[bool, bool]:
-        whole = self._whole(self.tensors, causal)
-        wanted = self._gradients(whole, causal)
-        rows = Statistics(
-            whole.out[part.batch, part.queries].contiguous(),
-            whole.lse[part.batch, part.queries].contiguous(),
-        )
-        found = self.subject.backward(
-            part.inputs, part.tensors[3], rows, square(self.n), causal,
-            first_head=part.first_head, entries=part.entries,
-        )  # fmt: skip
-        heads = (part.queries, part.keys, part.keys)
-        off = any(
-            far(mine, theirs[part.batch, at], self.loose_gradients)
-            for mine, theirs, at in zip(found, wanted, heads, strict=True)
-        )
-        return off, False
-
-    def _gradients(
-        self, rows: Statistics, causal: bool, filled: float = 0.0, at: Tensors | None = None
-    ) -> Tensors:
-        return self.subject.backward(
-            at or self.tensors, self.grad_out, rows, square(self.n), causal, filled=filled
-        )
-
-    # Helpers.
-
-    def _kinds(self) -> tuple[bool, ...]:
-        """Plain and causal, as far as the kernel takes them; the kind of the wrong call first."""
-        taken = {False: self.plain, True: self.causal}
-        return tuple(c for c in (self.is_causal, not self.is_causal) if taken[c])
-
-    def _whole(self, tensors: Tensors, causal: bool) -> Statistics:
-        return self.subject.forward(tensors, square(self.n), causal)
-
-    def _draw(self, seed: int) -> Tensors:
-        query, key, value, grad_out = self.sizes.inputs(torch.Generator().manual_seed(seed))
-        if not self.grad_out.numel():
-            self.grad_out = grad_out
-        return query, key, value
-
-    def _add(self, *found: str) -> None:
-        self.found += [cause for cause in found if cause not in self.found]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some heads or entries of the call, or all of them in other memory.
-
-    Attributes:
-        tensors: its query, key, value and grad_out.
-        batch, queries: which batch entries and query heads of the whole call it has.
-        first_head, entries: as in ``TaskTensors``.
-        keys: which key heads of the whole call it has.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-    batch: slice
-    queries: slice
-    first_head: int
-    entries: tuple[int, ...] | None
-    keys: slice
-
-    @property
-    def inputs(self) -> Tensors:
-        """Query, key and value."""
-        return self.tensors[0], self.tensors[1], self.tensors[2]
+    def _add(self, *found: Broken) -> None:
+        self.found += [broken for broken in found if broken not in self.found]
 
 
 def _within(tensor: torch.Tensor) -> torch.Tensor:
@@ -615,57 +435,14 @@ def _within(tensor: torch.Tensor) -> torch.Tensor:
     return view.copy_(tensor)
 
 
-def _copies(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _compare(
-    found: Weights,
-    scores: torch.Tensor,
-    keep: torch.Tensor,
-    blank: torch.Tensor,
-    loose: list[float],
-) -> _Difference:
-    """Compare the weights of a task with those by the whole sequence's scores."""
-    lse = torch.logsumexp(scores, dim=-1)
-    empty = lse == -torch.inf
-    wanted = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
-    shares = found.shares
-    nan = shares.isnan().any(dim=-1) | found.lse.isnan() | (found.lse == torch.inf)
-    nan |= empty & (found.lse != -torch.inf) & ~(shares > 0).any(dim=-1)
-    shares = shares.nan_to_num(nan=0.0)
-    # A masked pair has a weight of exactly 0.
-    seen = shares > 0
-    sure = wanted > loose[0]
-    missing = bool((sure & (shares == 0) & ~nan.unsqueeze(-1)).any())
-    extra = seen & keep & (scores == -torch.inf)
-    whole_rows = empty & (extra | ~keep).all(dim=-1)
-    live = ~(nan | empty)
-    apart = (shares - wanted).abs().amax(dim=-1).masked_fill(~live, 0.0)
-    off = torch.where(live, found.lse - lse, 0.0)
-    return _Difference(
-        nan,
-        bool((empty | ~nan).all()),
-        bool((seen & ~keep).any()),
-        bool(extra.any()),
-        bool((whole_rows | ~extra.any(dim=-1)).all()),
-        bool((blank | ~extra.any(dim=-1)).all()),
-        missing,
-        bool((apart > loose[0]).any()),
-        off,
-        bool((off.abs() > loose[1] * max(1.0, size(lse))).any()),
-    )
-
-
-def _same(one: Statistics, other: Statistics, dtype: torch.dtype) -> bool:
-    return repeated(one.out, other.out, dtype) and repeated(one.lse, other.lse, dtype)
-
-
-def _all_same(one: Tensors, other: Tensors, dtype: torch.dtype) -> bool:
-    return all(repeated(a, b, dtype) for a, b in zip(one, other, strict=True))
-
-
-def _bent(middle: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> float:
-    """The second difference of three neighbouring results, as a share of their size."""
-    found = one.double() + other.double() - 2 * middle.double()
-    return float(found.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) / size(middle)
+def _taken(tensors: Four, batch: slice, queries: slice, keys: slice) -> Four:
+    """Copies of some entries and heads."""
+    query, key, value, grad_out = tensors
+    return (
+        query[batch, queries].contiguous(), key[batch, keys].contiguous(),
+        value[batch, keys].contiguous(), grad_out[batch, queries].contiguous(),
+    )  # fmt: skip

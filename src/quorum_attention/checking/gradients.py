@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.checking.subject import Subject, Tensors
-from quorum_attention.decomposition import Task
-from quorum_attention.kernels import Statistics
+from quorum_attention.checking.trial import Trial
 
 # By dtype: the step as a share of the inputs, and how much the two changes may differ: by the error
 # of a central difference of fourth order, plus rounding divided by the step.
@@ -44,91 +42,67 @@ class Slope:
         return self.error <= self.limit
 
 
-def slopes(
-    subject: Subject,
-    tensors: Tensors,
-    grad_out: torch.Tensor,
-    task: Task,
-    is_causal: bool,
-    seed: int = 0,
-    roughness: float = 0.0,
-) -> list[Slope]:
+def slopes(trial: Trial, seed: int = 0, roughness: float = 0.0) -> list[Slope]:
     """The backward of a task, as if it were the whole call, against differences of its forward.
 
     ``roughness``: the rounding errors of the gradients, as a share of their size.
     """
-    rows = subject.forward(tensors, task, is_causal)
-    grads = subject.backward(tensors, grad_out.clone(), rows, task, is_causal)
+    grads = trial.backward(trial.forward())
     generator = torch.Generator().manual_seed(seed)
     found = []
     for index, name in enumerate(("grad_query", "grad_key", "grad_value")):
-        if not bool(grads[index].isfinite().all()):
+        grad, here = grads[index], trial.tensors[index]
+        if not bool(grad.isfinite().all()):
             found.append(Slope(name, torch.inf, 0.0))
             continue
-        worst = Slope(name, 0.0, torch.inf)
+        tried = []
         for _ in range(_DIRECTIONS):
             direction = torch.randn(
-                tensors[index].shape, generator=generator, dtype=torch.float64, device="cpu"
+                here.shape, generator=generator, dtype=torch.float64, device="cpu"
             )
-            step = _Step(subject, tensors, grad_out, task, is_causal, index)
-            slope = step.compare(grads[index], direction.to(grad_out.device))
-            found_here = Slope(name, slope[0], slope[1] + roughness)
-            if found_here.error - found_here.limit > worst.error - worst.limit:
-                worst = found_here
-        found.append(worst)
+            error, limit = _compare(trial, index, grad, direction.to(here.device))
+            tried.append(Slope(name, error, limit + roughness))
+        found.append(max(tried, key=lambda slope: slope.error - slope.limit))
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    subject: Subject
-    tensors: Tensors
-    grad_out: torch.Tensor
-    task: Task
-    is_causal: bool
-    index: int
+def _compare(
+    trial: Trial, index: int, grad: torch.Tensor, direction: torch.Tensor
+) -> tuple[float, float]:
+    """(error, limit) of the gradient of one input in one direction."""
+    here, dtype = trial.tensors[index], trial.tensors[3].dtype
+    step = _STEPS[dtype] * (float(here.double().square().mean().sqrt()) or 1.0)
+    first, change = _change(trial, index, direction * step)
+    second, half = _change(trial, index, direction * (step / 2))
+    wide = dtype in (torch.float64, torch.float32)
+    # In this combination of the two steps the error of second order cancels.
+    measured = (8 * second - first) / 6 if wide else second
+    moved = (8 * half - change) / 6 if wide else half
+    said = _by_head(trial, grad.double() * moved)
+    # The expected size of such a sum: a gradient times random steps.
+    count = _by_head(trial, torch.ones_like(moved))
+    squares = _by_head(trial, grad.double().square()) * _by_head(trial, moved.square())
+    scale = torch.maximum((squares / count).sqrt(), measured.abs())
+    # Heads whose gradient is 0 have no size of their own.
+    scale = scale.clamp_min(float(scale.max()) * 1e-4).clamp_min(1e-300)
+    error = float(((measured - said).abs() / scale).nan_to_num(nan=torch.inf).max())
+    rough = float(((2 * second - first).abs() / scale).nan_to_num(nan=torch.inf).max())
+    if rough > _ROUGH and wide:
+        return 0.0, torch.inf
+    # A forward that has kinks or rounds has about the same error for both steps.
+    return error, _LIMITS[dtype] + 4 * rough
 
-    def compare(self, grad: torch.Tensor, direction: torch.Tensor) -> tuple[float, float]:
-        """(error, limit) for one direction."""
-        dtype = self.grad_out.dtype
-        size = float(self.tensors[self.index].double().square().mean().sqrt()) or 1.0
-        step = _STEPS[dtype] * size
-        first, change = self._change(direction * step)
-        second, half = self._change(direction * (step / 2))
-        wide = dtype in (torch.float64, torch.float32)
-        # In this combination of the two steps the error of second order cancels.
-        measured = (8 * second - first) / 6 if wide else second
-        moved = (8 * half - change) / 6 if wide else half
-        said = self._by_head(grad.double() * moved)
-        # The expected size of such a sum: a gradient times random steps.
-        count = self._by_head(torch.ones_like(moved))
-        squares = self._by_head(grad.double().square()) * self._by_head(moved.square())
-        scale = torch.maximum((squares / count).sqrt(), measured.abs())
-        # Heads whose gradient is 0 have no size of their own.
-        scale = scale.clamp_min(float(scale.max()) * 1e-4).clamp_min(1e-300)
-        error = float(((measured - said).abs() / scale).nan_to_num(nan=torch.inf).max())
-        rough = float(((2 * second - first).abs() / scale).nan_to_num(nan=torch.inf).max())
-        if rough > _ROUGH and wide:
-            return error, torch.inf
-        # A forward that has kinks or rounds has about the same error for both steps.
-        return error, _LIMITS[dtype] + 4 * rough
 
-    def _change(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(change of the result by key head, change of the input after rounding)."""
-        here = self.tensors[self.index]
-        above, below = ((here.double() + sign * by).to(here.dtype) for sign in (1, -1))
-        return self._value(above) - self._value(below), above.double() - below.double()
+def _change(trial: Trial, index: int, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(change of the result by key head, change of the input after rounding)."""
+    here = trial.tensors[index]
+    above, below = ((here.double() + sign * by).to(here.dtype) for sign in (1, -1))
+    results = [trial.moved(index, t).forward().out.double() for t in (above, below)]
+    grad_out = trial.tensors[3].double()
+    return _by_head(trial, (results[0] - results[1]) * grad_out), above.double() - below.double()
 
-    def _value(self, moved: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.tensors
-        given = [query, key, value]
-        given[self.index] = moved
-        found: Statistics = self.subject.forward(
-            (given[0], given[1], given[2]), self.task, self.is_causal
-        )
-        return self._by_head(found.out.double() * self.grad_out.double())
 
-    def _by_head(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums by batch entry and key head."""
-        batch, heads = self.tensors[1].shape[:2]
-        return tensor.sum(dim=(2, 3)).reshape(batch, heads, -1).sum(dim=2)
+def _by_head(trial: Trial, tensor: torch.Tensor) -> torch.Tensor:
+    """Sums by batch entry and key head."""
+    batch, heads = trial.tensors[1].shape[:2]
+    return tensor.sum(dim=(2, 3)).reshape(batch, heads, -1).sum(dim=2)

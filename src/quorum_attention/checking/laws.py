@@ -6,35 +6,26 @@ of a small uncut call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
 from quorum_attention.checking import causes
-from quorum_attention.checking.experiments import Experiments
+from quorum_attention.checking.experiments import Broken, Experiments
 from quorum_attention.checking.gradients import slopes
-from quorum_attention.checking.rounding import far
-from quorum_attention.checking.subject import Sizes, Subject, Tensors, Weights, square
+from quorum_attention.checking.trial import Sizes, Trial, exceeds, square
 from quorum_attention.execution.memory import first_line, is_out_of_memory
-from quorum_attention.kernels import InnerKernel, Statistics
+from quorum_attention.kernels import InnerKernel
 
 _TOKENS = 53
-_BELOW = "applied otherwise below 0 (where no call has that: positive_scale=True, or a refusal)"
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A law that does not hold: the cause, and where it was seen."""
-
-    cause: str
-    where: str
-
-
-def broken_laws(
+def violations(
     kernel: InnerKernel,
     sizes: Sizes,
-    kinds: tuple[bool, ...],
+    kinds: list[bool],
     seed: int,
     skipped: list[str],
     other_sizes: bool = True,
@@ -50,262 +41,204 @@ def broken_laws(
         other_sizes: whether to try other widths and numbers of heads as well.
     """
     n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
+    small = replace(sizes, n_queries=n, n_keys=n)
+    benches = [_Bench(kernel, small.finest(kernel, causal), causal, seed) for causal in kinds]
+    laws = (_causal_calls, _other_scales, _the_gradient)
     found: list[Broken] = []
-    limits: dict[bool, float] = {}
-    laws = (_untouched, _causal, _scale, _gradient)
-    for law in (*laws, _grouped, _value_width, _head_dimension) if other_sizes else laws:
-        for causal in kinds:
-            small = replace(sizes, n_queries=n, n_keys=n).finest(kernel, causal)
-            if causal not in limits:
-                rough = Experiments(Subject(kernel, small), causal, seed)
-                rough.roughness()
-                limits[causal] = 2 * max(rough.loose)
+    for law in (*laws, _grouped_heads, _wider_values, _head_dimensions) if other_sizes else laws:
+        for bench in benches:
             try:
-                found += law(_Bench(kernel, small, causal, seed, limits[causal]))
+                found += law(bench)
             except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
                 if is_out_of_memory(error):
                     raise
-                reason = f"{_NAMES[law]}: {type(error).__name__}: {first_line(error)}"
+                name = law.__name__.replace("_", " ").strip()
+                reason = f"{name}: {type(error).__name__}: {first_line(error)}"
                 if reason not in skipped:
                     skipped.append(reason)
-        if law is _untouched and found:
-            break  # the other laws use the same tensors more than once
     return found
 
 
-@dataclass(frozen=True, slots=True)
+def writes_into_inputs(
+    kernel: InnerKernel, sizes: Sizes, kinds: list[bool], seed: int
+) -> list[Broken]:
+    """Whether a call writes into what it is handed, which may be the caller's."""
+    n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
+    for causal in kinds:
+        inputs = replace(sizes, n_queries=n, n_keys=n).inputs(seed)
+        trial = Trial(kernel, inputs, square(n), causal)
+        handed = list(inputs)
+        kept = [t.clone() for t in handed]
+        rows = trial.forward()
+        same = all(map(torch.equal, kept, handed))
+        if same and sizes.backward:
+            handed += [rows.out, rows.lse]
+            kept = [t.nan_to_num() for t in handed]
+            trial.backward(rows)
+            same = all(map(torch.equal, kept, (t.nan_to_num() for t in handed)))
+        if not same:
+            return [Broken(causes.STATE, "a call writes into tensors that it is handed")]
+    return []
+
+
 class _Bench:
     """What a law is tried on; results that differ by at most a share of ``limit`` are equal."""
 
-    kernel: InnerKernel
-    sizes: Sizes
-    causal: bool
-    seed: int
-    limit: float
+    def __init__(self, kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int) -> None:
+        self.kernel, self.sizes, self.causal, self.seed = kernel, sizes, causal, seed
+        self.experiments = Experiments(kernel, sizes, causal, seed)
+        self.experiments.roughness()
+        self.limit = 2 * self.experiments.tolerance
 
-    def takes(self, sizes: Sizes) -> bool:
+    def takes(self, *others: Sizes) -> bool:
         """Whether the kernel takes calls of other sizes."""
-        return self.kernel.refusal(sizes.call(self.causal)) is None
+        return all(self.kernel.refusal(sizes.call(self.causal)) is None for sizes in others)
 
-    def draw(self, sizes: Sizes) -> list[torch.Tensor]:
-        """Query, key, value and grad_out."""
-        return sizes.inputs(torch.Generator().manual_seed(self.seed))
-
-    def run(
-        self,
-        sizes: Sizes,
-        tensors: Tensors,
-        grad_out: torch.Tensor,
-        scale: float | None = None,
-    ) -> list[torch.Tensor]:
-        """Out, lse and, if ``sizes`` asks for them, gradients of an uncut call."""
-        subject, task = Subject(self.kernel, sizes), square(sizes.n_keys)
-        rows: Statistics = subject.forward(tensors, task, self.causal, scale=scale)
-        found = [rows.out, rows.lse]
-        if sizes.backward:
-            found += subject.backward(
-                tensors, grad_out.clone(), rows, task, self.causal, scale=scale
-            )
-        return found
+    def run(self, *tensors: torch.Tensor, scale: float | None = None) -> list[torch.Tensor]:
+        """Out, lse and, if they are asked for, gradients of an uncut call."""
+        query, key, value, grad_out = tensors
+        task = square(key.shape[2])
+        trial = Trial(self.kernel, (query, key, value, grad_out), task, self.causal, scale)
+        rows = trial.forward()
+        grads = trial.backward(rows) if self.sizes.backward else ()
+        return [rows.out, rows.lse, *grads]
 
     def equal(self, one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         """Whether two calls' results are the same."""
-        return not any(far(a, b, self.limit) for a, b in zip(one, other, strict=True))
+        return not any(exceeds(a, b, self.limit) for a, b in zip(one, other, strict=True))
 
 
-def _grouped(bench: _Bench) -> Iterator[Broken]:
+def _grouped_heads(bench: _Bench) -> Iterator[Broken]:
     """Fewer key heads give the same as repeating each of them for its group."""
     sizes = bench.sizes
-    if sizes.heads == 1:
-        return
     if sizes.heads == sizes.kv_heads:
         # Not more query heads, because a kernel may have a number for each.
         sizes = fewer_key_heads(sizes)
     group = sizes.heads // sizes.kv_heads
-    repeated = replace(sizes, kv_heads=sizes.heads)
-    if not (bench.takes(sizes) and bench.takes(repeated)):
+    if sizes.heads == 1 or not bench.takes(sizes, replace(sizes, kv_heads=sizes.heads)):
         return
-    query, key, value, grad_out = bench.draw(sizes)
-    many = tuple(t.repeat_interleave(group, dim=1) for t in (key, value))
-    one = bench.run(sizes, (query, key, value), grad_out)
-    other = bench.run(repeated, (query, many[0], many[1]), grad_out)
-    for index in range(3, len(other)):
-        other[index] = other[index].unflatten(1, (sizes.kv_heads, group)).sum(dim=2)
+    query, key, value, grad_out = sizes.inputs(bench.seed)
+    one = bench.run(query, key, value, grad_out)
+    key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    other = bench.run(query, key, value, grad_out)
+    other[3:] = [t.unflatten(1, (sizes.kv_heads, group)).sum(dim=2) for t in other[3:]]
     if not bench.equal(one, other):
-        yield Broken(causes.GROUPED, f"{sizes.heads} over {sizes.kv_heads}")
+        yield Broken(causes.HEADS, f"{sizes.heads} over {sizes.kv_heads}")
 
 
-def _value_width(bench: _Bench) -> Iterator[Broken]:
+def _wider_values(bench: _Bench) -> Iterator[Broken]:
     """The columns of the values are independent of each other."""
-    sizes, narrow = bench.sizes, bench.sizes.value_dim
-    wide = replace(sizes, value_dim=narrow + 8)
+    narrow = bench.sizes.value_dim
+    wide = replace(bench.sizes, value_dim=narrow + 8)
     if not bench.takes(wide):
         return
-    query, key, value, grad_out = bench.draw(wide)
+    query, key, value, grad_out = wide.inputs(bench.seed)
     grad_out[..., narrow:] = 0
-    values, grad = (t[..., :narrow].contiguous() for t in (value, grad_out))
-    other = bench.run(sizes, (query, key, values), grad)
-    twice = bench.run(sizes, (query, key, 2 * values), grad)
-    if not bench.equal([twice[0]], [2 * other[0]]):
+    few, grad = (t[..., :narrow].contiguous() for t in (value, grad_out))
+    other = bench.run(query, key, few, grad)
+    if exceeds(bench.run(query, key, 2 * few, grad)[0], 2 * other[0], bench.limit):
         return  # the output is not linear in the values
-    one = bench.run(wide, (query, key, value), grad_out)
-    for index in (0, 4)[: 2 if sizes.backward else 1]:
-        one[index] = one[index][..., :narrow]
-    if not bench.equal(one, other):
-        yield Broken(causes.VALUE_DIM, f"{wide.value_dim} columns")
+    one = bench.run(query, key, value, grad_out)
+    cut = [t[..., :narrow] if i in (0, 4) else t for i, t in enumerate(one)]
+    if not bench.equal(cut, other):
+        yield Broken(causes.SIZES, f"values of {wide.value_dim} columns")
 
 
-def _head_dimension(bench: _Bench) -> Iterator[Broken]:
+def _head_dimensions(bench: _Bench) -> Iterator[Broken]:
     """Columns of zeros do not change scores.
 
     This is tried for other head dimensions only if it holds for the usual one. (With rotary
     positions, for example, it does not.)
     """
     usual = bench.sizes.head_dim
-    if usual < 8 or _changed_by_zeros(bench, usual, 2 * usual) is not False:
-        return
-    for other in (usual - 4, usual - 3):
-        if _changed_by_zeros(bench, other, usual):
-            yield Broken(causes.HEAD_DIM, f"head_dim {other}")
-            return
+    if usual >= 8 and _changed_by_zeros(bench, usual, 2 * usual) is False:
+        for other in (usual - 4, usual - 3):
+            if _changed_by_zeros(bench, other, usual):
+                yield Broken(causes.SIZES, f"head_dim {other}")
+                return
 
 
 def _changed_by_zeros(bench: _Bench, few: int, more: int) -> bool | None:
     """Whether padding ``few`` columns to ``more`` changes the result; None: calls are refused."""
     narrow, wide = (replace(bench.sizes, head_dim=d) for d in (few, more))
-    if not (bench.takes(narrow) and bench.takes(wide)):
+    if not bench.takes(narrow, wide):
         return None
-    query, key, value, grad_out = bench.draw(narrow)
-    padded = tuple(torch.nn.functional.pad(t, (0, more - few)) for t in (query, key))
-    scale = few**-0.5
-    one = bench.run(narrow, (query, key, value), grad_out, scale)
-    other = bench.run(wide, (padded[0], padded[1], value), grad_out, scale)
-    for index in range(2, len(other) - 1):
-        other[index] = other[index][..., :few]
+    query, key, *rest = narrow.inputs(bench.seed)
+    one = bench.run(query, key, *rest, scale=few**-0.5)
+    wider = (pad(t, (0, more - few)) for t in (query, key))
+    other = bench.run(*wider, *rest, scale=few**-0.5)
+    other[2:4] = [t[..., :few] for t in other[2:4]]
     return not bench.equal(one, other)
 
 
-def _scale(bench: _Bench) -> Iterator[Broken]:
+def _other_scales(bench: _Bench) -> Iterator[Broken]:
     """The scale is one factor, of query times key or of the scores.
 
     All known attention has one or the other; a scale that is applied twice has neither. So it is
     below 0, where the kernel takes that: the probe asks for it only of plain attention.
     """
     sizes = bench.sizes
-    query, key, _, _ = bench.draw(sizes)
-    query, key = query[:1], key[:1]
-    usual = sizes.head_dim**-0.5
-    subject, task = Subject(bench.kernel, sizes), square(sizes.n_keys)
+    query, key, value, grad_out = (t[:1] for t in sizes.inputs(bench.seed))
 
-    def weights(factor: float, by: float) -> Weights:
-        return subject.weights(query * by, key, task, bench.causal, scale=factor * usual)
+    def weights(factor: float, by: float = 1.0) -> list[torch.Tensor]:
+        inputs = (query * by, key, value, grad_out)
+        scale = factor * sizes.head_dim**-0.5
+        trial = Trial(bench.kernel, inputs, square(sizes.n_keys), bench.causal, scale)
+        return list(trial.weights())
 
-    def same(one: Weights, other: Weights) -> bool:
-        return bench.equal([one.shares, one.lse], [other.shares, other.lse])
-
-    total = weights(1.0, 1.0).shares.sum(dim=-1)
+    once, twice, moved = weights(1.0), weights(2.0), weights(1.0, 2.0)
+    total = once[0].sum(dim=-1)
     if float(((total - 1).abs() * (total != 0)).max()) > bench.limit:
         return  # these are no weights, so there are no scores to compute from them
-    once, twice, moved = weights(1.0, 1.0), weights(2.0, 1.0), weights(1.0, 2.0)
     signed = replace(sizes.call(bench.causal), positive_scale=False)
-    below = weights(-1.0, 1.0) if bench.kernel.refusal(signed) is None else None
-    if same(moved, twice):
-        if below is not None and not same(below, weights(1.0, -1.0)):
-            yield Broken(causes.SCALE, _BELOW)
+    factors = (3.0, -1.0) if bench.kernel.refusal(signed) is None else (3.0,)
+    if bench.equal(moved, twice):
+        if len(factors) > 1 and not bench.equal(weights(-1.0), weights(1.0, -1.0)):
+            yield Broken(causes.SIZES, "a scale below 0 (or say positive_scale=True)")
         return
-    if same(twice, once) and not same(moved, once):
-        yield Broken(causes.SCALE, "ignored")
+    if bench.equal(twice, once) and not bench.equal(moved, once):
+        yield Broken(causes.SIZES, "the scale is ignored")
         return
-    # No score can be computed from a share of a few units in the last place.
+    # The scores change in proportion. None can be computed from a share of a few units in the last
+    # place.
     least = 64 * torch.finfo(sizes.dtype).eps
-    thrice = weights(3.0, 1.0)
-    told = (once.shares > least) & (twice.shares > least) & (thrice.shares > least)
-    if not told.any():
-        return
-    first, second, third = (w.scores()[told] for w in (once, twice, thrice))
-    bent = (third - second) - (second - first)
-    if float(bent.abs().max()) > bench.limit * max(float(first.abs().max()), 1.0):
-        yield Broken(causes.SCALE, "applied otherwise")
-        return
-    if below is None:
-        return
-    told &= below.shares > least
-    if told.any():
-        first, second, turned = (w.scores()[told] for w in (once, twice, below))
-        # With twice the rounding of the difference above.
-        off = (turned - (3 * first - 2 * second)) / 2
-        if float(off.abs().max()) > bench.limit * max(float(first.abs().max()), 1.0):
-            yield Broken(causes.SCALE, _BELOW)
+    for factor in factors:
+        three = (once, twice, weights(factor))
+        told = torch.stack([shares > least for shares, _ in three]).all(dim=0)
+        if not told.any():
+            return
+        first, second, other = ((w.log() + lse.unsqueeze(-1))[told] for w, lse in three)
+        off = float((other - first - (factor - 1) * (second - first)).abs().max())
+        if off > bench.limit * max(float(first.abs().max()), 1.0) * (1 if factor > 0 else 2):
+            yield Broken(causes.SIZES, f"the scale times {factor:.0f}")
+            return
 
 
-def _causal(bench: _Bench) -> Iterator[Broken]:
+def _causal_calls(bench: _Bench) -> Iterator[Broken]:
     """A causal square is the plain one without the keys after each query."""
-    plain = bench.kernel.refusal(bench.sizes.call(False)) is None
-    if not (bench.causal and plain):
-        return
-    tried = Experiments(Subject(bench.kernel, replace(bench.sizes, batch=1)), False, bench.seed)
-    tried.loose = [bench.limit] * 2
-    for cause in tried.causal_against_plain():
-        yield Broken(cause, "a causal square")
+    if bench.causal and bench.kernel.refusal(bench.sizes.call(False)) is None:
+        one = replace(bench.sizes, batch=1)
+        tried = Experiments(bench.kernel, one, False, bench.seed)
+        tried.tolerance = bench.limit
+        yield from tried.causal_against_plain()
 
 
-def _untouched(bench: _Bench) -> Iterator[Broken]:
-    """A call does not write to its inputs, which may be the caller's."""
-    sizes, task = bench.sizes, square(bench.sizes.n_keys)
-    query, key, value, grad_out = bench.draw(sizes)
-    subject = Subject(bench.kernel, sizes)
-    handed = [query, key, value]
-    kept = [t.clone() for t in handed]
-    rows = subject.forward((query, key, value), task, bench.causal)
-    kind = "forward"
-    if sizes.backward and all(torch.equal(a, b) for a, b in zip(kept, handed, strict=True)):
-        kind = "backward"
-        handed += [grad_out, rows.out, rows.lse]
-        kept += [t.clone() for t in handed[3:]]
-        subject.backward((query, key, value), grad_out, rows, task, bench.causal)
-    if not all(_unchanged(a, b) for a, b in zip(kept, handed, strict=True)):
-        cause = causes.INPUTS if kind == "forward" else causes.in_backward(causes.INPUTS)
-        yield Broken(cause, f"a {kind}")
-
-
-def _unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return torch.equal(before.nan_to_num(), after.nan_to_num())
-
-
-def _gradient(bench: _Bench) -> Iterator[Broken]:
+def _the_gradient(bench: _Bench) -> Iterator[Broken]:
     """A backward is the gradient of its forward."""
-    sizes = bench.sizes
-    if not sizes.backward:
+    if not bench.sizes.backward:
         return
-    query, key, value, grad_out = bench.draw(sizes)
-    subject = Subject(bench.kernel, sizes)
-    rough = Experiments(subject, bench.causal, bench.seed).gradient_roughness()
-    found = slopes(
-        subject, (query, key, value), grad_out, square(sizes.n_keys), bench.causal, bench.seed,
-        4 * rough,
-    )  # fmt: skip
+    rough = bench.experiments.gradient_roughness()
+    found = slopes(bench.experiments.whole(bench.causal), bench.seed, 4 * rough)
     if any(s.error == torch.inf for s in found):
-        yield Broken(causes.in_backward(causes.NOT_FINITE), "an uncut call")
+        yield Broken(causes.NO_KEYS, "gradients of an uncut call")
         return
     for slope in found:
         if not slope.right:
             kind = "causal" if bench.causal else "plain"
             where = f"{slope.name} off by {slope.error:.1e} of its size, {kind}"
-            yield Broken(causes.GRADIENT, where)
+            yield Broken(causes.BACKWARD, where)
         elif slope.limit == torch.inf:
             raise RuntimeError(f"{slope.name}: the forward is too rough for steps along it")
-
-
-_Law = Callable[[_Bench], Iterator[Broken]]
-_NAMES: dict[_Law, str] = {
-    _untouched: "what is handed over",
-    _grouped: "grouped heads",
-    _value_width: "values wider than queries",
-    _head_dimension: "other head dimensions",
-    _scale: "other scales",
-    _causal: "causal against plain",
-    _gradient: "the gradient",
-}
 
 
 def fewer_key_heads(sizes: Sizes) -> Sizes:

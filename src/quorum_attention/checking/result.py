@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from quorum_attention.checking.laws import Broken
-from quorum_attention.sizes import format_bytes
+from quorum_attention.checking.experiments import Broken
 
 Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
 
@@ -23,7 +22,7 @@ class CaseResult:
         verdict: the verdict on all results together.
         errors: by result, the largest difference from the uncut call, as a share of the uncut
             call's largest value.
-        limits: by result, the largest error that counts as rounding.
+        limit: the largest error that counts as rounding.
         rows: the first wrong rows, as (result, batch, head, row); at most five.
         seconds: seconds of forward and backward.
     """
@@ -35,15 +34,13 @@ class CaseResult:
     sizes: str
     verdict: Verdict
     errors: dict[str, float]
-    limits: dict[str, float]
+    limit: float
     rows: tuple[tuple[str, int, int, int], ...]
     seconds: float
 
     def worst(self) -> tuple[str, float]:
-        """The result with the largest error relative to its limit, and that ratio."""
-        found = {name: self.errors[name] / self.limits[name] for name in self.errors}
-        name = max(found, key=lambda n: found[n])
-        return name, found[name]
+        """The result with the largest error, and that error."""
+        return max(self.errors.items(), key=lambda item: item[1])
 
     def __str__(self) -> str:
         levels = " x ".join(map(str, self.levels))
@@ -61,12 +58,11 @@ class CheckResult:
     Attributes:
         kernel: the kernel's name.
         cases: every cut that was tried.
-        broken: errors that no cut shows, such as laws of attention that do not hold.
+        broken: what is wrong, and where it was seen.
         cause: the likeliest cause of what is wrong; None if nothing is.
         others: the other causes that were found.
         skipped: what could not be tried, and why.
         monolithic_seconds: seconds of the uncut call, forward and backward, by ``is_causal``.
-        peak_bytes: device memory of the uncut call and of a cut one; None if it is not counted.
     """
 
     kernel: str
@@ -76,7 +72,6 @@ class CheckResult:
     others: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     monolithic_seconds: dict[bool, float] = field(default_factory=dict)
-    peak_bytes: tuple[int | None, int | None] = (None, None)
 
     @property
     def verdict(self) -> Verdict:
@@ -115,11 +110,11 @@ class CheckResult:
             if of not in shown or case.worst()[1] > shown[of].worst()[1]:
                 shown[of] = case
         for case in shown.values():
-            name, _ = case.worst()
+            name, error = case.worst()
             rows = ", ".join(f"{what}[{b}, {h}, {row}]" for what, b, h, row in case.rows)
             lines.append(
-                f"  {case}: {name} off by {case.errors[name]:.1e} of its size, rounding would be "
-                f"{case.limits[name]:.1e}; first rows {rows}"
+                f"  {case}: {name} off by {error:.1e} of its size, rounding would be "
+                f"{case.limit:.1e}; first rows {rows}"
             )
         for causal, seconds in self.monolithic_seconds.items():
             mine = [
@@ -131,9 +126,6 @@ class CheckResult:
                 kind = "causal" if causal else "plain"
                 times = min(mine) / seconds
                 lines.append(f"cut once, a {kind} call took {times:.2f} times as long")
-        whole, cut = self.peak_bytes
-        if whole is not None and cut is not None:
-            lines.append(f"memory: {format_bytes(whole)} uncut, {format_bytes(cut)} cut")
         lines += [f"not tried: {reason}" for reason in self.skipped]
         return "\n".join(lines)
 
