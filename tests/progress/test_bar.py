@@ -3,28 +3,28 @@ leave nothing behind."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import pty
 import subprocess
 import sys
 import threading
-import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers_terminal import in_a_terminal, screen
+from rich.console import Console
 
 import quorum_attention as qa
-from quorum_attention.progress import bar, notebook, progress_bar
+from quorum_attention.progress import bars, progress_bar
 
 # Bars wait less than half a second here.
 START = (
     "import time, threading\n"
-    "from quorum_attention.progress import bar, progress_bar\n"
-    "bar._PATIENCE = 0.02\n"
+    "from quorum_attention.progress import bars, progress_bar\n"
+    "bars._PATIENCE = 0.02\n"
 )
 WAIT = "time.sleep(0.03)\n"
 # rich tells its thread to end, and does not wait for it.
@@ -257,109 +257,25 @@ def test_a_log_that_cannot_be_written_ends_no_call(
         update(1, 2, "forward")
 
 
-class Cell:
-    """The output of a notebook's cell: what was displayed, by handle, as it is now."""
-
-    def __init__(self) -> None:
-        self.outputs: list[dict[str, str]] = []
-        self.drawn = 0
-
-    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Cell.Handle:
-        assert raw
-        assert display_id
-        self.outputs.append(data)
-        return self.Handle(self, len(self.outputs) - 1)
-
-    class Handle:
-        def __init__(self, cell: Cell, number: int) -> None:
-            self.cell, self.number = cell, number
-
-        def update(self, data: dict[str, str], *, raw: bool) -> None:
-            assert raw
-            self.cell.outputs[self.number] = data
-            self.cell.drawn += 1
-
-
-@pytest.fixture
-def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cell]:
-    """A process that a Jupyter kernel runs, as far as this package can see."""
-    shown = Cell()
-    ipython, display = types.ModuleType("IPython"), types.ModuleType("IPython.display")
-    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore
-    display.display = shown.display  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    yield shown
-    assert all(output == {"text/html": "", "text/plain": ""} for output in shown.outputs)
-
-
-def test_a_notebook_shows_a_bar_that_is_gone_afterwards(cell: Cell, clock: list[float]) -> None:
+def test_a_notebook_without_widgets_gets_lines(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with progress_bar() as update:
-        update(0, 10, "a <b>")
-        assert cell.outputs == [], "short calls show none"
-        clock[0] += 1
-        update(2, 10, "a <b>")
-        clock[0] += 1
-        update(4, 10, "a <b>")
-        (now,) = cell.outputs
-        assert '<progress value="4" max="10">' in now["text/html"]
-        assert "a &lt;b&gt;: 4 of 10, about 3 s left" in now["text/html"]
-        assert now["text/plain"] == "a <b>: 4 of 10, about 3 s left"
-        for _ in range(1000):
-            update(5, 10, "a <b>")
-        assert cell.drawn == 1, "drawn ten times a second at most"
-    assert len(cell.outputs) == 1
+        clock[0] += 3
+        update(1, 2, "forward")
+    assert capsys.readouterr().err == "forward: 1 of 2 after 3 s\n"
 
 
-def test_in_a_notebook_bars_are_nested_and_survive_errors(cell: Cell, clock: list[float]) -> None:
-    def fail() -> None:
-        with progress_bar() as outer:
-            clock[0] += 1
-            outer(1, 3, "backward")
-            with progress_bar() as inner:
-                clock[0] += 1
-                inner(1, 2, "forward")
-                assert ["backward" in o["text/html"] for o in cell.outputs] == [True, False]
-                raise KeyError("stop")
-
-    with pytest.raises(KeyError):
-        fail()
-    assert len(cell.outputs) == 2
-
-
-def test_in_a_notebook_two_threads_have_a_bar_each(cell: Cell, clock: list[float]) -> None:
-    barrier = threading.Barrier(2, timeout=20)
-
-    def work(label: str) -> None:
-        with progress_bar() as update:
-            barrier.wait()
-            clock[0] += 1
-            update(1, 2, label)
-            barrier.wait()
-
-    threads = [threading.Thread(target=work, args=(label,)) for label in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(cell.outputs) == 2
-
-
-def test_a_call_shows_its_bar_in_a_notebook(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bar, "_PATIENCE", 0.0)
-    monkeypatch.setattr(notebook, "_SECONDS", 0.0)
+def test_a_call_tells_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(bars, "_PATIENCE", 0.0)
+    monkeypatch.setattr(bars, "_console", lambda: None)
+    monkeypatch.setattr(bars.Lines, "update", lambda self, *told: seen.append(told))
     q = torch.randn(1, 2, 300, 8)
     plan = qa.plan(
         300, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=16, over_inputs=False
     )
     qa.attention(q, q, q, plan=plan, progress=True)
-    assert len(cell.outputs) == 1
-    assert cell.drawn == plan.n_tasks * plan.n_groups
-
-
-def test_ipython_in_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    ipython = types.ModuleType("IPython")
-    for shell in (None, types.SimpleNamespace()):
-        ipython.get_ipython = lambda shell=shell: shell  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "IPython", ipython)
-        assert not notebook.in_notebook()
+    assert len(seen) == plan.n_tasks * plan.n_groups

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quorum_attention.cli.streams import nobody_reads
-from quorum_attention.progress.lines import line
-from quorum_attention.progress.terminal import environment
+from quorum_attention.progress.lines import environment, line
 
 # Of tables, where nobody says how wide the place is that they will be read in.
 _PIPE_COLUMNS = 132

@@ -1,7 +1,5 @@
-"""Progress on stderr or in a notebook: a bar with the time left where one can be drawn, plain lines
-elsewhere."""
+"""Progress on stderr or in a notebook, by rich; plain lines where nothing can be redrawn."""
 
-from quorum_attention.progress.bar import progress_bar
-from quorum_attention.progress.status import Status, status_line
+from quorum_attention.progress.bars import Status, progress_bar, status_line
 
 __all__ = ["Status", "progress_bar", "status_line"]
