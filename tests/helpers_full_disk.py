@@ -113,24 +113,7 @@ def _calibration(folder: Path, turn: int) -> None:
     from quorum_attention.planner import calibration
 
     calibration._Bench.seconds = lambda bench, run, *seconds: 1e-3 * turn  # type: ignore
-    calibration._waited_seconds = lambda: 0.0
     calibration.calibrate("cpu", torch.float32)
-
-
-def _known(folder: Path, turn: int) -> None:
-    import torch
-
-    import quorum_attention as qa
-    from quorum_attention.planner import known
-
-    plan = qa.plan(
-        5_000, levels=(7,), dtype=torch.float32, device="cpu", over_inputs=False, n_cap=1
-    )
-    known.note(f"call {turn}", plan.schedule.__class__(**_unpinned(plan.schedule)), "because")
-
-
-def _unpinned(schedule: Any) -> dict[str, Any]:
-    return {name: getattr(schedule, name) for name in schedule.__slots__} | {"pinned": False}
 
 
 def _proven(folder: Path, turn: int) -> None:
@@ -154,7 +137,6 @@ WRITERS = {
     "drawing": Writer(_picture("svg"), "2", "plan.svg"),
     "results of bench": Writer(_results, "OSError", "results.json"),
     "calibration": Writer(_calibration, "OSError", "calibration.json"),
-    "known schedules": Writer(_known, "", "", _UNSAID),
     "tests that were passed": Writer(_proven, "", "", _UNSAID),
 }
 

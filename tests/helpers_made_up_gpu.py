@@ -15,7 +15,6 @@ from quorum_attention.kernels import registry
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.planner import decide, known
 
 GPU = torch.device("cuda", 0)
 probing = sys.modules["quorum_attention.kernels.probe"]
@@ -38,8 +37,6 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     monkeypatch.setattr(BACKENDS["cuda"], "prepare", lambda device: None)
-    monkeypatch.setattr(decide, "_PREPARED", set())
-    monkeypatch.setattr(decide, "compile_ahead", lambda *of: None)
     new_kernels(monkeypatch)
     forget_files(monkeypatch)
 
@@ -52,5 +49,4 @@ def new_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read from files has to be read again."""
-    for module, name in ((known, "_known"), (probing, "_memo")):
-        monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
+    monkeypatch.setattr(probing, "_memo", functools.cache(probing._memo.__wrapped__))

@@ -12,8 +12,8 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.execution.workload import GroupSize
 from quorum_attention.kernels import get_kernel
-from quorum_attention.planner.machine import assumed
-from quorum_attention.planner.search import price
+from quorum_attention.planner.hardware import assumed
+from quorum_attention.planner.price import price
 
 
 def unpinned(plan: qa.Plan) -> qa.Plan:

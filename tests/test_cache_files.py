@@ -269,8 +269,8 @@ def test_a_planted_calibration_is_not_used(folder: Path, monkeypatch: pytest.Mon
 
     def measured() -> bool:
         calibration._known.cache_clear()
-        calibration.machine_of.cache_clear()
-        return calibration.machine_of(cpu, torch.float32, 64).measured
+        calibration.hardware_of.cache_clear()
+        return calibration.hardware_of(cpu, torch.float32, 64).measured
 
     def never(*of: object) -> Any:
         raise CalibrationError("it measures")

@@ -20,7 +20,7 @@ from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.passes import beside_casts, run_backward, run_forward
-from quorum_attention.planner.options import Options
+from quorum_attention.planner.plan import Options
 
 SECOND = (
     "second derivatives of quorum_attention.attention are not supported; "

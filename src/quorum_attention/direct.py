@@ -39,7 +39,7 @@ from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import as_own, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner.calibration import rates_known
-from quorum_attention.planner.decide import Asked, Decision, decide
+from quorum_attention.planner.decide import Decision, Problem, decide
 
 # By names of this file: to look them up in torch would take longer than the shortest calls.
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
@@ -312,7 +312,7 @@ class DirectCall:
         mask: torch.Tensor | None,
     ) -> _Gradients:
         state = _deterministic(), registrations(), torch.get_num_threads()
-        # Not asked for by its name again: another thread's backward may have run out of memory.
+        # Not problem for by its name again: another thread's backward may have run out of memory.
         how = self.gradients.get(state)
         if how is None:
             given = Given(grad_out, out, lse)
@@ -369,27 +369,27 @@ def direct_call(tensors: Tensors, request: Request) -> DirectCall | None:
     """How a call is run that is one kernel call; None if it is not, or is not to be remembered."""
     if is_trivial(tensors) or len(request.work.batch_shape) != 1 or request.runner is not None:
         return None
-    asked, decision = decide_forward(tensors, request)
+    problem, decision = decide_forward(tensors, request)
     if not _is_one_call(decision, request):
         return None
     kernel = decision.kernel
     if kernels().get(kernel.name) is kernel:
         mask = tensors.mask
         large = mask is not None and mask.dtype == torch.bool and 4 * mask.numel() > _MOST_BIAS
-        able = None if large else _recorded(kernel, asked, request)
+        able = None if large else _recorded(kernel, problem, request)
         return DirectCall(request, kernel.name, able)
     # One of ours under a mask: a call that names a kernel of its own is not remembered.
     return DirectCall(request, kernel) if kernel.empty_rows else None
 
 
-def _recorded(kernel: InnerKernel, asked: Asked, request: Request) -> InnerKernel | None:
+def _recorded(kernel: InnerKernel, problem: Problem, request: Request) -> InnerKernel | None:
     """``kernel``, if torch's autograd can record its operator in place of ours."""
-    if not kernel.takes_recorded(asked.call_shape):
+    if not kernel.takes_recorded(problem.call_shape):
         return None
     if request.records:
-        if asked.work.dtype == torch.float16 or materialises(asked.work, kernel):
+        if problem.work.dtype == torch.float16 or materialises(problem.work, kernel):
             return None
-        after = replace(asked, place=place_after(asked.place, request), backward=True)
+        after = replace(problem, place=place_after(problem.place, request), backward=True)
         return kernel if decide(after) == Decision(kernel) else None
     return kernel
 

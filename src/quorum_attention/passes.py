@@ -39,20 +39,18 @@ from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.bias import sinks_gradient
-from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import (
-    Asked,
     Decision,
+    Problem,
     decide,
     decide_again,
     decide_both,
 )
-from quorum_attention.planner.log import is_cut, tell_of_cut
-from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.plan import Plan, is_cut, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
@@ -76,7 +74,7 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
-    asked, decision = decide_forward(tensors, request)
+    problem, decision = decide_forward(tensors, request)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
 
@@ -84,23 +82,25 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         return forward_job(call, request.out_dtype, out, report, progress, request.lse)
 
     given = tuple(t for t in (out, request.lse) if t is not None)
-    result, lse = _run(tensors, request, asked, decision, job_of, given)
+    result, lse = _run(tensors, request, problem, decision, job_of, given)
     return result, lse
 
 
-def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]:
+def decide_forward(tensors: Tensors, request: Request) -> tuple[Problem, Decision]:
     """How a forward would be run, of a call that is neither empty nor without keys.
 
     Raises:
         BudgetError, NotImplementedError: it cannot be.
     """
     place = forward_place(tensors, request)
-    asked = Asked(request.work, request.options, place, request.out_dtype, request.records, False)
+    problem = Problem(
+        request.work, request.options, place, request.out_dtype, request.records, False
+    )
     if request.records and request.options.budget_bytes is not None:
-        after = replace(asked, place=place_after(place, request), backward=True)
+        after = replace(problem, place=place_after(place, request), backward=True)
         held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
-        return asked, decide_both(asked, after, beside=held)
-    return asked, decide(asked)
+        return problem, decide_both(problem, after, beside=held)
+    return problem, decide(problem)
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
@@ -187,7 +187,7 @@ def _run_widened(tensors: Tensors, request: Request, given: Given) -> tuple[torc
 def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     work, options = request.work, request.options
     grad_out, out, lse, grads = given[:4]
-    asked, decision = decide_backward(tensors, request, given)
+    problem, decision = decide_backward(tensors, request, given)
     of_mask = _mask_gradient(tensors, request, given, decision.kernel) if given.of_mask else ()
 
     def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
@@ -201,10 +201,10 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
             carrier = _carrier(call, tensors, given, upstream.tensor)
         return backward_job(call, upstream, carrier, lse, grads, report, progress)
 
-    return (*_run(tensors, request, asked, decision, job_of, grads or ()), *of_mask)
+    return (*_run(tensors, request, problem, decision, job_of, grads or ()), *of_mask)
 
 
-def decide_backward(tensors: Tensors, request: Request, given: Given) -> tuple[Asked, Decision]:
+def decide_backward(tensors: Tensors, request: Request, given: Given) -> tuple[Problem, Decision]:
     """How a backward would be run, of a call that is neither empty nor without keys.
 
     Raises:
@@ -213,8 +213,8 @@ def decide_backward(tensors: Tensors, request: Request, given: Given) -> tuple[A
     work, options = request.work, request.options
     place = backward_place(tensors, request, given)
     # The dtype of the output goes into the choice, so that the forward's kernel is taken again.
-    asked = Asked(work, options, place, given.out.dtype, True, True, _together(request, given))
-    return asked, decide(asked)
+    problem = Problem(work, options, place, given.out.dtype, True, True, _together(request, given))
+    return problem, decide(problem)
 
 
 def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
@@ -286,7 +286,7 @@ def beside(
 def _run(
     tensors: Tensors,
     request: Request,
-    asked: Asked,
+    problem: Problem,
     decision: Decision,
     job_of: _JobOf,
     given: tuple[torch.Tensor, ...],
@@ -303,22 +303,24 @@ def _run(
         if not isinstance(found, PlanAnew):
             for sums in request.sums:
                 spent = time.perf_counter() - begun
-                sums.total.add(decision.kernel.name, backward=asked.backward, seconds=spent)
+                sums.total.add(decision.kernel.name, backward=problem.backward, seconds=spent)
             return tuple([as_own(made) for made in found])
-        decision = decide_again(asked, decision)
+        decision = decide_again(problem, decision)
     device, watched = request.options.device, request.report
     recoveries: list[str] = []
     while True:
         plan = decision.plan
         assert plan is not None, "a pass that is decided again has a plan"
-        tell_of_cut(plan)
+        log_cut(plan)
         report = _pass_report(plan, timed=watched is not None)
         if watched is not None and request.dropout is not None:
-            _note_dropout(report, request.dropout, asked, decision)
+            report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
+            if request.options.kernel == "auto":
+                report.without_dropout = without_dropout(decision.kernel, problem.call_shape)
         report.recoveries.extend(recoveries)
         if watched is not None:
             watched.pool = None
-        if watched is not None and asked.backward:
+        if watched is not None and problem.backward:
             watched.backward = report
         elif watched is not None:
             watched.forward = report
@@ -341,7 +343,7 @@ def _run(
             _add_up(request, plan, report)
             return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
         recoveries = report.recoveries
-        decision = decide_again(asked, decision)
+        decision = decide_again(problem, decision)
 
 
 def _add_up(request: Request, plan: Plan, report: PassReport) -> None:
@@ -399,16 +401,9 @@ def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
     )
 
 
-def _note_dropout(report: PassReport, dropout: Dropout, asked: Asked, decision: Decision) -> None:
-    """Report the seed, and which kernels had to be passed over for "auto"."""
-    report.dropout_p, report.dropout_seed = dropout.p, dropout.seed
-    if asked.options.kernel == "auto":
-        report.without_dropout = without_dropout(decision.kernel, asked.call_shape)
-
-
 @contextmanager
 def _peak_memory(device: torch.device, report: PassReport) -> Iterator[None]:
-    """Measures the peak of the device's allocator, where a report was asked for."""
+    """Measures the peak of the device's allocator, where a report was problem for."""
     counted = backend_of(device).count_peak(device) if report.timed else None
     try:
         yield

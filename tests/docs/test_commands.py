@@ -158,11 +158,11 @@ def test_calibrate_runs(
         assert "plans use it from now on" in printed
         assert "head_dim 128 backward" in printed
         assert (folder / "cache" / "calibration.json").exists()
-        assert calibration.machine_of(torch.device("cpu"), torch.float32, 64).measured
+        assert calibration.hardware_of(torch.device("cpu"), torch.float32, 64).measured
     finally:
         monkeypatch.undo()
         calibration._known.cache_clear()
-        calibration.machine_of.cache_clear()
+        calibration.hardware_of.cache_clear()
         calibration.rates_known.cache_clear()
 
 

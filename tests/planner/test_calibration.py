@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers_memory import FailingAllocations
 
 import quorum_attention as qa
 from quorum_attention.cli import main
+from quorum_attention.errors import CalibrationError
+from quorum_attention.execution.device import cpu
 from quorum_attention.execution.device.backend import TrialSizes
 from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.kernels.fa4 import by_head_dim
 from quorum_attention.planner import calibration
-from quorum_attention.planner.calibration import cache_file, calibrate, device_key, machine_of
-from quorum_attention.planner.machine import assumed
+from quorum_attention.planner.calibration import cache_file, calibrate, device_key, hardware_of
+from quorum_attention.planner.hardware import assumed
 
 CPU = torch.device("cpu")
 
@@ -26,7 +29,7 @@ CPU = torch.device("cpu")
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def forget() -> None:
         calibration._known.cache_clear()
-        machine_of.cache_clear()
+        hardware_of.cache_clear()
 
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "not" / "there" / "yet"))
     forget()
@@ -38,7 +41,7 @@ def write(figures: object) -> None:
     cache_file().parent.mkdir(parents=True, exist_ok=True)
     cache_file().write_text(figures if isinstance(figures, str) else json.dumps(figures))
     calibration._known.cache_clear()
-    machine_of.cache_clear()
+    hardware_of.cache_clear()
 
 
 def figures(rate: float) -> dict[str, object]:
@@ -48,19 +51,17 @@ def figures(rate: float) -> dict[str, object]:
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Once, and on whatever machine this is: what noise does is test_calibration_noise's.
-    for name, value in (("_ROUNDS", 1), ("_disagreeing", lambda rounds: []), ("_WAITING", 99.0)):
-        monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr(calibration, "_ROUNDS", 1)
     # Real calls, and short ones: how exactly does not matter here.
     sizes = TrialSizes(512, 512, 1 << 20, 0.0, torch.get_num_threads())
     monkeypatch.setattr(Cpu, "trial_sizes", lambda cpu, device: sizes)
-    assert not machine_of(CPU, torch.float32, 64).measured
+    assert not hardware_of(CPU, torch.float32, 64).measured
     before = calibration.rates_known()
     found = calibrate("cpu", torch.float32)
     assert calibration.rates_known() is not before
     assert found.path == cache_file()
     assert found.path.exists()
-    machine = machine_of(CPU, torch.float32, 64)
+    machine = hardware_of(CPU, torch.float32, 64)
     assert machine.measured
     assert machine.flops == found.figures["flops"]["64"][0] > 1e8
     assert machine.backward_flops > 1e8
@@ -68,7 +69,7 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.seconds < 300  # some seconds on a quiet machine
     # Others are kept beside it.
     calibrate("cpu", torch.float16)
-    assert machine_of(CPU, torch.float32, 64).measured
+    assert hardware_of(CPU, torch.float32, 64).measured
 
 
 @pytest.mark.usefixtures("empty_cache")
@@ -91,14 +92,14 @@ def test_plans_use_it() -> None:
 )  # fmt: skip
 def test_a_broken_file_is_no_calibration(content: str) -> None:
     write(content)
-    assert machine_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)
+    assert hardware_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)
 
 
 @pytest.mark.usefixtures("empty_cache")
 def test_another_device_or_version_is_not_used() -> None:
     key = device_key(CPU, torch.float32).replace(torch.__version__, "1.0")
     write({key: figures(1e12)})
-    assert not machine_of(CPU, torch.float32, 64).measured
+    assert not hardware_of(CPU, torch.float32, 64).measured
 
 
 @pytest.mark.usefixtures("empty_cache")
@@ -113,8 +114,8 @@ def test_fp16_and_bf16_are_apart_on_a_cpu_and_one_on_a_gpu() -> None:
     ]
     assert seconds[0] > 5 * seconds[1]
     write({device_key(CPU, torch.bfloat16): figures(1e12)})
-    assert machine_of(CPU, torch.bfloat16, 64).measured
-    assert not machine_of(CPU, torch.float16, 64).measured
+    assert hardware_of(CPU, torch.bfloat16, 64).measured
+    assert not hardware_of(CPU, torch.float16, 64).measured
     cuda = BACKENDS["cuda"]
     assert cuda.rates_of(torch.float16) == cuda.rates_of(torch.bfloat16) == "16 bit"
 
@@ -125,47 +126,134 @@ def test_a_file_of_an_earlier_version_is_read_but_for_16_bits_of_a_cpu(
 ) -> None:
     before = f"{Cpu().model(CPU)}, torch {torch.__version__}"
     write({f"{before}, {bits} bit": figures(1e12) for bits in (16, 32)})
-    assert machine_of(CPU, torch.float32, 64).measured
-    assert not machine_of(CPU, torch.float16, 64).measured
+    assert hardware_of(CPU, torch.float32, 64).measured
+    assert not hardware_of(CPU, torch.float16, 64).measured
     assert main(["doctor"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "calibrated for float32; assumed for float16, bfloat16, float64 (quorum-att" in said
 
 
-def test_head_dims_between_and_beyond() -> None:
-    table = {64: (100.0, 10.0), 128: (200.0, 30.0)}
-    assert by_head_dim(table, 32) == (100.0, 10.0)
-    assert by_head_dim(table, 96) == (150.0, 20.0)
-    assert by_head_dim(table, 256) == (200.0, 30.0)
-
-
-def test_waves() -> None:
-    machine = assumed("cuda", torch.float16, 64)
-    whole = machine.share_of_rate(2 * machine.wave_rows)
-    assert whole == 1.0
-    assert machine.share_of_rate(2 * machine.wave_rows + 128) < 0.72
-    assert 0.85 < machine.share_of_rate(2 * machine.wave_rows + 128, streams=2) < 1
-    assert machine.share_of_rate(5_000, causal_side=5_000) < machine.share_of_rate(5_000)
-    assert machine.cached_share(1 << 30) < machine.cached_share(1 << 26) < 1.0
-    assert machine.cached_share(1 << 20) == 1.0
-
-
 @pytest.mark.usefixtures("empty_cache")
 def test_small_calls_are_decided_anew_by_new_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rates say what is short, as on a GPU."""
-    from quorum_attention.planner import small
+    from quorum_attention.planner import decide
 
     asked: list[object] = []
     monkeypatch.setattr(Cpu, "refuses", True)
-    monkeypatch.setattr(small, "short_monolithic", lambda *given, **named: asked.append(given))
+    monkeypatch.setattr(decide, "short_monolithic", lambda *given, **named: asked.append(given))
     query = torch.randn(1, 1, 37, 8)
 
     def count() -> int:
+        before = len(asked)
         qa.attention(query, query, query)
-        return len(asked)
+        return len(asked) - before
 
-    once = count()
-    assert once > 0
-    assert count() == once
+    once, again = count(), count()
+    assert again < once
     calibration.rates_known.cache_clear()
-    assert count() > once
+    assert count() > again
+
+
+# What a quiet machine measures.
+QUIET = {
+    "head_dim 64 forward": 9e10,
+    "head_dim 64 backward": 8e10,
+    "head_dim 128 forward": 7e10,
+    "head_dim 128 backward": 6e10,
+    "causal": 5e10,
+    "merge_bytes_per_second": 3e10,
+    "up_bytes_per_second": 2e10,
+    "down_bytes_per_second": 2e10,
+    "call_seconds": 1e-4,
+    "backward_call_seconds": 2e-4,
+    "plan_seconds": 1e-3,
+}
+
+
+@pytest.fixture
+def measured(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[int, str], float]], None]:
+    """Takes by how much everything is slowed down, by round and figure."""
+
+    def set_noise(noise: Callable[[int, str], float]) -> None:
+        def take(bench: object, number: int) -> dict[str, float]:
+            return {
+                name: right * noise(number, name)
+                if name.endswith("_seconds")
+                else right / noise(number, name)
+                for name, right in QUIET.items()
+            }
+
+        monkeypatch.setattr(calibration._Bench, "round", take)
+
+    return set_noise
+
+
+def test_a_round_runs_outside_the_callers_modes_and_draws_none_of_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration._Bench, "seconds", lambda bench, run, *seconds: 1e-3)
+    state = torch.get_rng_state()
+    with FailingAllocations(1, 10_000), torch.inference_mode():
+        assert calibration._Bench(CPU, torch.float32).round(0).keys() == QUIET.keys()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_median_is_kept_and_the_spread_shown(measured: Any) -> None:
+    measured(lambda number, name: (1.25, 1.0, 0.9)[number])
+    told: list[str] = []
+    found = calibrate("cpu", torch.float32, told.append)
+    assert found.rounds == len(told) == 3
+    assert found.figures["flops"] == {"64": [9e10, 8e10], "128": [7e10, 6e10]}
+    assert found.figures["call_seconds"] == 1e-4
+    assert list(found.spread.values()) == pytest.approx([1.25 / 0.9] * len(QUIET))
+    hardware = hardware_of(CPU, torch.float32, 128)
+    assert (hardware.flops, hardware.backward_flops) == (7e10, 6e10)
+    assert hardware.measured
+
+
+@pytest.mark.parametrize("name", ["head_dim 64 forward", "call_seconds", "plan_seconds"])
+def test_what_disagrees_with_itself_is_not_stored(
+    measured: Any, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(lambda number, figure: 1.0)
+    calibrate("cpu", torch.float32)
+    before = cache_file().read_bytes()
+    measured(lambda number, figure: 2.0**number if figure == name else 1.0)
+    if name == "plan_seconds":  # of a shape that is new: there is no second time
+        calibrate("cpu", torch.float32)
+        return
+    with pytest.raises(CalibrationError, match=f"disagree with each other: {name} "):
+        calibrate("cpu", torch.float32)
+    assert main(["calibrate", "--device", "cpu"]) == 2
+    assert "try again when it is quiet" in capsys.readouterr().err.splitlines()[-1]
+    assert cache_file().read_bytes() == before
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_cannot_be_is_not_stored(measured: Any, value: float) -> None:
+    measured(lambda number, name: value)
+    with pytest.raises(CalibrationError, match="cannot be"):
+        calibrate("cpu", torch.float32)
+    assert not cache_file().exists()
+
+
+def test_a_profile_belongs_to_a_model_and_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for name in ("Quick 9000", "Slow 10"):
+        for threads in (2, 4):
+            monkeypatch.setattr(cpu, "cpu_name", lambda name=name: name)
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            keys.add(device_key(CPU, torch.float32))
+    assert len(keys) == 4
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), None, "quick", [1]])
+@pytest.mark.parametrize("name", ["call_seconds", "filling_causal", "flops"])
+def test_stored_figures_that_cannot_be_are_not_used(name: str, value: object) -> None:
+    entry = figures(1e12)
+    entry[name] = {"64": [value, value], "128": [value, value]} if name == "flops" else value
+    write({device_key(CPU, torch.float32): entry})
+    assert hardware_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)

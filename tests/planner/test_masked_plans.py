@@ -15,7 +15,7 @@ from quorum_attention.execution.routes.in_place import InPlace
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.pictures.geometry import blocks
-from quorum_attention.planner.small import is_small
+from quorum_attention.planner.decide import is_small
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 

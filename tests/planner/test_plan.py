@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from itertools import pairwise
@@ -15,6 +16,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.kernels.kit import from_lse_function
 from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.planner.plan import _lines_logged
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
@@ -223,3 +225,31 @@ def test_a_budget_of_a_plan_holds_for_wider_results() -> None:
     qa.attention(*three, plan=plan)
     with pytest.raises(qa.BudgetError, match="the plan's budget"):
         qa.attention(*three, plan=plan, out_dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_once_for_calls_of_a_kind(caplog: pytest.LogCaptureFixture) -> None:
+    q = torch.randn(1, 4, 400, 16, requires_grad=True)
+    _lines_logged.cache_clear()
+    with caplog.at_level(logging.INFO, "quorum_attention"):
+        qa.attention(q, q, q)
+        assert not caplog.records, "not cut"
+        for _ in range(3):
+            qa.attention(q, q, q, depth=1).sum().backward()
+        qa.attention(q[:, :, :390], q, q, depth=1)  # a length of the same kind
+        lines = [record.getMessage() for record in caplog.records]
+        assert [line.split()[0] for line in lines] == ["forward", "backward"]
+        for words in ("400 queries x 400 keys", "1 x 4 heads", "budget none", "depth 1",
+                      "kernel cpu", "predicted"):  # fmt: skip
+            assert words in lines[0]
+        qa.attention(q.detach(), q.detach(), q.detach(), budget="64MiB", depth=1)
+    assert "budget 64.00 MiB" in caplog.records[2].getMessage()
+    assert {record.name for record in caplog.records} == {"quorum_attention"}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_nothing_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+    q = torch.randn(1, 4, 400, 16)
+    with caplog.at_level(logging.WARNING, "quorum_attention"):
+        qa.attention(q, q, q, depth=1)
+    assert not caplog.records

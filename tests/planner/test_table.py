@@ -16,7 +16,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.calibration import hardware_of
 
 TABLE = Path(__file__).with_suffix(".txt")
 MASK = from_score_mod(None, sliding_window(4096), compiled=False)
@@ -84,9 +84,9 @@ def line(n: int, budget: str, sizes: dict[str, Any], where: dict[str, Any]) -> s
 @pytest.fixture
 def assumed(one_thread: None) -> Iterator[None]:
     """The rates of a CPU are assumed by its threads, and remembered."""
-    machine_of.cache_clear()
+    hardware_of.cache_clear()
     yield
-    machine_of.cache_clear()
+    hardware_of.cache_clear()
 
 
 @pytest.mark.usefixtures("assumed")

@@ -222,19 +222,19 @@ def calibrated(factor: float | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("quorum_attention") and (
-                getattr(module, "machine_of", None) is calibration.machine_of
+                getattr(module, "hardware_of", None) is calibration.hardware_of
                 and module is not calibration
             ):
-                stack.enter_context(mock.patch.object(module, "machine_of", _measured(factor)))
+                stack.enter_context(mock.patch.object(module, "hardware_of", _measured(factor)))
         yield
 
 
 @cache
 def _measured(factor: float) -> Any:
-    from quorum_attention.planner.calibration import machine_of
+    from quorum_attention.planner.calibration import hardware_of
 
     def measured(*args: Any) -> Any:
-        found = machine_of(*args)
+        found = hardware_of(*args)
         return replace(
             found, flops=found.flops * factor, backward_flops=found.backward_flops * factor,
             measured=True,

@@ -15,7 +15,7 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.masked import Sizes, kernel_for_mask
 from quorum_attention.kernels.protocol import MaskShape
 from quorum_attention.mask import Mask
-from quorum_attention.planner.options import Options
+from quorum_attention.planner.plan import Options
 
 
 def under_mask(

@@ -12,8 +12,7 @@ from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.execution.device.lookup import best_device, on_host, present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.planner.options import Options
-from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.plan import Options, Plan
 from quorum_attention.sizes import parse_bytes
 
 Device = str | torch.device

@@ -37,7 +37,7 @@ from quorum_attention.execution.workload import Workload, scale_is_exact
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
-from quorum_attention.planner.options import Options
+from quorum_attention.planner.plan import Options
 
 if TYPE_CHECKING:
     from quorum_attention.call.gradients import Given

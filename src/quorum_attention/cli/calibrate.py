@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import print_json, say, show_table, warn
+from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.planner.calibration import Calibration, calibrate
 
 
@@ -25,8 +25,8 @@ def add_to(commands: Any) -> None:
 
 
 _DESCRIPTION = (
-    "Measure this machine, so that predicted times are its own: everything at least three times, "
-    "the best is kept. Best done while nothing else runs; measurements that disagree with each "
+    "Measure this machine, so that predicted times are its own: everything three times, the "
+    "median is kept. Best done while nothing else runs; measurements that disagree with each "
     "other are refused, and nothing is stored."
 )
 
@@ -44,23 +44,15 @@ def _run(options: argparse.Namespace) -> int:
                 "seconds": found.seconds,
                 "rounds": found.rounds,
                 "spread": found.spread,
-                "better_before": found.better_before,
                 **found.figures,
             }
         )
         return 0
-    show_table(["figure", "best", "worst is off by"], _rows(found), title=found.key)
+    show_table(["figure", "median", "they differ by"], _rows(found), title=found.key)
     say(
         f"measured {found.rounds} times in {found.seconds:.1f} s; kept in {found.path}; plans use "
         f"it from now on"
     )
-    if found.better_before:
-        name = max(found.better_before, key=found.better_before.__getitem__)
-        warn(
-            f"in the calibration before this one {name} was {found.better_before[name]:.2g} times "
-            f"as good: unless the machine has changed, something else kept it busy all the time; "
-            f"calibrate again when it is quiet"
-        )
     return 0
 
 

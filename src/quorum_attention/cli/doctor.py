@@ -18,7 +18,7 @@ from quorum_attention.execution.device.cpu import cpu_name
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.torch_private import flash_implementation
-from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.sizes import format_bytes
 
 _OPTIONAL = (
@@ -69,7 +69,9 @@ def _torch_attention(device: torch.device) -> str | None:
 
 def _calibrated(device: torch.device) -> list[str]:
     """The dtypes whose rates have been measured on the device."""
-    return [name for name, dtype in shared.DTYPES.items() if machine_of(device, dtype, 64).measured]
+    return [
+        name for name, dtype in shared.DTYPES.items() if hardware_of(device, dtype, 64).measured
+    ]
 
 
 def _version(package: str) -> str | None:

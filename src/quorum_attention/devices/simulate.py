@@ -16,8 +16,8 @@ from quorum_attention.devices.scheduler import Schedule
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
 from quorum_attention.planner.calibration import calibrated_flops
-from quorum_attention.planner.machine import assumed
-from quorum_attention.planner.make import plan
+from quorum_attention.planner.estimate import plan
+from quorum_attention.planner.hardware import assumed
 
 # Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
 # forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an

@@ -1,9 +1,8 @@
 """Measures the rates of a device, and stores them in the user's cache directory.
 
 The rates are those that a device holds for seconds: every figure is measured after the device has
-been busy for a while. Other work on the machine only makes figures worse, so each is measured
-several times and the best is kept; where even the two best differ a lot, nothing is stored. Without
-a calibration plans are made with the assumed rates of ``machine.py``.
+been busy for a while, three times, and the median is kept. Where the three differ a lot, nothing is
+stored. Without a calibration plans are made with the assumed rates of ``hardware.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.planner.machine import Machine
+from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.writing import check_target
 
 _FILE = "calibration.json"
@@ -41,12 +39,9 @@ _COMMON = (
     "up_bytes_per_second", "down_bytes_per_second", "merge_bytes_per_second", "call_seconds",
     "backward_call_seconds", "plan_seconds",
 )  # fmt: skip
-_ROUNDS, _MOST_ROUNDS = 3, 6
-# The largest factor between the two best measurements of a figure. Rates are measured over seconds,
-# and are steadier than the others.
-_RATE_SPREAD, _OTHER_SPREAD = 1.2, 1.5
-# Share of a round that threads may wait for a core; more means that the machine is busy.
-_WAITING = 0.1
+_ROUNDS = 3
+# The largest factor between the measurements of a figure.
+_SPREAD = 1.5
 # Not compared: a shape is new only once, so this cannot be measured twice.
 _UNCHECKED = ("plan_seconds",)
 
@@ -71,13 +66,22 @@ def calibrated_flops(
 ) -> tuple[float, float] | None:
     """FLOP/s of a forward and of a backward of a device model, whether or not such a device is
     here; None where none has been calibrated."""
+    rates = _measured_rates(_key(backend, model, dtype), head_dim)
+    return None if rates is None else (rates["flops"], rates["backward_flops"])
+
+
+def _measured_rates(key: str, head_dim: int) -> dict[str, float] | None:
+    """The fields of a ``HardwareModel`` that were measured; None: not measured, or the entry is
+    broken or of an older version."""
     try:
-        entry = _known()[_key(backend, model, dtype)]
+        entry = _known()[key]
         table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
-        found = by_head_dim(table, head_dim)
+        forward, backward = by_head_dim(table, head_dim)
+        rates = {name: float(entry[name]) for name in (*_COMMON, "filling_causal")}
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         return None
-    return found if all(math.isfinite(rate) and rate > 0 for rate in found) else None
+    rates |= {"flops": forward, "backward_flops": backward}
+    return rates if all(math.isfinite(r) and r > 0 for r in rates.values()) else None
 
 
 @lru_cache(maxsize=1)
@@ -98,24 +102,15 @@ def _entries(said: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def machine_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Machine:
+def hardware_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> HardwareModel:
     """The rates of ``device``: calibrated where it has been, assumed where not."""
     backend = backend_of(device)
-    base = Machine(**backend.rates(device, dtype, head_dim))
-    if not backend.is_here():
-        return base
-    entry = _known().get(device_key(device, dtype))
-    if not isinstance(entry, dict):
-        return base
-    try:
-        table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
-        forward, backward = by_head_dim(table, head_dim)
-        common: dict[str, Any] = {name: float(entry[name]) for name in (*_COMMON, "filling_causal")}
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
-        return base  # written by an older version
-    if not all(math.isfinite(rate) and rate > 0 for rate in (forward, backward, *common.values())):
-        return base
-    return replace(base, flops=forward, backward_flops=backward, measured=True, **common)
+    rates: dict[str, Any] = backend.rates(device, dtype, head_dim)
+    if backend.is_here():
+        measured = _measured_rates(device_key(device, dtype), head_dim)
+        if measured is not None:
+            rates = {**rates, **measured, "measured": True}
+    return HardwareModel(**rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +119,11 @@ class Calibration:
 
     Attributes:
         key: the device, torch version and dtypes that it is valid for.
-        figures: as in the file; the best of all rounds.
+        figures: as in the file; medians of all rounds.
         path: the file.
         seconds: how long the calibration took.
-        rounds: how many undisturbed rounds of measurements there were.
+        rounds: how many rounds of measurements there were.
         spread: by figure, the factor between its largest and its smallest measurement.
-        better_before: by figure, how many times as good it was in the calibration that this one
-            replaces, of those that were better by more than measurements may differ. Other work
-            that lasts makes figures worse and keeps them alike; so may a change of the machine.
     """
 
     key: str
@@ -140,7 +132,6 @@ class Calibration:
     seconds: float
     rounds: int
     spread: dict[str, float]
-    better_before: dict[str, float]
 
 
 def calibrate(
@@ -150,8 +141,7 @@ def calibrate(
 ) -> Calibration:
     """Measure the rates of a device (half a minute) and store them.
 
-    Everything is measured at least three times, and more often while the two best measurements of
-    a figure differ a lot.
+    Everything is measured three times; the median is kept.
 
     Args:
         device: None is the current CUDA device where there is one, else the CPU.
@@ -171,145 +161,50 @@ def calibrate(
     path = cache_file()
     check_target(private_folder(path.parent) / _FILE)
     bench = _Bench(where, dtype)
-    rounds = _measured(bench, progress or (lambda text: None))
-    best = {name: _best(name, [found[name] for found in rounds]) for name in rounds[0]}
+    rounds = []
+    for number in range(_ROUNDS):
+        if progress is not None:
+            progress(f"round {number + 1} of {_ROUNDS}")
+        rounds.append(bench.round(number))
+    values = {name: [measured[name] for measured in rounds] for name in rounds[0]}
+    _check_agreement(values)
+    median = {name: statistics.median(measured) for name, measured in values.items()}
+    # A causal square of ``causal_rows`` reaches this share of the rate.
+    share = median["causal"] / median[f"head_dim {_HEAD_DIMS[0]} forward"]
     figures = {
         "date": datetime.date.today().isoformat(),
         "kernel": bench.kernel(_HEAD_DIMS[0]).name,
-        "flops": {str(d): [best[_rate(d, which)] for which in _PASSES] for d in _HEAD_DIMS},
-        "filling_causal": _filling(best["causal"], best[_rate(_HEAD_DIMS[0], "forward")], bench),
-        **{name: best[name] for name in _COMMON},
+        "flops": {
+            str(d): [median[f"head_dim {d} {which}"] for which in ("forward", "backward")]
+            for d in _HEAD_DIMS
+        },
+        "filling_causal": float(bench.causal_rows * (1 / max(0.05, min(0.999, share)) - 1)),
+        **{name: median[name] for name in _COMMON},
     }
     key = device_key(where, dtype)
-    _known.cache_clear()
-    earlier = _measurements(_known().get(key))
     store(_FILE, lambda said: {**_entries(said), key: figures}, durable=True)
-    _known.cache_clear()
-    machine_of.cache_clear()
-    rates_known.cache_clear()
-    spread = {
-        name: max(found[name] for found in rounds) / min(found[name] for found in rounds)
-        for name in best
-    }
-    better = {
-        name: max(value, best[name]) / min(value, best[name])
-        for name, value in earlier.items()
-        if _best(name, [value, best[name]]) == value
-        and _apart(name, [value, best[name]]) > _limit(name)
-    }
-    seconds = time.perf_counter() - started
-    return Calibration(key, figures, path, seconds, len(rounds), spread, better)
+    for cached in (_known, hardware_of, rates_known):
+        cached.cache_clear()
+    spread = {name: max(measured) / min(measured) for name, measured in values.items()}
+    return Calibration(key, figures, path, time.perf_counter() - started, _ROUNDS, spread)
 
 
-_PASSES = ("forward", "backward")
-
-
-def _rate(head_dim: int, which: str) -> str:
-    """The name of a rate among the measurements of a round."""
-    return f"head_dim {head_dim} {which}"
-
-
-def _best(name: str, values: list[float]) -> float:
-    """The smallest value of a time, the largest of a rate."""
-    return min(values) if name.endswith("_seconds") else max(values)
-
-
-def _apart(name: str, values: list[float]) -> float:
-    """The factor between the two best values."""
-    first = _best(name, values)
-    others = list(values)
-    others.remove(first)
-    second = _best(name, others)
-    return max(first, second) / min(first, second)
-
-
-def _limit(name: str) -> float:
-    """The largest factor that may be between two measurements of a figure."""
-    if name in _UNCHECKED:
-        return math.inf
-    return _RATE_SPREAD if name.startswith("head_dim") else _OTHER_SPREAD
-
-
-def _measurements(entry: Any) -> dict[str, float]:
-    """The figures of a stored calibration by the names of a round, those that can be; {}: it is of
-    another version."""
-    try:
-        rates = {
-            _rate(d, which): float(rate)
-            for d in _HEAD_DIMS
-            for which, rate in zip(_PASSES, entry["flops"][str(d)], strict=True)
-        }
-        found = rates | {name: float(entry[name]) for name in _COMMON}
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
-        return {}
-    return {name: value for name, value in found.items() if math.isfinite(value) and value > 0}
-
-
-def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str, float]]:
-    """Undisturbed rounds of measurements, until the two best of every figure agree.
+def _check_agreement(values: dict[str, list[float]]) -> None:
+    """Refuse measurements that cannot be, or that differ by more than ``_SPREAD``.
 
     Raises:
-        CalibrationError: they do not after ``_MOST_ROUNDS`` rounds.
+        CalibrationError: names the figure.
     """
-    rounds: list[dict[str, float]] = []
-    busy: list[float] = []
-    for number in range(_MOST_ROUNDS):
-        progress(f"round {number + 1} of at least {_ROUNDS}")
-        began, waited = time.perf_counter(), _waited_seconds()
-        found = bench.round(number)
-        share = (_waited_seconds() - waited) / (time.perf_counter() - began) / bench.sizes.threads
-        broken = [name for name, value in found.items() if not (math.isfinite(value) and value > 0)]
-        if broken:
+    for name, measured in values.items():
+        texts = ", ".join(f"{value:.3g}" for value in measured)
+        if not all(math.isfinite(value) and value > 0 for value in measured):
+            raise CalibrationError(f"{name} was measured as {texts}, which cannot be: not stored")
+        if name not in _UNCHECKED and max(measured) > _SPREAD * min(measured):
             raise CalibrationError(
-                f"{broken[0]} was measured as {found[broken[0]]}, which cannot be; nothing was "
-                f"stored"
+                f"nothing was stored: measurements disagree with each other: {name} ({texts}). "
+                f"Something else keeps the machine busy, or its clock changes: try again when it "
+                f"is quiet"
             )
-        if share > _WAITING:
-            # Not used, however often it is repeated: a process with half a core sees half the rate.
-            busy.append(share)
-            continue
-        rounds.append(found)
-        if len(rounds) >= _ROUNDS and not _disagreeing(rounds):
-            return rounds
-    why = []
-    if busy:
-        why.append(
-            f"in {len(busy)} of {_MOST_ROUNDS} rounds this process waited for the CPU, up to "
-            f"{max(busy):.0%} of the time"
-        )
-    if len(rounds) > 1 and _disagreeing(rounds):
-        why.append(f"measurements disagree with each other: {'; '.join(_disagreeing(rounds))}")
-    raise CalibrationError(
-        f"nothing was stored: {'; '.join(why)}. Something else keeps the machine busy, or its "
-        f"clock changes: try again when it is quiet"
-    )
-
-
-def _waited_seconds() -> float:
-    """Seconds that this process's threads were ready to run but had no core; 0 where the system
-    does not tell."""
-    waited = 0
-    for thread in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, ValueError, IndexError):  # the thread may have ended
-            waited += int(thread.read_text(encoding="ascii").split()[1])
-    return waited / 1e9
-
-
-def _disagreeing(rounds: list[dict[str, float]]) -> list[str]:
-    """The figures whose two best measurements are too far apart, each with all measurements."""
-    wrong = []
-    for name in rounds[0]:
-        values = [found[name] for found in rounds]
-        if _apart(name, values) > _limit(name):
-            wrong.append(f"{name} ({', '.join(f'{value:.3g}' for value in values)})")
-    return wrong
-
-
-def _filling(causal: float, rate: float, bench: _Bench) -> float:
-    """Rows at which a causal square reaches half of ``rate``, if one of ``bench.causal_rows`` rows
-    reaches ``causal``."""
-    share = causal / rate
-    return float(bench.causal_rows * (1 / max(0.05, min(0.999, share)) - 1))
 
 
 class _Bench:
@@ -328,8 +223,9 @@ class _Bench:
         """Everything once, by name: FLOP/s, bytes per second, and seconds (``..._seconds``)."""
         found = {}
         for head_dim in _HEAD_DIMS:
-            for which, rate in zip(_PASSES, self.rates(head_dim), strict=True):
-                found[_rate(head_dim, which)] = rate
+            forward, backward = self.rates(head_dim)
+            found[f"head_dim {head_dim} forward"] = forward
+            found[f"head_dim {head_dim} backward"] = backward
         return {**found, "causal": self.causal(), **self.copies(), **self.calls(number)}
 
     def kernel(self, head_dim: int) -> InnerKernel:

@@ -20,37 +20,39 @@ import torch
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.pass_spec import PassSpec, spec_of
 from quorum_attention.execution.routes.whole import Whole
-from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.launches import compile_ahead
-from quorum_attention.kernels.probe import read_memo
+from quorum_attention.execution.trimming import pairs_of
+from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.planner import policy
-from quorum_attention.planner.calibration import machine_of
-from quorum_attention.planner.cost import forward_flops
-from quorum_attention.planner.machine import Machine
-from quorum_attention.planner.options import Options
-from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.search import (
+from quorum_attention.planner.calibration import hardware_of, rates_known
+from quorum_attention.planner.hardware import HardwareModel
+from quorum_attention.planner.plan import Options, Plan
+from quorum_attention.planner.price import (
     Candidate,
-    Wish,
+    footprint_of,
+    forward_flops,
+    kernel_hardware,
+    least_seconds,
+)
+from quorum_attention.planner.search import (
+    PlanConstraints,
     choose,
-    least,
-    prepared,
     refitted,
     short_monolithic,
+    uncut,
 )
-from quorum_attention.planner.small import is_small
 from quorum_attention.sizes import format_bytes, format_least
 
 _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Problem:
     """One pass of a call, as far as a decision depends on it.
 
     Attributes:
@@ -76,6 +78,20 @@ class Asked:
         """The sizes that kernels are asked about."""
         return self.work.call_shape(self.options.device.type, self.needs_grad)
 
+    @property
+    def spec(self) -> PassSpec:
+        """Forward or backward."""
+        return spec_of(self.backward)
+
+    @property
+    def hardware(self) -> HardwareModel:
+        """The rates of the device that computes."""
+        return hardware_of(self.options.device, self.work.dtype, self.work.head_dim)
+
+    def case(self, kernel: InnerKernel) -> Case:
+        """The pass by ``kernel``."""
+        return Case(self.work, kernel, self.spec, self.place)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -92,23 +108,28 @@ class Decision:
     last: bool = False
 
 
-def decide(asked: Asked) -> Decision:
+def decide(problem: Problem) -> Decision:
     """How to run a pass.
 
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
-    whole = _whole(asked)
-    return _by_plan(asked) if whole is None else Decision(whole)
+    options, place = problem.options, problem.place
+    free = options.free and not (options.watched or place.results_given or place.is_divided)
+    if free and problem.together and place.in_place:
+        kernel = _preferred(problem)
+        if is_small(problem.work, kernel, place, options.device, backward=problem.backward):
+            return Decision(kernel)
+    return _by_plan(problem)
 
 
-def decide_again(asked: Asked, failed: Decision) -> Decision:
+def decide_again(problem: Problem, failed: Decision) -> Decision:
     """How to run a pass for which ``failed`` ran out of memory; ``failed.last`` is False."""
-    return _by_plan(asked) if failed.plan is None else _planned(asked, failed.kernel)
+    return _by_plan(problem) if failed.plan is None else _planned(problem, failed.kernel)
 
 
-def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision:
+def decide_both(forward: Problem, backward: Problem, *, beside: int = 0) -> Decision:
     """How to run a forward whose backward has to fit the budget as well.
 
     Args:
@@ -120,10 +141,9 @@ def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision
     if beside and backward.options.budget_bytes is not None:
         left = max(0, backward.options.budget_bytes - beside)
         backward = replace(backward, options=replace(backward.options, budget_bytes=left))
-    _prepare(forward)
     # The backward is decided again when its turn comes.
-    found, _ = both_passes(lambda back: decide((forward, backward)[back]), beside)
-    return found
+    decision, _ = both_passes(lambda back: decide((forward, backward)[back]), beside)
+    return decision
 
 
 def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, _Found]:
@@ -159,7 +179,7 @@ def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, 
 
 def decide_untried(
     work: Workload,
-    wish: Wish,
+    constraints: PlanConstraints,
     kernel: str | InnerKernel,
     place: Placement,
     device: torch.device,
@@ -167,7 +187,7 @@ def decide_untried(
     backward: bool,
 ) -> tuple[InnerKernel, Candidate]:
     """Kernel and schedule of a call without tensors, on a ``device`` that need not be available.
-    Kernels are not tried out: what they declare is believed.
+    Kernels are not tried out: ``kernel_works`` for all of them.
 
     Raises:
         BudgetError, NotImplementedError: as ``decide``.
@@ -175,125 +195,126 @@ def decide_untried(
     call_shape = work.call_shape(device.type, backward)
     preferred = select_kernel(kernel, call_shape, device, tried=False, flops=forward_flops(work))
     others = rivals(preferred, call_shape, device) if kernel == "auto" else ()
-    machine = machine_of(device, work.dtype, work.head_dim)
-    chosen, found = quickest(
-        work, wish, preferred, others, place, machine, backward=backward, believed=lambda _: True
-    )
-    return chosen, prepared(found, Case(work, chosen, spec_of(backward), place), machine)
+    hardware = hardware_of(device, work.dtype, work.head_dim)
+    case = Case(work, preferred, spec_of(backward), place)
+    return choose_plan(case, constraints, others, hardware, kernel_works=lambda _: True)
 
 
 # --- Without a plan ---------------------------------------------------------------------------
 
 
-def _whole(asked: Asked) -> InnerKernel | None:
-    """The kernel that runs a pass whole and without a plan; None where it needs a plan."""
-    options, place = asked.options, asked.place
-    if not options.free or options.watched or place.results_given or place.is_divided:
-        return None
-    return _small_kernel(asked) if asked.together else None
+def is_small(
+    work: Workload, kernel: InnerKernel, place: Placement, device: torch.device, *, backward: bool
+) -> bool:
+    """Whether ``kernel`` takes the call whole, and the call is so short that no plan is worth its
+    time.
+
+    A model that decodes makes a call of a new length every time, so lengths are rounded up before
+    answers are looked up or remembered.
+    """
+    if not place.in_place or len(work.batch_shape) > 1:
+        return False
+    # A kernel's own mask is defined for these lengths only: they cannot be rounded.
+    own_mask = pairs_of(work, kernel).verdict is not None
+    rounded, rates, spec = work if own_mask else _rounded(work), rates_known(), spec_of(backward)
+    if _fits_whole(rounded, kernel, place, device, spec, rates):
+        return True
+    # The rounded call may be too long where the call itself is not. On a CPU that does not matter:
+    # there a planned call is as quick.
+    return place.backend.refuses and _fits_whole(work, kernel, place, device, spec, rates)
 
 
-def _small_kernel(asked: Asked) -> InnerKernel | None:
-    """The preferred kernel, if it can run the pass whole and the pass is small enough."""
-    if not asked.place.in_place:
-        return None
-    kernel = _preferred(asked)
-    device = asked.options.device
-    small = is_small(asked.work, kernel, asked.place, device, backward=asked.backward)
-    return kernel if small else None
+def _rounded(work: Workload) -> Workload:
+    """``work`` with its lengths rounded up to powers of two. A causal call that is not square is
+    returned as it is: other lengths would keep other pairs."""
+    if work.is_causal and work.n_queries != work.n_keys:
+        return work
+    n_queries, n_keys = (
+        max(policy.SHORTEST, 1 << (n - 1).bit_length()) for n in (work.n_queries, work.n_keys)
+    )
+    if (n_queries, n_keys) == (work.n_queries, work.n_keys):
+        return work
+    return replace(work, n_queries=n_queries, n_keys=n_keys)
+
+
+@remembered(256)
+def _fits_whole(
+    work: Workload,
+    kernel: InnerKernel,
+    place: Placement,
+    device: torch.device,
+    spec: PassSpec,
+    rates: object,
+) -> bool:
+    """The answer by the rates that ``rates`` stands for, and to be asked again after others."""
+    if place.backend.refuses:
+        hardware = hardware_of(device, work.dtype, work.head_dim)
+        return short_monolithic(work, kernel, place, spec, hardware) is not None
+    schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
+    case = Case(work, kernel, spec, place)
+    return schedule.runs(case) and footprint_of(schedule, case).total <= policy.WHOLE_BYTES
 
 
 # --- With a plan ------------------------------------------------------------------------------
 
 
-def _by_plan(asked: Asked) -> Decision:
+def _by_plan(problem: Problem) -> Decision:
     """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
-    work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
-    _prepare(asked)
-    preferred = _preferred(asked)
+    work, options, place = problem.work, problem.options, problem.place
+    preferred = _preferred(problem)
     if options.free:
         # A short call is not worth asking how much memory is free.
-        machine = machine_of(options.device, work.dtype, work.head_dim)
-        short = short_monolithic(work, preferred, place, machine, backward=backward)
+        short = short_monolithic(work, preferred, place, problem.spec, problem.hardware)
         if short is not None:
-            return Decision(preferred, Plan(work, short, place, preferred.name, None, backward))
-    call_shape, device = asked.call_shape, options.device
+            plan = Plan(work, short, place, preferred.name, None, problem.backward)
+            return Decision(preferred, plan)
     # Where the result's dtype already decides on a kernel, no others are compared.
-    free = unrounded_kernel(options.kernel, call_shape, device, asked.result) == "auto"
-    others = rivals(preferred, call_shape, device) if free else ()
-    return _planned(asked, preferred, others)
+    shape, device = problem.call_shape, options.device
+    any_kernel = unrounded_kernel(options.kernel, shape, device, problem.result) == "auto"
+    return _planned(problem, preferred, rivals(preferred, shape, device) if any_kernel else ())
 
 
-# Kinds of calls for which it has been begun: there are few.
-_PREPARED: set[tuple[torch.device, torch.dtype, int, int, bool | None]] = set()
-
-
-def _prepare(asked: Asked) -> None:
-    """Begin what a first call of a kind waits for, beside planning it."""
-    work, options, place = asked.work, asked.options, asked.place
-    if place.in_place and options.budget_bytes is None:
-        return
-    # It will probably be cut.
-    scaled = work.dtype == torch.float16 if asked.needs_grad else None
-    kind = options.device, work.dtype, work.head_dim, work.value_dim, scaled
-    if kind in _PREPARED:
-        return
-    _PREPARED.add(kind)
-    backend = backend_of(options.device)
-    if backend.remembers and backend.is_here():
-        # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
-        # gives it away: a hundred small files would take half a second beside them.
-        read_memo()
-    backend.prepare(options.device)
-    compile_ahead(*kind)
-
-
-def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
+def _planned(
+    problem: Problem, preferred: InnerKernel, others: Iterable[InnerKernel] = ()
+) -> Decision:
     """A decision by the plan given, or by a search within the budget."""
-    work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
-    machine = machine_of(options.device, work.dtype, work.head_dim)
-    given = options.plan
+    work, options, place, backward = problem.work, problem.options, problem.place, problem.backward
+    case, given = problem.case(preferred), options.plan
     if given is not None and given.backward == backward:
-        case = Case(work, preferred, spec_of(backward), place)
         same = replace(given.work, batch_shape=work.batch_shape) == work
-        fitted = refitted(given.candidate, case, given.place, machine, same_work=same)
+        fitted = refitted(given.candidate, case, given.place, problem.hardware, same_work=same)
         plan = replace(given, candidate=fitted)
         _check_budget(plan, options.budget_bytes)
         return Decision(preferred, plan, last=True)
-
-    kernel, found = quickest(
-        work, _wish(options), preferred, others, place, machine, backward=backward,
-        believed=lambda kernel: why_not(kernel, asked.call_shape, options.device) is None,
+    kernel, candidate = choose_plan(
+        case, _constraints(options), others, problem.hardware,
+        kernel_works=lambda kernel: why_not(kernel, problem.call_shape, options.device) is None,
     )  # fmt: skip
-    found = prepared(found, Case(work, kernel, spec_of(backward), place), machine)
-    made = Plan(work, found, place, kernel.name, options.budget_bytes, backward)
-    return Decision(kernel, made, last=True)
+    plan = Plan(work, candidate, place, kernel.name, options.budget_bytes, backward)
+    return Decision(kernel, plan, last=True)
 
 
-def _preferred(asked: Asked) -> InnerKernel:
+def _preferred(problem: Problem) -> InnerKernel:
     """The kernel asked for (a plan asks for its own), or the first that can run the call."""
-    device, call_shape = asked.options.device, asked.call_shape
-    wanted = unrounded_kernel(asked.options.kernel, call_shape, device, asked.result)
-    return select_kernel(wanted, call_shape, device, flops=forward_flops(asked.work))
+    device, call_shape = problem.options.device, problem.call_shape
+    wanted = unrounded_kernel(problem.options.kernel, call_shape, device, problem.result)
+    return select_kernel(wanted, call_shape, device, flops=forward_flops(problem.work))
 
 
-def quickest(
-    work: Workload,
-    wish: Wish,
-    preferred: InnerKernel,
+def choose_plan(
+    case: Case,
+    constraints: PlanConstraints,
     others: Iterable[InnerKernel],
-    place: Placement,
-    machine: Machine,
+    hardware: HardwareModel,
     *,
-    backward: bool,
-    believed: Callable[[InnerKernel], bool],
+    kernel_works: Callable[[InnerKernel], bool],
 ) -> tuple[InnerKernel, Candidate]:
-    """A kernel and its schedule: ``preferred``, unless one of ``others`` is predicted to be clearly
+    """A kernel and its schedule: the case's, unless one of ``others`` is predicted to be clearly
     faster, or only that one fits.
 
     Args:
         others: other kernels that take the call.
-        believed: whether a kernel works here. Asked last, because it may build the kernel.
+        kernel_works: whether a kernel works here. Asked last, because it may build the kernel.
 
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
@@ -301,29 +322,31 @@ def quickest(
     failure: BudgetError | None = None
     best: tuple[InnerKernel, Candidate] | None = None
     try:
-        found = choose(work, wish, preferred, place, machine, backward=backward)
-        best = preferred, found
-        if isinstance(found.schedule.route, Whole) or found.cost.seconds < policy.WORTH_BUILDING:
+        best = case.kernel, choose(case, constraints, hardware)
+        route, seconds = best[1].schedule.route, best[1].cost.seconds
+        if isinstance(route, Whole) or seconds < policy.WORTH_BUILDING:
             return best
     except BudgetError as error:
         # Its traceback would hold this frame, and so the caller's tensors, until cycles are looked
         # for.
         failure = error.with_traceback(None)
     for kernel in others:
+        other = replace(case, kernel=kernel)
+        limit = math.inf
         if best is not None:
-            floor = least(work, kernel, machine, backward=backward)
-            if floor >= best[1].cost.seconds * _share(best[0], preferred):
+            # Of the best schedule's time, what another has to be below.
+            share = policy.CLEARLY_ANOTHER_KERNEL if best[0] is case.kernel else 1.0
+            limit = best[1].cost.seconds * share
+            if least_seconds(other, kernel_hardware(other, hardware)) >= limit:
                 continue  # whatever a search found, it would not be taken
         try:
-            found = choose(work, wish, kernel, place, machine, backward=backward)
+            found = choose(other, constraints, hardware)
         except BudgetError as error:
             # The smallest budget that an error names has to work: only of kernels that work here.
-            if best is None and believed(kernel):
+            if best is None and kernel_works(kernel):
                 failure = min(failure or error, error, key=_named_bytes).with_traceback(None)
             continue
-        if best is not None and not _is_faster(found, *best, preferred):
-            continue
-        if believed(kernel):
+        if found.cost.seconds < limit and kernel_works(kernel):
             best = kernel, found
     if best is not None:
         return best
@@ -334,26 +357,14 @@ def quickest(
         failure = None
 
 
-def _is_faster(
-    found: Candidate, kernel: InnerKernel, best: Candidate, preferred: InnerKernel
-) -> bool:
-    """Whether ``found`` replaces ``best``, which is ``kernel``'s."""
-    return found.cost.seconds < best.cost.seconds * _share(kernel, preferred)
-
-
-def _share(kernel: InnerKernel, preferred: InnerKernel) -> float:
-    """Of the predicted time of the best schedule, ``kernel``'s: what another has to be below."""
-    return policy.CLEARLY_ANOTHER_KERNEL if kernel is preferred else 1.0
-
-
 def _named_bytes(error: BudgetError) -> float:
     """The smallest budget that an error names."""
     return math.inf if error.smallest_bytes is None else error.smallest_bytes
 
 
-def _wish(options: Options) -> Wish:
+def _constraints(options: Options) -> PlanConstraints:
     given = options.plan
-    return Wish(
+    return PlanConstraints(
         budget_bytes=_budget(options),
         levels=given.levels if given is not None else None,
         depth=options.depth,

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from os import PathLike
+
+import torch
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.case import Placement
+from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import written
 from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.html_table import html_table
-from quorum_attention.planner.search import Candidate
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.planner.price import Candidate
 from quorum_attention.sizes import format_bytes, format_seconds
+
+LOG = logging.getLogger("quorum_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,67 +151,118 @@ class Plan:
 
     def _lines(self) -> list[tuple[str, str]]:
         """(what, words about it), the call itself first."""
-        work, schedule, footprint = self.work, self.schedule, self.candidate.footprint
-        cut, cost = self.decomposition, self.candidate.cost
-        name = "backward" if self.backward else "forward"
-        queries = f"{work.n_queries:,} queries x {work.n_keys:,} keys"
-        heads = f"{work.batch} x {work.heads} heads ({work.kv_heads} key/value)"
+        work, schedule, cost = self.work, self.schedule, self.candidate.cost
+        cut, kept = self.decomposition, self._kept()
+        dtype = str(work.dtype).removeprefix("torch.")
         call = (
-            f"{name} of {queries}, {heads}, head_dim {work.head_dim}, "
-            f"{str(work.dtype).removeprefix('torch.')}{f', {self._kept()}' if self._kept() else ''}"
+            f"{'backward' if self.backward else 'forward'} of {work.n_queries:,} queries x "
+            f"{work.n_keys:,} keys, {work.batch} x {work.heads} heads ({work.kv_heads} key/value), "
+            f"head_dim {work.head_dim}, {dtype}{f', {kept}' if kept else ''}"
         )
-        lines = [("call", call)]
-        if not cut.levels:
-            lines.append(("levels", "none, one monolithic task for each head group"))
-        else:
+        levels = "none, one monolithic task for each head group"
+        if cut.levels:
             share = 100 * schedule.largest_task / max(1, cut.n_tokens)
             levels = (
                 f"{' x '.join(map(str, cut.levels))} chunks ({cut.layout}), "
                 f"{self.n_tasks:,} tasks of at most {schedule.largest_task:,} tokens "
                 f"({share:.{1 if share >= 0.1 else 4}f}% of the sequence)"
             )
-            lines.append(("levels", levels))
         units = (
             f"{self.n_groups} head group(s) of {schedule.group.batch} x "
             f"{schedule.group.kv_heads} key/value heads x {schedule.route.parts(schedule, work)}, "
             f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
         )
-        lines.append(("units", units))
-        kernel = f"{self.kernel} on {self.place.device_type}, {schedule.route.words}"
-        lines.append(("kernel", kernel))
-        parts = [
-            f"{label} {format_bytes(n)}"
-            for label, n in (
-                ("slots", footprint.slots),
-                ("workspace", footprint.workspace),
-                ("accumulators", footprint.accumulators),
-                ("results", footprint.results),
-            )
-            if n
-        ]
         within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
-        peak = f"{format_bytes(self.peak_bytes)}{within} ({', '.join(parts)})"
-        lines.append(("peak memory", peak))
-        terms = [
-            f"{label} {format_seconds(seconds)}"
-            for label, seconds in (
-                ("arithmetic", cost.arithmetic),
-                ("merge", cost.merge),
-                ("up", cost.up),
-                ("down", cost.down),
-                ("host", cost.issue),
-            )
+        terms = {
+            "arithmetic": cost.arithmetic, "merge": cost.merge, "up": cost.up, "down": cost.down,
+            "host": cost.issue,
+        }  # fmt: skip
+        parts = ", ".join(f"{label} {format_seconds(spent)}" for label, spent in terms.items())
+        order = "overlapped" if cost.overlaps else "one after the other"
+        lines = [
+            ("call", call),
+            ("levels", levels),
+            ("units", units),
+            ("kernel", f"{self.kernel} on {self.place.device_type}, {schedule.route.words}"),
+            (
+                "peak memory",
+                f"{format_bytes(self.peak_bytes)}{within} ({self.candidate.footprint.words})",
+            ),
+            ("predicted", f"{format_seconds(cost.seconds)} ({parts}, {order})"),
         ]
-        predicted = (
-            f"{format_seconds(cost.seconds)} ({', '.join(terms)}, "
-            f"{'overlapped' if cost.overlaps else 'one after the other'})"
-        )
-        lines.append(("predicted", predicted))
         if cost.preparation:
-            more = f"about {format_seconds(cost.preparation)} more"
+            more = f"at least {format_seconds(cost.preparation)} more"
             lines.append(("first call", f"{more}, for the kernel to prepare its shapes"))
         lines.append(("why", self.candidate.why or "the only one that was asked for"))
         return lines
 
     def __str__(self) -> str:
         return self.describe()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Where and how a call may be run; None leaves a choice to the planner.
+
+    Attributes:
+        device: what computes.
+        kernel: "auto", the name of a registered kernel, or a kernel.
+        budget_bytes: device bytes that a pass may take; None: what is free when it begins.
+        plan: the plan of one of the two passes; the other pass gets its levels.
+        depth: number of levels; 0 is the monolithic call.
+        accumulator: where unfinished rows are kept between tasks.
+        watched: whether a report or progress is asked for.
+    """
+
+    device: torch.device
+    kernel: str | InnerKernel = "auto"
+    budget_bytes: int | None = None
+    plan: Plan | None = None
+    depth: int | None = None
+    accumulator: Home | None = None
+    watched: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the depth is given: running out of memory is then reported, not recovered."""
+        return self.plan is not None or self.depth is not None
+
+    @property
+    def free(self) -> bool:
+        """Whether a short call may be run whole without asking how much memory is free."""
+        return self.budget_bytes is None and not self.pinned
+
+
+def is_cut(plan: Plan) -> bool:
+    """Whether a pass runs in more than one unit: head group after head group, or as tasks."""
+    return bool(plan.levels) or plan.n_groups > 1
+
+
+@lru_cache(maxsize=4096)
+def _lines_logged(*kind: object) -> list[str]:
+    """The lines that were logged for a kind of call: at most one."""
+    return []
+
+
+def log_cut(plan: Plan) -> None:
+    """Log (INFO) that a pass is cut, unless one of its kind has been: lengths of the same power of
+    two, everything else equal."""
+    if not LOG.isEnabledFor(logging.INFO) or not is_cut(plan):
+        return
+    schedule, work = plan.schedule, plan.work
+    lengths = {name: getattr(work, name).bit_length() for name in ("n_queries", "n_keys")}
+    logged = _lines_logged(
+        replace(work, **lengths), plan.backward, plan.budget_bytes, plan.kernel, plan.levels,
+        schedule.group, type(schedule.route),
+    )  # fmt: skip
+    if logged:
+        return
+    within = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    logged.append(
+        f"{'backward' if plan.backward else 'forward'} of {work.n_queries:,} queries x "
+        f"{work.n_keys:,} keys, {work.batch} x {work.heads} heads, is cut: budget {within}, depth "
+        f"{plan.depth} ({plan.n_tasks:,} tasks), {plan.n_groups} head group(s), kernel "
+        f"{plan.kernel}, peak {format_bytes(plan.peak_bytes)}, predicted "
+        f"{format_seconds(plan.predicted_seconds)}; said once for calls like this"
+    )
+    LOG.info(logged[0])

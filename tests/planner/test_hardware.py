@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.planner.machine import assumed
+from quorum_attention.planner.hardware import assumed
 
 KINDS = ["cpu", "cuda"]
 
@@ -68,3 +68,12 @@ def test_what_lies_in_cache_is_as_fast_as_it_gets(kind: str) -> None:
 def test_an_unknown_kind_has_no_rates() -> None:
     with pytest.raises(KeyError):
         assumed("abacus", torch.float16)
+
+
+def test_waves() -> None:
+    machine = assumed("cuda", torch.float16, 64)
+    whole = machine.share_of_rate(2 * machine.wave_rows)
+    assert whole == 1.0
+    assert machine.share_of_rate(2 * machine.wave_rows + 128) < 0.72
+    assert 0.85 < machine.share_of_rate(2 * machine.wave_rows + 128, streams=2) < 1
+    assert machine.share_of_rate(5_000, causal_side=5_000) < machine.share_of_rate(5_000)

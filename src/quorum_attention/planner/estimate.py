@@ -13,7 +13,7 @@ import torch
 from quorum_attention.counts import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.case import Placement
+from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.device.lookup import (
     backend_of,
     best_device,
@@ -21,6 +21,7 @@ from quorum_attention.execution.device.lookup import (
     on_host,
     present,
 )
+from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import (
     DTYPE_NAMES,
@@ -32,15 +33,13 @@ from quorum_attention.execution.workload import (
 from quorum_attention.html_table import html_table
 from quorum_attention.kernels.masked import Sizes, kernel_for_mask
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
-from quorum_attention.planner.calibration import machine_of
-from quorum_attention.planner.cost import forward_flops
 from quorum_attention.planner.decide import both_passes, decide_untried
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.search import Wish, choose
+from quorum_attention.planner.price import footprint_of, forward_flops
+from quorum_attention.planner.search import PlanConstraints, uncut
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 
@@ -120,26 +119,67 @@ def plan(
         >>> q = torch.randn(1, 8, 2048, 64)
         >>> out = qa.attention(q, q, q, plan=small)  # the plan's sizes are the call's
     """
-    work = _workload(
-        n_tokens, n_keys, heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal
+    counts = _counts(
+        n_tokens=n_tokens,
+        n_keys=n_tokens if n_keys is None else n_keys,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim if value_dim is None else value_dim,
+        batch=batch,
     )
-    work = replace(work, dropout=chance(dropout_p, "dropout_p") > 0.0)
+    if dtype not in ELEMENT_BYTES:
+        raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
+    work = Workload(
+        (counts["batch"],), counts["heads"], counts["kv_heads"], counts["n_tokens"],
+        counts["n_keys"], counts["head_dim"], counts["value_dim"], dtype,
+        switch(is_causal, "is_causal"), dropout=chance(dropout_p, "dropout_p") > 0.0,
+        exact_scale=scale_is_exact(counts["head_dim"] ** -0.5, dtype),
+    )  # fmt: skip
     where = _device(device)
     backward = switch(backward, "backward")
     attn_mask = _one_mask(attn_mask, mask)
     given, (work, kernel) = work, _under(attn_mask, work, kernel, where, backward)
     bytes_given = None if budget is None else parse_bytes(budget)
-    wish = _wish(
-        work, where, bytes_given, levels, depth, layout, tile, accumulator, heads_per_group, n_cap,
-        streams, over_inputs,
-    )  # fmt: skip
-    place = _place(where, inputs, results_given, dtype, backward)
-    chosen, found = decide_untried(work, wish, kernel, place, where, backward=backward)
+    levels = _levels(levels)
+    depth = None if depth is None else whole_number(depth, "depth", 0)
+    if levels is not None and depth is not None and depth != len(levels):
+        raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
+    pinned = levels is not None or depth is not None
+    constraints = PlanConstraints(
+        budget_bytes=_free(where) if bytes_given is None else bytes_given,
+        levels=levels,
+        depth=depth,
+        layout=one_of(layout, "layout", ("aligned", "balanced")),
+        tile=whole_number(tile, "tile", 1),
+        accumulator=one_of(accumulator, "accumulator", (None, "device", "host")),
+        group=_group(work, heads_per_group),
+        n_cap=None if n_cap is None else whole_number(n_cap, "n_cap", 1),
+        streams=None if streams is None else whole_number(streams, "streams", 1, 2),
+        over_inputs=None if over_inputs is None else switch(over_inputs, "over_inputs"),
+        pinned=pinned,
+        enforce_budget=bytes_given is not None or not pinned,
+    )
+    one_of(inputs, "inputs", (None, "device", "host"))
+    resident = on_host(where) if inputs is None else inputs == "device"
+    if on_host(where) and not resident:
+        raise ValueError("inputs must be 'device' when the CPU computes")
+    # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
+    place = Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
+    chosen, found = decide_untried(work, constraints, kernel, place, where, backward=backward)
     pairs = None
     if chosen.sparse:
         pairs = chosen.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
-    kept = _words(attn_mask, given.is_causal)
-    return Plan(work, found, place, chosen.name, bytes_given, backward, pairs, kept)
+    return Plan(
+        work,
+        found,
+        place,
+        chosen.name,
+        bytes_given,
+        backward,
+        pairs,
+        _words(attn_mask, given.is_causal),
+    )
 
 
 def _words(mask: Mask | None, is_causal: bool) -> str:
@@ -194,99 +234,17 @@ def _under(
     return work, kernel
 
 
-def _wish(
-    work: Workload,
-    where: torch.device,
-    bytes_given: int | None,
-    levels: Iterable[int] | None,
-    depth: int | None,
-    layout: str,
-    tile: int,
-    accumulator: Literal["device", "host"] | None,
-    heads_per_group: int | None,
-    n_cap: int | None,
-    streams: int | None,
-    over_inputs: bool | None,
-) -> Wish:
-    """What ``plan`` was asked for, checked."""
-    levels = _levels(levels)
-    depth = None if depth is None else whole_number(depth, "depth", 0)
-    if levels is not None and depth is not None and depth != len(levels):
-        raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
-    pinned = levels is not None or depth is not None
-    return Wish(
-        budget_bytes=_free(where) if bytes_given is None else bytes_given,
-        levels=levels,
-        depth=depth,
-        layout=one_of(layout, "layout", ("aligned", "balanced")),
-        tile=whole_number(tile, "tile", 1),
-        accumulator=one_of(accumulator, "accumulator", (None, "device", "host")),
-        group=_group(work, heads_per_group),
-        n_cap=None if n_cap is None else whole_number(n_cap, "n_cap", 1),
-        streams=None if streams is None else whole_number(streams, "streams", 1, 2),
-        over_inputs=None if over_inputs is None else switch(over_inputs, "over_inputs"),
-        pinned=pinned,
-        enforce_budget=bytes_given is not None or not pinned,
-    )
-
-
-def _place(
-    where: torch.device,
-    inputs: Literal["device", "host"] | None,
-    results_given: bool,
-    dtype: torch.dtype,
-    backward: bool,
-) -> Placement:
-    one_of(inputs, "inputs", (None, "device", "host"))
-    resident = on_host(where) if inputs is None else inputs == "device"
-    if on_host(where) and not resident:
-        raise ValueError("inputs must be 'device' when the CPU computes")
-    # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
-    return Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
-
-
-def _workload(
-    n_tokens: int,
-    n_keys: int | None,
-    heads: int,
-    kv_heads: int | None,
-    head_dim: int,
-    value_dim: int | None,
-    batch: int,
-    dtype: torch.dtype,
-    is_causal: bool,
-) -> Workload:
-    counts = {
-        "n_tokens": n_tokens,
-        "n_keys": n_tokens if n_keys is None else n_keys,
-        "heads": heads,
-        "kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": head_dim,
-        "value_dim": head_dim if value_dim is None else value_dim,
-        "batch": batch,
-    }
+def _counts(**given: int) -> dict[str, int]:
+    """The sizes of a call, checked."""
     counts = {
         name: whole_number(count, name, 0 if name in ("n_tokens", "n_keys") else 1, _MOST)
-        for name, count in counts.items()
+        for name, count in given.items()
     }
     if counts["heads"] % counts["kv_heads"]:
         raise ValueError(
             f"heads must be a multiple of kv_heads, got {counts['heads']} and {counts['kv_heads']}"
         )
-    if dtype not in ELEMENT_BYTES:
-        raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
-    return Workload(
-        (counts["batch"],),
-        counts["heads"],
-        counts["kv_heads"],
-        counts["n_tokens"],
-        counts["n_keys"],
-        counts["head_dim"],
-        counts["value_dim"],
-        dtype,
-        switch(is_causal, "is_causal"),
-        exact_scale=scale_is_exact(counts["head_dim"] ** -0.5, dtype),
-    )
+    return counts
 
 
 def _levels(levels: Iterable[int] | None) -> tuple[int, ...] | None:
@@ -349,26 +307,24 @@ class Estimate:
 
     def describe(self) -> str:
         """The estimate in words."""
-        fits = "fits" if self.fits_monolithic else "does not fit"
         lines = [
-            f"monolithic call, forward: {format_bytes(self.monolithic_bytes)}, {fits}",
+            f"monolithic call, forward: {self._monolithic()}",
             self.forward.describe(),
             self.backward.describe(),
             "alternatives (forward), with other levels:" if self.alternatives else _NO_OTHERS,
         ]
-        for other in self.alternatives:
-            levels = " x ".join(map(str, other.levels)) or "none"
-            lines.append(
-                f"  {levels:>12}: peak {format_bytes(other.peak_bytes)}, "
-                f"predicted {format_seconds(other.predicted_seconds)}"
-                f"{'' if other.kernel == self.forward.kernel else f', kernel {other.kernel}'}"
-            )
+        for levels, (peak, seconds, kernel) in self._rows():
+            other = "" if kernel == self.forward.kernel else f", kernel {kernel}"
+            lines.append(f"  {levels:>12}: peak {peak}, predicted {seconds}{other}")
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """For notebooks: a table for each plan, and one of the alternatives."""
+    def _monolithic(self) -> str:
         fits = "fits" if self.fits_monolithic else "does not fit"
-        rows = [
+        return f"{format_bytes(self.monolithic_bytes)}, {fits}"
+
+    def _rows(self) -> list[tuple[str, list[str]]]:
+        """The alternatives: levels, then peak memory, predicted time and kernel."""
+        return [
             (
                 " x ".join(map(str, other.levels)) or "none",
                 [
@@ -379,15 +335,16 @@ class Estimate:
             )
             for other in self.alternatives
         ]
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table for each plan, and one of the alternatives."""
+        rows = self._rows()
         others = html_table(
             "Alternatives (forward), with other levels" if rows else _NO_OTHERS,
             rows,
             ["peak memory", "predicted", "kernel"] if rows else [],
         )
-        whole = html_table(
-            "Estimate",
-            [("monolithic call, forward", [f"{format_bytes(self.monolithic_bytes)}, {fits}"])],
-        )
+        whole = html_table("Estimate", [("monolithic call, forward", [self._monolithic()])])
         return whole + self.forward.html_table() + self.backward.html_table() + others
 
     def __str__(self) -> str:
@@ -427,11 +384,11 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
     )
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
-    is_uncut = forward.depth == 0 and forward.n_groups == 1
-    whole = forward if is_uncut else _uncut(forward, options)
+    kernel = _kernel_of(forward, options)
+    whole = _uncut_bytes(forward, kernel)
     others = []
     # Under a mask of the kernel's own each task of a decomposition is looked at.
-    own_mask = _has_own_mask(forward, options)
+    own_mask = pairs_of(forward.work, kernel).verdict is not None
     most = policy.MOST_TRIMMED[1] if own_mask else math.inf
     for levels in _OTHER_LEVELS:
         looked_at = levels != forward.levels and math.prod(levels) <= most
@@ -441,41 +398,26 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
             except BudgetError:
                 continue
     others.sort(key=lambda other: other.predicted_seconds)
-    return Estimate(
-        limit,
-        whole.peak_bytes <= room,
-        whole.peak_bytes,
-        forward,
-        backward,
-        tuple(others[:_MOST_OTHERS]),
-    )
+    alternatives = tuple(others[:_MOST_OTHERS])
+    return Estimate(limit, whole <= room, whole, forward, backward, alternatives)
 
 
-def _has_own_mask(made: Plan, options: Mapping[str, Any]) -> bool:
-    """Whether the kernel of ``made`` knows a mask."""
-    where = torch.device(made.place.device_type)
-    _, wanted = _under(
-        options.get("attn_mask"), made.work, options.get("kernel", "auto"), where, False
-    )
-    kernel = made.kernel if wanted == "auto" else wanted
-    return pairs_of(made.work, get_kernel(kernel)).verdict is not None
+def _kernel_of(made: Plan, options: Mapping[str, Any]) -> InnerKernel:
+    """The kernel of an uncut forward of the call that was planned."""
+    work, where = made.work, torch.device(made.place.device_type)
+    mask, kernel = options.get("attn_mask"), options.get("kernel", "auto")
+    _, kernel = _under(mask, work, kernel, where, False)
+    call = work.call_shape(where.type, False)
+    return select_kernel(kernel, call, where, tried=False, flops=forward_flops(work))
 
 
-def _uncut(made: Plan, options: Mapping[str, Any]) -> Plan:
-    """The forward of ``made`` as one monolithic call of all heads."""
-    work, place = made.work, made.place
-    where = torch.device(place.device_type)
-    _, kernel = _under(options.get("attn_mask"), work, options.get("kernel", "auto"), where, False)
-    call, flops = work.call_shape(where.type, False), forward_flops(work)
-    chosen = select_kernel(kernel, call, where, tried=False, flops=flops)
-    wish = Wish(
-        budget_bytes=0,
-        levels=(),
-        group=GroupSize(work.batch, work.kv_heads),
-        n_cap=1,
-        pinned=True,
-        enforce_budget=False,
-    )
-    machine = machine_of(where, work.dtype, work.head_dim)
-    found = choose(work, wish, chosen, place, machine, backward=False)
-    return Plan(work, found, place, chosen.name, None, False)
+def _uncut_bytes(made: Plan, kernel: InnerKernel) -> int:
+    """Device bytes of the forward that was planned as one monolithic call of all heads."""
+    if made.depth == 0 and made.n_groups == 1:
+        return made.peak_bytes
+    work = made.work
+    case = Case(work, kernel, spec_of(False), made.place)
+    schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
+    if not schedule.runs(case):
+        schedule = schedule.through_slots(work, accumulator="host")
+    return footprint_of(schedule, case).total

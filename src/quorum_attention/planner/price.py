@@ -1,30 +1,76 @@
-"""The predicted seconds of a schedule: a sum of a few named terms (docs/planner.md)."""
+"""What a schedule takes: device bytes, and predicted seconds as a sum of a few named terms
+(docs/planner.md)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
-from math import gcd
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
 from quorum_attention.execution.case import Case
+from quorum_attention.execution.device.backend import ROUNDING_BYTES
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload, count_groups
-from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.planner.machine import Machine
+from quorum_attention.planner.hardware import HardwareModel
+from quorum_attention.sizes import format_bytes
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
 _DEVICE_COPIES = 6
 # Host time per call for keeping two streams in order.
 _STREAM_SECONDS = 30e-6
-# Tasks whose shapes are counted, at most.
-_MOST_COUNTED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Device bytes by purpose; ``total`` is what is held against the budget.
+
+    ``rounding``: what the allocator may hand out beyond what it is asked for.
+    """
+
+    slots: int
+    workspace: int
+    accumulators: int
+    results: int
+    rounding: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.slots + self.workspace + self.accumulators + self.results + self.rounding
+
+    @property
+    def words(self) -> str:
+        """Its parts, without those that are 0."""
+        parts = {
+            "slots": self.slots,
+            "kernel workspace": self.workspace,
+            "accumulators": self.accumulators,
+            "results": self.results,
+        }
+        return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
+
+
+def footprint_of(schedule: Schedule, case: Case) -> Footprint:
+    """Device bytes of a pass. What a backward reads of its forward is not counted: it is allocated
+    when the pass begins."""
+    taken = schedule.route.takes(schedule, case)
+    tensors = [size for size in (taken.slots, *taken.accumulators, *taken.results) if size > 0]
+    # A workspace is counted with one fixed rounding: the kernel's bound includes the rest.
+    rounding = ROUNDING_BYTES if taken.workspace > 0 else 0
+    return Footprint(
+        slots=taken.slots,
+        workspace=taken.workspace,
+        accumulators=sum(taken.accumulators),
+        results=sum(taken.results),
+        rounding=rounding + case.place.backend.rounding(tensors),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +84,8 @@ class Cost:
         issue: the host's time for issuing calls and copies.
         exposed: copies that no computation overlaps: those of the first and of the last unit.
         fixed: time of a pass that does not depend on its size.
-        preparation: extra time of the first call, while the kernel prepares its shapes; not part of
-            ``seconds``.
+        preparation: extra time of the first call, while the kernel prepares the shapes of a few
+            typical tasks; not part of ``seconds``.
         even: whether all units are alike, so that the shorter terms are hidden completely.
         overlaps: whether compute, copies and the host run side by side.
     """
@@ -177,23 +223,6 @@ def _calls_of(
     return calls
 
 
-@lru_cache(maxsize=256)
-def _all_shapes(
-    decomposition: Decomposition,
-    is_causal: bool,
-    n_queries: int,
-    n_keys: int,
-    together: tuple[int, int] | None,
-) -> int:
-    """How many different shapes the calls of a decomposition have; of some of very many tasks."""
-    step = 1 + decomposition.n_tasks // _MOST_COUNTED
-    while any(gcd(step, count) > 1 for count in decomposition.levels):
-        step += 1  # else it would pass by the same positions again and again
-    tasks = map(decomposition.task, islice(decomposition.paths(), 0, None, step))
-    cuts = (task.rectangles(is_causal, n_queries, n_keys) for task in tasks)
-    return len(_calls_of(cuts, together, None))
-
-
 def _sample_of(calls: tuple[tuple[int, int, bool, int], ...], units: int) -> _Sample:
     """The calls of a head, which come one by one, in ``units``; each unit copies one run."""
     every = tuple(
@@ -226,50 +255,61 @@ def _alike(batch: Batch, count: int) -> Batch:
 
 
 def _device_seconds(
-    calls: tuple[tuple[Batch, int], ...],
-    work: Workload,
-    lanes: int,
-    machine: Machine,
-    spec: PassSpec,
-    kernel: InnerKernel,
-    *,
-    streams: int,
-    uncut: bool,
+    sample: _Sample, case: Case, lanes: int, hardware: HardwareModel, *, streams: int, uncut: bool
 ) -> float:
-    """Seconds of the calls of a head group of ``lanes`` query heads and batch entries."""
+    """Seconds of the sample's calls for a head group of ``lanes`` query heads and batch entries."""
+    work, spec = case.work, case.spec
     seconds = 0.0
-    for call, times in calls:
+    for call, times in sample.calls:
         r = call.first
         rows = (r.n_keys if spec.backward else r.n_queries) * call.count * lanes
-        share = machine.share_of_rate(rows, r.n_queries if r.causal else 0, streams)
+        share = hardware.share_of_rate(rows, r.n_queries if r.causal else 0, streams)
         if uncut or r.causal:
             # The plain rectangles of a task are cut so that the cache holds their inner operand.
             inner = r.n_queries if spec.backward else r.n_keys
             bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
-            share *= machine.cached_share(inner * bytes_of_row)
-        if uncut and kernel.heads_by_thread:
-            share *= machine.busy_share(lanes, causal=r.causal, backward=spec.backward)
+            share *= hardware.cached_share(inner * bytes_of_row)
+        if uncut and case.kernel.heads_by_thread:
+            share *= hardware.busy_share(lanes, causal=r.causal, backward=spec.backward)
         flops = _flops_of_pair(work, spec) * r.pairs * call.count * lanes
-        seconds += times * (flops / (_rate(machine, spec) * share) + machine.call_device_seconds)
+        seconds += times * (flops / (_rate(hardware, spec) * share) + hardware.call_device_seconds)
     return seconds
 
 
-def _launch_seconds(
-    sample: _Sample, work: Workload, lanes: int, machine: Machine, spec: PassSpec
-) -> float:
+def _launch_seconds(sample: _Sample, case: Case, lanes: int, hardware: HardwareModel) -> float:
     """Seconds of the sample's tasks, each in one launch that takes its longest rows first."""
+    work, spec = case.work, case.spec
     rows = max(1.0, sample.rows * lanes)
     # While its last rows finish, a part of the device is idle: about a third of a wave.
-    idle = machine.wave_rows / 3 if machine.wave_rows else machine.filling_rows
+    idle = hardware.wave_rows / 3 if hardware.wave_rows else hardware.filling_rows
     flops = _flops_of_pair(work, spec) * sample.pairs * lanes
-    whole = flops * (rows + idle) / (_rate(machine, spec) * rows)
-    return whole + machine.call_device_seconds * sample.tasks
+    whole = flops * (rows + idle) / (_rate(hardware, spec) * rows)
+    return whole + hardware.call_device_seconds * sample.tasks
 
 
-def least_seconds(work: Workload, machine: Machine, spec: PassSpec) -> float:
+def least_seconds(case: Case, hardware: HardwareModel) -> float:
     """Seconds that no schedule's cost is below: the arithmetic alone, at the full rate."""
-    flops = _flops_of_pair(work, spec) * work.pairs * work.batch * work.heads
-    return flops / _rate(machine, spec)
+    work = case.work
+    flops = _flops_of_pair(work, case.spec) * work.pairs * work.batch * work.heads
+    return flops / _rate(hardware, case.spec)
+
+
+def kernel_hardware(case: Case, hardware: HardwareModel) -> HardwareModel:
+    """``hardware`` with the rates that the case's kernel reaches.
+
+    Costs count all pairs of a call: a kernel whose own mask leaves out some of them reaches a
+    higher rate of counted pairs.
+    """
+    kernel = case.kernel
+    share = kept_share(pairs_of(case.work, kernel))
+    forward, backward = kernel.rates
+    if kernel.pace is not None:
+        hardware = kernel.pace(hardware, case.work.head_dim, case.spec.backward)
+    return replace(
+        hardware,
+        flops=hardware.flops * forward / share,
+        backward_flops=hardware.backward_flops * backward / share,
+    )
 
 
 def forward_flops(work: Workload) -> float:
@@ -287,31 +327,11 @@ def _flops_of_pair(work: Workload, spec: PassSpec) -> float:
     return products + _DROPOUT_FLOPS * (1 + spec.backward) * work.dropout
 
 
-def _rate(machine: Machine, spec: PassSpec) -> float:
-    return machine.backward_flops if spec.backward else machine.flops
+def _rate(hardware: HardwareModel, spec: PassSpec) -> float:
+    return hardware.backward_flops if spec.backward else hardware.flops
 
 
-def preparation_seconds(schedule: Schedule, case: Case, machine: Machine, found: float) -> float:
-    """What a kernel takes to prepare the shapes of all calls of a pass.
-
-    Args:
-        found: what ``cost`` says. It looks at a few tasks only, in the time that it has: of a
-            sequence that is cut twice it sees a few of some tens of shapes.
-    """
-    if not found:
-        return found
-    load = schedule.route.load(schedule, case)
-    if load.calls is not None or load.at_once is not None:
-        return found
-    work = case.work
-    together = schedule.limits if schedule.group.batch == 1 else None
-    shapes = _all_shapes(
-        schedule.decomposition, work.is_causal, work.n_queries, work.n_keys, together
-    )
-    return max(found, shapes * machine.plan_seconds)
-
-
-def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
+def cost(schedule: Schedule, case: Case, hardware: HardwareModel) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
     work, spec, kernel = case.work, case.spec, case.kernel
     group, load = schedule.group, schedule.route.load(schedule, case)
@@ -326,40 +346,58 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
         sample = _sample_of(load.calls, load.units // max(1, count_groups(work, group)))
     # Pairs of the whole pass over those of the sample.
     scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * lanes)
-    call_seconds = machine.backward_call_seconds if spec.backward else machine.call_seconds
+    call_seconds = hardware.backward_call_seconds if spec.backward else hardware.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     merged = 0.0
     if kernel.whole_tasks:
-        on_device = _launch_seconds(sample, work, lanes, machine, spec)
+        on_device = _launch_seconds(sample, case, lanes, hardware)
         calls, preparation = kernel.launch_seconds[spec.backward] * load.units, 0.0
     else:
         on_device = _device_seconds(
-            sample.calls, work, lanes, machine, spec, kernel,
-            streams=schedule.streams, uncut=load.uncut,
-        )  # fmt: skip
+            sample, case, lanes, hardware, streams=schedule.streams, uncut=load.uncut
+        )
         calls = call_seconds * sample.n_calls / sample.tasks * load.units
-        preparation = sample.shapes * machine.plan_seconds
+        preparation = sample.shapes * hardware.plan_seconds
         if load.merges:
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
             merged = sample.merged * lanes * scale * width * len(spec.combined)
-    up_rate, down_rate = machine.up_bytes_per_second, machine.down_bytes_per_second
+    up_rate, down_rate = hardware.up_bytes_per_second, hardware.down_bytes_per_second
     copies = sample.runs * load.run_copies * group.batch * group.kv_heads
     if load.resident:
         copies *= _DEVICE_COPIES
-        if machine.overlaps:
+        if hardware.overlaps:
             # Nothing crosses the bus: copies read and write device memory.
-            up_rate = down_rate = machine.merge_bytes_per_second / 2
+            up_rate = down_rate = hardware.merge_bytes_per_second / 2
     up, down = load.up / up_rate, load.down / down_rate
-    set_up = load.set_up * (machine.unit_seconds + (load.copies + copies) * machine.copy_seconds)
+    set_up = load.set_up * (hardware.unit_seconds + (load.copies + copies) * hardware.copy_seconds)
     return Cost(
         arithmetic=on_device * scale,
-        merge=(merged + load.rewritten) / machine.merge_bytes_per_second,
+        merge=(merged + load.rewritten) / hardware.merge_bytes_per_second,
         up=up,
         down=down,
-        issue=calls + set_up + load.begun * machine.call_seconds,
+        issue=calls + set_up + load.begun * hardware.call_seconds,
         exposed=(up + down) / load.hidden_by,
-        fixed=load.passes * machine.pass_seconds,
+        fixed=load.passes * hardware.pass_seconds,
         preparation=preparation,
         even=load.even,
-        overlaps=machine.overlaps,
+        overlaps=hardware.overlaps,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule with its price.
+
+    Attributes:
+        why: what else there was, in words; empty where nothing was compared.
+    """
+
+    schedule: Schedule
+    footprint: Footprint
+    cost: Cost
+    why: str = ""
+
+
+def price(schedule: Schedule, case: Case, hardware: HardwareModel, why: str = "") -> Candidate:
+    """Bytes and seconds of one schedule."""
+    return Candidate(schedule, footprint_of(schedule, case), cost(schedule, case, hardware), why)

@@ -11,7 +11,7 @@ import torch
 import quorum_attention as qa
 from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.planner import known, policy
+from quorum_attention.planner import policy
 
 N = 1 << 20
 
@@ -81,13 +81,3 @@ def test_random_calls_are_within_their_budgets() -> None:
         assert found.peak_bytes <= budget
         passing += isinstance(found.schedule.route, Passing)
     assert passing > 5
-
-
-def test_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
-    known._known.cache_clear()
-    made = planned("64MiB").schedule
-    known.note("it", made, "because")
-    known._known.cache_clear()
-    assert known.find("it") == (made, "because")
-    known._known.cache_clear()

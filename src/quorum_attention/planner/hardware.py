@@ -17,7 +17,7 @@ from quorum_attention.execution.device.lookup import BACKENDS
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class HardwareModel:
     """Rates of one device for one dtype and head dimension, and its link to the host.
 
     Attributes:
@@ -112,6 +112,6 @@ class Machine:
         return max(0.75, 1 - self.cache_penalty * math.log2(inner_bytes / self.cache_bytes))
 
 
-def assumed(device_type: str, dtype: torch.dtype, head_dim: int = 64) -> Machine:
+def assumed(device_type: str, dtype: torch.dtype, head_dim: int = 64) -> HardwareModel:
     """The default rates of a kind of device; those of CUDA are an H200's."""
-    return Machine(**BACKENDS[device_type].rates(None, dtype, head_dim))
+    return HardwareModel(**BACKENDS[device_type].rates(None, dtype, head_dim))
