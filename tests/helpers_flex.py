@@ -7,9 +7,8 @@ import math
 import torch
 
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.flex import FlexKernel
-from quorum_attention.kernels.kit.flex_launch import assume_stride_multiple, layout, sixteenth
-from quorum_attention.kernels.kit.over_pairs import over_pairs
+from quorum_attention.kernels.kit.flex import FlexKernel, assume_stride_multiple, layout, sixteenth
+from quorum_attention.kernels.kit.functions import over_pairs
 
 LOG2_E = math.log2(math.e)
 SAVED = 1  # times that lse is saved

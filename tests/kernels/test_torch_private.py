@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.cpu import _groups
-from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
+from quorum_attention.kernels.kit.functions import depends_on_batch_head
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.torch_private import (
     capturing,

@@ -28,7 +28,6 @@ from quorum_attention.kernels.kit import (
     block_table,
     document,
     flex,
-    flex_launch,
     prefix_lm,
     sliding_window,
 )
@@ -45,6 +44,7 @@ from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 pytest.importorskip("torch.nn.attention.flex_attention")
 
 N, HEADS = 450, 2
+COMPILED_FLEX = flex.compiled_flex
 CASES = cases(N)
 
 
@@ -492,7 +492,7 @@ def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None
         return compiled
 
     monkeypatch.setattr(torch, "compile", compile_)
-    call = flex_launch.compiled_flex(in_blocks=True)
+    call = COMPILED_FLEX(in_blocks=True)
     assert [call() for _ in range(5)] == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
 
 

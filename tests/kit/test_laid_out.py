@@ -7,7 +7,7 @@ import torch
 
 from quorum_attention.kernels import CallShape, Extent
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-from quorum_attention.kernels.kit.flex_launch import (
+from quorum_attention.kernels.kit.flex import (
     assume_stride_multiple,
     laid_out,
     layout,

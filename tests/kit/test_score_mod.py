@@ -17,7 +17,7 @@ from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.kernels.kit import (
     document,
     from_score_mod,
-    over_pairs,
+    functions,
     prefix_lm,
     sliding_window,
 )
@@ -250,7 +250,7 @@ def test_functions_read_tensors_by_an_operator_that_can_be_mapped() -> None:
             return func(*args, **(kwargs or {}))
 
     at = torch.tensor(2)
-    with Sees(), over_pairs._Indexing():
+    with Sees(), functions._Indexing():
         found = slopes[at], slopes[at, at], slopes[1:, 0]
     assert called.count(torch.ops.aten.index) == 2
     assert torch.equal(found[0], slopes[2])
@@ -262,12 +262,12 @@ def test_functions_read_tensors_by_an_operator_that_can_be_mapped() -> None:
 def test_slopes_of_heads_whatever_torch_can_map(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reads and not over_pairs._vmap_reads_tensors():
+    if reads and not functions._vmap_reads_tensors():
         pytest.skip("this torch cannot")
-    monkeypatch.setattr(over_pairs, "_vmap_reads_tensors", lambda: reads)
+    monkeypatch.setattr(functions, "_vmap_reads_tensors", lambda: reads)
     slopes = torch.rand(4)
     cpu, mask = torch.device("cpu"), lambda b, h, q, k: slopes[h] * q >= k
-    assert over_pairs.depends_on_batch_head(mask, cpu) == (False, True)
+    assert functions.depends_on_batch_head(mask, cpu) == (False, True)
     x = torch.randn(1, 4, 40, 8)
     biased = qa.from_score_mod(lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
     far = (torch.arange(40)[:, None] - torch.arange(40)).abs()

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Task
+from quorum_attention.kernels.kit.functions import over_pairs
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
-from quorum_attention.kernels.kit.over_pairs import over_pairs
 from quorum_attention.kernels.protocol import Indices, TaskTensors
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import outside

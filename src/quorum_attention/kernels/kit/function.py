@@ -30,6 +30,7 @@ from quorum_attention.kernels.protocol import (
     Gradients,
     Indices,
     Kernel,
+    Saved,
     Statistics,
     TaskTensors,
     Three,
@@ -160,13 +161,13 @@ class FunctionKernel(Kernel):
         own = self.explicit_backward
         for piece in self._pieces(task, self._wants if own is None else self._backward_wants):
             inputs = piece.inputs(task)
-            grad_out, out, lse = map(piece.rows, (grads.grad_out, grads.out, grads.lse))
+            saved = Saved(grads.grad_out, grads.out, grads.lse).mapped(piece.rows)
             if own is None:
                 run = partial(self._run_plain, **piece.named)
-                found = gradients_by_autograd(run, inputs, grad_out, out, lse)
+                found = gradients_by_autograd(run, inputs, saved)
             else:
-                finite = lse.masked_fill(lse == -torch.inf, 0.0)
-                found = own(grad_out, *inputs, out, finite, **piece.named)
+                finite = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
+                found = own(saved.grad_out, *inputs, saved.out, finite, **piece.named)
             targets = (
                 piece.rows(grads.grad_query),
                 piece.columns(grads.grad_key),
@@ -183,7 +184,7 @@ class FunctionKernel(Kernel):
         device, first = task.query.device, task.first_head
         picks = self._picks(task.query, task.key)
         heads = torch.arange(first, first + task.query.shape[1], device=device)
-        for r in self.rectangles(task):
+        for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
                 continue
             named: dict[str, Any] = {"is_causal": r.causal, "scale": task.scale}
@@ -206,10 +207,6 @@ class FunctionKernel(Kernel):
         return [
             (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
         ]
-
-    def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
-        """The rectangles that the function is called for: all of the task's."""
-        yield from task.rectangles
 
     def _run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any
@@ -235,16 +232,14 @@ class FunctionKernel(Kernel):
 def gradients_by_autograd(
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     inputs: Sequence[torch.Tensor],
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    saved: Saved,
 ) -> Three:
     """Gradients of query, key and value by autograd through another forward of a part.
 
     Args:
         run: ``run(query, key, value) -> (out, lse)`` of the part.
         inputs: query, key and value of the part.
-        grad_out, out, lse: of the whole rows.
+        saved: of the whole rows.
 
     Raises:
         TypeError: ``run`` has no gradient.
@@ -259,7 +254,7 @@ def gradients_by_autograd(
                 f"the kernel's function returns {which} without a gradient: both must be "
                 "differentiable, or give backward="
             )
-        upstream = upstream_of(own_out, own_lse, grad_out, out, lse)
+        upstream = upstream_of(own_out, own_lse, saved)
         grads = torch.autograd.grad((own_out, own_lse), leaves, upstream, allow_unused=True)
     query, key, value = (
         torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)
@@ -336,16 +331,15 @@ def from_lse_function(
 def upstream_of(
     own_out: torch.Tensor,
     own_lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    saved: Saved,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients with respect to a part's own out and lse (see above), in their dtypes.
 
     Args:
         own_out, own_lse: (b, h, rows, dv) and (b, h, rows) of the part.
-        grad_out, out, lse: of the whole row, the same shapes.
+        saved: of the whole row, the same shapes.
     """
+    grad_out, out, lse = saved.grad_out, saved.out, saved.lse
     with torch.no_grad():
         by_out, by_lse = torch.empty_like(own_out), torch.empty_like(own_lse)
         batch, heads, rows, width = own_out.shape

@@ -1,4 +1,4 @@
-"""Tensors that users' functions read, as far as they are held by the functions themselves.
+"""Users' functions: which tensors they read, and how they are mapped over pairs.
 
 The contract is FlexAttention's: a function stays what it is as long as its kernel lives. But the
 tensors that it closes over may be written to: autograd saves them, so that writing before the
@@ -7,6 +7,7 @@ backward is an error, and a table of blocks is made anew (``versions``).
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 import weakref
@@ -17,10 +18,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from quorum_attention.counts import shown
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
-from quorum_attention.kernels.kit.over_pairs import boolean, indexing
 from quorum_attention.kernels.protocol import Indices
 from quorum_attention.kernels.torch_private import outside
 
@@ -133,6 +134,105 @@ def _closed_over(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:
             continue  # not assigned yet
+
+
+# --- Functions of single pairs, mapped over all pairs by torch.vmap ---------------------------
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
+
+
+def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[..., torch.Tensor]:
+    """``function`` of batch, head, query, key mapped over (b, h, q, k); ``scored``: of score, too.
+
+    The function is written for single numbers, as in FlexAttention. Where its result does not
+    depend on a dimension, the dimension is expanded (stride 0).
+
+    Raises:
+        TypeError: when it is called, for a mask that returns anything but booleans: numbers would
+            be joined with others bit by bit.
+    """
+    return _mapped(function, [0]) if scored else _mapped(boolean(function), [])
+
+
+def _mapped(function: Callable[..., Any], first: list[int]) -> Callable[..., torch.Tensor]:
+    found = indexing(function)
+    # From the innermost dimension outwards.
+    for axis in (3, 2, 1, 0):
+        dims = [0 if i == axis else None for i in range(4)]
+        found = torch.vmap(found, in_dims=(*first, *dims))
+    return found
+
+
+def indexing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which may read a tensor at a number that torch.vmap maps over, as in
+    ``slopes[h]``; torch 2.10 and before would ask for the number."""
+    if _vmap_reads_tensors():
+        return function
+
+    def call(*at: torch.Tensor) -> Any:
+        with _Indexing():
+            return function(*at)
+
+    return call
+
+
+class _Indexing(TorchFunctionMode):
+    """Tensors are read at tensors by ``aten::index``, which can be mapped."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # see TorchFunctionMode
+        if func is torch.Tensor.__getitem__:
+            at = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if at and all(isinstance(one, torch.Tensor) for one in at):
+                return torch.ops.aten.index(args[0], at)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+@outside()
+def _vmap_reads_tensors() -> bool:
+    numbers = torch.arange(2, device="cpu")
+    try:
+        torch.vmap(lambda number: numbers[number])(numbers)
+    except RuntimeError:
+        return False
+    return True
+
+
+def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """``mask_mod``, whose result has to be a tensor of bool."""
+
+    def checked(*at: torch.Tensor) -> torch.Tensor:
+        kept = mask_mod(*at)
+        if isinstance(kept, torch.Tensor) and kept.dtype == torch.bool:
+            return kept
+        got = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
+        raise TypeError(
+            "a mask function (mask_mod, Mask.keeps) must return a tensor of torch.bool from the "
+            f"tensors it gets, got {got}"
+        )
+
+    return checked
+
+
+@outside()
+def depends_on_batch_head(
+    function: Callable[..., Any], device: torch.device, scored: bool = False
+) -> tuple[bool, bool]:
+    """Whether a mask, or a score modification (``scored``), differs between batch entries, and
+    between heads."""
+    if isinstance(function, BlockMask):
+        function = function.on(device)
+    if scored:
+        score = torch.zeros((), dtype=torch.float32, device=device)
+        mapped = _mapped(functools.partial(function, score), [])
+    else:
+        mapped = over_pairs(function)
+    # Each dimension has size 2: the stride of a dimension of size 1 tells nothing.
+    twice, once = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 1))
+    found = mapped(twice, twice, once, once)
+    return found.stride(0) != 0, found.stride(1) != 0
 
 
 # Some hundred pairs of a mask function, asked again in a worker, which imports it by its name.

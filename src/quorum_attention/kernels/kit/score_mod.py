@@ -1,20 +1,22 @@
 """FlexAttention's score modifications and masks as an inner kernel, in global positions.
 
 The modifications get the positions of a task's tokens in the whole sequence. They can be run in two
-ways: by compiled FlexAttention, a whole task at a time (``flex.py``), or here, by rectangles with
-materialised scores, on any device. Neither runs the parts in which the mask keeps no pair.
+ways: by compiled FlexAttention, a whole task at a time (``flex.py``), or here, by the reference on
+any device. Neither runs the parts in which the mask keeps no pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Pairs, Rectangle
+from quorum_attention.decomposition import FULL, Pairs, Ranges, Rectangle
+from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.block_table import (
     BLOCK,
@@ -23,11 +25,25 @@ from quorum_attention.kernels.kit.block_table import (
     joined,
     listed_blocks,
 )
-from quorum_attention.kernels.kit.function import FunctionKernel, quadratic_workspace
-from quorum_attention.kernels.kit.functions import results_at, tensors, versions
+from quorum_attention.kernels.kit.functions import (
+    ScoreMod,
+    depends_on_batch_head,
+    over_pairs,
+    results_at,
+    tensors,
+    versions,
+)
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
-from quorum_attention.kernels.kit.over_pairs import ScoreMod, depends_on_batch_head, materialised
-from quorum_attention.kernels.protocol import CallShape, Extent, Indices, TaskTensors
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Indices,
+    Kernel,
+    Statistics,
+    TaskTensors,
+)
+from quorum_attention.kernels.tensors import positions
 
 # Rectangles whose parts are cached.
 _CACHED_RECTANGLES = 4096
@@ -35,8 +51,12 @@ _CACHED_RECTANGLES = 4096
 _STRIP = 4
 
 
-class ScoreModKernel(FunctionKernel):
-    """See ``from_score_mod``: one rectangle at a time, with materialised scores.
+# Score matrices that a function may hold at a time, its result among them.
+_MATRICES = 8
+
+
+class ScoreModKernel(Kernel):
+    """See ``from_score_mod``: by the reference, tile by tile.
 
     Attributes:
         score_mod, mask_mod: the score modification and the mask.
@@ -44,14 +64,14 @@ class ScoreModKernel(FunctionKernel):
         run: number of rectangles run so far; parts of a rectangle count one by one.
     """
 
+    own_attention = True
     sparse = True
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
-        self.score_mod, self.mask_mod = score_mod, mask_mod
+        self.score_mod, self.mask_mod, self.name = score_mod, mask_mod, name
         self.pruned = self.run = 0
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
         self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
-        super().__init__(self._attention, name=name, grouped=True, workspace=self._bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScoreModKernel:
         """A kernel of its own, as it was when it was made. Its functions are shared, as all
@@ -94,13 +114,36 @@ class ScoreModKernel(FunctionKernel):
         """The pairs of a call, as far as they are known without trying the mask."""
         return kept_pairs(self.mask_mod, n_queries, n_keys, is_causal)
 
-    def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        return max(reference.forward_bytes(call, extent, _BOUND), self._evaluated(extent))
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        return max(reference.backward_bytes(call, extent, _BOUND), self._evaluated(extent))
+
+    def _evaluated(self, extent: Extent) -> int:
+        """Bytes for finding out which blocks are kept."""
+        return evaluated_bytes(extent.batch * extent.query_heads) if self._opaque else 0
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        reference.forward(self._live(task), state, self._scores(task.query.device))
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        reference.backward(self._live(task), grads, self._scores(task.query.device))
+
+    def _live(self, task: TaskTensors) -> TaskTensors:
+        return replace(task, rectangles=tuple(self._rectangles(task)))
+
+    def _rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The task's rectangles without the parts in which the mask keeps no pair."""
         seen = self._seen
         for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
                 continue
-            kept = self._live(task, r, seen)
+            kept = self._parts_of(task, r, seen)
             self.run += len(kept)
             self.pruned += not kept
             yield from kept
@@ -116,7 +159,7 @@ class ScoreModKernel(FunctionKernel):
         mask = self.mask_mod
         return (id(mask), versions(mask)) if self._opaque else mask
 
-    def _live(self, task: TaskTensors, r: Rectangle, seen: Hashable) -> tuple[Rectangle, ...]:
+    def _parts_of(self, task: TaskTensors, r: Rectangle, seen: Hashable) -> tuple[Rectangle, ...]:
         if self.mask_mod is None:
             return (r,)
         key: tuple[Hashable, ...] = (task.task, r, seen)
@@ -149,43 +192,60 @@ class ScoreModKernel(FunctionKernel):
         key = (device, self._seen)
         return self._apart.get(key, lambda: depends_on_batch_head(mask, device))
 
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        query_positions: torch.Tensor,
-        key_positions: torch.Tensor,
-        head_indices: torch.Tensor,
-        batch_indices: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The function of ``FunctionKernel``."""
+    def _scores(self, device: torch.device) -> reference.Scores:
+        """What the modifications do to scores on a device."""
         score_mod, mask_mod = self.score_mod, self.mask_mod
-        if isinstance(mask_mod, BlockMask):
-            mask_mod = mask_mod.on(query.device)
-
-        def at(b: Any, h: Any, q: Any, k: Any) -> tuple[Any, Any, Any, Any]:
-            return batch_indices[b], head_indices[h], query_positions[q], key_positions[k]
-
-        def keeps(*local: Any) -> Any:
-            _, _, q, k = numbers = at(*local)
-            keep = q >= k if is_causal else q >= 0
-            return keep if mask_mod is None else keep & mask_mod(*numbers)
-
-        changed = None
+        change = kept = None
         if score_mod is not None:
+            change = partial(_changed, over_pairs(score_mod, scored=True))
+        if isinstance(mask_mod, BlockMask):
+            kept = partial(_kept, over_pairs(mask_mod.on(device)), mask_mod)
+        elif mask_mod is not None:
+            kept = partial(_kept, over_pairs(mask_mod), None)
+        return reference.Scores(change, kept, tiles=reference.LARGE, matrices=_MATRICES)
 
-            def changed(score: Any, *local: Any) -> Any:
-                return score_mod(score, *at(*local))
 
-        masked = is_causal or mask_mod is not None
-        return materialised(query, key, value, changed, keeps if masked else None, scale)
+_BOUND = reference.Scores(tiles=reference.LARGE, matrices=_MATRICES)
+_Mapped = Callable[..., torch.Tensor]
 
-    def _bytes(self, call: CallShape, extent: Extent) -> int:
-        # The scores, and the results of the modifications.
-        lanes = extent.batch * extent.query_heads
-        own = 2 * quadratic_workspace(call, extent)
-        return max(own, evaluated_bytes(lanes)) if self._opaque else own
+
+def _numbers(block: reference.Block, keys: slice) -> tuple[torch.Tensor, ...]:
+    """Of a tile: the numbers of its batch entries and heads, the positions of queries and keys."""
+    task, device = block.task, block.query.device
+    first = task.first_head
+    return (
+        torch.tensor(task.entries[block.entries], device=device),
+        torch.arange(first + block.heads.start, first + block.heads.stop, device=device),
+        positions(task.task, block.rows.start, block.rows.stop, device),
+        positions(task.task, keys.start, keys.stop, device),
+    )
+
+
+def _kept(
+    mapped: _Mapped, mask: BlockMask | None, block: reference.Block, keys: slice
+) -> torch.Tensor | None:
+    """Which pairs of a tile a mask keeps; None if it is known to keep all."""
+    if mask is not None:
+        r = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
+        parts = block.task.task.contiguous(r)
+        if all(mask.verdict(Ranges.of(*q[:2], *k[:2])) is FULL for q, k, _ in parts):
+            return None
+    with torch.inference_mode(False), torch.no_grad():
+        return mapped(*_numbers(block, keys))
+
+
+def _changed(
+    mapped: _Mapped, scores: torch.Tensor, block: reference.Block, keys: slice, derivative: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A tile's modified scores, and their derivative by autograd if it is asked for."""
+    with torch.inference_mode(False), torch.set_grad_enabled(derivative):
+        # Autograd refuses tensors of inference mode.
+        scores = scores.clone() if scores.is_inference() else scores
+        leaf = scores.requires_grad_(derivative)
+        changed = mapped(leaf, *_numbers(block, keys)).to(scores.dtype)
+        slope = None
+        if derivative:
+            slope = torch.zeros_like(scores)
+            if changed.requires_grad:
+                (slope,) = torch.autograd.grad(changed, leaf, torch.ones_like(changed))
+        return changed.detach().contiguous(), slope

@@ -31,9 +31,8 @@ from quorum_attention.kernels.kit.block_table import (
     blocks_in,
     classify,
 )
-from quorum_attention.kernels.kit.functions import versions
+from quorum_attention.kernels.kit.functions import depends_on_batch_head, versions
 from quorum_attention.kernels.kit.masks import BlockMask
-from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.config import UNLIMITED, Config, Half, config
 from quorum_attention.kernels.native.kernel import Axis, HostTable, NativeKernel, host_table

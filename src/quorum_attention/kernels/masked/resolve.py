@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.kit.functions import over_pairs
 from quorum_attention.kernels.kit.masks import BlockMask
-from quorum_attention.kernels.kit.over_pairs import over_pairs
 from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Rule
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.protocol import Indices, InnerKernel
