@@ -95,18 +95,6 @@ def _scratch(folder: Path, turn: int) -> None:
         pass
 
 
-def _results(folder: Path, turn: int) -> None:
-    from quorum_attention.bench.cases import Settings
-    from quorum_attention.bench.child import Answer, Spec
-    from quorum_attention.bench.results import Results
-
-    settings = Settings(
-        "cpu", 2, 2, 16, "float32", ("sdpa", "quorum"), 64, 128, 100, 48 << 20, 1, 1, 10.0
-    )
-    results = Results(folder, settings, {"device": "a machine"})
-    results.add("cost", Spec("sdpa", 64 * turn), Answer(forward_seconds=[0.5]))
-
-
 def _calibration(folder: Path, turn: int) -> None:
     import torch
 
@@ -135,7 +123,6 @@ WRITERS = {
     "scratch": Writer(_scratch, "OSError", "space for accumulators", _RESERVED),
     "picture": Writer(_picture("png"), "2", "plan.png"),
     "drawing": Writer(_picture("svg"), "2", "plan.svg"),
-    "results of bench": Writer(_results, "OSError", "results.json"),
     "calibration": Writer(_calibration, "OSError", "calibration.json"),
     "tests that were passed": Writer(_proven, "", "", _UNSAID),
 }

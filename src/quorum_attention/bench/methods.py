@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quorum_attention.api import attention_backward, attention_with_lse
-from quorum_attention.kernels import CallShape, get_kernel, kernels, why_not
 from quorum_attention.kernels.kit import LongNetKernel
-from quorum_attention.kernels.protocol import Call as KernelCall
-from quorum_attention.kernels.protocol import Saved
-from quorum_attention.planner import plan
 
 if TYPE_CHECKING:
     from quorum_attention.bench.child import Spec
     from quorum_attention.execution.report import Report
 
 RESULTS = ("out", "grad_query", "grad_key", "grad_value")
-INPUTS_TIMES = 0.05  # the paper's, where a kernel is compared with itself
 
 
 @dataclass
@@ -64,7 +60,7 @@ class Call:
 
 
 class Method:
-    """One way to compute a call; this one is torch's function, with its gradient by autograd.
+    """One way to compute a call: torch's function, with its gradient by autograd.
 
     Attributes:
         on_device: whether inputs are on the device, or else in (page-locked) host memory.
@@ -75,17 +71,22 @@ class Method:
 
     on_device, begins_small, writes = True, True, False
 
+    def __init__(self, backend: SDPBackend | None = None) -> None:
+        self._backend = backend
+
     def refusal(self, spec: Spec) -> str | None:
         """Why the call cannot be measured here; None if it can."""
-        return None
+        on_cpu = spec.device == "cpu" and self._backend is not None
+        return "measured on CUDA only" if on_cpu else None
 
     def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
         """The output, recorded by autograd."""
         query, key, value = inputs
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=call.is_causal,
-            enable_gqa=query.shape[-3] != key.shape[-3],
-        )  # fmt: skip
+        grouped = query.shape[-3] != key.shape[-3]
+        with nullcontext() if self._backend is None else sdpa_kernel(self._backend):
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=call.is_causal, enable_gqa=grouped
+            )
 
     def forward(self, call: Call) -> Any:
         """What ``backward`` needs; its first element is the output."""
@@ -100,42 +101,11 @@ class Method:
         grad = call.grad.to(device=out.device, dtype=out.dtype)
         return list(torch.autograd.grad(out, leaves, grad))
 
-
-class Monolithic(Method):
-    """One of torch's attention operators, called as it is."""
-
-    def __init__(self, kernel: str) -> None:
-        self._kernel = kernel
-
-    def refusal(self, spec: Spec) -> str | None:
-        """The kernel's own refusal, or a failed probe of the operator."""
-        if self._kernel not in kernels():
-            return "this torch does not have it"
-        call = CallShape(
-            spec.device, getattr(torch, spec.dtype), spec.heads, spec.kv_heads, spec.head_dim,
-            spec.head_dim, spec.is_causal, spec.backward,
-        )  # fmt: skip
-        kernel: Any = kernels()[self._kernel]
-        if spec.heads != spec.kv_heads and not kernel.grouped:
-            return "it takes no grouped heads"
-        return why_not(kernel, call, torch.device(spec.device))
-
-    def forward(self, call: Call) -> Any:
-        """See ``Method``."""
-        kernel: Any = kernels()[self._kernel]
-        return kernel.rectangle_forward(_whole(call))
-
-    def backward(self, call: Call, state: Any) -> list[torch.Tensor]:
-        """See ``Method``."""
-        kernel: Any = kernels()[self._kernel]
-        assert call.grad is not None
-        found = kernel.rectangle_backward(_whole(call), Saved(call.grad, *state[:2]))
-        return list(found[:3])
-
-
-def _whole(call: Call) -> KernelCall:
-    query, key, value = call.inputs
-    return KernelCall(query, key, value, call.is_causal, query.shape[-1] ** -0.5)
+    def results(self, call: Call) -> list[torch.Tensor]:
+        """Output and gradients."""
+        state = self.forward(call)
+        grads = [] if call.grad is None else self.backward(call, state)
+        return [state[0].detach(), *grads]
 
 
 class Quorum(Method):
@@ -144,6 +114,7 @@ class Quorum(Method):
     writes = True
 
     def __init__(self, on_device: bool = False, **options: Any) -> None:
+        super().__init__()
         self.on_device, self._options = on_device, options
 
     def _arguments(self, call: Call) -> dict[str, Any]:
@@ -173,27 +144,21 @@ class Flex(Method):
 
     begins_small = False  # it compiles for each shape
 
-    def __init__(self) -> None:
-        self._compiled: Any = None
-
     def refusal(self, spec: Spec) -> str | None:
-        """It is measured on CUDA only; elsewhere it has no backward."""
-        if spec.device == "cpu":
-            return "measured on CUDA only"
-        found = importlib.util.find_spec("torch.nn.attention.flex_attention")
-        return None if found else "this torch does not have it"
+        """On a CPU it has no backward."""
+        return "measured on CUDA only" if spec.device == "cpu" else None
 
     def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
         """See ``Method``."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        self._compiled = self._compiled or torch.compile(flex_attention, dynamic=False)
         query, key, value = inputs
         n, mask = query.shape[-2], None
         if call.is_causal:
             mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, n, n, str(call.device))
         grouped = query.shape[-3] != key.shape[-3]
-        out: torch.Tensor = self._compiled(query, key, value, block_mask=mask, enable_gqa=grouped)
+        run = torch.compile(flex_attention, dynamic=False)
+        out: torch.Tensor = run(query, key, value, block_mask=mask, enable_gqa=grouped)
         return out
 
 
@@ -203,6 +168,7 @@ class StreamCQSA(Method):
     on_device, begins_small = False, False
 
     def __init__(self, **options: Any) -> None:
+        super().__init__()
         self._options = options
 
     def refusal(self, spec: Spec) -> str | None:
@@ -225,12 +191,11 @@ class StreamCQSA(Method):
         return out
 
 
-_LONGNET = LongNetKernel([(2048, 1), (4096, 2), (8192, 4)])
-COMPARED: dict[str, Method] = {
+METHODS: dict[str, Method] = {
     "sdpa": Method(),
-    "flash": Monolithic("flash"),
-    "cudnn": Monolithic("cudnn"),
-    "efficient": Monolithic("efficient"),
+    "flash": Method(SDPBackend.FLASH_ATTENTION),
+    "cudnn": Method(SDPBackend.CUDNN_ATTENTION),
+    "efficient": Method(SDPBackend.EFFICIENT_ATTENTION),
     "flex": Flex(),
     "quorum": Quorum(),
     "quorum-device": Quorum(on_device=True),
@@ -239,14 +204,7 @@ COMPARED: dict[str, Method] = {
     "stream-cqsa": StreamCQSA(),
     "stream-cqsa-host": StreamCQSA(itr=1, stream_from_host=True, accumulate_on_gpu=False),
 }
-# The paper's appendix: kernels as they are (one task, not cut), and recovered.
-WRAPPED: dict[str, Method] = {
-    "dense": Quorum(on_device=True, kernel="dense", depth=0),
-    "recovered-dense": Quorum(on_device=True, kernel="dense"),
-    "longnet": Quorum(on_device=True, kernel=_LONGNET, depth=0),
-    "recovered-longnet": Quorum(on_device=True, kernel=_LONGNET),
-}
-METHODS = {**COMPARED, **WRAPPED}
+# The paper's appendix: kernels that are compared with themselves, recovered.
 ITSELF: dict[str, Any] = {
     "dense": "dense",
     "LongNet": LongNetKernel([(512, 1), (1024, 2), (2048, 4)], full_precision=True),
@@ -259,7 +217,7 @@ def default_methods(device: str, quick: bool = False) -> list[str]:
         return ["sdpa", "quorum"] if device == "cpu" else ["flash", "cudnn", "quorum"]
     if device == "cpu":
         return ["sdpa", "quorum", "quorum-depth-1", "quorum-depth-2"]
-    return [name for name in COMPARED if name != "sdpa"]
+    return [name for name in METHODS if name != "sdpa"]
 
 
 def reference(device: str) -> str:
@@ -289,29 +247,11 @@ def differences(kernel: str, calls: Iterable[Call]) -> dict[str, list[tuple[floa
     """By result, the largest and the mean absolute difference between a kernel and itself recovered
     at depths 1 and 2, for every call."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in RESULTS}
+    depths = [Quorum(on_device=True, kernel=ITSELF[kernel], depth=depth) for depth in (0, 1, 2)]
     for call in calls:
-        inputs = [(t.float() * INPUTS_TIMES).to(t.dtype) for t in call.inputs]
-        whole = _planned(kernel, call, inputs, ())
-        for levels in ((7,), (7, 7)):
-            cut = _planned(kernel, call, inputs, levels)
-            for name, mine, wanted in zip(RESULTS, cut, whole, strict=True):
+        whole, *cut = (method.results(call) for method in depths)
+        for results in cut:
+            for name, mine, wanted in zip(RESULTS, results, whole, strict=True):
                 apart = (mine.double() - wanted.double()).abs()
                 found[name].append((float(apart.max()), float(apart.mean())))
     return found
-
-
-def _planned(
-    kernel: str, call: Call, inputs: list[torch.Tensor], levels: tuple[int, ...]
-) -> list[torch.Tensor]:
-    assert call.grad is not None
-    query, key, value = inputs
-    _, heads, n, head_dim = query.shape
-    sizes: dict[str, Any] = {
-        "heads": heads, "head_dim": head_dim, "dtype": query.dtype, "is_causal": True,
-        "levels": levels, "kernel": get_kernel(ITSELF[kernel]), "inputs": "device",
-        "device": call.device,
-    }  # fmt: skip
-    how: Any = {"is_causal": True, "kernel": ITSELF[kernel], "devices": call.device}
-    out, lse = attention_with_lse(query, key, value, plan=plan(n, **sizes), **how)
-    both = plan(n, backward=True, **sizes)
-    return [out, *attention_backward(call.grad, query, key, value, out, lse, plan=both, **how)]

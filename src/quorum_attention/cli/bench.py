@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import shlex
+import json
 import sys
-from contextlib import suppress
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import print_json, say, show_table, warn
+from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.writing import write_text
 
 _DESCRIPTION = (
     "The paper's experiments on this machine, side by side with torch's kernels. Their calls are "
     "causal, as the paper's are."
 )
 _seconds = shared.number_of("seconds, a number above 0", lambda number: number > 0)
-EXPERIMENTS = ("accuracy", "cost", "recovery", "stages", "census", "boundary", "wrapped")
+EXPERIMENTS = ("accuracy", "cost", "recovery", "wrapped")
 
 
 def add_to(commands: Any) -> None:
@@ -70,10 +70,7 @@ def add_to(commands: Any) -> None:
         type=shared.name_of,
         metavar="FOLDER",
         default="bench-results",
-        help="for results; what is measured there already is not measured again",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="set aside what is in the folder, and begin anew"
+        help="for results.json and report.md, which are replaced",
     )
     shared.add_device(parser)
     shared.add_json(parser)
@@ -81,59 +78,57 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from quorum_attention.bench.results import Results, about, alone_in, set_aside
+    from quorum_attention.bench.cases import about
 
     settings = _settings(options)
     folder = Path(options.output)
-    with alone_in(folder):
-        if options.fresh:
-            set_aside(folder)
-        results = Results(folder, settings, about(settings.device))
-        if results.records:
-            warn(
-                f"{results.path} has {len(results.records)} measurements, which are used; only "
-                f"failed ones are repeated (--fresh sets all aside and begins anew)"
-            )
-        results.commands.append(shlex.join(["quorum-attention", *sys.argv[1:]]))
-        results.write(results.records)
-        try:
-            files = _measured(options, settings, results)
-        except KeyboardInterrupt:
-            warn(f"{results.path} has what was measured; the same command goes on from there")
-            raise
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {
+        "about": about(settings.device), "command": ["quorum-attention", *sys.argv[1:]],
+        "settings": asdict(settings), "measurements": [],
+    }  # fmt: skip
+    lines = ["# Benchmark report", "", ", ".join(map(" ".join, found["about"].items())), ""]
+    for name in options.only:
+        for section in _measured(name, settings, options, found):
+            table = [section.columns, ["---"] * len(section.columns), *section.rows]
+            lines += [f"## {section.title}", "", section.text, ""]
+            lines += [f"| {' | '.join(row)} |" for row in table if row] + [""]
+            if not options.json:
+                say(f"\n{section.title}\n{section.text}")
+                show_table(section.columns, section.rows)
+        write_text(folder / "report.md", "\n".join(lines))
+    files = [str(folder / "results.json"), str(folder / "report.md")]
     if options.json:
-        print_json({"files": [str(file) for file in files], "measurements": results.records})
+        print_json({"files": files, "measurements": found["measurements"]})
     else:
-        for file in files:
-            say(f"wrote {file}")
+        say("\n".join(f"wrote {file}" for file in files))
     return 0
 
 
-def _measured(options: argparse.Namespace, settings: Any, results: Any) -> list[Path]:
-    """Carry out the experiments; the report has what is finished after each. Returns the files."""
+def _measured(
+    name: str, settings: Any, options: argparse.Namespace, found: dict[str, Any]
+) -> list[Any]:
+    """The tables of an experiment; each measurement is written as soon as it is made."""
     from quorum_attention.bench.cases import EXPERIMENTS as RUN
-    from quorum_attention.bench.results import write_report
+    from quorum_attention.bench.cases import short, summary
+    from quorum_attention.bench.child import run_child
     from quorum_attention.progress import status_line
 
-    if not options.json:
-        say(", ".join(f"{name} {value}" for name, value in results.about.items()))
-    # What other commands measured here stays in the report, where it is complete.
-    sections: dict[str, list[Any]] = {}
-    for name in {record["experiment"] for record in results.records}:
-        with suppress(KeyError):
-            sections[name] = RUN[name](settings, results.kept)
-    files: list[Path] = []
-    for name in options.only:
-        # A status line has the terminal for itself: tables come after it.
-        with status_line(name) as show:
-            measure = partial(results.measure, timeout=options.timeout, show=show, done=show.done)
-            sections[name] = RUN[name](settings, measure)
-        for section in () if options.json else sections[name]:
-            say(f"\n{section.title}\n{section.text}")
-            show_table(section.columns, section.rows)
-        ordered = [s for known in EXPERIMENTS for s in sections.get(known, ())]
-        files = write_report(results.path.parent, ordered, results)
-    return [results.path, *files]
+    # A status line has the terminal for itself: tables come after it.
+    with status_line(name) as show:
+
+        def measure(experiment: str, spec: Any) -> Any:
+            what = f"{experiment}: {spec.method}, {short(spec.tokens)} {spec.dtype}"
+            show(what)
+            answer = run_child(spec, options.timeout)
+            # Printed first, so that it is not lost if it cannot be written.
+            show.done(f"{what}: {summary(answer)}")
+            measured = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(answer)}
+            found["measurements"].append(measured)
+            write_text(Path(options.output) / "results.json", json.dumps(found, indent=1))
+            return answer
+
+        return RUN[name](settings, measure)
 
 
 def _settings(options: argparse.Namespace) -> Any:
