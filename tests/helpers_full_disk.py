@@ -89,10 +89,11 @@ def _created(folder: Path, turn: int) -> None:
 
 
 def _scratch(folder: Path, turn: int) -> None:
-    from quorum_attention.files.scratch import scratch
+    import torch
 
-    with scratch(folder, 20_000):
-        pass
+    from quorum_attention.files.compute import _scratch
+
+    _scratch(folder, [(5_000,)], torch.float32)
 
 
 def _calibration(folder: Path, turn: int) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import quorum_attention as qa
 from quorum_attention import writing
 from quorum_attention.execution.report import PassReport
 from quorum_attention.pictures import check_drawable
-from quorum_attention.writing import check_target, folder_of_now, replacing, write_text
+from quorum_attention.writing import check_target, replacing, write_text
 
 EARLIER = b"what was there"
 
@@ -113,20 +110,6 @@ def test_long_and_odd_names(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 4
 
 
-def test_only_ones_own_old_leftovers_are_removed(tmp_path: Path) -> None:
-    """Another process may be writing what is new."""
-    others = [
-        "x.4567abcd.unfinished", "y.0123abcd.unfinished", "x.unfinished", "x.mine.unfinished",
-        "xx.0123abcd.unfinished",
-    ]  # fmt: skip
-    for name in ("x.0123abcd.unfinished", *others):
-        (tmp_path / name).write_bytes(EARLIER)
-        if name != others[0]:
-            os.utime(tmp_path / name, (1, 1))
-    write_text(tmp_path / "x", "new")
-    assert names(tmp_path) == sorted(["x", *others])
-
-
 def drawn_plan(path: Path) -> None:
     qa.plan(2_000, levels=(7,), device="cpu").draw(path)
 
@@ -170,27 +153,6 @@ def test_pictures_of_every_ending(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must end in one of"):
         drawn_plan(tmp_path / "a.xyz")
     assert names(tmp_path) == ["a", "a.pdf", "a.png", "a.svg"]
-
-
-def test_the_folder_of_a_killed_process_goes_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not one that is in use, and not what only has a name like it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed = (
-        "import os, signal, tempfile; from quorum_attention.writing import folder_of_now\n"
-        f"tempfile.tempdir = {str(tmp_path)!r}\n"
-        "with folder_of_now('of-a-test-') as folder:\n"
-        "    (folder / 'large').write_bytes(bytes(100))\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", killed], check=False)
-    assert len(names(tmp_path)) == 1
-    (tmp_path / "of-a-test-like-it").mkdir()
-    with folder_of_now("of-a-test-") as first, folder_of_now("of-a-test-") as second:
-        assert first.is_dir()
-        assert names(tmp_path) == sorted(["of-a-test-like-it", first.name, second.name])
-    assert names(tmp_path) == ["of-a-test-like-it"]
 
 
 OTHER = 12345
@@ -295,14 +257,3 @@ def test_links_are_followed_as_the_system_follows_them(
                 continue
         assert str(writing.follow_links(path)) == os.path.realpath(path)
     assert 0 < circles < 1_900
-
-
-def test_a_folder_of_now_is_looked_for_without_following_links(tmp_path: Path) -> None:
-    """A planted mark is neither waited for nor locked, and its folder stays."""
-    for number, plant in enumerate((os.mkfifo, lambda mark: mark.symlink_to(tmp_path / "mine"))):
-        (tmp_path / f"p-{number}").mkdir()
-        plant(tmp_path / f"p-{number}" / "in-use")
-    (tmp_path / "mine").write_bytes(EARLIER)
-    with writing.folder_of_now("p-", tmp_path):
-        pass
-    assert names(tmp_path) == ["mine", "p-0", "p-1"]

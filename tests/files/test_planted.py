@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from quorum_attention.cli import main
-from quorum_attention.files.run_folder import RunFolder
+from quorum_attention.files.run import RunFolder
 
 OTHER = 12345
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -105,7 +105,7 @@ def test_nobody_else_may_look_into_the_folder(
     modes = []
 
     def looked(self: RunFolder, part: int) -> None:
-        modes.append(stat.S_IMODE(self.path.stat().st_mode))
+        modes.append(stat.S_IMODE(self.output.run.stat().st_mode))
 
     monkeypatch.setattr(RunFolder, "keep", looked)
     qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
@@ -135,19 +135,6 @@ def test_an_input_in_the_folder_of_the_run_is_refused(
     assert run(begun, "--restart") == 2
     assert "where the run works" in capsys.readouterr().err
     assert contents(begun) == before
-
-
-def test_an_earlier_versions_run_is_named_and_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
-    safetensors.torch.save_file(qkv, tmp_path / "qkv")
-    for name in ("out.run.unfinished", "out.run.journal"):
-        (tmp_path / name).write_text("earlier")
-    assert run(tmp_path, "--resume") == 0
-    assert "of an earlier version's run" in capsys.readouterr().err
-    for name in ("out.run.unfinished", "out.run.journal"):
-        assert (tmp_path / name).read_text() == "earlier"
 
 
 @ROOT

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from quorum_attention.cli import options as shared
-from quorum_attention.files.inputs import read_one
+from quorum_attention.files.inputs import Seen, read_one
 from quorum_attention.mask import Mask
 
 # Options, by what ``argparse`` calls them, that make a mask.
@@ -97,7 +96,7 @@ def _window(text: str) -> int | tuple[int, int]:
 
 def mask_of(
     options: argparse.Namespace, given: torch.Tensor | None = None
-) -> tuple[torch.Tensor | Mask | None, bool, dict[str, Path]]:
+) -> tuple[torch.Tensor | Mask | None, bool, dict[str, Seen]]:
     """(mask, is_causal, the files that were read by their options) as options say.
 
     Args:
@@ -107,7 +106,7 @@ def mask_of(
         OSError, ValueError, TypeError: a file cannot be read, or does not fit.
     """
     tensors: dict[str, torch.Tensor] = {}
-    files: dict[str, Path] = {}
+    files: dict[str, Seen] = {}
     for name, names in FILES.items():
         if getattr(options, name, None) is not None:
             tensors[name], files[option(name)] = read_one(getattr(options, name), names)

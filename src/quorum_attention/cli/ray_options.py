@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.options import Written
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import say
 from quorum_attention.devices.report import PoolPass
-from quorum_attention.files.call import GRADIENTS, Part, written_as
+from quorum_attention.files.call import GRADIENTS, written_as
 from quorum_attention.files.compute import Compute, Work
 from quorum_attention.progress import progress_bar
 
@@ -65,13 +66,13 @@ def computing(options: argparse.Namespace) -> Compute:
     """What computes parts on the cluster that the options name."""
     from quorum_attention.ray import Farm
 
-    def compute(work: Work, parts: Sequence[Part]) -> Iterator[Part]:
-        call = work.call
+    def compute(work: Work, numbers: Sequence[int]) -> Iterator[int]:
+        call, whole, parts = work.call, work.call.whole, work.parts
         results = dict(written_as(call, work.results))
         if call.backward:
             results = {f"grad_{role}": results[name] for role, name in _GRADIENTS.items()}
         said = Arguments(
-            call.mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
+            whole.mask, is_causal=whole.is_causal, scale=whole.scale, enable_gqa=True,
             written=Written(depth=options.depth, kernel=options.kernel),
         )  # fmt: skip
         report = PoolPass()
@@ -82,27 +83,28 @@ def computing(options: argparse.Namespace) -> Compute:
             ) as farm,
             progress_bar() as bar,
         ):  # fmt: skip
-            left = {part: _heads(part) for part in parts}
+            left = {number: _heads(whole, parts[number]) for number in numbers}
             heads = [head for group in left.values() for head in group]
             for head in farm.by_heads(
                 call.tensors, results, heads, said, chunks=options.chunks, report=report
             ):
-                (part,) = (part for part, group in left.items() if head in group)
-                left[part].remove(head)
-                if left[part]:
+                (number,) = (number for number, group in left.items() if head in group)
+                left[number].remove(head)
+                if left[number]:
                     continue
-                del left[part]
-                yield part
+                del left[number]
+                yield number
                 if bar is not None:
-                    bar(len(parts) - len(left), len(parts), "parts on Ray")
+                    bar(len(numbers) - len(left), len(numbers), "parts on Ray")
         if not options.json:
             say(str(report))
 
     return compute
 
 
-def _heads(part: Part) -> set[tuple[int, int]]:
-    return {(entry, head) for entry in range(*part.entries) for head in range(*part.key_heads)}
+def _heads(whole: WholeCall, part: Block) -> set[tuple[int, int]]:
+    keys = whole.key_heads(part)
+    return {(entry, head) for entry in range(*part.entries) for head in range(*keys)}
 
 
 _GRADIENTS = dict(zip(("query", "key", "value"), GRADIENTS, strict=True))

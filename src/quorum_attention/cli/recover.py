@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,13 +24,12 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.files.inputs import read_qkv
+from quorum_attention.files.inputs import read_inputs
 from quorum_attention.pictures import check_drawable, draw_recovery
 from quorum_attention.planner import Plan, plan
 from quorum_attention.planner.decide import both_passes
 from quorum_attention.sizes import format_bytes, format_least, format_seconds
 from quorum_attention.verification import Problem, Sampled, compare, expect
-from quorum_attention.writing import folder_of_now
 
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
@@ -127,8 +127,8 @@ def _run(options: argparse.Namespace) -> int:
     Path(options.draw).parent.mkdir(parents=True, exist_ok=True)
     with suppress(ImportError):  # then there is no picture, which is said at the end
         check_drawable(options.draw)
-    with folder_of_now("quorum-attention-recover-") as folder:
-        setting = _setting(options, folder)
+    with tempfile.TemporaryDirectory(prefix="quorum-attention-recover-") as folder:
+        setting = _setting(options, Path(folder))
         _refuse_too_small(setting)
         if not options.json:
             say(_headline(setting))
@@ -187,7 +187,10 @@ def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
     else:
         inputs = str(folder / "inputs.safetensors")
         _random_inputs(options, device, inputs)
-    query, key, value = read_qkv(inputs)
+    given = read_inputs([inputs]).tensors
+    if "mask" in given:
+        raise ValueError(f"{inputs} has a mask, which this command does not take")
+    query, key, value = given["query"], given["key"], given["value"]
     grad_out = None
     # The output and one log-sum-exp a row are what torch's forward needs at least.
     result = query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()

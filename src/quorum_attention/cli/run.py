@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,20 @@ from quorum_attention.cli import masks, ray_options
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, warn
 from quorum_attention.execution.report import Report
-from quorum_attention.files import metadata_of, open_tensors
+from quorum_attention.files import metadata_of
 from quorum_attention.files.call import FileCall, file_call
 from quorum_attention.files.compute import Compute, compute_here
 from quorum_attention.files.formats import is_npy
-from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, Seen, read_inputs
-from quorum_attention.files.output import Output, are_same, output_of
-from quorum_attention.files.run import Outcome, described, run_call
-from quorum_attention.files.run_folder import Mode
+from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
+from quorum_attention.files.run import (
+    Mode,
+    Outcome,
+    Output,
+    are_same,
+    described,
+    output_of,
+    run_call,
+)
 from quorum_attention.kernels import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.pictures import check_drawable
@@ -127,8 +132,8 @@ def _run(options: argparse.Namespace) -> int:
     written = Written(
         budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
     )
-    seen = _seen_masks(options) | inputs.seen
-    mask, is_causal, mask_files = masks.mask_of(options, inputs.tensors.get("mask"))
+    mask, is_causal, sources = masks.mask_of(options, inputs.tensors.get("mask"))
+    sources |= {f"the {role}": file for role, file in inputs.files.items()}
     _check_forward(options, inputs)
     tensors = {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"}
     call = file_call(
@@ -137,7 +142,7 @@ def _run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     wanted = call.results(lse=options.lse)
     output = output_of(options.output, wanted, _metadata(options))
-    _check(options, list(seen), output)
+    _check(options, [seen.path for seen in sources.values()], output)
     if inputs.unknown:
         files, has = ", ".join(options.input), "has" if len(options.input) == 1 else "have"
         warn(f"{files} also {has} {', '.join(inputs.unknown)}, which nothing is done with")
@@ -145,11 +150,10 @@ def _run(options: argparse.Namespace) -> int:
         where = device if options.ray is None else f"Ray ({options.ray})"
         say(_headline(options, call, where))
     report = Report()
-    of_roles = {**{f"the {role}": file for role, file in inputs.where.items()}, **mask_files}
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
-    header = described(call, wanted, _arguments(options), _by_role(of_roles, seen))
+    header = described(call, wanted, _arguments(options), sources)
     outcome = run_call(
-        call, output, header, seen.values(), report,
+        call, output, header, sources.values(), report,
         mode=mode, heads=options.keep_every, compute=_computer(options), say=warn,
     )  # fmt: skip
     _tell(options, inputs, call, report, outcome)
@@ -159,7 +163,8 @@ def _run(options: argparse.Namespace) -> int:
 def _tell(
     options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, outcome: Outcome
 ) -> None:
-    bias = call.mask.bias if isinstance(call.mask, Mask) else call.mask
+    mask = call.whole.mask
+    bias = mask.bias if isinstance(mask, Mask) else mask
     if options.json:
         print_json(
             {
@@ -170,10 +175,10 @@ def _tell(
                 "unknown": inputs.unknown,
                 **report.to_dict(),
                 "total": report.total.to_dict(),
-                "parts": outcome.parts,
+                "parts": outcome.settings.parts,
                 "resumed_parts": outcome.resumed,
-                "kv_heads_per_part": outcome.heads,
-                "accumulators_in_file": outcome.in_file,
+                "kv_heads_per_part": outcome.settings.heads,
+                "accumulators_in_file": outcome.settings.in_file,
             }
         )
     elif options.ray is not None:
@@ -181,7 +186,8 @@ def _tell(
     else:
         say(str(report))
         if report.total.forwards + report.total.backwards > 1:
-            say(f"that was the last of {outcome.parts} parts; all of this run: {report.total}")
+            parts = outcome.settings.parts
+            say(f"that was the last of {parts} parts; all of this run: {report.total}")
         say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
     if options.draw is not None and (report.forward or report.backward) is not None:
@@ -200,21 +206,6 @@ def _check(options: argparse.Namespace, inputs: list[Path], output: Output) -> N
         for name, other in others:
             if are_same(other, drawn):
                 raise ValueError(f"--draw must be another file than the {name}, got {options.draw}")
-
-
-def _seen_masks(options: argparse.Namespace) -> dict[Path, Seen]:
-    """The files of masks, before they are opened."""
-    named = (getattr(options, name) for name in masks.FILES)
-    return {Path(file): Seen.of(file) for file in named if file}
-
-
-def _by_role(files: Mapping[str, Path], seen: Mapping[Path, Seen]) -> dict[str, Seen]:
-    """What was seen of files, by what they are for: the same files in other places are other
-    inputs."""
-    roles: dict[Path, list[str]] = {}
-    for role, file in files.items():
-        roles.setdefault(file, []).append(role)
-    return {", ".join(names): seen[file] for file, names in roles.items()}
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -244,19 +235,17 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     """Refuse a backward of another call than the forward that wrote its output."""
     if not options.backward:
         return
-    for file in inputs.seen:
-        if is_npy(file) or "out" not in open_tensors(file):
-            continue
-        before = _arguments_before(file)
-        for name in (*masks.NAMES, "scale") if "causal" in before else ():
-            # A mask is a file, which may be called otherwise now.
-            was, now = before.get(name), getattr(options, name)
-            same = (was is None) == (now is None) if name in masks.FILES else _plain(now) == was
-            if not same:
-                raise ValueError(
-                    f"{file} was written by a forward with {masks.option(name)} {was}, and this is "
-                    f"a backward with {now}"
-                )
+    file = inputs.files["out"].path
+    before = {} if is_npy(file) else _arguments_before(file)
+    for name in (*masks.NAMES, "scale") if "causal" in before else ():
+        # A mask is a file, which may be called otherwise now.
+        was, now = before.get(name), getattr(options, name)
+        same = (was is None) == (now is None) if name in masks.FILES else _plain(now) == was
+        if not same:
+            raise ValueError(
+                f"{file} was written by a forward with {masks.option(name)} {was}, and this is "
+                f"a backward with {now}"
+            )
 
 
 def _arguments_before(file: Path) -> dict[str, Any]:
@@ -281,5 +270,5 @@ def _headline(options: argparse.Namespace, call: FileCall, device: torch.device 
     return (
         f"{'backward: ' if call.backward else ''}queries {size(given['query'])}, keys "
         f"{size(given['key'])}, {dtype}, {'causal' if options.causal else 'not causal'}, "
-        f"{masks.words(options, call.mask)}, on {device}"
+        f"{masks.words(options, call.whole.mask)}, on {device}"
     )

@@ -1,10 +1,9 @@
-"""A call whose tensors are in files, and its parts."""
+"""A call whose tensors are in files, and its parts: blocks that need nothing of each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -22,30 +21,14 @@ GRADIENTS = ("dq", "dk", "dv")
 _OF_KEYS = ("key", "value", "dk", "dv")
 
 
-class Part(NamedTuple):
-    """Some key/value heads of some batch entries, with their query heads: no other part has
-    anything to do with them.
-
-    Attributes:
-        number: of the part, from 0.
-        entries: batch entries, numbered through all batch dimensions.
-        key_heads, query_heads: of each of them; all of them where there are several entries.
-    """
-
-    number: int
-    entries: Interval
-    key_heads: Interval
-    query_heads: Interval
-
-
 @dataclass(frozen=True, slots=True)
 class FileCall:
     """A forward, or a backward from files; made by ``file_call``.
 
     Attributes:
         tensors: what it reads, by role: (*batch, heads, n, d), lse (*batch, heads, n_queries).
-        mask: None, a boolean or additive tensor, or a description.
-        is_causal, scale, out_dtype: as for ``attention``; ``out_dtype`` of all results but the lse.
+        whole: the call that parts are blocks of.
+        out_dtype: of all results but the lse.
         backward: whether it gives gradients.
         written: its options.
         work: its sizes.
@@ -53,9 +36,7 @@ class FileCall:
     """
 
     tensors: Mapping[str, torch.Tensor]
-    mask: torch.Tensor | Mask | None
-    is_causal: bool
-    scale: float | None
+    whole: WholeCall
     out_dtype: torch.dtype
     backward: bool
     written: Written
@@ -69,15 +50,6 @@ class FileCall:
         assert isinstance(device, torch.device)
         return device
 
-    @property
-    def whole(self) -> WholeCall:
-        """The call that parts are blocks of."""
-        work = self.work
-        return WholeCall(
-            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, self.mask,
-            self.is_causal, self.scale,
-        )  # fmt: skip
-
     def results(self, *, lse: bool = False) -> Wanted:
         """Shapes and dtypes of the results, by name.
 
@@ -85,38 +57,37 @@ class FileCall:
             lse: whether the log-sum-exp of a forward is wanted.
         """
         work = self.work
-        of_queries = (*work.batch_shape, work.heads, work.n_queries)
-        of_keys = (*work.batch_shape, work.kv_heads, work.n_keys)
+        rows = (*work.batch_shape, work.heads, work.n_queries)
+        keys = (*work.batch_shape, work.kv_heads, work.n_keys)
         if self.backward:
-            dq, dk, dv = (*of_queries, work.head_dim), (*of_keys, work.head_dim), of_keys
-            shapes = dict(zip(GRADIENTS, (dq, dk, (*dv, work.value_dim)), strict=True))
+            sizes = (*rows, work.head_dim), (*keys, work.head_dim), (*keys, work.value_dim)
+            wanted = {n: (shape, self.out_dtype) for n, shape in zip(GRADIENTS, sizes, strict=True)}
         else:
-            shapes = {"out": (*of_queries, work.value_dim)}
-        wanted = {name: (shape, self.out_dtype) for name, shape in shapes.items()}
-        if lse and not self.backward:
-            wanted["lse"] = (of_queries, work.state_dtype)
+            wanted = {"out": ((*rows, work.value_dim), self.out_dtype)}
+            if lse:
+                wanted["lse"] = (rows, work.state_dtype)
         if self.without_heads:
             wanted = {name: (shape[1:], dtype) for name, (shape, dtype) in wanted.items()}
         return wanted
 
-    def parts(self, heads: int) -> list[Part]:
-        """Its parts.
+    def parts(self, heads: int) -> list[Block]:
+        """Its parts: all rows and keys of some heads of one batch entry, or of some entries.
 
         Args:
             heads: key/value heads of each, from ``heads_of_part``.
         """
-        batch, kv_heads = self.work.batch, self.work.kv_heads
-        if not batch or not kv_heads:
-            return []
-        share, entries = self.work.heads // kv_heads, max(1, heads // kv_heads)
-        runs = [
-            (Interval(entry, min(entry + entries, batch)), Interval(h, min(h + heads, kv_heads)))
-            for entry in range(0, batch, entries)
-            for h in range(0, kv_heads, min(heads, kv_heads))
-        ]
+        work = self.work
+        batch, kv_heads, share = work.batch, work.kv_heads, work.heads // max(1, work.kv_heads)
+        entries, rows, keys = max(1, heads // max(1, kv_heads)), work.n_queries, work.n_keys
         return [
-            Part(number, at, keys, Interval(keys.start * share, keys.stop * share))
-            for number, (at, keys) in enumerate(runs)
+            Block(
+                Interval(entry, min(entry + entries, batch)),
+                Interval(head * share, min(head + heads, kv_heads) * share),
+                Interval(0, rows),
+                Interval(0, keys),
+            )
+            for entry in range(0, batch, entries)
+            for head in range(0, kv_heads, heads)
         ]
 
     def heads_of_part(self, wanted: int) -> int:
@@ -127,15 +98,9 @@ class FileCall:
             return max(1, min(wanted, most))
         return min(wanted // most, max(1, self.work.batch)) * most
 
-    def block(self, part: Part) -> Block:
-        """The block that a part is."""
-        rows, keys = Interval(0, self.work.n_queries), Interval(0, self.work.n_keys)
-        return Block(part.entries, part.query_heads, rows, keys)
-
-    def cut(self, tensors: Mapping[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
+    def cut(self, tensors: Mapping[str, torch.Tensor], part: Block) -> dict[str, torch.Tensor]:
         """The part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
-        whole, block = self.whole, self.block(part)
-        return {n: whole.cut(t, block, of_keys=n in _OF_KEYS) for n, t in tensors.items()}
+        return {n: self.whole.cut(t, part, of_keys=n in _OF_KEYS) for n, t in tensors.items()}
 
 
 def file_call(
@@ -157,8 +122,7 @@ def file_call(
     """
     backward = "grad_out" in tensors
     for name, tensor in tensors.items():
-        least = 1 if name == "lse" else 2
-        if tensor.dim() < least:
+        if tensor.dim() < (1 if name == "lse" else 2):
             shape = tuple(tensor.shape)
             raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
@@ -178,11 +142,13 @@ def file_call(
             None, three,
         )  # fmt: skip
         inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
-    dtype = out_dtype or query.dtype
-    return FileCall(
-        inputs, mask, is_causal, scale, dtype, backward, written, request.work,
-        request.without_heads,
+    work = request.work
+    whole = WholeCall(
+        work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask, is_causal,
+        scale,
     )  # fmt: skip
+    dtype = out_dtype or query.dtype
+    return FileCall(inputs, whole, dtype, backward, written, work, request.without_heads)
 
 
 def written_as(call: FileCall, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -192,4 +158,4 @@ def written_as(call: FileCall, results: Mapping[str, torch.Tensor]) -> dict[str,
     return {name: tensor.unsqueeze(0) for name, tensor in results.items()}
 
 
-__all__ = ["GRADIENTS", "FileCall", "Part", "file_call", "written_as"]
+__all__ = ["GRADIENTS", "FileCall", "file_call", "written_as"]

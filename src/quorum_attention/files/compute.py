@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import mmap
+import tempfile
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quorum_attention.blocks import compute_block
-from quorum_attention.call.block import BlockResults, request_of_block
+from quorum_attention.call.block import Block, BlockResults, request_of_block
 from quorum_attention.call.options import Written
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.files.call import GRADIENTS, FileCall, Part, written_as
-from quorum_attention.files.scratch import bytes_of, scratch
+from quorum_attention.files.call import FileCall, written_as
 from quorum_attention.mask import Mask
 from quorum_attention.passes import check_forward, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
 from quorum_attention.progress import progress_bar
+from quorum_attention.writing import reserve
 
 # What a kill may cost, about: heads that take less are computed together.
 SECONDS_OF_A_PART = 5.0
 # Accumulators in host memory that are more than this share of it are put into a file instead.
 _SHARE_OF_HOST = 0.25
+_ALIGNMENT = 1024  # elements, at whose multiples tensors of scratch space begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +73,15 @@ class Work:
     report: Report
     progress: bool = True
 
+    @property
+    def parts(self) -> list[Block]:
+        """All parts of the call."""
+        return self.call.parts(self.settings.heads)
 
-Compute = Callable[[Work, Sequence[Part]], Iterator[Part]]
+
+Compute = Callable[[Work, Sequence[int]], Iterator[int]]
 """Computes parts, anywhere and in any order: writes their results into ``Work.results`` and yields
-each part when they are written. ``compute_here`` is one."""
+each part's number when they are written. ``compute_here`` is one."""
 
 
 def settle(call: FileCall, heads: int | None = None) -> Settings:
@@ -135,16 +145,17 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
     plans = [one.plan for one in decisions if one.plan is not None]
     if on_host(call.device) or all(plan.schedule.accumulator != "host" for plan in plans):
         return decisions, False
-    needed = bytes_of(_accumulators(call, parts[0], in_file=True), call.work.state_dtype)
+    shapes = _scratch_shapes(call, parts[0], (), in_file=True).values()
+    needed = sum(map(math.prod, shapes)) * call.work.state_dtype.itemsize
     if needed < _SHARE_OF_HOST * backend_of(HOST).free_bytes(HOST):
         return decisions, False
     return [_decision(call, part, in_file=True) for part in parts], True
 
 
-def _unlike(call: FileCall, parts: Sequence[Part]) -> list[Part]:
+def _unlike(call: FileCall, parts: Sequence[Block]) -> list[Block]:
     """The first part of each batch entry where a mask tells entries apart, else the first."""
-    found = [part for part in parts if not part.key_heads.start]
-    return found if _tells_entries_apart(call.mask) else found[:1]
+    found = [part for part in parts if not part.heads.start]
+    return found if _tells_entries_apart(call.whole.mask) else found[:1]
 
 
 def _tells_entries_apart(mask: torch.Tensor | Mask | None) -> bool:
@@ -155,13 +166,13 @@ def _tells_entries_apart(mask: torch.Tensor | Mask | None) -> bool:
     return any(one is not None for one in by_entry) or any(map(_tells_entries_apart, inner))
 
 
-def _decision(call: FileCall, part: Part, *, in_file: bool) -> Decision:
+def _decision(call: FileCall, part: Block, *, in_file: bool) -> Decision:
     """How a part would be run. Of results it matters only that they are given, and their dtype."""
     with torch.no_grad():
         dtype = call.work.state_dtype if in_file else call.out_dtype
         target = torch.empty(0, dtype=dtype, device="cpu")
         tensors, request, given = request_of_block(
-            call.whole, call.block(part), call.cut(call.tensors, part), call.written,
+            call.whole, part, call.cut(call.tensors, part), call.written,
             BlockResults(out_dtype=None if call.backward else call.out_dtype),
         )  # fmt: skip
         if given is not None:
@@ -176,90 +187,79 @@ def lse_given(call: FileCall, *, in_file: bool) -> bool:
     return in_file or on_host(call.device) or call.out_dtype == call.work.state_dtype
 
 
-def compute_here(work: Work, parts: Sequence[Part]) -> Iterator[Part]:
-    """Compute parts one after the other in this process.
-
-    Yields:
-        each part whose results are written.
-    """
-    call, settings, dtype = work.call, work.settings, work.call.work.state_dtype
-    results = written_as(call, work.results)
-    space = [bytes_of(_scratch_of(work, part), dtype) for part in parts]
+def compute_here(work: Work, numbers: Sequence[int]) -> Iterator[int]:
+    """Compute parts one after the other in this process."""
+    call, settings, parts = work.call, work.settings, work.parts
     shown: AbstractContextManager[Any] = progress_bar() if work.progress else nullcontext()
-    with shown as bar, scratch(work.folder, max(space, default=0)) as file, torch.no_grad():
-        for part in parts:
+    with shown as bar, torch.no_grad():
+        for number in numbers:
+            progress = None if bar is None else _shifted(bar, number, settings.parts)
             written = call.written._replace(
-                budget=settings.budget_bytes,
-                report=work.report,
-                progress=None if bar is None else _Shifted(bar, part.number, settings.parts),
+                budget=settings.budget_bytes, report=work.report, progress=progress
             )
-            temporary = file.tensors(_scratch_of(work, part), dtype)
-            _compute(work, part, written, call.cut(results, part), temporary)
-            yield part
+            _compute(work, parts[number], written)
+            yield number
 
 
-def _accumulators(call: FileCall, part: Part, *, in_file: bool) -> list[tuple[int, ...]]:
-    """Shapes, in the state's dtype, of accumulators that lie in a file and are not results."""
-    work = call.work
-    if not in_file or call.out_dtype == work.state_dtype:
-        return []
-    queries = _rows(call, part)
-    if not call.backward:
-        return [(*queries, work.value_dim)]
-    keys = part.entries.length, part.key_heads.length, work.n_keys
-    return [(*queries, work.head_dim), (*keys, work.head_dim), (*keys, work.value_dim)]
+def _shifted(bar: Any, number: int, parts: int) -> Any:
+    """Progress of a part as progress of all."""
+    return lambda done, total, label: bar(number * total + done, parts * total, label)
 
 
-def _rows(call: FileCall, part: Part) -> tuple[int, int, int]:
-    return part.entries.length, part.query_heads.length, call.work.n_queries
-
-
-def _scratch_of(work: Work, part: Part) -> list[tuple[int, ...]]:
-    """Accumulators of a part, and a log-sum-exp that is no result."""
+def _compute(work: Work, part: Block, written: Written) -> None:
     call, in_file = work.call, work.settings.in_file
-    shapes = _accumulators(call, part, in_file=in_file)
-    if not call.backward and "lse" not in work.results and lse_given(call, in_file=in_file):
-        shapes.append(_rows(call, part))
-    return shapes
-
-
-def _compute(
-    work: Work,
-    part: Part,
-    written: Written,
-    targets: Mapping[str, torch.Tensor],
-    temporary: Sequence[torch.Tensor],
-) -> None:
-    call, in_file = work.call, work.settings.in_file
-    wanted = [targets[name] for name in (GRADIENTS if call.backward else ("out",))]
-    made = list(temporary[: len(_accumulators(call, part, in_file=in_file))]) or wanted
-    given = not call.backward and lse_given(call, in_file=in_file)
+    wanted = call.cut(written_as(call, work.results), part)
+    shapes = _scratch_shapes(call, part, wanted, in_file=in_file)
+    space = _scratch(work.folder, list(shapes.values()), call.work.state_dtype)
+    names = call.results(lse=lse_given(call, in_file=in_file))
+    made: dict[str, Any] = {name: wanted.get(name) for name in names}
+    made |= dict(zip(shapes, space, strict=True))
+    results = BlockResults(made.get("out"), made.get("lse"))
     if call.backward:
-        results = BlockResults(grads=(made[0], made[1], made[2]))
-    else:
-        lse = targets.get("lse", temporary[-1] if temporary else None)
-        results = BlockResults(made[0], lse if given else None)
-    block = call.whole, call.block(part), call.cut(call.tensors, part), written, results
+        results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
+    block = call.whole, part, call.cut(call.tensors, part), written, results
     if call.backward:
         tensors, request, read = request_of_block(*block)
         if read is not None and not is_trivial(tensors):
             check_forward(tensors, request, read)
     found = compute_block(*block)
-    for target, accumulated in zip(wanted, made, strict=True):
+    for name, target in wanted.items():
+        accumulated = made.get(name, found[1])  # an lse may be made by the call
         if accumulated is not target:
             target.copy_(accumulated)
-    if not call.backward and not given and "lse" in targets:
-        targets["lse"].copy_(found[1])
 
 
-class _Shifted:
-    """Progress of a part as progress of all."""
+def _scratch_shapes(
+    call: FileCall, part: Block, results: Container[str], *, in_file: bool
+) -> dict[str, tuple[int, ...]]:
+    """Shapes, in the state's dtype, of what a part is computed into and is no result."""
+    accumulated = in_file and call.out_dtype != call.work.state_dtype
+    whole = {
+        name: torch.empty(shape, device="meta")
+        for name, (shape, _) in call.results(lse=lse_given(call, in_file=in_file)).items()
+        if (name not in results if name == "lse" else accumulated)
+    }
+    return {name: tuple(t.shape) for name, t in call.cut(written_as(call, whole), part).items()}
 
-    def __init__(self, bar: Any, number: int, parts: int) -> None:
-        self._bar, self._number, self._parts = bar, number, parts
 
-    def __call__(self, done: int, total: int, label: str) -> None:
-        self._bar(self._number * total + done, self._parts * total, label)
+def _scratch(
+    folder: Path, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Tensors in a file that has no name: the system writes it to the disk and reads it back, so
+    they may be larger than the host's memory.
+
+    Raises:
+        OSError: the disk has no room for them.
+    """
+    sizes = [-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
+    if not sum(sizes):
+        return [torch.empty(shape, dtype=dtype, device="cpu") for shape in shapes]
+    with tempfile.TemporaryFile(dir=folder) as file:
+        reserve(file, sum(sizes) * dtype.itemsize, f"{folder}: space for accumulators")
+        mapping = mmap.mmap(file.fileno(), sum(sizes) * dtype.itemsize)
+    pieces = torch.from_numpy(np.frombuffer(mapping, np.uint8)).view(dtype).split(sizes)
+    pairs = zip(pieces, shapes, strict=True)
+    return [piece[: math.prod(shape)].view(shape) for piece, shape in pairs]
 
 
 __all__ = ["Compute", "Settings", "Work", "compute_here", "plan_words", "settle"]

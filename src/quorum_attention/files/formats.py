@@ -15,7 +15,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any, BinaryIO
 
@@ -38,50 +37,13 @@ _DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_OF_NUMPY = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in _DTYPES.values()
-    if not str(dtype).startswith(("torch.bfloat", "torch.float8"))
-}
+_OF_NUMPY = [
+    str(dtype).removeprefix("torch.")
+    for name, dtype in _DTYPES.items()
+    if not name.startswith(("BF", "F8"))
+]
 _METADATA = "__metadata__"
 _ALIGNMENT, _MOST_DIMS = 64, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a file, whose bytes begin at ``start``."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The bytes of a file of tensors.
-
-    Attributes:
-        header: its first bytes; without them it cannot be loaded.
-        entries: the tensors, one after the other.
-    """
-
-    header: bytes
-    entries: tuple[Entry, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """Of the whole file."""
-        return len(self.header) + sum(entry.n_bytes for entry in self.entries)
-
-    def tensors(self, mapping: mmap.mmap) -> dict[str, torch.Tensor]:
-        """The tensors of a file that is mapped whole, by name: writes to them go to the file."""
-        return {entry.name: _view(mapping, entry) for entry in self.entries}
 
 
 def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
@@ -98,9 +60,9 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
         _metadata(path, file)  # checks the header
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-        header.pop(_METADATA, None)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         mapping = mmap.mmap(file.fileno(), 0, access=access)
+    header.pop(_METADATA, None)
     found = {}
     for name, described in header.items():
         dtype, shape = _DTYPES.get(described["dtype"]), described["shape"]
@@ -113,10 +75,19 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
             raise ValueError(
                 f"{path}: {name} has a shape that no tensor can have: {len(shape)} sizes"
             )
-        entry = Entry(name, dtype, tuple(shape), 8 + length + described["data_offsets"][0])
-        if writable and entry.start % dtype.itemsize:
-            raise ValueError(f"{path}: {name} is not aligned, so it cannot be written in place")
-        found[name] = _view(mapping, entry)
+        start, n_bytes = (
+            8 + length + described["data_offsets"][0],
+            math.prod(shape) * dtype.itemsize,
+        )
+        if not n_bytes:
+            found[name] = torch.empty(shape, dtype=dtype, device="cpu")
+            continue
+        flat = _from_numpy(np.frombuffer(mapping, np.uint8, n_bytes, start))
+        if start % dtype.itemsize:
+            if writable:
+                raise ValueError(f"{path}: {name} is not aligned, so it cannot be written in place")
+            flat = flat.clone()  # other programs write such files
+        found[name] = flat.view(dtype).view(shape)
     return found
 
 
@@ -141,7 +112,9 @@ def _metadata(path: Path_, file: BinaryIO) -> dict[str, str]:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
-def create_tensors(path: Path_, tensors: Wanted) -> dict[str, torch.Tensor]:
+def create_tensors(
+    path: Path_, tensors: Wanted, metadata: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor]:
     """Create a safetensors file, which must not exist and can be opened at once.
 
     Returns:
@@ -151,41 +124,30 @@ def create_tensors(path: Path_, tensors: Wanted) -> dict[str, torch.Tensor]:
         OSError: the file exists or cannot be created, or the disk has no room for it.
         TypeError: a dtype the format does not have.
     """
-    layout = laid_out(tensors, {})
-    with open(path, "x+b") as file:
-        try:
-            reserve(file, layout.n_bytes, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(path)
-            raise
-        mapping = mmap.mmap(file.fileno(), layout.n_bytes)
-    mapping[: len(layout.header)] = layout.header
-    return layout.tensors(mapping)
-
-
-def laid_out(tensors: Wanted, metadata: Mapping[str, str]) -> Layout:
-    """A safetensors file of these tensors.
-
-    Raises:
-        TypeError: a dtype the format does not have.
-    """
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    entries = []
     end = 0
     # The widest dtype first: then every tensor begins at a multiple of its element size.
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
         if dtype not in _NAMES:
             raise TypeError(f"{name} has dtype {dtype}, which a safetensors file cannot hold here")
-        entries.append(Entry(name, dtype, tuple(shape), end))
-        start, end = end, end + entries[-1].n_bytes
+        start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     # The format allows spaces after the header; they put the data on an aligned address.
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    begin = 8 + len(text)
-    placed = (Entry(e.name, e.dtype, e.shape, begin + e.start) for e in entries)
-    return Layout(len(text).to_bytes(8, "little") + text, tuple(placed))
+    _create(path, len(text).to_bytes(8, "little") + text, end)
+    return open_tensors(path, writable=True)
+
+
+def _create(path: Path_, header: bytes, n_bytes: int) -> None:
+    with open(path, "x+b") as file:
+        try:
+            reserve(file, len(header) + n_bytes, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+        file.write(header)
 
 
 def is_npy(path: Path_) -> bool:
@@ -197,18 +159,20 @@ def is_npy(path: Path_) -> bool:
     return False
 
 
-def open_npy(path: Path_) -> torch.Tensor:
-    """The tensor of a .npy file, mapped: nothing is read yet. A write to it crashes the process.
+def open_npy(path: Path_, *, writable: bool = False) -> torch.Tensor:
+    """The tensor of a .npy file, mapped: nothing is read yet. Without ``writable`` a write to it
+    crashes the process.
 
     Raises:
         OSError: the file cannot be opened, or is no regular file.
         ValueError: it is not a .npy file, is damaged or ends too early; or its elements are none
             that a tensor can have (.npy files know no bfloat16).
     """
-    with open_regular(path) as file:
+    with open_regular(path, "r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        mode = "r+" if writable else "r"
         try:
-            array = npy.open_memmap(f"/proc/self/fd/{file.fileno()}", mode="r")
+            array = npy.open_memmap(f"/proc/self/fd/{file.fileno()}", mode=mode)
         except (OSError, MemoryError):
             raise
         except Exception as error:
@@ -225,49 +189,40 @@ def open_npy(path: Path_) -> torch.Tensor:
     return _from_numpy(array)
 
 
-def laid_out_npy(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """A .npy file of one tensor; ``name`` is the tensor's, for messages.
+def create_npy(path: Path_, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Create a .npy file, which must not exist.
+
+    Returns:
+        The tensor, mapped, zeros; writes to it go to the file.
 
     Raises:
-        TypeError: a dtype the format does not have.
+        OSError: as ``create_tensors``.
     """
-    known = str(dtype).removeprefix("torch.")
-    if known not in _OF_NUMPY:
+    array, header = np.empty(0, _numpy(dtype)), io.BytesIO()
+    described = {**npy.header_data_from_array_1_0(array), "shape": tuple(shape)}
+    npy.write_array_header_1_0(header, described)
+    _create(path, header.getvalue(), math.prod(shape) * dtype.itemsize)
+    return open_npy(path, writable=True)
+
+
+def check_npy(name: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor that a .npy file cannot hold.
+
+    Raises:
+        TypeError: names it.
+    """
+    if _numpy(dtype) not in _OF_NUMPY:
         raise TypeError(
-            f"{name} has dtype {known}, which .npy files do not know: write safetensors, or give "
-            f"another --out-dtype"
+            f"{name} has dtype {_numpy(dtype)}, which .npy files do not know: write safetensors, "
+            f"or give another --out-dtype"
         )
-    text = io.BytesIO()
-    described = {"descr": npy.dtype_to_descr(np.dtype(known)), "fortran_order": False}
-    npy.write_array_header_1_0(text, {**described, "shape": tuple(shape)})
-    header = text.getvalue()
-    return Layout(header, (Entry(name, dtype, tuple(shape), len(header)),))
 
 
-def _view(mapping: mmap.mmap, entry: Entry) -> torch.Tensor:
-    """A tensor of a mapped file. One that is not aligned, as others may write it, is a copy."""
-    if not entry.n_bytes:
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    flat = _from_numpy(np.frombuffer(mapping, np.uint8, entry.n_bytes, entry.start))
-    flat = flat.clone() if entry.start % entry.dtype.itemsize else flat
-    return flat.view(entry.dtype).view(entry.shape)
+def _numpy(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _from_numpy(array: Any) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
-
-
-__all__ = [
-    "SUFFIX",
-    "Layout",
-    "Wanted",
-    "create_tensors",
-    "is_npy",
-    "laid_out",
-    "laid_out_npy",
-    "metadata_of",
-    "open_npy",
-    "open_tensors",
-]

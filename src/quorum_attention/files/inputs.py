@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,15 +85,13 @@ class Inputs:
 
     Attributes:
         tensors: by role, as ``NAMES`` has them.
+        files: the file of each, by role, as it was when it was opened.
         unknown: the names of what they hold besides.
-        where: the file of each tensor, by role.
-        seen: the files they are in, as they were when they were opened.
     """
 
     tensors: dict[str, torch.Tensor]
+    files: dict[str, Seen]
     unknown: tuple[str, ...]
-    where: dict[str, Path]
-    seen: dict[Path, Seen]
 
 
 def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs:
@@ -108,63 +106,45 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
         OSError: a file cannot be opened.
         ValueError: a tensor is missing, or there more than once; a file is damaged.
     """
-    roles = (*needed, "mask")
-    tensors: dict[str, torch.Tensor] = {}
-    whence: dict[str, tuple[str, Path]] = {}
+    found: dict[str, tuple[str, Seen, torch.Tensor]] = {}
     unknown: list[str] = []
-    seen: dict[Path, Seen] = {}
-    used: dict[Path, Seen] = {}
-    folders = {Path(text) for text in named if os.path.isdir(text)}
-    for name, file, tensor in _opened(named, seen):
-        role = _ROLES.get(name)
-        if role not in roles and file.parent in folders:
-            continue  # a folder may have results too, and they may be replaced
-        used[file] = seen[file]
-        if role not in roles:
-            unknown.append(name)
-        elif role in tensors:
-            other, first = whence[role]
-            raise ValueError(
-                f"{first} has {other} and {file} has {name}: one of them must go, because both are "
-                f"the {role}"
-            )
-        else:
-            tensors[role], whence[role] = tensor, (name, file)
+    for text in named:
+        for name, file, tensor in _opened(text):
+            role = _ROLES.get(name)
+            if role in (*needed, "mask") and role in found:
+                other, first, _ = found[role]
+                raise ValueError(
+                    f"{first.path} has {other} and {file.path} has {name}: one of them must go, "
+                    f"because both are the {role}"
+                )
+            if role in (*needed, "mask"):
+                found[str(role)] = name, file, tensor
+            elif not os.path.isdir(text):  # a folder may have results too
+                unknown.append(name)
     for role in needed:
-        if role not in tensors:
-            there = ", ".join([*(name for name, _ in whence.values()), *unknown])
+        if role not in found:
+            there = ", ".join([*(name for name, _, _ in found.values()), *unknown])
             has = "have" if len(named) > 1 else "has"
             raise ValueError(
                 f"{', '.join(named)} {has} no tensor named {' or '.join(NAMES[role])} ({role}); "
                 f"there is {there or 'none'}"
             )
-    where = {role: whence[role][1] for role in roles if role in whence}
-    return Inputs(tensors, tuple(unknown), where, used)
+    tensors = {role: tensor for role, (_, _, tensor) in found.items()}
+    files = {role: file for role, (_, file, _) in found.items()}
+    return Inputs(tensors, files, tuple(unknown))
 
 
-def read_qkv(path: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value of a file, mapped, for who takes no mask.
-
-    Raises:
-        ValueError: one of them is not in it, or a mask is.
-    """
-    tensors = read_inputs([path]).tensors
-    if "mask" in tensors:
-        raise ValueError(f"{path} has a mask, which this command does not take")
-    return tensors["query"], tensors["key"], tensors["value"]
-
-
-def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, Path]:
+def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, Seen]:
     """The tensor of a file that has one, or the one of ``names`` in a file that has more; and the
     file.
 
     Raises:
         ValueError: there are several, or none.
     """
-    file = Path(path)
-    if is_npy(file):
-        return open_npy(file), file
-    tensors = open_tensors(file)
+    seen = Seen.of(path)
+    if is_npy(path):
+        return open_npy(path), seen
+    tensors = open_tensors(path)
     there = [name for name in names if name in tensors]
     if not there and len(tensors) == 1:
         there = list(tensors)
@@ -173,33 +153,28 @@ def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, Path]:
             f"{path} must have one tensor, or one of {', '.join(names)}; it has "
             f"{', '.join(tensors) or 'none'}"
         )
-    return tensors[there[0]], file
+    return tensors[there[0]], seen
 
 
-def _opened(
-    named: Iterable[str], seen: dict[Path, Seen]
-) -> Iterator[tuple[str, Path, torch.Tensor]]:
-    """(name, file, tensor) of all there is; notes what files are before it opens them."""
-    for text in named:
-        name, equals, rest = text.partition("=")
-        if not text or (equals and name in _ROLES and not rest):
-            raise ValueError(f"an input has no file: its name is {text!r}")
-        path = Path(text)
-        named_so = {path: path.stem}
-        if equals and name in _ROLES and not path.exists():
-            named_so = {Path(rest): name}
-        elif path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix == SUFFIX)
-            if not inside:
-                raise ValueError(f"{text} is a folder without {SUFFIX} files")
-            named_so = {file: file.stem for file in inside}
-        for file, tensor in named_so.items():
-            seen[file] = Seen.of(file)
-            if file is not path or is_npy(file):
-                yield tensor, file, open_npy(file)
-            else:
-                for found, mapped in open_tensors(file).items():
-                    yield found, file, mapped
-
-
-__all__ = ["BACKWARD", "FORWARD", "NAMES", "Inputs", "Seen", "read_inputs", "read_one", "read_qkv"]
+def _opened(text: str) -> Iterator[tuple[str, Seen, torch.Tensor]]:
+    """(name, file, tensor) of all there is in an input. What a file is is noted before it is
+    opened."""
+    name, equals, rest = text.partition("=")
+    is_named = equals and name in _ROLES
+    if not text or (is_named and not rest):
+        raise ValueError(f"an input has no file: its name is {text!r}")
+    path = Path(text)
+    files = {path: path.stem}
+    if is_named and not path.exists():
+        files = {Path(rest): name}
+    elif path.is_dir():
+        files = {file: file.stem for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
+        if not files:
+            raise ValueError(f"{text} is a folder without {SUFFIX} files")
+    for file, tensor in files.items():
+        seen = Seen.of(file)
+        if file is not path or is_npy(file):
+            yield tensor, seen, open_npy(file)
+        else:
+            for found, mapped in open_tensors(file).items():
+                yield found, seen, mapped

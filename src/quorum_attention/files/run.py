@@ -1,12 +1,27 @@
-"""A call from files to files: computed part by part, kept, resumed."""
+"""A run from files to files: its output, and ``OUT.run/``, the folder that it works in.
+
+The folder belongs to the user who runs the command, and nobody else may look into it. It has a
+``lock``, which a process holds while it works, the results so far, and ``progress.json``: what is
+computed from what, and which parts are done. That is replaced after the parts' results are on the
+disk, and is there from the first part on. At the end results are renamed, and the folder is
+removed.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import re
+import secrets
+import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,29 +37,140 @@ from quorum_attention.files.compute import (
     plan_words,
     settle,
 )
-from quorum_attention.files.formats import Wanted
+from quorum_attention.files.formats import (
+    SUFFIX,
+    Wanted,
+    check_npy,
+    create_npy,
+    create_tensors,
+    open_npy,
+    open_tensors,
+)
 from quorum_attention.files.inputs import Seen
-from quorum_attention.files.output import Output
-from quorum_attention.files.run_folder import Mode, RunFolder, run_folder
+from quorum_attention.writing import (
+    check_target,
+    follow_links,
+    named,
+    sync_directory,
+    take_permissions,
+    write_text,
+)
 
+FORMAT = 2
+LOCK, PROGRESS = "lock", "progress.json"
+# Results, and folders of partial states beside them. Each beginning has a number of its own, so
+# that a worker of an earlier one (on another machine, maybe) finds nothing to write to.
+_OURS = re.compile(r"[0-9a-f]{8}-|progress\.json\.")
+
+Mode = Literal["new", "resume", "restart"]
+"""What to do with an unfinished run: refuse to touch it, go on with it, or remove it."""
 Say = Callable[[str], None]
 
 
+class UnfinishedError(ValueError):
+    """There is an unfinished run, and it was not said what becomes of it."""
+
+
+class Outcome(NamedTuple):
+    """What a run came to: what was chosen for it, and how many parts an earlier process had done
+    (None: there was none)."""
+
+    settings: Settings
+    resumed: int | None
+
+
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run came to.
+class Output:
+    """The files of a call's results.
 
     Attributes:
-        parts: of the call.
-        resumed: parts that an earlier process had done; None: there was none.
-        heads: key/value heads of a part.
-        in_file: whether accumulators were in a mapped file.
+        name: as the user gave it.
+        files: paths, with symbolic links followed, and what each has.
+        metadata: of a safetensors file.
+        new_folder: the folder they are in, if it does not exist yet.
     """
 
-    parts: int
-    resumed: int | None
-    heads: int
-    in_file: bool
+    name: str
+    files: Mapping[Path, Wanted]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    new_folder: Path | None = None
+
+    @property
+    def run(self) -> Path:
+        """The folder that a run works in, beside the first file."""
+        first = next(iter(self.files))
+        return first.with_name(f"{first.name}.run")
+
+    def check_apart(self, inputs: Iterable[Path]) -> None:
+        """Refuse an output that is an input, which is read until the end, and inputs in the folder
+        that the run works in.
+
+        Raises:
+            ValueError: one of them is.
+        """
+        for given in inputs:
+            for path in self.files:
+                if are_same(given, path):
+                    raise ValueError(
+                        f"output {path if len(self.files) > 1 else self.name} is the input "
+                        f"{given}, which is read until the end: it must be another file"
+                    )
+            if self.run in Path(os.path.realpath(given)).parents:
+                raise ValueError(
+                    f"the input {given} is in {self.run}, where the run works: move it"
+                )
+
+
+def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
+    """The files of results.
+
+    Args:
+        name: of a folder, if it ends in a slash: a .npy file for each result, called as it is; of a
+            .npy file, for a single result; of a safetensors file, if it ends in .safetensors or has
+            no suffix.
+        wanted: shapes and dtypes of the results.
+        metadata: for the header of a safetensors file.
+
+    Raises:
+        OSError: a file cannot be written there. Nothing has been changed.
+        ValueError: several results for one .npy file, or a name with another suffix.
+        TypeError: a dtype that the format does not have.
+    """
+    if name.endswith(("/", os.sep, SUFFIX)):
+        for result, (_, dtype) in wanted.items():
+            check_npy(result, dtype)
+    if name.endswith(("/", os.sep)):
+        folder = follow_links(name)
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"{name} cannot be written: {folder} is no folder")
+        files = {folder / f"{n}{SUFFIX}": {n: described} for n, described in wanted.items()}
+        if folder.exists():
+            return Output(name, {check_target(path): one for path, one in files.items()})
+        check_target(folder)
+        return Output(name, files, new_folder=folder)
+    if os.path.isdir(name):
+        raise IsADirectoryError(
+            f"{name} cannot be written: it is a folder, not a regular file; {name}/, with a slash, "
+            f"has {SUFFIX} files written into it"
+        )
+    if name.endswith(SUFFIX) and len(wanted) != 1:
+        raise ValueError(
+            f"{name} can have one result, and there are {', '.join(wanted)}: name a folder of "
+            f"{SUFFIX} files, {name.removesuffix(SUFFIX)}/, or a safetensors file"
+        )
+    if Path(name).suffix not in ("", ".safetensors", SUFFIX):
+        raise ValueError(
+            f"the output {name} ends in {Path(name).suffix}: it must be a safetensors file "
+            f"(.safetensors, or no suffix), a {SUFFIX} file, or a folder of them (NAME/)"
+        )
+    return Output(name, {check_target(name): wanted}, metadata)
+
+
+def are_same(one: Path, other: Path) -> bool:
+    """Whether two names are one file, by whatever links; or would be."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def described(
@@ -69,6 +195,87 @@ def described(
     for role, seen in inputs.items():
         found |= seen.described(role)
     return found
+
+
+@dataclass(slots=True)
+class RunFolder:
+    """The folder of a run, locked.
+
+    Attributes:
+        output: what is written.
+        progress: what ``progress.json`` says; without parts done there is no such file.
+        resumed: whether an earlier process did some.
+    """
+
+    output: Output
+    progress: dict[str, Any]
+    resumed: bool
+
+    def open(self) -> dict[str, torch.Tensor]:
+        """The results by name, mapped: those that are there, or new ones.
+
+        Raises:
+            OSError: the disk has no room for them.
+            ValueError: one that was there is gone, or damaged.
+        """
+        found: dict[str, torch.Tensor] = {}
+        if not self.progress["files"]:
+            token = secrets.token_hex(4)
+            for number, (target, wanted) in enumerate(self.output.files.items()):
+                path = self.output.run / f"{token}-{number}{target.suffix}"
+                self.progress["files"].append(path.name)
+                if target.suffix != SUFFIX:
+                    found |= create_tensors(path, wanted, self.output.metadata)
+                for name, described in wanted.items() if target.suffix == SUFFIX else ():
+                    found[name] = create_npy(path, *described)
+            return found
+        for path, wanted in zip(self._paths(), self.output.files.values(), strict=True):
+            try:
+                if path.suffix == SUFFIX:
+                    found |= dict.fromkeys(wanted, open_npy(path, writable=True))
+                else:
+                    found |= open_tensors(path, writable=True)
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"{self.output.name} cannot be resumed: {error}; begin with --restart"
+                ) from error
+        return found
+
+    def keep(self, part: int) -> None:
+        """Keep a part whose results have been written to their mappings.
+
+        Raises:
+            OSError: its results, or ``progress.json``, could not be written.
+        """
+        self._sync()
+        self.progress["done"].append(part)
+        write_text(self.output.run / PROGRESS, json.dumps(self.progress, indent=1))
+
+    def _sync(self) -> None:
+        for path in self._paths():
+            with open(path, "rb") as file:
+                try:
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    raise named(error, path) from error
+
+    def finish(self) -> None:
+        """Give all files their names. A second name each: after a kill they can be given again."""
+        for path, target in zip(self._paths(), self.output.files, strict=True):
+            spare = path.with_name(f"{path.name}.named")
+            try:
+                spare.unlink(missing_ok=True)
+                os.link(path, spare)
+            except OSError:  # no file system with hard links: a kill from here on costs the run
+                spare = path
+            with open(path, "rb") as file:
+                take_permissions(file, target)
+            os.replace(spare, target)
+        sync_directory(self.output.run.parent)
+        (self.output.run / PROGRESS).unlink(missing_ok=True)
+
+    def _paths(self) -> list[Path]:
+        return [self.output.run / name for name in self.progress["files"]]
 
 
 def run_call(
@@ -99,41 +306,32 @@ def run_call(
         OSError: no room, or another process writes the same output.
         UnfinishedError, ValueError: see ``run_folder``; or an input changed meanwhile.
     """
-    inputs = list(inputs)
-    _tell_of_earlier_versions(output, say)
-    with run_folder(output, header, mode) as folder, ExitStack() as stack, _telling(folder, say):
+    inputs = set(inputs)
+
+    def check() -> None:
+        for seen in inputs:
+            seen.check()
+
+    with run_folder(output, header, mode) as folder, _telling(folder, say):
         if not folder.progress["settings"]:
             folder.progress["settings"] = asdict(settle(call, heads))
         settings = Settings(**folder.progress["settings"])
-        parts = call.parts(settings.heads)
-        left = [part for part in parts if part.number not in folder.done]
-        resumed = len(folder.done) if folder.resumed else None
-        if resumed is not None:
-            say(f"resumed: {resumed} of {len(parts)} head groups were done")
+        done = list(folder.progress["done"])
+        left = [number for number in range(settings.parts) if number not in done]
+        if folder.resumed:
+            say(f"resumed: {len(done)} of {settings.parts} head groups were done")
             if left and (now := plan_words(call, settings)) != settings.plan:
                 say(
                     f"the rest runs by another plan, so it may round otherwise: it was "
                     f"{settings.plan}, and is {now}"
                 )
-        _check(inputs)
-        folder.open(stack)
-        work = Work(call, settings, folder.tensors, folder.path, report, progress)
-        for part in compute(work, left) if left else ():
-            _check(inputs)
-            folder.keep(part.number)
+        check()
+        work = Work(call, settings, folder.open(), output.run, report, progress)
+        for number in compute(work, left) if left else ():
+            check()
+            folder.keep(number)
         folder.finish()
-    return Outcome(len(parts), resumed, settings.heads, settings.in_file)
-
-
-def _check(inputs: Iterable[Seen]) -> None:
-    for seen in inputs:
-        seen.check()
-
-
-def _tell_of_earlier_versions(output: Output, say: Say) -> None:
-    earlier = f"{output.run}.journal"
-    if os.path.lexists(earlier):
-        say(f"{earlier} is of an earlier version's run, which cannot be resumed: it is left there")
+    return Outcome(settings, len(done) if folder.resumed else None)
 
 
 @contextmanager
@@ -142,13 +340,161 @@ def _telling(folder: RunFolder, say: Say) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        settings, done = folder.progress["settings"], folder.kept()
-        if done:
-            say(
-                f"{len(done)} of {settings['parts']} head groups are done and kept: --resume goes "
-                f"on from there"
-            )
+        # What the file says: a signal may have come right before it was written, or right after.
+        with suppress(OSError, ValueError):
+            left = _left(folder.output)
+            if left is not None:
+                say(
+                    f"{len(left['done'])} of {left['settings']['parts']} head groups are done and "
+                    f"kept: --resume goes on from there"
+                )
         raise
 
 
-__all__ = ["Outcome", "described", "run_call"]
+@contextmanager
+def run_folder(output: Output, call: Mapping[str, Any], mode: Mode) -> Iterator[RunFolder]:
+    """The folder of a run, which is this process's until the ``with`` block ends. It then stays if
+    parts are done that are no output yet.
+
+    Args:
+        call: what the output is computed from and how, by the names that messages give it.
+
+    Raises:
+        OSError: another process works there; the folder is another user's, or no run's; it cannot
+            be made.
+        UnfinishedError: there is an unfinished run, and ``mode`` is "new".
+        ValueError: what there is to resume is damaged, or of another call; nothing has changed.
+    """
+    path = output.run
+    if output.new_folder is not None:
+        output.new_folder.mkdir()  # an error if another process has made it meanwhile
+    try:
+        with _locked(path, output.name):
+            try:
+                yield _begun(output, json.loads(json.dumps(call)), mode)
+            finally:
+                if not (path / PROGRESS).exists():
+                    _empty(path)
+                    (path / LOCK).unlink(missing_ok=True)
+                    with suppress(OSError):  # another process waits there already
+                        path.rmdir()
+    finally:
+        if output.new_folder is not None:
+            with suppress(OSError):  # it is not empty: there are results in it
+                output.new_folder.rmdir()
+
+
+def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
+    """What an earlier process left, if it is to be gone on with; else an empty folder."""
+    left = None if mode == "restart" else _left(output)
+    if left is None:
+        (output.run / PROGRESS).unlink(missing_ok=True)
+        _empty(output.run)
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        begun = {"format": FORMAT, "begun": now, "call": call, "settings": {}}
+        return RunFolder(output, {**begun, "files": [], "done": []}, False)
+    if mode == "new":
+        raise UnfinishedError(
+            f"{output.name} was begun {left['begun']} and is not finished: {len(left['done'])} of "
+            f"{left['settings']['parts']} head groups are done ({output.run}); --resume goes on "
+            f"with it, --restart removes it and begins anew"
+        )
+    before = left["call"]
+    differences = [
+        f"{name} was {_shown(before.get(name))} and is {_shown(call.get(name))}"
+        for name in {**before, **call}
+        if before.get(name) != call.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"{output.name} cannot be resumed, because it was begun otherwise: "
+            f"{'; '.join(differences)}. Give what was given then, or --restart"
+        )
+    return RunFolder(output, left, True)
+
+
+def _left(output: Output) -> dict[str, Any] | None:
+    """What an earlier process left; None where it left nothing."""
+    path = output.run / PROGRESS
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}; --restart begins anew") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of this version's format; --restart begins anew")
+    return found
+
+
+@contextmanager
+def _locked(path: Path, name: str) -> Iterator[None]:
+    """The folder of a run, made if it is not there, locked."""
+    while True:
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+            sync_directory(path.parent)
+        try:
+            _check_own(path)
+            lock = open(path / LOCK, "a+b")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            continue  # another process has just finished, and removed it
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(
+                    f"{name} is being written by another process ({path} is locked)"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
+                    yield
+                    return
+
+
+def _check_own(path: Path) -> None:
+    """Refuse a folder that another user may have put there, and one that is no run's.
+
+    Raises:
+        OSError: it is.
+    """
+    seen, wrong = os.lstat(path), ""
+    if not stat.S_ISDIR(seen.st_mode):
+        wrong = "is no folder"
+    elif seen.st_uid != os.geteuid():
+        wrong = f"belongs to user {seen.st_uid}, not to {os.geteuid()}"
+    elif seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        wrong = "may be written by other users"
+    elif not (path / LOCK).exists() and any(path.iterdir()):
+        wrong = "is not the folder of a run"
+    if wrong:
+        raise PermissionError(f"{path} {wrong}: it is not taken over; move it away")
+
+
+def _empty(path: Path) -> None:
+    """Remove what runs have left in their folder."""
+    for one in path.iterdir():
+        if _OURS.match(one.name):
+            if one.is_dir() and not one.is_symlink():
+                shutil.rmtree(one)
+            else:
+                one.unlink()
+
+
+def _shown(value: Any) -> str:
+    text = "not given" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+__all__ = [
+    "Mode",
+    "Outcome",
+    "Output",
+    "UnfinishedError",
+    "are_same",
+    "described",
+    "output_of",
+    "run_call",
+]

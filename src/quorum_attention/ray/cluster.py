@@ -7,13 +7,13 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from quorum_attention.devices.report import PoolPass, Ran
 from quorum_attention.ray.compute import Done, compute
 from quorum_attention.ray.data import Job
 from quorum_attention.ray.units import Head, Schedule, Unit
-from quorum_attention.writing import folder_of_now
 
 # Times that a unit is begun again because its worker or its machine was lost.
 _RETRIES = 3
@@ -161,12 +161,12 @@ class Cluster:
             self._ray.init(address, **options)
             return
         # Names of sockets are short, and nothing of a farm's own cluster is left behind.
-        folder = self._folders.enter_context(folder_of_now("qa-ray-", "/tmp"))
+        folder = self._folders.enter_context(TemporaryDirectory(prefix="qa-ray-", dir="/tmp"))
         # It reports its use over the network only if that was allowed.
         unset = _REPORTS not in os.environ
         os.environ.setdefault(_REPORTS, "0")
         try:
-            self._ray.init("local", include_dashboard=False, _temp_dir=str(folder), **options)
+            self._ray.init("local", include_dashboard=False, _temp_dir=folder, **options)
         finally:
             if unset:
                 del os.environ[_REPORTS]

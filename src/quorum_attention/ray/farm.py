@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,7 +28,6 @@ from quorum_attention.ray.cluster import Cluster
 from quorum_attention.ray.data import Job
 from quorum_attention.ray.units import Head, cut_of
 from quorum_attention.sizes import parse_bytes
-from quorum_attention.writing import folder_of_now
 
 _Value = TypeVar("_Value")
 _GRADIENTS = ("grad_query", "grad_key", "grad_value")
@@ -344,9 +344,9 @@ class _Pass:
         head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
         cut = cut_of(self._call, len(heads), cluster.workers, head_bytes, self._chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
-        with folder_of_now(f"{name}.states-", folder) as states:
+        with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
             job = Job(
-                cut, inputs, files, str(states), work.state_dtype, dtype, self._options, budget,
+                cut, inputs, files, states, work.state_dtype, dtype, self._options, budget,
                 cluster.cpus, cluster.gpus,
             )  # fmt: skip
             yield from cluster.run(job, heads, report)
