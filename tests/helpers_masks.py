@@ -12,8 +12,7 @@ import torch
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.masked import native_tried
-from quorum_attention.kernels.masked.native_tried import Room
+from quorum_attention.kernels.masked.by_blocks import Room
 
 if TYPE_CHECKING:
     import pytest
@@ -189,9 +188,9 @@ def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
-    """Room for the words of so many blocks, and for trying one."""
+    """Room for the bits of so many partial blocks, and for evaluating one."""
 
     def room(nbytes: int, lanes: int, n: int, m: int) -> Room:
         return Room(words * 2048 * lanes, lanes, n, m)
 
-    monkeypatch.setattr(native_tried.Room, "of", staticmethod(room))
+    monkeypatch.setattr(Room, "of", staticmethod(room))

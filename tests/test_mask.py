@@ -18,7 +18,8 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.masked import Sizes, choice, resolve
+from quorum_attention.kernels.masked import choice
+from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.registry import get_kernel

@@ -15,15 +15,17 @@ import torch
 from kernel_harness import Case, exact
 
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.native.config import UNLIMITED
-from quorum_attention.kernels.native.runs import NO_DIAGONAL
+from quorum_attention.kernels.native.runs import NO_DIAGONAL, UNLIMITED
 from quorum_attention.kernels.protocol import Call, Saved
 
 tl = pytest.importorskip("triton.language")
 import triton  # noqa: E402
 
-from quorum_attention.kernels.native.scores_triton import kept  # noqa: E402
-from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run  # noqa: E402
+from quorum_attention.kernels.native.tile_triton import (  # noqa: E402
+    kept,
+    keys_of_run,
+    rows_of_run,
+)
 
 FAR = (1 << 30) + 64 * 5
 

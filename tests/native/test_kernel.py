@@ -10,6 +10,7 @@ import torch
 from kernel_harness import Case, check_nan_in_a_query, errors, exact, run
 
 from quorum_attention.kernels.native import NativeKernel
+from quorum_attention.kernels.native.config import Config
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 half, brain, full = torch.float16, torch.bfloat16, torch.float32
@@ -139,8 +140,9 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
         CallShape("cuda", half, 1, 1, 64, 64, causal), Extent(1, 1, 1, n, n, n)
     )
     seen = []
-    for part, _ in kernel._launches(tensors, {"query": 128}):
-        table = kernel._host(part, tensors, 128, "query").both
-        assert 4 * table.numel() <= bound
+    tiled = Config(128, 64, 4, 1)
+    for part in kernel._portions(tensors.rectangles, tensors, (("query", tiled),)):
+        (runs,) = kernel._tables(part, kernel._place(tensors), empty, (("query", tiled),))
+        assert 4 * (runs.starts.numel() + runs.entries.numel()) <= bound
         seen += part
     assert sorted(map(repr, seen)) == sorted(map(repr, tensors.rectangles))

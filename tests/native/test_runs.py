@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition, Rectangle
-from quorum_attention.kernels.native.runs import NO_DIAGONAL, Piece, pieces, table, within_window
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.native.runs import NO_DIAGONAL, pieces, table
 
 
 def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarray:
@@ -44,7 +46,12 @@ def test_every_pair_once(n, levels, is_causal, block, tile, axis, layout, data) 
     rows, columns = (data.draw(st.integers(0, n)) for _ in range(2))
     found = task.rectangles(is_causal, rows, columns)
     local_rows, local_columns = task.count_below(rows), task.count_below(columns)
-    made = table(pieces(found, None), local_rows if axis == "query" else local_columns, block, axis)
+    made = table(
+        pieces(found, None, Geometry()),
+        local_rows if axis == "query" else local_columns,
+        block,
+        axis,
+    )
     expected = task.mask()[:local_rows, :local_columns].astype(int)
     if is_causal:
         expected = np.tril(expected)
@@ -61,7 +68,8 @@ def test_every_pair_once(n, levels, is_causal, block, tile, axis, layout, data) 
 def test_windows_are_of_global_positions(n, levels, is_causal, axis, left, right, data) -> None:
     shape = Decomposition(n, levels, "aligned", 4)
     task = data.draw(st.sampled_from(list(shape.tasks())))
-    found = within_window(pieces(task.rectangles(is_causal), task), left, right)
+    band = Band(-left if left >= 0 else None, right if right >= 0 else None)
+    found = pieces(task.rectangles(is_causal), task, Geometry(band))
     made = table(found, task.n_tokens, 16, axis)
     where = np.array([p for s in task.spans for p in range(s.start, s.stop)], dtype=int)
     apart = where[:, None] - where[None]
@@ -78,19 +86,21 @@ def test_neighbouring_runs_are_joined() -> None:
     """At depth 1 a block of queries walks its keys in one go, the diagonal included."""
     shape = Decomposition(13 * 256, (13,))
     for task in list(shape.tasks())[:3]:
-        starts, _ = table(pieces(task.rectangles(True), None), task.n_tokens, 128, "query")
+        starts, _ = table(
+            pieces(task.rectangles(True), None, Geometry()), task.n_tokens, 128, "query"
+        )
         assert max(np.diff(starts)) <= 1
 
 
 @pytest.mark.parametrize("axis", ["query", "key"])
 def test_nothing_to_do(axis) -> None:
-    starts, entries = table([], 300, 128, axis)
+    starts, entries = table(pieces([], None, Geometry()), 300, 128, axis)
     assert starts.tolist() == [0, 0, 0, 0]
     assert entries.shape == (0, 7)
     assert NO_DIAGONAL > 1 << 29
 
 
 def test_distances_that_32_bits_do_not_hold_are_refused() -> None:
-    far = [Piece(Rectangle(0, 64, 0, 64), distance=1 << 31)]
+    far = np.array([[0, 64, 0, 64, NO_DIAGONAL, 1 << 31, 0, 0]])
     with pytest.raises(NotImplementedError, match="in 32 bits"):
         table(far, 64, 64, "query")

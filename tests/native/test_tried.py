@@ -16,9 +16,11 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
 from quorum_attention.kernels.kit.block_table import BlockEvaluator, TaskPairs
-from quorum_attention.kernels.masked import native_tried
-from quorum_attention.kernels.masked.native_tried import Room, codes_of, launches, words_of
+from quorum_attention.kernels.masked import by_blocks
+from quorum_attention.kernels.masked.by_blocks import Room, bits_of, codes_of, parts
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
+from quorum_attention.kernels.native import kernel as native
+from quorum_attention.kernels.native.runs import table
 from quorum_attention.kernels.protocol import TaskTensors
 
 
@@ -68,7 +70,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
     """Clear: every pair is kept in every head and entry; masked: none is."""
     draw = random.Random(random.random() + seed)
     if seed % 4 == 0:
-        monkeypatch.setattr(native_tried, "MOST_NODES", 3)  # what is left is tried
+        monkeypatch.setattr(by_blocks, "MOST_NODES", 3)  # what is left is tried
     n, m = draw.choice([130, 400, 700]), draw.choice([100, 384, 650])
     mask = replace(
         random_mask(draw, 1, 2, n, m, inner=True),
@@ -98,7 +100,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
         assert codes[i, j] != EMPTY or not part.any(), (i, j)
     rows, columns = blocks = torch.from_numpy(np.stack(np.nonzero(codes == PARTIAL)))
     evaluator = BlockEvaluator(geometry.keeps, task, (n, m), pairs.pieces, (True, True))
-    words = words_of(evaluator, blocks, Room(2 << 20, 2, n, m).at_once)
+    words = bits_of(evaluator, blocks, Room(2 << 20, 2, n, m).at_once)
     for number, (i, j) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         part = keep[0, :, i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
         bits = (words[0, :, number, :, :, None] >> torch.arange(32)) & 1
@@ -115,15 +117,16 @@ def test_launches_have_every_block_once_and_no_more_words_than_there_is_room_for
     n, m = rows * 128 - draw.integers(0, 128), columns * 128 - draw.integers(0, 128)
     words = int(draw.integers(1, 30))
     seen = np.zeros_like(codes)
-    for at in launches(codes, int(n), int(m), words):
+    for at in parts(codes, int(n), int(m), words):
         assert np.count_nonzero(at.codes == PARTIAL) <= words
         assert at.rows.stop <= n
         assert at.columns.stop <= m
         for axis, block in (("query", 64), ("key", 128)):
             found = np.zeros((at.n_queries, at.n_keys), dtype=np.int8)
-            starts, entries = at.runs(block, axis)  # type: ignore[arg-type]
+            n_rows = at.n_queries if axis == "query" else at.n_keys
+            starts, entries = table(at.pieces(axis), n_rows, block, axis, 8)  # type: ignore[arg-type]
             numbers = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-            order = list(zip(*(x.tolist() for x in at.mixed()), strict=True))
+            order = list(zip(*at.partial.tolist(), strict=True))
             for number, (a, b, c, d, _, _, mixed, word) in zip(numbers, entries, strict=True):
                 low = a if axis == "query" else c
                 assert low // block == number
@@ -142,13 +145,13 @@ def test_masked_blocks_are_left_out_and_clear_ones_are_not_tried(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    original = native_tried.launch_forward
+    original = native.launch_forward
 
     def counted(*args: Any, **named: Any) -> None:
-        launched.append((args[3].entries[:, 6].tolist(), args[5].words.numel()))
+        launched.append((args[3].entries[:, 6].tolist(), args[4].words.numel()))
         original(*args, **named)
 
-    monkeypatch.setattr(native_tried, "launch_forward", counted)
+    monkeypatch.setattr(native, "launch_forward", counted)
     q, k, v = (torch.randn(1, 1, 140, 16, device=device) for _ in range(3))
     in_blocks = Mask(keeps=lambda b, h, q, k: (q // 128) == (k // 128))
     out = qa.attention(q, k, v, attn_mask=in_blocks, kernel="native")
@@ -172,13 +175,13 @@ def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    original = native_tried.codes_of
+    original = by_blocks.codes_of
 
     def counted(*args: Any) -> Any:
         made.append(1)
         return original(*args)
 
-    monkeypatch.setattr(native_tried, "codes_of", counted)
+    monkeypatch.setattr(by_blocks, "codes_of", counted)
     q, k, v = (torch.randn(1, 1, 20, 16, device=device) for _ in range(3))
     kept = torch.zeros(20, dtype=torch.bool, device=device)
     kept[:13] = True

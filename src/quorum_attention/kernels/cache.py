@@ -59,11 +59,14 @@ _Params = ParamSpec("_Params")
 _Answer = TypeVar("_Answer")
 
 
-def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Params, _Answer]]:
+def remembered(
+    most: int, size: Callable[[_Answer], int] = lambda answer: 1
+) -> Callable[[Callable[_Params, _Answer]], Callable[_Params, _Answer]]:
     """Decorator for a function with a positional parameter ``kernel``: caches its answers.
 
-    The last ``most`` answers for each kernel are held as long as the kernel lives; they must not
-    refer to it. Nothing is remembered for a kernel that takes no weak reference.
+    The last answers for each kernel, of at most ``most`` in ``size``, are held as long as the
+    kernel lives; they must not refer to it. Nothing is remembered for a kernel that takes no weak
+    reference.
     """
 
     def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
@@ -76,7 +79,7 @@ def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Pa
             try:
                 known = answers.get(kernel)
                 if known is None:
-                    known = answers.setdefault(kernel, Cache(most, lambda answer: 1))
+                    known = answers.setdefault(kernel, Cache(most, size))
             except TypeError:  # no weak reference
                 return function(*args, **named)
             key = (*args[:at], *args[at + 1 :])

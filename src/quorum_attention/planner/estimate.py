@@ -31,7 +31,8 @@ from quorum_attention.execution.workload import (
     scale_is_exact,
 )
 from quorum_attention.html_table import html_table
-from quorum_attention.kernels.masked import Sizes, kernel_for_mask
+from quorum_attention.kernels.masked.choice import kernel_for_mask
+from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.mask import Mask

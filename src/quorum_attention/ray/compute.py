@@ -19,7 +19,7 @@ from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import GPU, backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.masked import Sizes, resolve
+from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
 from quorum_attention.ray.data import OF_KEYS, Job, moved, read_state, write_state

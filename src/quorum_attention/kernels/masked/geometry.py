@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,6 +118,15 @@ class Geometry:
         found: Blocks = near[(near[:, 2] < k1) & (near[:, 3] > k0)]
         return found
 
+    def within(self, block: Ranges) -> Iterator[tuple[int, int, int, int]]:
+        """The parts of ``block`` that lie in the blocks of the geometry, by their bounds."""
+        (q0, q1), (k0, k1) = block
+        if self.blocks is None:
+            yield q0, q1, k0, k1
+            return
+        for a, b, c, d in self.near(block).tolist():
+            yield max(a, q0), min(b, q1), max(c, k0), min(d, k1)
+
     def most(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
         """The most queries and keys of a part of a block of so many; ``bands`` as of ``parts``."""
         if self.blocks is not None and len(self.blocks):
@@ -138,12 +147,7 @@ class Geometry:
 
         In a ragged part the band and the rules are to be asked about each pair (``kept``).
         """
-        (q0, q1), (k0, k1) = block
-        pieces: Sequence[Sequence[int]] = [(q0, q1, k0, k1)]
-        if self.blocks is not None:
-            pieces = self.near(block).tolist()
-        for a, b, c, d in pieces:
-            sides = max(a, q0), min(b, q1), max(c, k0), min(d, k1)
+        for sides in self.within(block):
             if bands and not self.rules:
                 least = self.band.within(*sides)
                 if least is not None:

@@ -1,5 +1,5 @@
-"""A call under a ``Mask``: each task in one launch (``native.py``), by a table of blocks where
-rules have to be tried (``native_tried.py``), or part by part (``parts.py``).
+"""A call under a ``Mask``: each task in one launch of the native kernel, by a table of blocks where
+rules have to be tried (``by_blocks.py``), or part by part (``parts.py``).
 
 Batch entries of different geometry are computed one after the other.
 """
@@ -22,8 +22,8 @@ from quorum_attention.decomposition import (
     Verdict,
 )
 from quorum_attention.kernels.kit.functions import results_at, tensors
+from quorum_attention.kernels.masked.by_blocks import NativeByBlocks
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.native_tried import NativeTried, NativeUnderMask
 from quorum_attention.kernels.masked.parts import ByParts
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
@@ -40,7 +40,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.reference import whole_task, work_dtype
-from quorum_attention.kernels.workspace import UNSPLIT_BYTES
+from quorum_attention.kernels.tensors import Pick
 
 _BY_ENTRY = ("grad_out", "out", "grad_query", "grad_key", "grad_value")
 
@@ -79,21 +79,20 @@ class MaskedKernel(Kernel):
         self._parts = ByParts(self._distinct, base, softcap)
         by_operator = self._parts.by_operator
         self.name = base.name if by_operator else self._parts.tiles.name
-        # By geometry, where one launch runs a whole task of it, or some for blocks that are tried.
-        self._native: dict[Geometry, NativeUnderMask] = {}
-        self._tried: dict[Geometry, NativeTried] = {}
+        # By geometry: one launch of these runs a whole task, or some do where there are rules.
+        self._native: dict[Geometry, NativeKernel] = {}
         if isinstance(base, NativeKernel):
-            for g in self._distinct:
-                if g.rules:
-                    self._tried[g] = NativeTried(g, base, self._functions)
-                else:
-                    self._native[g] = NativeUnderMask(g, base)
+            self._native = {
+                g: NativeByBlocks(g, base, self._functions) if g.rules else base.under(g)
+                for g in self._distinct
+            }
+        self._ruled = any(g.rules for g in self._distinct)
         kept = sum(g.count(n_queries, n_keys) for g in geometries) / len(geometries)
         self._share = kept / max(1, n_queries * n_keys)
         self._verdict = _Verdict(self._distinct)
-        self.whole_tasks = self._launched
+        self.whole_tasks = bool(self._native)
         # A task is several calls, though they take no turns on streams.
-        self.several_streams = not self._launched
+        self.several_streams = not self._native
         self.rates, self.pace = (base.rates, base.pace) if by_operator else ((0.3, 0.3), None)
         self.launch_seconds = base.launch_seconds
         self.scaled_backward = base.scaled_backward if by_operator else frozenset()
@@ -104,14 +103,9 @@ class MaskedKernel(Kernel):
     def _uniform(self) -> bool:
         return len(self._distinct) == 1
 
-    @property
-    def _launched(self) -> bool:
-        """Whether the native kernel runs whole tasks."""
-        return bool(self._native or self._tried)
-
     def _by_parts(self, *, drops: bool) -> bool:
-        """Whether a task is computed part by part: what is dropped is no matter of tried blocks."""
-        return not self._launched or (drops and bool(self._tried))
+        """Whether a task is computed part by part: tables of blocks know no dropout."""
+        return not self._native or (drops and self._ruled)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -177,46 +171,19 @@ class MaskedKernel(Kernel):
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         if self._by_parts(drops=call.dropout):
             return self._parts.forward_bytes(call, extent)
-        own = 0
-        if self._native:
-            own = self._launch_bytes(call) + self._times(extent) * (
-                self.base.forward_workspace_bytes(call, extent)
-            )
-        if self._tried:
-            tried = max(one.forward_bytes(call, extent) for one in self._tried.values())
-            if extent.direct:
-                # Statistics in fp32, and the output in its dtype, which may be that, too.
-                rows = extent.batch * extent.query_heads * extent.n_tokens
-                tried += rows * (2 * call.value_dim + 1) * 4 + 3 * UNSPLIT_BYTES
-            own = max(own, tried)
-        return own
+        each = (native.forward_workspace_bytes(call, extent) for native in self._native.values())
+        return self._times(extent) * max(each)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         if self._by_parts(drops=call.dropout):
             return self._parts.backward_bytes(call, extent)
-        own = 0
-        if self._native:
-            own = self._launch_bytes(call) + self._times(extent) * (
-                self.base.backward_workspace_bytes(call, extent)
-            )
-        if self._tried:
-            tried = max(one.backward_bytes(call, extent) for one in self._tried.values())
-            if extent.direct:
-                rows = extent.batch * extent.query_heads * extent.n_tokens
-                keys = extent.batch * extent.key_heads * extent.n_tokens
-                width = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
-                tried += 2 * width * 4 + 6 * UNSPLIT_BYTES
-            own = max(own, tried)
-        return own
-
-    def _launch_bytes(self, call: CallShape) -> int:
-        """What the tables of a launch have more than those of the kernel without a mask."""
-        return max(native.table_bytes(dropout=call.dropout) for native in self._native.values())
+        each = (native.backward_workspace_bytes(call, extent) for native in self._native.values())
+        return self._times(extent) * max(each)
 
     def _times(self, extent: Extent) -> int:
         """2 where results of several geometries are put together at the end."""
-        return 2 if extent.direct and not self._uniform else 1
+        return 2 if extent.direct and not self._uniform and not self._ruled else 1
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -226,7 +193,7 @@ class MaskedKernel(Kernel):
             if self._by_parts(drops=task.dropout is not None):
                 self._parts.forward(one, geometry, *given)
             else:
-                self._whole_task(geometry).forward(one, Statistics(*given))
+                self._native[geometry].forward(one, Statistics(*given))
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
@@ -251,23 +218,17 @@ class MaskedKernel(Kernel):
             if by_parts:
                 self._parts.backward(one, geometry, mine)
             else:
-                self._whole_task(geometry).backward(one, mine)
-
-    def _whole_task(self, geometry: Geometry) -> NativeUnderMask | NativeTried:
-        found = self._native.get(geometry)
-        return self._tried[geometry] if found is None else found
+                self._native[geometry].backward(one, mine)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
-        if self._native and self._uniform:
-            return self._native[self._distinct[0]].whole_forward(call)
         query = call.query
-        if self._native and not self._tried:
-            parts = [
-                native.whole_forward(_call_of_entries(call, at))
-                for at, native in self._native_calls(query)
+        if self._native and not self._ruled:
+            found = [
+                self._native[geometry].whole_forward(_call_of_entries(call, at))
+                for at, geometry in self._by_geometry(tuple(range(query.shape[0])))
             ]
-            out, lse = (_together(pieces) for pieces in zip(*parts, strict=True))
+            out, lse = (_together(pieces) for pieces in zip(*found, strict=True))
             return out, lse
         whole, banded = self._parts.bands, self._banded(call)
         if whole is not None and banded is not None:
@@ -281,12 +242,12 @@ class MaskedKernel(Kernel):
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
-        if self._native and self._uniform:
-            return self._native[self._distinct[0]].whole_backward(call, saved)
-        if self._native and not self._tried:
+        if self._native and not self._ruled:
             parts = [
-                native.whole_backward(_call_of_entries(call, at), saved.mapped(itemgetter(at)))
-                for at, native in self._native_calls(call.query)
+                self._native[geometry].whole_backward(
+                    _call_of_entries(call, at), saved.mapped(_taken(at, call.query))
+                )
+                for at, geometry in self._by_geometry(tuple(range(call.query.shape[0])))
             ]
             dq, dk, dv = (_together(pieces) for pieces in zip(*parts, strict=True))
             return dq, dk, dv
@@ -309,10 +270,6 @@ class MaskedKernel(Kernel):
             return None
         return replace(call, causal=one.band)
 
-    def _native_calls(self, query: torch.Tensor) -> Iterator[tuple[slice, NativeUnderMask]]:
-        for entries, geometry in self._by_geometry(tuple(range(query.shape[0]))):
-            yield entries, self._native[geometry]
-
     def _own(self, entries: tuple[int, ...]) -> tuple[int, ...]:
         """The numbers of entries among those of the batch."""
         if max(entries, default=0) < self.batch:
@@ -326,6 +283,9 @@ class MaskedKernel(Kernel):
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
+        if self._uniform:
+            yield slice(0, len(entries)), self._distinct[0]
+            return
         found = [self.geometries[entry % len(self.geometries)] for entry in entries]
         start = 0
         for stop in range(1, len(found) + 1):
@@ -370,13 +330,19 @@ def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
 
 def _call_of_entries(call: Call, entries: slice) -> Call:
     """A whole call with some of its batch entries."""
-    some = itemgetter(entries)
+    some = _taken(entries, call.query)
     return call.mapped(
         some,
         some,
         bias=_rows_of_entries(call.bias, entries),
         dropout=call.dropout and call.dropout.at(0, entries.start),
     )
+
+
+def _taken(entries: slice, query: torch.Tensor) -> Pick:
+    """What takes some batch entries of a tensor: an identity where these are all."""
+    every = entries == slice(0, query.shape[0])
+    return (lambda tensor: tensor) if every else itemgetter(entries)
 
 
 def _rows_of_entries(tensor: torch.Tensor | None, entries: slice) -> torch.Tensor | None:

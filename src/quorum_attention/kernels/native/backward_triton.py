@@ -2,26 +2,35 @@
 # mypy: ignore-errors
 """The backward of a whole task: first by blocks of queries (dQ), then by blocks of keys (dK, dV).
 
-With the global lse, P = exp(S - lse) and delta = rowsum(dO * O) - dlse (paper, section 3):
+With the global lse, P = exp(S - lse) and delta = rowsum(dO * O) (paper, section 3):
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
 P is computed twice, so that no two programs add to the same number: the result is bit-for-bit
-repeatable. For fp16, P is computed times 2**lift, and dS times a power of two for each key head,
-its ``ease``, which follows from the largest norms of its rows. So both stay in fp16's normal range
-and cannot overflow (design, section 2).
+repeatable. For fp16, P is computed times 2**p_exponent, and dS times a power of two for each key
+head, its ``ds_scale``, which follows from the largest norms of its rows. So both stay in fp16's
+normal range and cannot overflow (design, section 2).
 """
 
 import triton
 import triton.language as tl
 
 from quorum_attention.kernels.native.dropout_triton import dropped, load_dropout_params
-from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
-from quorum_attention.kernels.native.scores_triton import kept, keys_kept, modified, tried
-from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run
+from quorum_attention.kernels.native.tile_triton import (
+    NOT_SPECIALIZED,
+    block_rows,
+    kept,
+    keys_kept,
+    keys_of_run,
+    lane_of,
+    mask_bits_kept,
+    modified,
+    pairs_of_tile,
+    rows_of_run,
+)
 
 
-@triton.jit(do_not_specialize=["norms", "heads", "n_rows"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def norm_kernel(
     value, norms, heads, n_rows, v_b, v_h, v_n, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -48,35 +57,12 @@ def _largest(rows):
     return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["norms", "heads", "group", "n_rows"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def delta_kernel(
-    grad_out,
-    out,
-    grad_lse,
-    delta,
-    norms,
-    heads,
-    group,
-    n_rows,
-    g_b,
-    g_h,
-    g_n,
-    o_b,
-    o_h,
-    o_n,
-    gl_b,
-    gl_h,
-    gl_n,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORMS: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
-):
-    """Delta (b, h, n) = rowsum(grad_out * out) - grad_lse, and the norms (b, hk) of grad_out.
-
-    With a grad_lse the norms are made a bound of it as well: that of the value at least 1.
-    """
+    grad_out, out, delta, norms, heads, group, n_rows, g_b, g_h, g_n, o_b, o_h, o_n,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """Delta (b, h, n) = rowsum(grad_out * out), and the norms (b, hk) of grad_out."""
     n_blocks = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
     lane = program // n_blocks
@@ -92,33 +78,24 @@ def delta_kernel(
     ).to(tl.float32)
     o = tl.load(out + b * o_b + h * o_h + wide[:, None] * o_n + dv[None, :], mask=cells, other=0.0)
     found = tl.sum(g * o.to(tl.float32), 1)
-    if GRAD_LSE:
-        beside = tl.load(grad_lse + b * gl_b + h * gl_h + wide * gl_n, mask=live, other=0.0)
-        found -= beside
     tl.store(delta + lane.to(tl.int64) * n_rows + wide, found, mask=live)
     if NORMS:
-        largest = _largest(g)
-        if GRAD_LSE:
-            squares = beside * beside
-            own = tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
-            largest = 2.0 * (largest + own)
-            key_lanes = tl.num_programs(0) // n_blocks // group
-            tl.atomic_max(norms + key_lanes + lane // group, 1.0)
-        tl.atomic_max(norms + lane // group, largest)
+        tl.atomic_max(norms + lane // group, _largest(g))
 
 
 @triton.jit
-def _ease(norms, lane, lanes, lift):
-    """A key head's power of two for dS: it keeps 2**lift |dS| <= 2**(lift + 1) g v near 2**14."""
+def _ds_scale(norms, lane, lanes, largest):
+    """A key head's power of two for dS: it keeps 2**largest |dS| <= 2**(largest + 1) g v near
+    2**14."""
     g2 = tl.load(norms + lane)
     v2 = tl.load(norms + lanes + lane)
-    bound = 0.5 * (tl.log2(tl.maximum(g2, 1e-30)) + tl.log2(tl.maximum(v2, 1e-30))) + 1.0 + lift
+    bound = 0.5 * (tl.log2(tl.maximum(g2, 1e-30)) + tl.log2(tl.maximum(v2, 1e-30))) + 1.0 + largest
     return tl.exp2(tl.minimum(tl.maximum(tl.floor(14.0 - bound), -60.0), 60.0))
 
 
 @triton.jit
 def _query_tile(
-    dq, q, do, lse2, delta, ease, key, value, b, h_k, at_key, k_n, v_n, inside, keep, apart,
+    dq, q, do, lse2, delta, ds_scale, key, value, b, h_k, at_key, k_n, v_n, inside, keep, apart,
     bias_at, bias_live, scale, log2_scale, softcap, slope, drop, rescale,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -129,9 +106,9 @@ def _query_tile(
     v = block_rows(value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, READ, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    slack = 1.0
+    softcap_grad = 1.0
     if not PLAIN:
-        s, slack = modified(
+        s, softcap_grad = modified(
             s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS
         )
         log2_scale = 1.4426950408889634
@@ -140,35 +117,19 @@ def _query_tile(
         p = tl.where(keep, p, 0.0)
     if DROPOUT:
         dp = tl.where(drop != 0, 0.0, dp * rescale)
-    ds = p * (dp * ease - delta[:, None]) * slack
+    ds = p * (dp * ds_scale - delta[:, None]) * softcap_grad
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "starts",
-        "entries",
-        "norms",
-        "heads",
-        "group",
-        "key_lanes",
-        "n_queries",
-        "n_keys",
-        "n_blocks",
-        "left",
-        "right",
-        "bias_row",
-        "bias_column",
-    ]
-)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def query_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_query, starts, entries, bias, slopes,
     query_bits, key_bits, drops, heads, group, n_queries, n_keys, n_blocks, key_lanes,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, dq_b, dq_h, dq_n,
     bias_b, bias_h, bias_q, bias_k, bias_row, bias_column,
-    scale, softcap, left, right, lift, lowered,
+    scale, softcap, left, right, p_exponent, p_unscale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_DS: tl.constexpr, ADD: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr,
     READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
@@ -177,8 +138,8 @@ def query_kernel(
     """Add a task's dQ (b, h, n, d) to ``grad_query``, or write it there (ADD False).
 
     ``starts`` and ``entries``: by blocks of BLOCK_M queries. ``norms`` (2, b * hk): squared norms
-    of grad_out and of value, read where EASED. RAGGED: pipeline stages of ragged parts. BITS: see
-    ``forward_kernel``.
+    of grad_out and of value, read where SCALE_DS. RAGGED: pipeline stages of ragged parts. BITS:
+    see ``forward_kernel``.
     """
     program = tl.program_id(0)
     block = n_blocks - 1 - program % n_blocks
@@ -210,19 +171,19 @@ def query_kernel(
     )
     own = tl.load(lse + b * l_b + h * l_h + wide_rows * l_n, mask=live, other=float("-inf"))
     # In a row without any key, +inf in place of -inf makes its probabilities 0 instead of NaN.
-    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - lift)
+    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - p_exponent)
     d_row = tl.load(delta + lane.to(tl.int64) * n_queries + wide_rows, mask=live, other=0.0)
-    rescale = 1.0
-    largest = lift
+    head, entry, key_low, key_high, threshold, rescale = 0, 0, 0, 0, 0, 1.0
+    largest = p_exponent
     if DROPOUT:
         head, entry, key_low, key_high, threshold, rescale, _ = load_dropout_params(drops, h, b)
         # dS is larger by the factor of what is not dropped.
-        largest = lift + tl.log2(tl.maximum(rescale, 1.0))
-    ease = 1.0
-    if EASED:
-        ease = _ease(norms, (lane // heads) * (heads // group) + (lane % heads) // group,
+        largest = p_exponent + tl.log2(tl.maximum(rescale, 1.0))
+    ds_scale = 1.0
+    if SCALE_DS:
+        ds_scale = _ds_scale(norms, (lane // heads) * (heads // group) + (lane % heads) // group,
                      key_lanes, largest)  # fmt: skip
-        d_row = d_row * ease
+        d_row = d_row * ds_scale
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + h)
@@ -239,24 +200,18 @@ def query_kernel(
             entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
             8 if DROPOUT else (8 if BITS == 2 else 7),
         )  # fmt: skip
+        shift = 0
         if DROPOUT:
             shift = tl.load(entries + index * 8 + 7)
 
         for at_key in tl.range(begin, end, BLOCK_N):
-            apart = rows[:, None] - (at_key + columns)[None, :] + distance
-            bias_at = bias
-            if BIAS:
-                bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
-                    tl.cast(at_key, tl.int64) - bias_column + columns
-                )[None, :] * bias_k
-            drop = True
-            if DROPOUT:
-                drop = dropped(
-                    rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
-                    threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
-                )  # fmt: skip
+            apart, bias_at, drop = pairs_of_tile(
+                rows, wide_rows, at_key, columns, distance, shift, bias, bias_row, bias_column,
+                bias_q, bias_k, head, entry, key_low, key_high, threshold, BLOCK_M, BLOCK_N,
+                BIAS, DROPOUT,
+            )  # fmt: skip
             dq = _query_tile(
-                dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n, True, True,
+                dq, q, do, lse2, d_row, ds_scale, key, value, b, h_k, at_key, k_n, v_n, True, True,
                 apart, bias_at, live[:, None], scale, log2_scale, softcap, slope, drop, rescale,
                 False, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
                 BLOCK_N, READ, PRECISION, DROPOUT,
@@ -272,7 +227,7 @@ def query_kernel(
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
                 if BITS == 2:
-                    keep = tried(
+                    keep = mask_bits_kept(
                         keep, words, entries + index * 8, rows[:, None], keys[None, :],
                     )  # fmt: skip
                 if BITS == 1:
@@ -280,26 +235,19 @@ def query_kernel(
                     own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
                     keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
-                apart = rows[:, None] - keys[None, :] + distance
-                bias_at = bias
-                if BIAS:
-                    bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
-                        tl.cast(at_key, tl.int64) - bias_column + columns
-                    )[None, :] * bias_k
-                drop = True
-                if DROPOUT:
-                    drop = dropped(
-                        rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
-                        threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
-                    )  # fmt: skip
+                apart, bias_at, drop = pairs_of_tile(
+                    rows, wide_rows, at_key, columns, distance, shift, bias, bias_row, bias_column,
+                    bias_q, bias_k, head, entry, key_low, key_high, threshold, BLOCK_M, BLOCK_N,
+                    BIAS, DROPOUT,
+                )  # fmt: skip
                 dq = _query_tile(
-                    dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n,
+                    dq, q, do, lse2, d_row, ds_scale, key, value, b, h_k, at_key, k_n, v_n,
                     keys < part_high, keep, apart, bias_at, keep, scale, log2_scale, softcap,
                     slope, drop, rescale, True, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM,
                     BLOCK_D, BLOCK_DV, BLOCK_N, READ, PRECISION, DROPOUT,
                 )  # fmt: skip
 
-    dq = dq * (scale / ease * lowered)
+    dq = dq * (scale / ds_scale * p_unscale)
     dq_at = grad_query + b * dq_b + h * dq_h + wide_rows[:, None] * dq_n + d[None, :]
     cells = live[:, None] & k_wide
     if ADD:
@@ -308,13 +256,35 @@ def query_kernel(
 
 
 @triton.jit
+def _pairs_of_tile(
+    rows, tile_rows, wide_row, keys, wide_keys, first, distance, shift, bias, bias_row, bias_column,
+    bias_q, bias_k, head, entry, key_low, key_high, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``pairs_of_tile`` of a tile (keys, rows)."""
+    apart = rows[None, :] - keys[:, None] + distance
+    if BIAS:
+        bias += (wide_row - bias_row + tile_rows)[None, :] * bias_q + (
+            wide_keys[:, None] - bias_column
+        ) * bias_k
+    drop = 0
+    if DROPOUT:
+        drop = dropped(
+            rows + shift, first + shift - distance, head, entry, key_low, key_high, threshold,
+            BLOCK_M, BLOCK_N, DROPOUT, True,
+        )  # fmt: skip
+    return apart, bias, drop
+
+
+@triton.jit
 def _key_tile(
-    dk, dv, db, k, v, query, grad_out, b, h, at_row, q_n, g_n, lse_at, delta_at, inside, keep,
-    apart, bias_at, bias_live, ease, scale, log2_scale, softcap, slope, lift, drop, rescale,
-    MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    dk, dv, k, v, query, grad_out, b, h, at_row, q_n, g_n, lse_at, delta_at, inside, keep,
+    apart, bias_at, bias_live, ds_scale, scale, log2_scale, softcap, slope, p_exponent, drop,
+    rescale,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BIAS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     q = block_rows(query, b, h, at_row, q_n, inside, HEAD_DIM, BLOCK_M, BLOCK_D, READ, MASKED)
     do = block_rows(grad_out, b, h, at_row, g_n, inside, VALUE_DIM, BLOCK_M, BLOCK_DV, READ, MASKED)
@@ -324,11 +294,11 @@ def _key_tile(
     else:
         own = tl.load(lse_at)
         delta = tl.load(delta_at)
-    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - lift)
+    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - p_exponent)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    slack = 1.0
+    softcap_grad = 1.0
     if not PLAIN:
-        s, slack = modified(
+        s, softcap_grad = modified(
             s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS
         )
         log2_scale = 1.4426950408889634
@@ -343,51 +313,31 @@ def _key_tile(
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPOUT:
         dp = tl.where(gone, 0.0, dp * rescale)
-    ds = p * (dp * ease - (delta * ease)[None, :])
-    if GRAD_BIAS:
-        db += tl.sum(ds, 1)
-    ds = ds * slack
+    ds = p * (dp * ds_scale - (delta * ds_scale)[None, :]) * softcap_grad
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv, db
+    return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "starts",
-        "entries",
-        "norms",
-        "key_heads",
-        "group",
-        "key_lanes",
-        "n_queries",
-        "n_keys",
-        "n_blocks",
-        "left",
-        "right",
-        "bias_row",
-        "bias_column",
-    ]
-)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def key_kernel(
-    query, key, value, grad_out, lse, delta, norms, grad_key, grad_value, grad_bias, starts,
+    query, key, value, grad_out, lse, delta, norms, grad_key, grad_value, starts,
     entries, bias, slopes, query_bits, key_bits, drops, key_heads, group, n_queries, n_keys,
     n_blocks, key_lanes,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n,
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    bias_b, bias_h, bias_q, bias_k, bias_row, bias_column, db_b, db_h,
-    scale, softcap, left, right, lift, lowered,
+    bias_b, bias_h, bias_q, bias_k, bias_row, bias_column,
+    scale, softcap, left, right, p_exponent, p_unscale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_DS: tl.constexpr, ADD: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr,
     BITS: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dK (b, hk, m, d) and dV (b, hk, m, dv), or write them (ADD False).
 
     ``starts`` and ``entries``: by blocks of BLOCK_N keys. One program runs the query heads of a
-    key head one after the other. The sum of dS over the rows is added to ``grad_bias`` (b, h, m),
-    fp32.
+    key head one after the other.
     """
     program = tl.program_id(0)
     # The first blocks of a causal task take longest, so they start first.
@@ -415,14 +365,14 @@ def key_kernel(
         mask=live[:, None] & v_wide,
         other=0.0,
     )
-    rescale = 1.0
-    largest = lift
+    entry, key_low, key_high, threshold, rescale = 0, 0, 0, 0, 1.0
+    largest = p_exponent
     if DROPOUT:
         _, entry, key_low, key_high, threshold, rescale, _ = load_dropout_params(drops, h_k, b)
-        largest = lift + tl.log2(tl.maximum(rescale, 1.0))
-    ease = 1.0
-    if EASED:
-        ease = _ease(norms, lane, key_lanes, largest)
+        largest = p_exponent + tl.log2(tl.maximum(rescale, 1.0))
+    ds_scale = 1.0
+    if SCALE_DS:
+        ds_scale = _ds_scale(norms, lane, key_lanes, largest)
     log2_scale = scale * 1.4426950408889634
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -436,6 +386,7 @@ def key_kernel(
         words = query_bits
         if BITS == 2:
             words += b * left + h * right
+        head = 0
         if DROPOUT:
             head = (tl.load(drops + 3) + h).to(tl.uint32)
         slope = 0.0
@@ -444,7 +395,6 @@ def key_kernel(
         bias_h_at = bias
         if BIAS:
             bias_h_at += b * bias_b + h * bias_h
-        db = tl.zeros([BLOCK_N], tl.float32)
         for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
             at = entries + index * (8 if DROPOUT else (8 if BITS == 2 else 7))
             column_low = tl.load(at + 2)
@@ -455,29 +405,23 @@ def key_kernel(
                 entries, index, first, n_keys, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
                 8 if DROPOUT else (8 if BITS == 2 else 7),
             )  # fmt: skip
+            shift = 0
             if DROPOUT:
                 shift = tl.load(at + 7)
 
             for at_row in tl.range(begin, end, BLOCK_M):
                 wide_row = tl.cast(at_row, tl.int64)
                 rows = at_row + tile_rows
-                apart = rows[None, :] - keys[:, None] + distance
-                bias_at = bias_h_at
-                if BIAS:
-                    bias_at += (wide_row - bias_row + tile_rows)[None, :] * bias_q + (
-                        wide_keys[:, None] - bias_column
-                    ) * bias_k
-                drop = True
-                if DROPOUT:
-                    drop = dropped(
-                        rows + shift, first + shift - distance, head, entry, key_low, key_high,
-                        threshold, BLOCK_M, BLOCK_N, DROPOUT, True,
-                    )  # fmt: skip
-                dk, dv, db = _key_tile(
-                    dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
+                apart, bias_at, drop = _pairs_of_tile(
+                    rows, tile_rows, wide_row, keys, wide_keys, first, distance, shift,
+                    bias_h_at, bias_row, bias_column, bias_q, bias_k, head, entry, key_low,
+                    key_high, threshold, BLOCK_M, BLOCK_N, BIAS, DROPOUT,
+                )  # fmt: skip
+                dk, dv = _key_tile(
+                    dk, dv, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
                     lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows, True,
-                    True, apart, bias_at, live[:, None], ease, scale, log2_scale, softcap, slope,
-                    lift, drop, rescale, False, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS, HEAD_DIM,
+                    True, apart, bias_at, live[:, None], ds_scale, scale, log2_scale, softcap,
+                    slope, p_exponent, drop, rescale, False, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM,
                     VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION, DROPOUT,
                 )  # fmt: skip
 
@@ -493,38 +437,27 @@ def key_kernel(
                         column_high, diagonal, distance, left, right, WINDOW,
                     )  # fmt: skip
                     if BITS == 2:
-                        keep = tried(keep, words, at, rows[None, :], keys[:, None])
+                        keep = mask_bits_kept(keep, words, at, rows[None, :], keys[:, None])
                     if BITS == 1:
                         own_bits = tl.load(key_bits + keys, mask=live, other=0)
                         other = tl.load(query_bits + rows, mask=rows < part_high, other=0)
                         keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
-                    apart = rows[None, :] - keys[:, None] + distance
-                    bias_at = bias_h_at
-                    if BIAS:
-                        bias_at += (wide_row - bias_row + tile_rows)[None, :] * bias_q + (
-                            wide_keys[:, None] - bias_column
-                        ) * bias_k
-                    drop = True
-                    if DROPOUT:
-                        drop = dropped(
-                            rows + shift, first + shift - distance, head, entry, key_low,
-                            key_high, threshold, BLOCK_M, BLOCK_N, DROPOUT, True,
-                        )  # fmt: skip
-                    dk, dv, db = _key_tile(
-                        dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
-                        lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows,
-                        rows < part_high, keep, apart, bias_at, keep, ease, scale, log2_scale,
-                        softcap, slope, lift, drop, rescale, True, PLAIN, SOFTCAP, ALIBI, BIAS,
-                        GRAD_BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, READ,
-                        PRECISION, DROPOUT,
+                    apart, bias_at, drop = _pairs_of_tile(
+                        rows, tile_rows, wide_row, keys, wide_keys, first, distance, shift,
+                        bias_h_at, bias_row, bias_column, bias_q, bias_k, head, entry, key_low,
+                        key_high, threshold, BLOCK_M, BLOCK_N, BIAS, DROPOUT,
                     )  # fmt: skip
-        if GRAD_BIAS:
-            db_at = grad_bias + b * db_b + h * db_h + wide_keys
-            db = db * (1.0 / ease * lowered)
-            tl.store(db_at, tl.load(db_at, mask=live, other=0.0) + db, mask=live)
+                    dk, dv = _key_tile(
+                        dk, dv, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
+                        lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows,
+                        rows < part_high, keep, apart, bias_at, keep, ds_scale, scale, log2_scale,
+                        softcap, slope, p_exponent, drop, rescale, True, PLAIN, SOFTCAP, ALIBI,
+                        BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION,
+                        DROPOUT,
+                    )  # fmt: skip
 
-    dk = dk * (scale / ease * lowered)
-    dv = dv * lowered
+    dk = dk * (scale / ds_scale * p_unscale)
+    dv = dv * p_unscale
     if DROPOUT:
         dv = dv * rescale
     dk_at = grad_key + b * dk_b + h_k * dk_h + wide_keys[:, None] * dk_n + d[None, :]

@@ -12,9 +12,6 @@ from typing import Literal
 
 import torch
 
-from quorum_attention.counts import real_number, shown, whole_number
-from quorum_attention.kernels.torch_private import outside
-
 Half = Literal["forward", "query", "key"]
 
 
@@ -33,6 +30,10 @@ class Config:
     warps: int
     stages: int
     descriptors: bool = False
+
+    def rows(self, axis: Literal["query", "key"]) -> int:
+        """Queries, or keys, of a tile."""
+        return self.block_m if axis == "query" else self.block_n
 
 
 def padded(width: int) -> int:
@@ -77,25 +78,17 @@ _WIDE = Config(32, 32, 4, 1)
 _WIDEST = Config(16, 16, 4, 1)
 
 
-def config(
-    half: Half,
-    head_dim: int,
-    value_dim: int,
-    itemsize: int,
-    device: torch.device,
-    *,
-    dropout: bool = False,
-) -> Config:
+def config(half: Half, query: torch.Tensor, value: torch.Tensor, dropout: bool) -> Config:
     """The config of a kernel: the forward's, or the backward's by blocks of queries or of keys;
     ``dropout``: whether it drops probabilities."""
-    width = max(padded(head_dim), padded(value_dim))
+    width, itemsize = max(padded(query.shape[-1]), padded(value.shape[-1])), query.element_size()
     if itemsize > 2:
         return _WIDE if width <= 128 else _WIDEST
     size = next(limit for limit in sorted(_NARROW[half]) if width <= limit)
     found = _NARROW[half][size]
     if dropout:
         found = _DROPPING.get((half, size), found)
-    capability, shared = _device(device)
+    capability, shared = _device(query.device)
     if found.descriptors and capability < (9, 0):
         found = replace(_WITHOUT.get((half, size), found), descriptors=False)
     while found.stages > 1 and _shared_bytes(half, found, size, itemsize) > shared:
@@ -119,97 +112,3 @@ def _device(device: torch.device) -> tuple[tuple[int, int], int]:
         return (0, 0), 1 << 30
     found = torch.cuda.get_device_properties(device)
     return (found.major, found.minor), getattr(found, "shared_memory_per_block_optin", 99 << 10)
-
-
-# The changes that a native kernel makes to scores, by global positions.
-
-UNLIMITED = (1 << 31) - 1
-"""A distance that none exceeds; sums with it need 64 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreOptions:
-    """Changes to the scores of a call; none by default.
-
-    Attributes:
-        left, right: a query at position i sees keys from ``i - left`` to ``i + right``; -1 is no
-            limit.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
-        slopes: (query heads,) fp32, ALiBi: ``slope * |i - j|`` is subtracted; None is none.
-        signed: ``left`` and ``right`` may be below 0 (a band that begins beyond the query, or ends
-            before it), and UNLIMITED is no limit.
-    """
-
-    left: int = -1
-    right: int = -1
-    softcap: float = 0.0
-    slopes: torch.Tensor | None = None
-    signed: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        window: int | tuple[int, int] | None,
-        softcap: float | None,
-        alibi_slopes: torch.Tensor | None,
-    ) -> ScoreOptions:
-        """The options for the arguments that users give.
-
-        Raises:
-            TypeError: an argument of the wrong type.
-            ValueError: a value that makes no sense.
-        """
-        pair = (-1, -1) if window is None else _pair(window)
-        cap = 0.0 if softcap is None else real_number(softcap, "softcap")
-        if softcap is not None and not cap > 0:
-            raise ValueError(f"softcap must be a finite number above 0 or None, got {softcap!r}")
-        if alibi_slopes is not None:
-            if not isinstance(alibi_slopes, torch.Tensor):
-                raise TypeError(
-                    f"alibi_slopes must be a tensor or None, got {type(alibi_slopes).__name__}"
-                )
-            if alibi_slopes.ndim != 1 or not alibi_slopes.is_floating_point():
-                raise ValueError(
-                    "alibi_slopes must be floating-point, one for each query head, got "
-                    f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
-                )
-            # Copied, because the backward has to read the same slopes as its forward.
-            with outside():
-                alibi_slopes = alibi_slopes.detach().to(torch.float32, copy=True)
-        return cls(*pair, cap, alibi_slopes)
-
-    @property
-    def plain(self) -> bool:
-        """Whether scores are unchanged."""
-        return not self.windowed and self.softcap == 0.0 and self.slopes is None
-
-    @property
-    def windowed(self) -> bool:
-        """Whether there is a sliding window. (A band with ``left`` below 0 has ``right`` above.)"""
-        return self.left >= 0 or self.right >= 0
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """``left`` and ``right``, UNLIMITED where there is no limit."""
-        if self.signed:
-            return self.left, self.right
-        return UNLIMITED if self.left < 0 else self.left, (
-            UNLIMITED if self.right < 0 else self.right
-        )
-
-    @property
-    def positional(self) -> bool:
-        """Whether global positions matter."""
-        return self.windowed or self.slopes is not None
-
-
-def _pair(window: object) -> tuple[int, int]:
-    both = window if isinstance(window, (tuple, list)) else (window, window)
-    try:
-        left, right = (whole_number(n, "window", -1) for n in both)
-    except (TypeError, ValueError):
-        raise ValueError(
-            "window must be a number of tokens or (left, right), whole numbers from -1 "
-            f"(no limit), got {shown(window)}"
-        ) from None
-    return left, right

@@ -12,14 +12,9 @@ _JOINS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[
 
 @triton.jit(
     do_not_specialize=[
-        "seed_low",
-        "seed_high",
-        "threshold",
-        "first_head",
-        "first_entry",
-        "repeat",
+        "seed_low", "seed_high", "threshold", "first_head", "first_entry", "repeat",
     ]
-)
+)  # fmt: skip
 def numbers_kernel(
     drops, floats, seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
 ):
@@ -89,18 +84,9 @@ def _pick(skipped, a, b, c, d):
 
 @triton.jit
 def dropped(
-    rows,
-    at_key,
-    head,
-    entry,
-    key_low,
-    key_high,
-    threshold,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    BY_KEY: tl.constexpr,
-):
+    rows, at_key, head, entry, key_low, key_high, threshold, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, DROPOUT: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
     """Which pairs of a tile are dropped: (ROWS, KEYS) int8, not 0 where they are; with BY_KEY
     (KEYS, ROWS).
 

@@ -15,50 +15,28 @@ thousands, a row of one key is one last place off its value.
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.dropout_triton import dropped, load_dropout_params
-from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
-from quorum_attention.kernels.native.scores_triton import keys_kept, modified, tried
-from quorum_attention.kernels.native.walk_triton import keys_of_run
+from quorum_attention.kernels.native.dropout_triton import load_dropout_params
+from quorum_attention.kernels.native.tile_triton import (
+    NOT_SPECIALIZED,
+    block_rows,
+    keys_kept,
+    keys_of_run,
+    lane_of,
+    mask_bits_kept,
+    modified,
+    pairs_of_tile,
+)
 
 
 @triton.jit
 def _tile(
-    acc,
-    m,
-    l,
-    q,
-    key,
-    value,
-    b,
-    h_k,
-    at_key,
-    k_n,
-    v_n,
-    inside,
-    keep,
-    apart,
-    bias_at,
-    bias_live,
-    scale,
-    log2_scale,
-    softcap,
-    slope,
-    drop,
-    LIFT: tl.constexpr,
-    MASKED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    READ: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-):
+    acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, inside, keep, apart, bias_at, bias_live,
+    scale, log2_scale, softcap, slope, drop,
+    P_EXPONENT: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, READ: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
     k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, READ, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not PLAIN:
@@ -67,13 +45,13 @@ def _tile(
     if MASKED:
         s = tl.where(keep, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * log2_scale)
-    if MASKED or BIAS:  # noqa: SIM108
+    if MASKED or BIAS:
         # The maximum of a row without keys so far is -inf, and its differences would be NaN.
-        below = LIFT - tl.where(m_new == float("-inf"), 0.0, m_new)
+        below = P_EXPONENT - tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
-        below = LIFT - m_new
+        below = P_EXPONENT - m_new
     p = tl.exp2(tl.fma(s, log2_scale, below[:, None]))
-    alpha = tl.exp2(m - LIFT + below)
+    alpha = tl.exp2(m - P_EXPONENT + below)
     l = l * alpha + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(drop != 0, 0.0, p)
@@ -83,84 +61,18 @@ def _tile(
     return acc, m_new, l
 
 
-@triton.jit(
-    do_not_specialize=[
-        "starts",
-        "entries",
-        "heads",
-        "group",
-        "n_queries",
-        "n_keys",
-        "n_blocks",
-        "left",
-        "right",
-        "bias_row",
-        "bias_column",
-    ]
-)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    starts,
-    entries,
-    bias,
-    slopes,
-    query_bits,
-    key_bits,
-    drops,
-    heads,
-    group,
-    n_queries,
-    n_keys,
-    n_blocks,
-    q_b,
-    q_h,
-    q_n,
-    k_b,
-    k_h,
-    k_n,
-    v_b,
-    v_h,
-    v_n,
-    o_b,
-    o_h,
-    o_n,
-    l_b,
-    l_h,
-    l_n,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_k,
-    bias_row,
-    bias_column,
-    scale,
-    softcap,
-    left,
-    right,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LIFT: tl.constexpr,
-    LIFTED: tl.constexpr,
-    RESUME: tl.constexpr,
-    PLAIN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    BIAS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BITS: tl.constexpr,
-    READ: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+    query, key, value, out, lse, starts, entries, bias, slopes, query_bits, key_bits, drops,
+    heads, group, n_queries, n_keys, n_blocks, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    o_b, o_h, o_n, l_b, l_h, l_n, bias_b, bias_h, bias_q, bias_k, bias_row, bias_column,
+    scale, softcap, left, right,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, P_EXPONENT: tl.constexpr, P_FACTOR: tl.constexpr,
+    RESUME: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr, READ: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     """Merge a task's runs into (out, lse), or write them there (RESUME False).
 
     query (b, h, n, d), key, value (b, hk, m, d or dv), out (b, h, n, dv) any floating dtype, lse
@@ -169,8 +81,8 @@ def forward_kernel(
     positions of the mask's first row and column. ``group``: query heads of a key head. ``drops``:
     numbers from ``launch.dropout_numbers``, read with DROPOUT (see ``dropout_triton.dropped``).
     RAGGED: pipeline stages of ragged parts.
-    BITS: 1: group bits; 2: ``query_bits`` are words of tried blocks (``scores_triton.tried``), and
-    ``left`` and ``right`` their strides by entry and head.
+    BITS: 1: group bits; 2: ``query_bits`` are the mask bits of partial blocks (``mask_bits_kept``),
+    and ``left`` and ``right`` their strides by entry and head.
     """
     program = tl.program_id(0)
     # The last blocks of a causal task take longest, so they start first.
@@ -218,9 +130,9 @@ def forward_kernel(
     if RESUME:
         old = tl.load(lse_at, mask=live, other=float("-inf"))
         m = old * 1.4426950408889634
-        # P is computed times 2**LIFT, so that small ones do not underflow in 16 bits.
-        l = tl.where(old == float("-inf"), 0.0, LIFTED)
-        acc = tl.load(out_at, mask=out_live, other=0.0).to(tl.float32) * LIFTED
+        # P is computed times 2**P_EXPONENT, so that small ones do not underflow in 16 bits.
+        l = tl.where(old == float("-inf"), 0.0, P_FACTOR)
+        acc = tl.load(out_at, mask=out_live, other=0.0).to(tl.float32) * P_FACTOR
         if DROPOUT:
             # As it is summed up: without the factor of what is not dropped.
             acc = acc * share
@@ -236,25 +148,19 @@ def forward_kernel(
             entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
             8 if DROPOUT else (8 if BITS == 2 else 7),
         )  # fmt: skip
+        shift = 0
         if DROPOUT:
             shift = tl.load(entries + index * 8 + 7)
 
         for at_key in tl.range(begin, end, BLOCK_N):
-            apart = rows[:, None] - (at_key + columns)[None, :] + distance
-            bias_at = bias
-            if BIAS:
-                bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
-                    tl.cast(at_key, tl.int64) - bias_column + columns
-                )[None, :] * bias_k
-            drop = True
-            if DROPOUT:
-                drop = dropped(
-                    rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
-                    threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
-                )  # fmt: skip
+            apart, bias_at, drop = pairs_of_tile(
+                rows, wide_rows, at_key, columns, distance, shift, bias, bias_row, bias_column,
+                bias_q, bias_k, head, entry, key_low, key_high, threshold, BLOCK_M, BLOCK_N,
+                BIAS, DROPOUT,
+            )  # fmt: skip
             acc, m, l = _tile(
                 acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, True, True, apart, bias_at,
-                live[:, None], scale, log2_scale, softcap, slope, drop, LIFT, False, PLAIN,
+                live[:, None], scale, log2_scale, softcap, slope, drop, P_EXPONENT, False, PLAIN,
                 SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ,
                 PRECISION, DROPOUT,
             )  # fmt: skip
@@ -270,7 +176,7 @@ def forward_kernel(
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
                 if BITS == 2:
-                    keep = tried(
+                    keep = mask_bits_kept(
                         keep, words, entries + index * 8, rows[:, None], keys[None, :],
                     )  # fmt: skip
                 if BITS == 1:
@@ -278,31 +184,25 @@ def forward_kernel(
                     own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
                     keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
-                apart = rows[:, None] - keys[None, :] + distance
-                bias_at = bias
-                if BIAS:
-                    bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
-                        tl.cast(at_key, tl.int64) - bias_column + columns
-                    )[None, :] * bias_k
-                drop = True
-                if DROPOUT:
-                    drop = dropped(
-                        rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
-                        threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
-                    )  # fmt: skip
+                apart, bias_at, drop = pairs_of_tile(
+                    rows, wide_rows, at_key, columns, distance, shift, bias, bias_row, bias_column,
+                    bias_q, bias_k, head, entry, key_low, key_high, threshold, BLOCK_M, BLOCK_N,
+                    BIAS, DROPOUT,
+                )  # fmt: skip
                 acc, m, l = _tile(
                     acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, keys < part_high, keep,
-                    apart, bias_at, keep, scale, log2_scale, softcap, slope, drop, LIFT, True,
+                    apart, bias_at, keep, scale, log2_scale, softcap, slope, drop, P_EXPONENT, True,
                     PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
                     READ, PRECISION, DROPOUT,
                 )  # fmt: skip
 
-    empty = l == 0.0
-    total = tl.where(empty, 1.0, l)
+    fully_masked = l == 0.0
+    total = tl.where(fully_masked, 1.0, l)
     acc = acc / total[:, None]
     if DROPOUT:
         acc = acc * rescale
-    result = tl.where(empty, float("-inf"), (m + tl.log2(total) - LIFT) * 0.6931471805599453)
+    result = (m + tl.log2(total) - P_EXPONENT) * 0.6931471805599453
+    result = tl.where(fully_masked, float("-inf"), result)
     # Warps share rows: all must have read the old state before one of them overwrites it.
     tl.debug_barrier()
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=out_live)

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
-from quorum_attention.decomposition.bands import window_verdict
-from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.launches import triton_available
-from quorum_attention.kernels.native.config import Config, Half, ScoreOptions, config
-from quorum_attention.kernels.native.launch import (
-    Extras,
-    Operands,
-    dropout_numbers,
-    launch_backward,
-    launch_forward,
-)
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.native.config import Config, Half, config
+from quorum_attention.kernels.native.launch import Extras, launch_backward, launch_forward
 from quorum_attention.kernels.native.runs import (
-    Piece,
+    UNLIMITED,
+    WIDTH,
+    Axis,
+    HostTable,
     Runs,
-    columns,
     is_aligned,
     pieces,
     table,
-    within_window,
 )
 from quorum_attention.kernels.protocol import (
     Call,
@@ -46,8 +43,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
-
-Axis = Literal["query", "key"]
+from quorum_attention.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_FORWARD = 576
@@ -56,22 +52,48 @@ _LARGEST_BACKWARD = 256
 # are one or two).
 _RUNS_OF_A_BLOCK = 6
 _SMALLEST_BLOCK = 64
+# Bytes of host memory in which a kernel's tables are remembered.
+_TABLE_BYTES = 64 << 20
+
+Tilings = tuple[tuple[Axis, Config], ...]
+"""The tables that a pass reads, by axis, with the config of the Triton kernel that reads each."""
 
 
-class HostTable(NamedTuple):
-    """A table in host memory.
+class _Place(NamedTuple):
+    """What a table depends on besides its rectangles: the task, if global positions matter, how
+    many queries and keys there are, where it is copied to, and whether it is for dropout."""
+
+    task: Task | None
+    n_queries: int
+    n_keys: int
+    device_type: str
+    shifts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch for some queries and keys of a task.
 
     Attributes:
-        both: starts and entries in one tensor.
-        n_starts: the number of starts.
-        width: columns of the entries.
-        aligned: as in ``Runs``.
+        call: their inputs, with what a launch reads of a call.
+        tables: the runs, in the order of the tilings.
+        extras: changes to the scores.
+        rows, columns: the queries and the keys, local positions; None: all.
     """
 
-    both: torch.Tensor
-    n_starts: int
-    width: int
-    aligned: bool
+    call: Call
+    tables: tuple[Runs, ...]
+    extras: Extras
+    rows: slice | None = None
+    columns: slice | None = None
+
+    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The launch's queries of (b, h, n, ...), a view."""
+        return tensor if self.rows is None else tensor[:, :, self.rows]
+
+    def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The launch's keys of (b, hk, m, ...), a view."""
+        return tensor if self.columns is None else tensor[:, :, self.columns]
 
 
 class NativeKernel(Kernel):
@@ -116,13 +138,34 @@ class NativeKernel(Kernel):
         alibi_slopes: torch.Tensor | None = None,
         allow_tf32: bool = False,
     ) -> None:
-        self.options = ScoreOptions.of(window, softcap, alibi_slopes)
+        left, right = Mask(window=window, softcap=softcap).sides  # which checks both
+        band = Band(-left if left >= 0 else None, right if right >= 0 else None)
+        self.geometry, self.softcap = Geometry(band), float(softcap or 0.0)
+        self.slopes = None if alibi_slopes is None else _checked_slopes(alibi_slopes)
         self.allow_tf32 = switch(allow_tf32, "allow_tf32")
-        sides = self.options.left, self.options.right
-        self._verdict = window_verdict(*sides) if self.options.windowed else None
+        self._verdict = None if band.keeps_all else band.verdict
         self._slopes: dict[torch.device, torch.Tensor] = {}
-        if not self.options.plain:
+        if not self._is_plain:
             self.plain_softmax, self.probed_as = False, _plain(self.allow_tf32)
+
+    def under(self, geometry: Geometry) -> NativeKernel:
+        """The kernel for pairs of a geometry, which has no rules."""
+        found = copy.copy(self)
+        found.geometry = geometry
+        return found
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether scores are unchanged and all pairs kept."""
+        return self.geometry.keeps_all and not self.softcap and self.slopes is None
+
+    @property
+    def _window(self) -> tuple[int, int] | None:
+        """How far before and after a query its keys are, if the kernel has to test both."""
+        band = self.geometry.band
+        if band.low is None:
+            return None
+        return -band.low, UNLIMITED if band.high is None else band.high
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -137,15 +180,14 @@ class NativeKernel(Kernel):
         if largest > limit or min(call.head_dim, call.value_dim) < 1:
             kind = "with gradients" if call.needs_grad else "without gradients"
             return f"it takes head dimensions from 1 to {limit} {kind}, not {largest}"
-        slopes = self.options.slopes
-        if slopes is not None and slopes.numel() != call.query_heads:
-            return f"it has {slopes.numel()} alibi_slopes for {call.query_heads} query heads"
+        if self.slopes is not None and self.slopes.numel() != call.query_heads:
+            return f"it has {self.slopes.numel()} alibi_slopes for {call.query_heads} query heads"
         return None if triton_available() else "it needs Triton, which is not installed"
 
     def keeps_pace(self, call: CallShape) -> bool:
         """Plain attention in 16 bits with 64 or 128 columns."""
         dims = {call.head_dim, call.value_dim}
-        plain = self.options.plain and not self.allow_tf32 and call.mask is None
+        plain = self._is_plain and not self.allow_tf32 and call.mask is None
         plain = plain and not call.dropout
         return plain and call.dtype.itemsize == 2 and dims in ({64}, {128})
 
@@ -154,7 +196,7 @@ class NativeKernel(Kernel):
     ) -> bool:
         """Whether a monolithic call can be run on the inputs as they are."""
         # Given only some heads, it cannot know which slopes are theirs.
-        return every or self.options.slopes is None
+        return every or self.slopes is None
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call that are within the window."""
@@ -165,13 +207,13 @@ class NativeKernel(Kernel):
         rows = extent.batch * extent.query_heads * extent.max_queries
         # The output may be asked for in fp32.
         results = rows * (call.value_dim * 4 + 4) + 2 * UNSPLIT_BYTES if extent.direct else 0
-        return _table_bytes(call, extent) + results + _bias_bytes(call, extent)
+        return self._table_bytes(call, extent) + results + _bias_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         item = 4  # gradients may be asked for in fp32
         # The only other tensor, delta, may be a block that the allocator does not split.
-        tables = 2 * _table_bytes(call, extent) + UNSPLIT_BYTES
+        tables = 2 * self._table_bytes(call, extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
         results = 0
         if extent.direct:
@@ -180,42 +222,32 @@ class NativeKernel(Kernel):
             results += key_rows * (call.head_dim + call.value_dim) * item
         return tables + 4 * rows + results + _bias_bytes(call, extent)
 
+    def _table_bytes(self, call: CallShape, extent: Extent) -> int:
+        # A single rectangle cannot be launched in parts: it has one run for every block.
+        blocks = math.ceil(extent.n_tokens / 16) + 2
+        entries = max(_table_entries(extent.n_tokens), blocks)
+        if self.geometry.blocks is not None:
+            entries += 4 * len(self.geometry.blocks)
+        return 4 * (blocks + entries * (WIDTH + call.dropout)) + SLACK_BYTES
+
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        config = _config("forward", task.query, task.value, dropout=task.dropout is not None)
-        blocks: dict[Axis, int] = {"query": config.block_m}
-        for rectangles, extras in self._launches(task, blocks):
-            launch_forward(
-                Operands(task.query, task.key, task.value, task.scale),
-                state.out,
-                state.lse,
-                self._runs(rectangles, task, config.block_m, "query"),
-                config,
-                extras,
-                resume=True,
-            )
-            del extras  # the next rectangle's mask is made when this one's has gone
+        for one in self._launches(task, tilings(("forward",), task)):
+            out, lse = one.of_rows(state.out), one.of_rows(state.lse)
+            launch_forward(one.call, out, lse, one.tables[0], one.extras, resume=True)
+            del one  # the next rectangle's mask is made when this one's has gone
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        drops = task.dropout is not None
-        by_query = _config("query", task.query, task.value, dropout=drops)
-        by_key = _config("key", task.query, task.value, dropout=drops)
-        blocks: dict[Axis, int] = {"query": by_query.block_m, "key": by_key.block_n}
-        for rectangles, extras in self._launches(task, blocks):
-            launch_backward(
-                Operands(task.query, task.key, task.value, task.scale),
-                (grads.grad_out, grads.out, grads.lse),
-                (grads.grad_query, grads.grad_key, grads.grad_value),
-                self._runs(rectangles, task, by_query.block_m, "query"),
-                self._runs(rectangles, task, by_key.block_n, "key"),
-                by_query,
-                by_key,
-                extras,
-                add=True,
-                n_keys=task.task.spans[-1].stop if task.task.spans else 0,
-            )
-            del extras
+        saved = Saved(grads.grad_out, grads.out, grads.lse)
+        for one in self._launches(task, tilings(("query", "key"), task)):
+            targets = (
+                one.of_rows(grads.grad_query), one.of_columns(grads.grad_key),
+                one.of_columns(grads.grad_value),
+            )  # fmt: skip
+            rows = saved.mapped(one.of_rows)
+            launch_backward(one.call, rows, targets, one.tables, one.extras, add=True)
+            del one
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
@@ -223,58 +255,40 @@ class NativeKernel(Kernel):
         shape = (*query.shape[:3], call.value.shape[-1])
         out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        config = _config("forward", query, call.value, dropout=call.dropout is not None)
-        launch_forward(
-            Operands(*call.inputs, call.scale),
-            out,
-            lse,
-            self._whole_runs(call, config.block_m, "query"),
-            config,
-            self._whole_extras(call),
-            resume=False,
-        )
+        (runs,) = self._whole_tables(call, tilings(("forward",), call))
+        launch_forward(call, out, lse, runs, self._extras(call.query.device), resume=False)
         return out, lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
-        grads = tuple(
+        query, key, value = (
             torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
-        drops = call.dropout is not None
-        by_query = _config("query", call.query, call.value, dropout=drops)
-        by_key = _config("key", call.query, call.value, dropout=drops)
-        launch_backward(
-            Operands(*call.inputs, call.scale),
-            (saved.grad_out, saved.out, saved.lse),
-            grads,
-            self._whole_runs(call, by_query.block_m, "query"),
-            self._whole_runs(call, by_key.block_n, "key"),
-            by_query,
-            by_key,
-            self._whole_extras(call),
-            add=False,
-        )
-        return grads[0], grads[1], grads[2]
-
-    def _whole_runs(self, call: Call, block: int, axis: Axis) -> Runs:
-        whole = (Rectangle(0, call.query.shape[2], 0, call.key.shape[2], call.is_causal),)
-        n_rows = (call.query if axis == "query" else call.key).shape[2]
-        shifts = call.dropout is not None
-        return runs_of(self, whole, None, n_rows, block, axis, call.query.device, shifts)
-
-    def _whole_extras(self, call: Call) -> Extras:
-        return self._extras(
-            call.query.device, call.bias, Rectangle(0, 0, 0, 0), slice(None), call.dropout
-        )
+        tables = self._whole_tables(call, tilings(("query", "key"), call))
+        extras = self._extras(call.query.device)
+        launch_backward(call, saved, (query, key, value), tables, extras, add=False)
+        return query, key, value
 
     # Rows without keys need no correction, so a rectangle is a whole call.
     rectangle_forward = whole_forward
     rectangle_backward = whole_backward
 
-    def _launches(
-        self, task: TaskTensors, blocks: dict[Axis, int]
-    ) -> Iterator[tuple[tuple[Rectangle, ...], Extras]]:
-        """The launches of a task: (rectangles, changes to the scores).
+    def _whole_tables(self, call: Call, tilings: Tilings) -> tuple[Runs, ...]:
+        n, m = call.query.shape[2], call.key.shape[2]
+        place = _Place(None, n, m, call.query.device.type, call.dropout is not None)
+        return self._tables((Rectangle(0, n, 0, m, call.is_causal),), place, call.query, tilings)
+
+    def _tables(
+        self, rectangles: tuple[Rectangle, ...], place: _Place, near: torch.Tensor, tilings: Tilings
+    ) -> tuple[Runs, ...]:
+        """The tables of rectangles, on the device of ``near``."""
+        return tuple(
+            _table(self, rectangles, place, axis, tiled.rows(axis)).on(near.device, tiled)
+            for axis, tiled in tilings
+        )
+
+    def _launches(self, task: TaskTensors, tilings: Tilings) -> Iterator[Launch]:
+        """The launches of a task.
 
         All rectangles are one launch. With a mask, each rectangle is a launch; and if the table of
         all rectangles would exceed the workspace bound, they are launched in parts.
@@ -282,125 +296,91 @@ class NativeKernel(Kernel):
         live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         if not live or 0 in task.query.shape[:2]:
             return
-        heads = slice(task.first_head, task.first_head + task.query.shape[1])
         if not task.has_mask(live[0]):
-            extras = self._extras(task.query.device, None, live[0], heads, task.dropout)
-            for part in self._portions(live, task, blocks):
-                yield part, extras
+            for part in self._portions(live, task, tilings):
+                yield self._launch(part, task, tilings, None)
             return
         if task.dropout is not None:
             # A rectangle may have many runs then: each part of it is a launch.
-            alone = ((one,) for one in live)
-            live = tuple(
-                one for each in alone for part in self._portions(each, task, blocks) for one in part
-            )
-        for rectangle in live:
+            parts = (part for r in live for part in self._portions((r,), task, tilings))
+            live = tuple(r for part in parts for r in part)
+        for r in live:
             # No name here keeps the mask alive.
-            yield (
-                (rectangle,),
-                self._extras(
-                    task.query.device, task.bias(rectangle), rectangle, heads, task.dropout
-                ),
-            )
+            yield self._launch((r,), task, tilings, task.bias(r))
+
+    def _launch(
+        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings,
+        bias: torch.Tensor | None,
+    ) -> Launch:  # fmt: skip
+        extras = self._extras(task.query.device, task)
+        r = rectangles[0]
+        return Launch(
+            _call_of(task, bias),
+            self._tables(rectangles, self._place(task), task.query, tilings),
+            replace(extras, bias_at=(r.query_start, r.key_start)),
+        )
+
+    def _place(self, task: TaskTensors) -> _Place:
+        shifts = task.dropout is not None
+        placed = shifts or self.slopes is not None or not self.geometry.keeps_all
+        n, m = task.query.shape[2], task.key.shape[2]
+        return _Place(task.task if placed else None, n, m, task.query.device.type, shifts)
 
     def _portions(
-        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, blocks: dict[Axis, int]
+        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings
     ) -> Iterator[tuple[Rectangle, ...]]:
+        """The rectangles in parts whose tables are within the workspace bound."""
+        place = self._place(task)
         entries = sum(
-            self._host(rectangles, task, block, axis)[0].numel() for axis, block in blocks.items()
+            _table(self, rectangles, place, axis, tiled.rows(axis)).both.numel()
+            for axis, tiled in tilings
         )
-        n_tokens = max(task.query.shape[2], task.key.shape[2])
-        allowed = len(blocks) * _table_entries(n_tokens) * columns(task.dropout is not None)
-        if entries <= allowed:
+        most = len(tilings) * _table_entries(max(place[1:3])) * (WIDTH + place.shifts)
+        if len(rectangles) == 1 and entries > most and place.shifts:
+            rectangles = _halves(rectangles[0], task.task)
+        if len(rectangles) == 1 or entries <= most:
             yield rectangles
             return
-        if len(rectangles) == 1:
-            if task.dropout is not None:
-                rectangles = _halves(rectangles[0], task.task)
-            if len(rectangles) == 1:
-                yield rectangles
-                return
         half = len(rectangles) // 2
-        yield from self._portions(rectangles[:half], task, blocks)
-        yield from self._portions(rectangles[half:], task, blocks)
+        yield from self._portions(rectangles[:half], task, tilings)
+        yield from self._portions(rectangles[half:], task, tilings)
 
-    def _host(
-        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: Axis
-    ) -> HostTable:
-        shifts = task.dropout is not None
-        of = task.task if self._is_placed or shifts else None
-        n_rows = task.query.shape[2] if axis == "query" else task.key.shape[2]
-        return self._table(rectangles, of, n_rows, block, axis, task.query.device, shifts)
-
-    def _table(
-        self,
-        rectangles: tuple[Rectangle, ...],
-        task: Task | None,
-        n_rows: int,
-        block: int,
-        axis: Axis,
-        device: torch.device,
-        shifts: bool = False,
-    ) -> HostTable:
-        """See ``host_table``; ``task`` None: local positions are those of the call."""
-        window = (self.options.left, self.options.right) if self.options.windowed else None
-        pinned = device.type == "cuda"
-        return _remembered_table(rectangles, task, window, n_rows, block, axis, pinned, shifts)
-
-    @property
-    def _is_placed(self) -> bool:
-        """Whether global positions matter."""
-        return self.options.positional
-
-    def _extras(
-        self,
-        device: torch.device,
-        bias: torch.Tensor | None,
-        at: Rectangle,
-        heads: slice,
-        dropout: Dropout | None,
-    ) -> Extras:
-        slopes = self.options.slopes
+    def _extras(self, device: torch.device, task: TaskTensors | None = None) -> Extras:
+        """Changes to the scores of a task, or of a whole call."""
+        heads, slopes, n_keys = slice(None), self.slopes, 0
+        if task is not None:
+            heads = slice(task.first_head, task.first_head + task.query.shape[1])
+            n_keys = task.task.spans[-1].stop if task.task.spans else 0
         if slopes is not None:
             if device not in self._slopes:
                 with outside():
                     self._slopes[device] = slopes.to(device)
             slopes = self._slopes[device][heads]
-        return Extras(
-            options=self.options,
-            slopes=slopes,
-            bias=bias,
-            bias_row=at.query_start,
-            bias_column=at.key_start,
-            tf32=self.allow_tf32,
-            drops=None if dropout is None else dropout_numbers(dropout, device),
-        )
-
-    def _runs(
-        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: Axis
-    ) -> Runs:
-        return _sent(self._host(rectangles, task, block, axis), task.query.device)
+        return Extras(self.softcap, slopes, self._window, tf32=self.allow_tf32, n_keys=n_keys)
 
 
-def runs_of(
-    kernel: NativeKernel,
-    rectangles: tuple[Rectangle, ...],
-    task: Task | None,
-    n_rows: int,
-    block: int,
-    axis: Axis,
-    device: torch.device,
-    shifts: bool = False,
-) -> Runs:
-    """The table of a launch, on the device; ``task`` None: global positions are not needed, or are
-    the local ones; ``shifts``: for dropout."""
-    return _sent(kernel._table(rectangles, task, n_rows, block, axis, device, shifts), device)
+def tilings(halves: Sequence[Half], inputs: Call | TaskTensors) -> Tilings:
+    """The tables of a forward, or of both halves of a backward."""
+    given = inputs.query, inputs.value, inputs.dropout is not None
+    return tuple(("key" if half == "key" else "query", config(half, *given)) for half in halves)
 
 
-def _sent(table: HostTable, device: torch.device) -> Runs:
-    host, n_starts, width, aligned = table
-    both = host if device.type == "cpu" else host.to(device, non_blocking=True)
-    return Runs(both[:n_starts], both[n_starts:].view(-1, width), n_starts - 1, aligned)
+def _call_of(task: TaskTensors, bias: torch.Tensor | None) -> Call:
+    """What launches read of a task."""
+    return Call(task.query, task.key, task.value, scale=task.scale, bias=bias, dropout=task.dropout)
+
+
+@remembered(_TABLE_BYTES, lambda made: made.both.nbytes + 4096)
+def _table(
+    kernel: NativeKernel, rectangles: tuple[Rectangle, ...], place: _Place, axis: Axis, block: int
+) -> HostTable:
+    """The table of rectangles. The tasks of a level share theirs, so most of them share one."""
+    found = pieces(rectangles, place.task, kernel.geometry)
+    n_rows = place.n_queries if axis == "query" else place.n_keys
+    starts, entries = table(found, n_rows, block, axis, WIDTH + place.shifts)
+    made = HostTable.of(starts, entries, pinned=place.device_type == "cuda")
+    # A window moves where runs begin.
+    return made._replace(aligned=place.shifts and not kernel._window and is_aligned(entries))
 
 
 def _halves(r: Rectangle, task: Task) -> tuple[Rectangle, ...]:
@@ -418,45 +398,21 @@ def _plain(allow_tf32: bool) -> NativeKernel:
     return NativeKernel(allow_tf32=allow_tf32)
 
 
-@lru_cache(maxsize=64)
-def _remembered_table(
-    rectangles: tuple[Rectangle, ...],
-    task: Task | None,
-    window: tuple[int, int] | None,
-    n_rows: int,
-    block: int,
-    axis: Axis,
-    pinned: bool,
-    shifts: bool,
-) -> HostTable:
-    """The table of rectangles. The tasks of a level share theirs, so most of them share one."""
-    found: Sequence[Piece] = pieces(rectangles, task)
-    if window is not None:
-        found = within_window(found, *window)
-    made = host_table(found, n_rows, block, axis, pinned=pinned, shifts=shifts)
-    # A window moves where runs begin.
-    return made if window is None else made._replace(aligned=False)
+def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
+    """ALiBi's slopes, copied: a kernel stays what it is.
 
-
-def host_table(
-    found: Sequence[Piece],
-    n_rows: int,
-    block: int,
-    axis: Axis,
-    *,
-    pinned: bool,
-    shifts: bool = False,
-) -> HostTable:
-    """A table in host memory; ``shifts``: for dropout."""
-    starts, entries = table(found, n_rows, block, axis, shifts=shifts)
-    with outside():  # because it is cached
-        both = torch.empty(
-            len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned, device="cpu"
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    if not isinstance(slopes, torch.Tensor):
+        raise TypeError(f"alibi_slopes must be a tensor or None, got {type(slopes).__name__}")
+    if slopes.ndim != 1 or not slopes.is_floating_point():
+        raise ValueError(
+            "alibi_slopes must be floating-point, one for each query head, got "
+            f"{slopes.dtype} of shape {tuple(slopes.shape)}"
         )
-        both[: len(starts)] = torch.from_numpy(starts)
-        both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
-    aligned = shifts and is_aligned(entries)
-    return HostTable(both, len(starts), columns(shifts), aligned)
+    with outside():
+        return slopes.detach().to(torch.float32, copy=True)
 
 
 def interpreted() -> bool:
@@ -464,21 +420,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _config(half: Half, query: torch.Tensor, value: torch.Tensor, *, dropout: bool) -> Config:
-    sizes = (query.shape[-1], value.shape[-1], query.element_size(), query.device)
-    return config(half, *sizes, dropout=dropout)
-
-
 def _table_entries(n_tokens: int) -> int:
     """Entries of a table that the workspace bound allows for; larger ones are launched in parts."""
     return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK
-
-
-def _table_bytes(call: CallShape, extent: Extent) -> int:
-    # A single rectangle cannot be launched in parts: it has one run for every block.
-    blocks = math.ceil(extent.n_tokens / 16) + 2
-    entries = max(_table_entries(extent.n_tokens), blocks)
-    return 4 * (blocks + entries * columns(call.dropout)) + SLACK_BYTES
 
 
 def _bias_bytes(call: CallShape, extent: Extent) -> int:

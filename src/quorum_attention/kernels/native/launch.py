@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.native.config import Config, ScoreOptions, padded
+from quorum_attention.kernels.native.config import Config, padded
 from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.protocol import Call, Saved, Three
 
-# In fp16, P is computed times 2**lift. A forward's largest P is 1: 2**8 P does not overflow, and P
-# stays normal down to 2**-22.
-_FORWARD_LIFT = 8
-# A backward's P are of whole rows: its lift makes 2**lift P about 2**-8 if all keys weigh the same.
+# In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does not overflow,
+# and P stays normal down to 2**-22.
+_FORWARD_EXPONENT = 8
+# A backward's P are of whole rows: times its power of two they are about 2**-8 if all keys weigh
+# the same.
 _TYPICAL = -8
-_LARGEST_LIFT = 14
+_LARGEST_EXPONENT = 14
 # The largest offset inside a tile, in elements, that fits 32 bits with room for a row's columns.
 _LARGEST_OFFSET = 2**31 - 2**16
 # The most columns of a tile whose ragged parts are pipelined.
@@ -25,43 +27,32 @@ _WIDEST_RAGGED = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
-    """query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv), and the factor of the scores."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
 class Extras:
-    """Changes to the scores.
+    """Changes to the scores of a launch, beside those of its ``Call``.
 
     Attributes:
-        options: window, soft cap and slopes.
-        slopes: (h,) fp32 on the device, or None.
-        bias: additive mask, broadcastable to (b, h, rows, columns), or None.
-        bias_row, bias_column: local positions of the mask's first row and column.
-        query_bits, key_bits: (n,), (m,) int64 on the device, or None: a pair is kept where they
-            have no bit in common; tested in the mixed runs of the table.
-        words: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of tried
-            blocks are kept (``scores_triton.tried``); the tables then have a column more, ``word``.
-            Not together with group bits, a window, slopes or dropout.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
+        slopes: (h,) fp32 on the device, ALiBi: ``slope * |i - j|`` is subtracted; or None.
+        window: a query at position i sees keys from ``i - window[0]`` to ``i + window[1]``, either
+            may be below 0; None is no window.
+        bias_at: local positions of the additive mask's first row and column.
+        bits: (n,), (m,) int64 on the device, or None: a pair is kept where they have no bit in
+            common; tested in the mixed runs of the table.
+        words: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of partial
+            blocks are kept (``mask_bits_kept``), where the table's last column says. Not together
+            with group bits, a window, slopes or dropout.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
-        drops: (8,) int32 on the device, from ``dropout_numbers``, or None: no dropout.
+        n_keys: keys of a row in the whole call, which say how small its probabilities are.
     """
 
-    options: ScoreOptions
+    softcap: float = 0.0
     slopes: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    bias_row: int = 0
-    bias_column: int = 0
-    query_bits: torch.Tensor | None = None
-    key_bits: torch.Tensor | None = None
+    window: tuple[int, int] | None = None
+    bias_at: tuple[int, int] = (0, 0)
+    bits: tuple[torch.Tensor, torch.Tensor] | None = None
     words: torch.Tensor | None = None
     tf32: bool = False
-    drops: torch.Tensor | None = None
+    n_keys: int = 0
 
 
 def dropout_numbers(dropout: Dropout, device: torch.device) -> torch.Tensor:
@@ -91,210 +82,170 @@ def dropout_numbers(dropout: Dropout, device: torch.device) -> torch.Tensor:
     return numbers
 
 
-def backward_lift(n_keys: int, dtype: torch.dtype) -> int:
+def p_exponent_of(n_keys: int, dtype: torch.dtype) -> int:
     """log2 of the factor of P in a backward of rows with about ``n_keys`` keys; 0 but for fp16."""
     if dtype != torch.float16:
         return 0
-    return min(_LARGEST_LIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _TYPICAL))
+    return min(_LARGEST_EXPONENT, max(0, math.ceil(math.log2(max(1, n_keys))) + _TYPICAL))
 
 
 def launch_forward(
-    given: Operands,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    runs: Runs,
-    config: Config,
-    extras: Extras,
-    *,
-    resume: bool,
+    call: Call, out: torch.Tensor, lse: torch.Tensor, runs: Runs, extras: Extras, *, resume: bool
 ) -> None:
     """Merge the runs into (out, lse), or with ``resume`` False write them there.
 
     Args:
         out: (b, h, n, dv), any floating dtype.
         lse: (b, h, n) fp32, natural log.
-        runs: by blocks of ``config.block_m`` queries.
+        runs: by blocks of queries.
     """
     from quorum_attention.kernels.native.forward_triton import forward_kernel
 
-    query, key, value = (_rows(t) for t in (given.query, given.key, given.value))
+    query, key, value = map(_rows, call.inputs)
     batch, heads, n_queries, head_dim = query.shape
-    total = runs.n_blocks * batch * heads
+    total, config = runs.n_blocks * batch * heads, runs.config
     if total == 0:
         return
     width = max(padded(head_dim), padded(value.shape[-1]))
-    lift = _FORWARD_LIFT if query.dtype == torch.float16 else 0
+    exponent = _FORWARD_EXPONENT if query.dtype == torch.float16 else 0
     with torch.cuda.device_of(query):
         way, read = _as_read(config, config.block_n, width, key, value)
         forward_kernel[(total,)](
-            query, *read, out, lse, runs.starts, runs.entries,
-            *_pointers(extras, query),
+            query, *read, out, lse, runs.starts, runs.entries, *_pointers(call, extras),
             heads, heads // key.shape[1], n_queries, key.shape[2], runs.n_blocks,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-            *lse.stride(), *_bias_strides(extras.bias, batch, heads),
-            extras.bias_row, extras.bias_column,
-            given.scale, extras.options.softcap, *_bounds(extras),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
-            RESUME=resume, READ=way, DROPOUT=_dropout(extras, runs),
-            RAGGED=_ragged(config.stages, extras, width),
-            **_shared(given, extras, head_dim, value.shape[-1]),
+            *lse.stride(), *_bias_strides(call.bias), *extras.bias_at,
+            call.scale, extras.softcap, *_bounds(extras),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, P_EXPONENT=exponent,
+            P_FACTOR=2.0**exponent, RESUME=resume, READ=way, DROPOUT=_dropout(call, runs),
+            RAGGED=_ragged(config.stages, call, extras, width), **_shared(call, extras),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
 
 def launch_backward(
-    given: Operands,
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    grads: tuple[torch.Tensor, ...],
-    by_query_runs: Runs,
-    by_key_runs: Runs,
-    by_query: Config,
-    by_key: Config,
-    extras: Extras,
-    *,
-    add: bool,
-    n_keys: int = 0,
-    grad_lse: torch.Tensor | None = None,
-    grad_bias: torch.Tensor | None = None,
+    call: Call, saved: Saved, grads: Three, tables: tuple[Runs, ...], extras: Extras, *, add: bool
 ) -> None:
     """Add the gradients of the runs to ``grads``, or with ``add`` False write them there.
 
     Args:
-        rows: grad_out, out (b, h, n, dv) and the global lse (b, h, n), natural log, -inf in rows
-            without keys.
+        saved: with the global lse, natural log, -inf in rows without keys.
         grads: the gradients of query, key and value, any floating dtype.
-        by_query_runs, by_key_runs: tables by blocks of ``by_query.block_m`` queries and of
-            ``by_key.block_n`` keys.
-        n_keys: keys of a row in the whole call, for the lift in fp16; 0: those of ``key``.
-        grad_lse: (b, h, n) fp32, the gradient of a returned lse, or None.
-        grad_bias: (b, h, m) fp32, receives the sum over rows of the gradient of the scores.
+        tables: by blocks of queries, and by blocks of keys.
     """
     from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
 
-    query, key, value = (_rows(t) for t in (given.query, given.key, given.value))
-    grad_out, out = (_rows(t) for t in rows[:2])
-    lse = rows[2]
+    query, key, value = map(_rows, call.inputs)
+    grad_out, lse = _rows(saved.grad_out), saved.lse
     batch, heads, n_queries, head_dim = query.shape
     key_heads, m, value_dim = key.shape[1], key.shape[2], value.shape[-1]
     if batch * heads == 0:
         return
+    (by_query, by_key), (c, d) = tables, (tables[0].config, tables[1].config)
     group, key_lanes = heads // key_heads, batch * key_heads
     width = max(padded(head_dim), padded(value_dim))
-    eased = query.dtype == torch.float16
-    lift = backward_lift(n_keys or m, query.dtype)
-    softened = _shared(given, extras, head_dim, value_dim)
-    lengths = {"EASED": eased, "ADD": add}
+    scales_ds = query.dtype == torch.float16
+    exponent = p_exponent_of(extras.n_keys or m, query.dtype)
+    shared = {**_shared(call, extras), "SCALE_DS": scales_ds, "ADD": add}
     with torch.cuda.device_of(query):
-        delta, norms = _delta_and_norms(value, grad_out, out, grad_lse, heads, eased=eased)
+        delta, norms = _delta_and_norms(value, grad_out, _rows(saved.out), with_norms=scales_ds)
+        pointers = _pointers(call, extras)
         strides = (
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
             *lse.stride(),
         )  # fmt: skip
-        masks = (*_bias_strides(extras.bias, batch, heads), extras.bias_row, extras.bias_column)
-        # The lift is no compile-time constant: it would compile again for other lengths.
-        window = _bounds(extras)
-        scores = (given.scale, extras.options.softcap, *window, float(lift), 2.0**-lift)
-        if by_query_runs.n_blocks:
-            way, read = _as_read(by_query, by_query.block_n, width, key, value)
-            query_kernel[(by_query_runs.n_blocks * batch * heads,)](
-                query, *read, grad_out, lse, delta, norms, grads[0], by_query_runs.starts,
-                by_query_runs.entries, *_pointers(extras, query),
-                heads, group, n_queries, m, by_query_runs.n_blocks, key_lanes,
-                *strides, *grads[0].stride()[:3], *masks, *scores,
-                BLOCK_M=by_query.block_m, BLOCK_N=by_query.block_n, **lengths,
-                READ=way, DROPOUT=_dropout(extras, by_query_runs),
-                RAGGED=_ragged(min(2, by_query.stages), extras, width), **softened,
-                num_warps=by_query.warps, num_stages=by_query.stages,
+        # The exponent is no compile-time constant: it would compile again for other lengths.
+        scores = (
+            *_bias_strides(call.bias), *extras.bias_at, call.scale, extras.softcap,
+            *_bounds(extras), float(exponent), 2.0**-exponent,
+        )  # fmt: skip
+        if by_query.n_blocks:
+            way, read = _as_read(c, c.block_n, width, key, value)
+            query_kernel[(by_query.n_blocks * batch * heads,)](
+                query, *read, grad_out, lse, delta, norms, grads[0], by_query.starts,
+                by_query.entries, *pointers, heads, group, n_queries, m, by_query.n_blocks,
+                key_lanes, *strides, *grads[0].stride()[:3], *scores,
+                BLOCK_M=c.block_m, BLOCK_N=c.block_n, READ=way, DROPOUT=_dropout(call, by_query),
+                RAGGED=_ragged(min(2, c.stages), call, extras, width), **shared,
+                num_warps=c.warps, num_stages=c.stages,
             )  # fmt: skip
-        if by_key_runs.n_blocks:
-            way, read = _as_read(by_key, by_key.block_m, width, query, grad_out)
-            bias_strides = (0, 0) if grad_bias is None else grad_bias.stride()[:2]
-            key_kernel[(by_key_runs.n_blocks * key_lanes,)](
+        if by_key.n_blocks:
+            way, read = _as_read(d, d.block_m, width, query, grad_out)
+            key_kernel[(by_key.n_blocks * key_lanes,)](
                 read[0], key, value, read[1], lse, delta, norms, grads[1], grads[2],
-                delta if grad_bias is None else grad_bias, by_key_runs.starts,
-                by_key_runs.entries, *_pointers(extras, query),
-                key_heads, group, n_queries, m, by_key_runs.n_blocks, key_lanes,
-                *strides, *grads[1].stride()[:3], *grads[2].stride()[:3], *masks, *bias_strides,
-                *scores, BLOCK_M=by_key.block_m, BLOCK_N=by_key.block_n, **lengths,
-                GRAD_BIAS=grad_bias is not None, READ=way,
-                DROPOUT=_dropout(extras, by_key_runs),
-                RAGGED=_ragged(min(2, by_key.stages), extras, width), **softened,
-                num_warps=by_key.warps, num_stages=by_key.stages,
+                by_key.starts, by_key.entries, *pointers, key_heads, group, n_queries, m,
+                by_key.n_blocks, key_lanes, *strides, *grads[1].stride()[:3],
+                *grads[2].stride()[:3], *scores,
+                BLOCK_M=d.block_m, BLOCK_N=d.block_n, READ=way, DROPOUT=_dropout(call, by_key),
+                RAGGED=_ragged(min(2, d.stages), call, extras, width), **shared,
+                num_warps=d.warps, num_stages=d.stages,
             )  # fmt: skip
 
 
 def _delta_and_norms(
-    value: torch.Tensor,
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    heads: int,
-    *,
-    eased: bool,
+    value: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor, *, with_norms: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What both backward kernels read: delta (b * h * n,), rowsum(grad_out * out) - grad_lse; and
-    norms (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each key
-    head, which are set only where ``eased``. All fp32."""
+    """What both backward kernels read: delta (b * h * n,), rowsum(grad_out * out); and norms
+    (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each key head,
+    which are set only ``with_norms``. All fp32."""
     from quorum_attention.kernels.native.backward_triton import delta_kernel, norm_kernel
 
     batch, key_heads, m, value_dim = value.shape
-    n_queries, key_lanes = out.shape[2], batch * key_heads
-    n_delta = batch * heads * n_queries
+    heads, n_queries = out.shape[1:3]
+    n_delta, key_lanes = batch * heads * n_queries, batch * key_heads
     # One allocation for both.
     work = torch.empty(n_delta + 2 * key_lanes, dtype=torch.float32, device=value.device)
     delta, norms = work[:n_delta], work[n_delta:]
     block_dv = padded(value_dim)
     block = max(16, 4096 // block_dv)
-    if eased:
+    if with_norms:
         norms.zero_()
         norm_kernel[(-(-m // block) * key_lanes,)](
             value, norms[key_lanes:], key_heads, m, *value.stride()[:3],
             VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block,
         )  # fmt: skip
     if n_delta:
-        grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
         delta_kernel[(-(-n_queries // block) * batch * heads,)](
-            grad_out, out, delta if grad_lse is None else grad_lse, delta, norms, heads,
-            heads // key_heads, n_queries, *grad_out.stride()[:3], *out.stride()[:3],
-            *grad_lse_strides, VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block, NORMS=eased,
-            GRAD_LSE=grad_lse is not None,
+            grad_out, out, delta, norms, heads, heads // key_heads, n_queries,
+            *grad_out.stride()[:3], *out.stride()[:3],
+            VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block, NORMS=with_norms,
         )  # fmt: skip
     return delta, norms
 
 
-def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> dict[str, Any]:
+def _shared(call: Call, extras: Extras) -> dict[str, Any]:
     """The compile-time constants that all kernels share."""
-    options, biased = extras.options, extras.bias is not None
+    head_dim, value_dim, biased = call.query.shape[-1], call.value.shape[-1], call.bias is not None
     # Both have one width: with tiles of 64 and 32 columns the compiled forward read outside its
     # memory on an H200 (docs/native.md).
     width = max(padded(head_dim), padded(value_dim))
-    modified = biased or options.softcap > 0 or extras.slopes is not None
+    modified = biased or extras.softcap > 0 or extras.slopes is not None
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
         "BLOCK_D": width,
         "BLOCK_DV": width,
         # Scaling after the maximum is cheaper, but right only for positive factors.
-        "PLAIN": not modified and given.scale > 0,
-        "SOFTCAP": options.softcap > 0,
+        "PLAIN": not modified and call.scale > 0,
+        "SOFTCAP": extras.softcap > 0,
         "ALIBI": extras.slopes is not None,
         "BIAS": biased,
-        "WINDOW": options.windowed,
-        "BITS": 2 if extras.words is not None else int(extras.query_bits is not None),
+        "WINDOW": extras.window is not None,
+        "BITS": 2 if extras.words is not None else int(extras.bits is not None),
         "PRECISION": "tf32" if extras.tf32 else "ieee",
     }
 
 
-def _dropout(extras: Extras, runs: Runs) -> int:
+def _dropout(call: Call, runs: Runs) -> int:
     """Whether pairs are dropped, and how (``dropout_triton.dropped``)."""
-    return 0 if extras.drops is None else 1 + runs.aligned
+    return 0 if call.dropout is None else 1 + runs.aligned
 
 
-def _ragged(stages: int, extras: Extras, width: int) -> int:
+def _ragged(stages: int, call: Call, extras: Extras, width: int) -> int:
     """Pipeline stages of the ragged parts of runs: more than one under a window, where these are
     much of all, and where it has been measured (docs/native.md)."""
-    other = extras.bias is not None or extras.drops is not None or extras.query_bits is not None
-    return stages if extras.options.windowed and width <= _WIDEST_RAGGED and not other else 1
+    other = call.bias is not None or call.dropout is not None or extras.bits is not None
+    return stages if extras.window is not None and width <= _WIDEST_RAGGED and not other else 1
 
 
 def _as_read(
@@ -328,27 +279,28 @@ def _describe(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
-def _pointers(extras: Extras, spare: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    bits = extras.query_bits if extras.words is None else extras.words
-    every = (extras.bias, extras.slopes, bits, extras.key_bits, extras.drops)
-    return tuple(spare if tensor is None else tensor for tensor in every)
+def _pointers(call: Call, extras: Extras) -> tuple[torch.Tensor, ...]:
+    """Bias, slopes, bits (or words) of queries and of keys, and dropout's numbers; or a spare."""
+    own, other = extras.bits or (extras.words, None)
+    drops = None if call.dropout is None else dropout_numbers(call.dropout, call.query.device)
+    every = (call.bias, extras.slopes, own, other, drops)
+    return tuple(call.query if tensor is None else tensor for tensor in every)
 
 
 def _bounds(extras: Extras) -> tuple[int, int]:
     """The bounds of the window, or the strides of words by entry and head."""
     words = extras.words
     if words is None:
-        return extras.options.bounds
+        return extras.window or (0, 0)
     by_entry, by_head = words.stride()[:2]
     return by_entry if words.shape[0] > 1 else 0, by_head if words.shape[1] > 1 else 0
 
 
-def _bias_strides(bias: torch.Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
+def _bias_strides(bias: torch.Tensor | None) -> tuple[int, ...]:
     """Strides by batch entry, head, row and column; 0 where the mask broadcasts."""
     if bias is None:
         return (0, 0, 0, 0)
-    while bias.ndim < 4:
-        bias = bias.unsqueeze(0)
+    bias = bias[(None,) * (4 - bias.ndim)]
     pairs = zip(bias.stride(), bias.shape, strict=True)
     return tuple(0 if size == 1 else stride for stride, size in pairs)
 

@@ -1,86 +1,86 @@
 """Tables for a launch: the runs of keys for each block of queries, or of queries for each of keys.
 
-The table lists, for every block of rows, the runs of the rectangles that touch it; neighbouring
-runs are joined. Within a run, pairs have to be tested only at its ragged ends and on its diagonal.
+The table lists, for every block of rows, the runs of kept pairs that touch it; neighbouring runs
+are joined. Within a run, pairs have to be tested only at its ragged ends and on its diagonal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Rectangle, Task
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Rows, Task
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.native.config import Config
+from quorum_attention.kernels.torch_private import outside
+
+Axis = Literal["query", "key"]
+Ints = NDArray[np.int64]
 
 NO_DIAGONAL = (1 << 31) - 1
 """The ``diagonal`` of a run that no causal mask cuts; sums with it need 64 bits."""
+
+UNLIMITED = (1 << 31) - 1
+"""A side of a window that has no limit; sums with it need 64 bits."""
 
 FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "distance",
           "mixed")  # fmt: skip
 """Columns of a table's entries, int32, local positions. A pair (q, k) belongs to the run if it is
 within bounds and ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed``
-is 1 if the group bits of the tokens decide about each pair, else 0. A table for dropout has one
-column more, ``shift``: a query's global position is its local one plus that. One for tried blocks
-has ``word`` there: where the words of its block begin (``kernels/masked/native_tried.py``)."""
+is 1 if bits decide about each pair, else 0. A table for dropout has one column more, ``shift``: a
+query's global position is its local one plus that. One for blocks under rules has there where the
+bits of its block begin (``tile_triton.mask_bits_kept``)."""
+WIDTH = len(FIELDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A rectangle, or a part of one within which global distances are local ones plus a constant.
-
-    Attributes:
-        rectangle: local positions.
-        distance: added to ``q - k`` of local positions, it gives that of global positions.
-        diagonal: a pair is kept only if ``q - k + diagonal >= 0``, local positions; None: that of a
-            causal rectangle, or none.
-        shift: added to local positions of queries, it gives global ones.
-    """
-
-    rectangle: Rectangle
-    distance: int = 0
-    diagonal: int | None = None
-    shift: int = 0
-
-
-def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
-    """The rectangles as they are (``task`` None), or cut where global positions jump.
+def pieces(rectangles: Sequence[Rectangle], task: Task | None, geometry: Geometry) -> Ints:
+    """What a mask keeps of rectangles, cut where global positions jump: (n, 8), columns as in
+    ``FIELDS`` and shifts; disjoint.
 
     Args:
         rectangles: local positions.
-        task: the task whose tokens these are; needed if anything depends on global positions.
+        task: the task whose tokens these are; None: global positions are the local ones, or do not
+            matter.
+        geometry: the kept pairs. If its band has a lower bound, it is a window: its bounds are
+            tested by the kernel, not by ``diagonal``.
     """
-    live = [r for r in rectangles if r.n_queries > 0 and r.n_keys > 0]
-    if task is None:
-        return [Piece(r) for r in live]
-    found = []
-    for r in live:
-        for queries, keys, causal in task.contiguous(r):
-            first, low = queries.local, keys.local
-            part = Rectangle(first, first + queries.length, low, low + keys.length, causal)
-            shift = queries.start - first
-            found.append(Piece(part, shift - (keys.start - low), shift=shift))
-    return found
+    band, found = geometry.band, []
+    for r in rectangles:
+        if r.n_queries <= 0 or r.n_keys <= 0:
+            continue
+        for queries, keys, causal in _contiguous(r, task):
+            high = band.high if band.low is None else None
+            if causal and (band.high is None or band.high > 0):
+                high = 0
+            diagonals = Band(None, high)
+            shift, key_shift = queries.start - queries.local, keys.start - keys.local
+            distance = shift - key_shift
+            for a, b, c, d in geometry.within(Ranges.of(*queries[:2], *keys[:2])):
+                block = Ranges.of(a, b, c, d)
+                verdict = diagonals.verdict(block)
+                if verdict is EMPTY or band.verdict(block) is EMPTY:
+                    continue
+                diagonal = NO_DIAGONAL if verdict is FULL or high is None else high + distance
+                found.append(
+                    (a - shift, b - shift, c - key_shift, d - key_shift, diagonal, distance, 0,
+                     shift)
+                )  # fmt: skip
+    return np.array(found, dtype=np.int64).reshape(-1, WIDTH + 1)
 
 
-def within_window(found: Sequence[Piece], left: int, right: int) -> list[Piece]:
-    """The pieces with at least one pair inside a sliding window; -1 is no limit on that side."""
-    kept = []
-    for piece in found:
-        r = piece.rectangle
-        farthest = r.query_stop - 1 - r.key_start + piece.distance
-        nearest = r.query_start - (r.key_stop - 1) + piece.distance
-        if (left < 0 or nearest <= left) and (right < 0 or farthest >= -right):
-            kept.append(piece)
-    return kept
-
-
-def columns(shifts: bool) -> int:
-    """Columns of a table, with shifts or without."""
-    return len(FIELDS) + shifts
+def _contiguous(r: Rectangle, task: Task | None) -> Iterator[tuple[Rows, Rows, bool]]:
+    """``Task.contiguous``; without a task local positions are the global ones."""
+    if task is not None:
+        yield from task.contiguous(r)
+        return
+    queries = Rows(r.query_start, r.query_stop, r.query_start)
+    yield queries, Rows(r.key_start, r.key_stop, r.key_start), r.causal
 
 
 def is_aligned(entries: NDArray[np.int32]) -> bool:
@@ -91,84 +91,55 @@ def is_aligned(entries: NDArray[np.int32]) -> bool:
 
 
 def table(
-    found: Sequence[Piece],
-    n_rows: int,
-    block: int,
-    axis: Literal["query", "key"],
-    *,
-    shifts: bool = False,
+    found: Ints, n_rows: int, block: int, axis: Axis, width: int = WIDTH
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Runs by blocks of rows.
 
     Args:
-        found: disjoint pieces.
+        found: disjoint pieces (n, 8).
         n_rows: rows along ``axis``.
         block: rows of a block.
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
-        shifts: whether the table is for dropout, with a column more.
+        width: columns of the table.
 
     Returns:
-        (starts, entries): entries (n, 7 or 8), columns as in ``FIELDS``; those of block b are rows
+        (starts, entries): entries (n, width), columns as in ``FIELDS``; those of block b are rows
         ``starts[b]`` to ``starts[b + 1]``. Bounds along ``axis`` are clipped to the block.
 
     Raises:
         NotImplementedError: a position or a distance does not fit 32 bits.
     """
-    n_blocks = -(-n_rows // block)
-    width = columns(shifts)
-    parts = [_by_block(piece, n_rows, block, axis, width) for piece in found]
-    if not parts:
-        return np.zeros(n_blocks + 1, np.int32), np.zeros((0, width), np.int32)
-    numbers = np.concatenate([number for number, _ in parts])
-    entries = np.concatenate([entry for _, entry in parts])
     along, across = (0, 2) if axis == "query" else (2, 0)
+    first = found[:, along] // block
+    count = np.maximum(-(-np.minimum(found[:, along + 1], n_rows) // block) - first, 0)
+    piece = np.repeat(np.arange(len(found)), count)
+    numbers = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
+    entries = found[piece, :width]
+    entries[:, along] = np.maximum(numbers * block, entries[:, along])
+    stops = np.minimum((numbers + 1) * block, entries[:, along + 1])
+    entries[:, along + 1] = np.minimum(stops, n_rows)
     order = np.lexsort((entries[:, across], entries[:, along], numbers))
     numbers, entries = numbers[order], entries[order]
-    first = _joins(numbers, entries, along, across)
-    groups = np.flatnonzero(first)
+    groups = np.flatnonzero(_begins(numbers, entries, along, across))
     joined = entries[groups]
-    last = np.append(groups[1:], len(entries)) - 1
-    joined[:, across + 1] = entries[last, across + 1]
-    # Of entries joined along keys only the last may be causal; along queries, only the first.
-    joined[:, 4] = np.minimum.reduceat(entries[:, 4], groups)
-    starts = np.searchsorted(numbers[groups], np.arange(n_blocks + 1))
-    if int(np.abs(joined).max()) > np.iinfo(np.int32).max:
+    if len(groups):
+        last = np.append(groups[1:], len(entries)) - 1
+        joined[:, across + 1] = entries[last, across + 1]
+        # Of entries joined along keys only the last may be causal; along queries, only the first.
+        joined[:, 4] = np.minimum.reduceat(entries[:, 4], groups)
+    starts = np.searchsorted(numbers[groups], np.arange(-(-n_rows // block) + 1))
+    most = int(np.abs(joined).max(initial=0))
+    if most > np.iinfo(np.int32).max:
         raise NotImplementedError(
             "kernel 'native' counts positions, and the distances of a window or of ALiBi, in 32 "
-            f"bits: up to {np.iinfo(np.int32).max}, got {int(np.abs(joined).max())}"
+            f"bits: up to {np.iinfo(np.int32).max}, got {most}"
         )
     return starts.astype(np.int32), joined.astype(np.int32)
 
 
-def _by_block(
-    piece: Piece, n_rows: int, block: int, axis: str, width: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    r = piece.rectangle
-    start, stop = (r.query_start, r.query_stop) if axis == "query" else (r.key_start, r.key_stop)
-    stop = min(stop, n_rows)
-    numbers = np.arange(start // block, -(-stop // block), dtype=np.int64)
-    entries = np.empty((len(numbers), width), np.int64)
-    entries[:, 0], entries[:, 1] = r.query_start, r.query_stop
-    entries[:, 2], entries[:, 3] = r.key_start, r.key_stop
-    at = 0 if axis == "query" else 2
-    entries[:, at] = np.maximum(numbers * block, start)
-    entries[:, at + 1] = np.minimum((numbers + 1) * block, stop)
-    entries[:, 4] = r.key_start - r.query_start if r.causal else NO_DIAGONAL
-    if piece.diagonal is not None:
-        entries[:, 4] = piece.diagonal
-    entries[:, 5] = piece.distance
-    entries[:, 6] = 0
-    entries[:, 7:] = piece.shift
-    return numbers, entries
-
-
-def _joins(
-    numbers: NDArray[np.int64], entries: NDArray[np.int64], along: int, across: int
-) -> NDArray[np.bool_]:
+def _begins(numbers: Ints, entries: Ints, along: int, across: int) -> NDArray[np.bool_]:
     """True for the entries that begin a run, False for those joined to the entry before."""
     first = np.ones(len(entries), dtype=bool)
-    if len(entries) < 2:
-        return first
     before, after = entries[:-1], entries[1:]
     same = numbers[1:] == numbers[:-1]
     same &= (before[:, along] == after[:, along]) & (before[:, along + 1] == after[:, along + 1])
@@ -181,6 +152,41 @@ def _joins(
     return first
 
 
+class HostTable(NamedTuple):
+    """A table in host memory.
+
+    Attributes:
+        both: starts and entries in one tensor.
+        n_starts: the number of starts.
+        width: columns of the entries.
+        aligned: as in ``Runs``.
+    """
+
+    both: torch.Tensor
+    n_starts: int
+    width: int
+    aligned: bool = False
+
+    @classmethod
+    def of(
+        cls, starts: NDArray[np.int32], entries: NDArray[np.int32], *, pinned: bool
+    ) -> HostTable:
+        """What ``table`` returned."""
+        with outside():  # because it is cached
+            both = torch.empty(
+                len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned, device="cpu"
+            )
+            both[: len(starts)] = torch.from_numpy(starts)
+            both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
+        return cls(both, len(starts), entries.shape[1])
+
+    def on(self, device: torch.device, config: Config) -> Runs:
+        """The table on a device."""
+        both = self.both if device.type == "cpu" else self.both.to(device, non_blocking=True)
+        entries = both[self.n_starts :].view(-1, self.width)
+        return Runs(both[: self.n_starts], entries, config, self.aligned)
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """A table on a device.
@@ -188,76 +194,72 @@ class Runs:
     Attributes:
         starts: (blocks + 1,) int32.
         entries: (n, 7 or 8) int32.
-        n_blocks: blocks of rows.
+        config: of the kernel that reads it.
         aligned: of a table for dropout, ``is_aligned``, and no window moves where a run begins.
     """
 
     starts: torch.Tensor
     entries: torch.Tensor
-    n_blocks: int
+    config: Config
     aligned: bool = False
 
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of rows."""
+        return self.starts.numel() - 1
 
-# Run tables for arbitrary group bits: any 64-bit word for every token (paper, section 4).
+
+# Run tables for arbitrary group bits: any 64-bit number for every token (paper, section 4).
 #
 # A pair (q, k) is kept where ``bits[q] & bits[k] == 0``. The verdict on a tile takes constant time:
-# it follows from the bitwise OR and AND of the words of its two blocks.
+# it follows from the bitwise OR and AND of the bits of its two blocks.
 #
-#     clear   OR_q & OR_k == 0      no bit is on both sides: every pair is kept
-#     masked  AND_q & AND_k != 0    some bit is on both sides of every pair: none is kept
-#     mixed   otherwise             the kernel tests every pair
+#     full     OR_q & OR_k == 0      no bit is on both sides: every pair is kept
+#     empty    AND_q & AND_k != 0    some bit is on both sides of every pair: none is kept
+#     partial  otherwise             the kernel tests every pair
 #
-# Masked tiles are in no run, so they are never loaded.
+# Empty tiles are in no run, so they are never loaded.
 
 # Cells of the verdict matrix that are computed at a time.
 _CELLS = 1 << 24
 
 
-def summaries(bits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bitwise (OR, AND) of the words of every block of ``block`` (a power of two) tokens.
+# Tokens of a tile along the other axis.
+_OTHER = 64
 
-    Args:
-        bits: (n,) int64. The last block may have fewer tokens.
-    """
-    n = bits.numel()
-    n_blocks = -(-n // block)
+
+def _folded(bits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bitwise (OR, AND) of the bits of every ``block`` (a power of two) tokens, of (n,) int64."""
     folded = []
     for operator, neutral in ((torch.bitwise_or, 0), (torch.bitwise_and, -1)):
-        words = torch.full((n_blocks * block,), neutral, dtype=torch.int64, device=bits.device)
-        words[:n] = bits
-        words = words.view(n_blocks, block)
-        while words.shape[1] > 1:
-            half = words.shape[1] // 2
-            words = operator(words[:, :half], words[:, half:])
-        folded.append(words[:, 0])
+        rows = torch.nn.functional.pad(bits, (0, -bits.numel() % block), value=neutral)
+        rows = rows.view(-1, block)
+        while rows.shape[1] > 1:
+            half = rows.shape[1] // 2
+            rows = operator(rows[:, :half], rows[:, half:])
+        folded.append(rows[:, 0])
     return folded[0], folded[1]
 
 
 def runs_of_bits(
-    query_bits: torch.Tensor,
-    key_bits: torch.Tensor,
-    is_causal: bool,
-    block: int,
-    other: int,
-    axis: Literal["query", "key"],
+    query_bits: torch.Tensor, key_bits: torch.Tensor, high: int | None, config: Config, axis: Axis
 ) -> Runs:
     """The runs of a monolithic call under group bits.
 
     Args:
         query_bits, key_bits: (n,), (m,) int64, on the device of the call.
-        is_causal: keep only keys at or before the query.
-        block: tokens of a block along ``axis``.
-        other: tokens of a block along the other axis.
+        high: keep only keys up to so many after the query; None is no limit.
+        config: of the kernel that reads the table.
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
 
     The host waits for the device once, because it has to know the number of runs.
     """
     along, across = (query_bits, key_bits) if axis == "query" else (key_bits, query_bits)
-    n, m, device = along.numel(), across.numel(), along.device
-    any_a, all_a = summaries(along, block)
-    any_b, all_b = summaries(across, other)
+    n, m, device, block = along.numel(), across.numel(), along.device, config.rows(axis)
+    any_a, all_a = _folded(along, block)
+    any_b, all_b = _folded(across, _OTHER)
     first_a = torch.arange(any_a.numel(), device=device) * block
-    first_b = torch.arange(any_b.numel(), device=device) * other
+    first_b = torch.arange(any_b.numel(), device=device) * _OTHER
     found = []
     step = max(1, _CELLS // max(1, any_b.numel()))
     for start in range(0, any_a.numel(), step):
@@ -266,30 +268,27 @@ def runs_of_bits(
                              device=device)  # fmt: skip
         verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, FULL)
         verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, EMPTY)
-        if is_causal:
-            low, high = first_a[part, None], first_b[None]
-            if axis == "query":
-                verdict.masked_fill_(high > low + block - 1, EMPTY)
-            else:
-                verdict.masked_fill_(high + other - 1 < low, EMPTY)
+        if high is not None:
+            own, other = first_a[part, None], first_b[None]
+            later = other - own - block if axis == "query" else own - other - _OTHER
+            verdict.masked_fill_(later >= high, EMPTY)
         found.append(_runs_of_rows(verdict, start))
     rows = torch.cat(found)
-    entries = torch.empty((rows.shape[0], len(FIELDS)), dtype=torch.int32, device=device)
+    entries = torch.zeros((rows.shape[0], WIDTH), dtype=torch.int32, device=device)
     at, beside = (0, 2) if axis == "query" else (2, 0)
     entries[:, at] = rows[:, 0] * block
     entries[:, at + 1] = ((rows[:, 0] + 1) * block).clamp_max(n)
-    entries[:, beside] = rows[:, 1] * other
-    entries[:, beside + 1] = (rows[:, 2] * other).clamp_max(m)
-    entries[:, 4] = 0 if is_causal else NO_DIAGONAL
-    entries[:, 5] = 0
+    entries[:, beside] = rows[:, 1] * _OTHER
+    entries[:, beside + 1] = (rows[:, 2] * _OTHER).clamp_max(m)
+    entries[:, 4] = NO_DIAGONAL if high is None else high
     entries[:, 6] = rows[:, 3] == PARTIAL
     blocks = torch.arange(any_a.numel() + 1, device=device)
     starts = torch.searchsorted(rows[:, 0].contiguous(), blocks).int()
-    return Runs(starts, entries, any_a.numel())
+    return Runs(starts, entries, config)
 
 
 def _runs_of_rows(verdict: torch.Tensor, first: int) -> torch.Tensor:
-    """(row, start, stop, verdict) of maximal runs of clear or of mixed tiles, row by row."""
+    """(row, start, stop, verdict) of maximal runs of full or of partial tiles, row by row."""
     n_rows, n_columns = verdict.shape
     changed = torch.ones((n_rows, n_columns + 1), dtype=torch.bool, device=verdict.device)
     changed[:, 1:-1] = verdict[:, 1:] != verdict[:, :-1]
