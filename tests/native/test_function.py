@@ -60,6 +60,9 @@ def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options
             continue
         assert mine.grad is not None
         assert mine.grad.shape == mine.shape
+        if not theirs.grad.any():  # rows of one key
+            assert mine.grad.abs().max() < limit
+            continue
         assert relative(mine.grad, theirs.grad) < 4 * limit
 
 
