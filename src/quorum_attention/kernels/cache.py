@@ -60,7 +60,7 @@ _Answer = TypeVar("_Answer")
 
 
 def remembered(
-    most: int, size: Callable[[_Answer], int] = lambda answer: 1
+    most: int, size: Callable[[Any], int] = lambda answer: 1
 ) -> Callable[[Callable[_Params, _Answer]], Callable[_Params, _Answer]]:
     """Decorator for a function with a positional parameter ``kernel``: caches its answers.
 
