@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError):
         import triton.language  # noqa: F401
 
-# The machine checks itself after every event (execution/control/machine.py).
+# The controller checks itself after every event (execution/control/controller.py).
 os.environ["QUORUM_ATTENTION_CHECKED"] = "1"
 _TESTS = Path(__file__).parent
 _SHARED = tempfile.gettempdir()

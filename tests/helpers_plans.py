@@ -7,8 +7,8 @@ from dataclasses import replace
 import quorum_attention as qa
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import spec_of
-from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.execution.workload import GroupSize
 from quorum_attention.kernels import get_kernel
@@ -35,7 +35,7 @@ def passing(
     backward. Its own decomposition takes over if that fails."""
     work, place = plan.work, plan.place
     stays = "key" if plan.backward else "query"
-    route = Passing(stays, queries, keys, Slots(1, "host"), n_cap)
+    route = Streaming(stays, queries, keys, Slots(1, "host"), n_cap)
     schedule = schedule_of(work, plan.decomposition, GroupSize(1, group), route)
     case = Case(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
     machine = assumed(place.device_type, work.dtype, work.head_dim)

@@ -17,8 +17,6 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import Call, MaskView
 from quorum_attention.execution.case import corrected_bytes
-from quorum_attention.execution.control.events import NeedsPlan, PlanAnew
-from quorum_attention.execution.control.machine import HERE, without_a_plan
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.job import (
@@ -31,13 +29,12 @@ from quorum_attention.execution.job import (
 )
 from quorum_attention.execution.mask_gradient import Upstream as MaskUpstream
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.memory import first_line, is_out_of_memory, named_out_of_memory
+from quorum_attention.execution.memory import is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once, corrected_output, materialises
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
-from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.bias import sinks_gradient
 from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
@@ -117,7 +114,7 @@ def _beside_a_pass(device: torch.device) -> Iterator[None]:
         backend_of(device).current(device),
         torch.no_grad(),
         without_autocast("cpu", device.type),
-        named_out_of_memory(pinned=False),
+        named_out_of_memory(),
     ):
         yield
 
@@ -300,7 +297,7 @@ def _run(
     if decision.plan is None:
         begun = time.perf_counter() if request.sums else 0.0
         found = _at_once(job_of(_call(tensors, request, decision.kernel), None, None))
-        if not isinstance(found, PlanAnew):
+        if found is not None:
             for sums in request.sums:
                 spent = time.perf_counter() - begun
                 sums.total.add(decision.kernel.name, backward=problem.backward, seconds=spent)
@@ -330,7 +327,7 @@ def _run(
             progress_of(request) as progress,
             torch.no_grad(),
             without_autocast("cpu", device.type),
-            named_out_of_memory(pinned=plan.schedule.pinned),
+            named_out_of_memory(),
         ):
             _note_writing(given)
             # No name for the job: it would hold its results when memory has run out.
@@ -360,10 +357,10 @@ def _add_up(request: Request, plan: Plan, report: PassReport) -> None:
         )
 
 
-def _at_once(job: Job) -> tuple[torch.Tensor, ...] | PlanAnew:
-    """The results of a small call; or, from the machine, what is done where that fails."""
+def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
+    """The results of a small call; None if it has to be planned: memory ran out, or gradients in 16
+    bits are not finite."""
     device = job.call.device
-    why = "gradients in 16 bits are not finite"
     try:
         with backend_of(device).current(device), without_autocast("cpu", device.type):
             if not torch.is_grad_enabled():
@@ -376,13 +373,8 @@ def _at_once(job: Job) -> tuple[torch.Tensor, ...] | PlanAnew:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        why = f"out of memory ({first_line(error)})"
     backend_of(device).give_back_cached()
-    work = job.call.work
-    every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
-    order = without_a_plan(every).on(NeedsPlan(HERE, why))
-    assert isinstance(order, PlanAnew), "there is nothing else to try"
-    return order
+    return None
 
 
 def _pass_report(plan: Plan, *, timed: bool) -> PassReport:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.control.machine import HERE, Limits, Machine
+from quorum_attention.execution.control.controller import Limits, RecoveryController
 from quorum_attention.execution.scaling import asking, usual_shift
 from quorum_attention.execution.workload import Group
 from quorum_attention.kernels.scaling import divide_gradient_, divisor_exponent, largest_norm
@@ -245,9 +245,9 @@ def test_short_rows_are_not_shifted() -> None:
 def test_heads_of_a_unit_are_told_apart_also_where_each_is_computed_by_itself() -> None:
     """Every head has its own steps, whether it is computed with its unit or by itself."""
     group = Group(((0,), (1,)), 2, 4, 1)
-    machine = Machine([group], lambda: pytest.fail("not asked"), Limits(0, 0), {HERE: 1})
-    machine.start(HERE)
-    machine.next(HERE)
+    machine = RecoveryController([group], lambda: pytest.fail("not asked"), Limits(0, 0), 1)
+    machine.start()
+    machine.next()
     parts = [Group((entry,), head, head + 1, 1) for entry in group.entries for head in range(2, 4)]
     for part in parts:
         ask = asking(machine, group, part=part)

@@ -14,9 +14,10 @@ from helpers_plans import unpinned
 import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs
 from quorum_attention.decomposition.tasks import tokens_of
-from quorum_attention.execution import engine, slot_rows
+from quorum_attention.execution import slot_rows
 from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.pass_spec import FORWARD
+from quorum_attention.execution.routes import slots
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import slot_layout
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
@@ -309,7 +310,7 @@ def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
     made, report = inputs(N), qa.Report()
     kernel.arm()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine, slot_rows):
+        for module in (slots, slot_rows):
             patch.setattr(module, "backend_of", lambda device: Tight())
         out = qa.attention(*made.three, is_causal=True, plan=plan, kernel=kernel, report=report)
     assert_close(out, exact(made, mask=kept_by(30), is_causal=True).out, 2e-5)

@@ -12,7 +12,7 @@ from helpers_plans import passing
 
 import quorum_attention as qa
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.routes.passing import Passing
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.kernels import get_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -71,7 +71,7 @@ def test_a_tight_budget_is_planned_so() -> None:
                                   report=report, **call)  # fmt: skip
     made = qa.plan(n, heads=2, head_dim=64, dtype=torch.float16, is_causal=True, budget="48MiB",
                    backward=True)  # fmt: skip
-    assert isinstance(made.schedule.route, Passing)
+    assert isinstance(made.schedule.route, Streaming)
     for part in (report.forward, report.backward):
         assert part is not None
         assert part.peak_bytes is not None

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.planner import policy
 
 N = 1 << 20
@@ -26,14 +26,14 @@ def planned(budget: str | int, *, backward: bool = True, n: int = N, **more: Any
 def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     found = planned("64MiB", backward=backward)
     tasks = planned("64MiB", backward=backward, depth=1, kernel="cudnn")
-    assert isinstance(found.schedule.route, Passing)
+    assert isinstance(found.schedule.route, Streaming)
     assert found.kernel == "cudnn"
     assert found.peak_bytes <= 64 << 20
     assert found.predicted_seconds < policy.PASSING * tasks.predicted_seconds
     # Whole waves of an H200, so that none of its multiprocessors waits for others.
     route = found.schedule.route
     assert route.rows(route.stays) * found.schedule.group.kv_heads % (132 * 128) == 0
-    assert route.rows(route.stays) % route.rows(route.passes_by) == 0
+    assert route.rows(route.stays) % route.rows(route.streams_by) == 0
     assert route.words in found.describe()
     # What takes over if memory runs out fits the budget as well.
     instead = found.schedule.through_slots(found.work)
@@ -58,7 +58,7 @@ def test_room_for_tasks_is_used_for_tasks() -> None:
 def test_not_where_tasks_were_asked_for_or_rows_cannot_pass_by(asked: dict[str, Any]) -> None:
     budget = asked.get("budget", "512MiB" if "levels" in asked else "128MiB")
     rest = {name: value for name, value in asked.items() if name != "budget"}
-    assert not isinstance(planned(budget, **rest).schedule.route, Passing)
+    assert not isinstance(planned(budget, **rest).schedule.route, Streaming)
 
 
 def test_random_calls_are_within_their_budgets() -> None:
@@ -79,5 +79,5 @@ def test_random_calls_are_within_their_budgets() -> None:
         except qa.BudgetError:
             continue
         assert found.peak_bytes <= budget
-        passing += isinstance(found.schedule.route, Passing)
+        passing += isinstance(found.schedule.route, Streaming)
     assert passing > 5

@@ -14,7 +14,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def named_out_of_memory(*, pinned: bool) -> Iterator[None]:
+def named_out_of_memory() -> Iterator[None]:
     """Turn an allocator's error that leaves the block into our ``OutOfMemoryError``.
 
     The allocator's error is not chained: its traceback would hold the failed call's tensors.
@@ -27,10 +27,10 @@ def named_out_of_memory(*, pinned: bool) -> Iterator[None]:
             raise
         said = first_line(error)
     if said is not None:
-        why = "the depth is pinned, so it is reported as it is"
-        if not pinned:
-            why = "it was the memory of results or accumulators, which a finer plan needs as well"
-        raise OutOfMemoryError(f"out of memory: {why}. The allocator said: {said}")
+        raise OutOfMemoryError(
+            "out of memory: it was the memory of results or accumulators, which a finer plan needs "
+            f"as well. The allocator said: {said}"
+        )
 
 
 __all__ = ["first_line", "is_out_of_memory", "named_out_of_memory"]

@@ -1,4 +1,4 @@
-"""Runs a pass by its route; if memory runs out, the machine says how to continue through slots."""
+"""Runs a pass by its route; where memory runs out, the controller says how to continue."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import time
 
 import torch
 
-from quorum_attention.execution.control.events import GiveUp, OutOfMemory, PlanAnew
-from quorum_attention.execution.control.machine import HERE, Fallback, Limits, Machine
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.control.controller import (
+    Fallback,
+    GiveUp,
+    Headroom,
+    Limits,
+    OutOfMemory,
+    RecoveryController,
+)
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.job import Job, ProgressStoppedError, Tools
 from quorum_attention.execution.memory import first_line, is_out_of_memory
-from quorum_attention.execution.schedule import Cutting, Schedule
+from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
 
 
 def run_pass(
@@ -20,17 +27,17 @@ def run_pass(
 ) -> tuple[torch.Tensor, ...] | None:
     """Run a pass by its schedule's route, or through slots if that route cannot run it.
 
-    Head groups that are done when memory runs out stay done.
+    What is done when memory runs out stays done.
 
     Args:
         guessed: whether the schedule was made without asking how much memory is free.
 
     Returns:
-        the results, in the order of the pass's states; None if the machine wants a guessed pass
-        planned anew.
+        the results, in the order of the pass's states; None if a guessed pass has to be planned
+        anew.
 
     Raises:
-        OutOfMemoryError, ours or torch's: the depth is pinned, or nothing is left to try.
+        OutOfMemoryError: the depth is pinned, or nothing is left to try.
     """
     report = job.report
     assert report is not None
@@ -38,13 +45,16 @@ def run_pass(
     try:
         if not schedule.runs(job.case):
             schedule = schedule.through_slots(job.call.work)
-        machine = _machine(job, schedule, guessed)
-        while not machine.finished:
-            _attempt(job, schedule, machine)
-            if isinstance(machine.end, PlanAnew):
-                return None
-            if not machine.finished:
-                schedule = machine.queue.cuts.schedule(machine.limits.depth)
+        controller = _controller(job, schedule, guessed)
+        while not controller.finished:
+            schedule = _continued(schedule, controller)
+            route = schedule.route
+            with route.opened(job, schedule) as attempt:
+                # Whole groups that are too large are cut, and go on by another route.
+                while not controller.finished and controller.groups_are_whole == route.whole_groups:
+                    _attempt(job, _continued(schedule, controller), controller, attempt)
+                    if controller.end is not None:
+                        return None
     except ProgressStoppedError as stopped:
         raise stopped.error from None
     finally:
@@ -52,58 +62,74 @@ def run_pass(
     return job.results.make()
 
 
-def _machine(job: Job, schedule: Schedule, guessed: bool) -> Machine:
-    """The machine of a pass on one device."""
-    work, kernel, backward = job.call.work, job.call.kernel, job.spec.backward
+def _controller(job: Job, schedule: Schedule, guessed: bool) -> RecoveryController:
+    """The controller of a pass."""
+    work, route = job.call.work, schedule.route
 
     def cut(schedule: Schedule) -> tuple[Cutting, Limits]:
-        cutting = Cutting(schedule, work, kernel, backward=backward)
+        cutting = Cutting(schedule, work, job.call.kernel, backward=job.spec.backward)
         depth = schedule.decomposition.depth
         return cutting, Limits(depth, cutting.deepest, schedule.pinned)
 
-    def instead() -> Fallback:
-        found = schedule.route.fallback(schedule, work)
-        assert found is not None, "whole groups can be cut"
-        return Fallback(*cut(found), found.n_cap, *schedule.route.recovery)
+    def fallback() -> Fallback:
+        slots = route.fallback(schedule, work)
+        assert slots is not None, "whole groups can be cut"
+        return Fallback(*cut(slots), slots.n_cap, *route.recovery)
 
-    groups, n_caps = schedule.route.groups(job, schedule), {HERE: schedule.n_cap}
-    if schedule.route.whole_groups:
-        depth = schedule.decomposition.depth
+    groups, depth = route.groups(job, schedule), schedule.decomposition.depth
+    if route.whole_groups:
         limits = Limits(depth, depth, schedule.pinned, guessed)
-        return Machine(groups, instead, limits, n_caps)
-    return Machine(groups, *cut(schedule), n_caps)
+        return RecoveryController(groups, fallback, limits, schedule.n_cap)
+    return RecoveryController(groups, *cut(schedule), schedule.n_cap)
 
 
-def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
-    """Run the units that the machine has left by the schedule's route. If memory runs out for whole
-    groups, the machine cuts them, and another attempt runs what is left.
+def _continued(schedule: Schedule, controller: RecoveryController) -> Schedule:
+    """``schedule``, or tasks through slots at the controller's depth."""
+    if controller.groups_are_whole:
+        return schedule
+    return controller.cuts.schedule(controller.depth).changed(n_cap=controller.n_cap)
+
+
+def _attempt(
+    job: Job, schedule: Schedule, controller: RecoveryController, attempt: Attempt
+) -> None:
+    """Run units until all are done, headroom is found, or memory runs out; then ask the controller.
 
     Raises:
-        OutOfMemoryError, ours or torch's: the machine gives up.
+        OutOfMemoryError: the controller gives up.
     """
     report, device, route = job.report, job.call.device, schedule.route
     assert report is not None
     backend = backend_of(device)
     report.accumulator, report.left_out = route.accumulators, schedule.left_out
+    report.levels, report.n_cap = schedule.decomposition.levels, schedule.n_cap
     clock = backend.clock() if report.timed and route.measured else NoClock()
-    tools = Tools(clock, backend.lanes(device, schedule.streams))
-    machine.start(HERE)
-    began = time.perf_counter()
+    tools, failure = Tools(clock, backend.lanes(device, schedule.streams)), None
+    controller.start()
+    last_done = time.perf_counter()
     try:
-        for units in route.run(job, schedule, machine, tools):
+        for units in attempt(schedule, controller, tools):
             report.units += units
-            began = time.perf_counter()
+            last_done = time.perf_counter()
     except Exception as error:
-        # Through slots, the runner has already tried every recovery.
-        if not (route.whole_groups and is_out_of_memory(error)):
+        if not is_out_of_memory(error):
             raise
         # Only the text leaves: the traceback would hold the failed attempt's tensors.
-        if isinstance(machine.on(OutOfMemory(HERE, first_line(error))), GiveUp):
-            raise
-        report.recoveries.append(machine.history[-1])
+        failure = first_line(error)
     for stage, seconds in clock.seconds().items():
         report.stages[stage] = report.stages.get(stage, 0.0) + seconds
-    if not machine.finished:
-        # The failed attempt's tensors are free by now.
+    if controller.finished:
+        return
+    if failure is None:
+        controller.on(Headroom())
+    else:
         backend.give_back_cached()
-        report.recovery_seconds += time.perf_counter() - began
+        order = controller.on(OutOfMemory(failure))
+        if isinstance(order, GiveUp):
+            before = "".join(f"\n  before that: {line}" for line in controller.history)
+            raise OutOfMemoryError(
+                f"out of memory in {order.where} and no recovery: {order.reason}. The allocator "
+                f"said: {failure}{before}"
+            )
+        report.recovery_seconds += time.perf_counter() - last_done
+    report.recoveries.append(controller.history[-1])

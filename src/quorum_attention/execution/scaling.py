@@ -31,8 +31,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quorum_attention.execution.control.events import Overflow, Path, Repeat
-from quorum_attention.execution.control.machine import HERE, Machine
+from quorum_attention.execution.control.controller import (
+    Overflow,
+    Path,
+    RecoveryController,
+    Repeat,
+)
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.protocol import InnerKernel
@@ -41,6 +45,7 @@ from quorum_attention.kernels.scaling import (
     divide_gradient_,
     divisor_exponent,
     largest_norm,
+    value_norms,
 )
 from quorum_attention.kernels.tensors import row_blocks
 
@@ -185,8 +190,10 @@ class Steps:
 Ask = Callable[[dict[tuple[int, int], int]], Mapping[tuple[int, int], int]]
 
 
-def asking(machine: Machine, group: Group, path: Path = (), part: Group | None = None) -> Ask:
-    """A function that asks the machine of a pass about a unit, or about ``part`` of its heads if
+def asking(
+    controller: RecoveryController, group: Group, path: Path = (), part: Group | None = None
+) -> Ask:
+    """A function that asks the controller of a pass about a unit, or about ``part`` of its heads if
     only those were computed."""
     entry, head = 0, 0
     if part is not None:
@@ -194,7 +201,7 @@ def asking(machine: Machine, group: Group, path: Path = (), part: Group | None =
 
     def ask(most: dict[tuple[int, int], int]) -> Mapping[tuple[int, int], int]:
         named = {(e + entry, h + head): steps for (e, h), steps in most.items()}
-        order = machine.on(Overflow(HERE, group, path, named))
+        order = controller.on(Overflow(group, path, named))
         steps = order.steps if isinstance(order, Repeat) else {}
         return {(e - entry, h - head): steps[e, h] for e, h in named if (e, h) in steps}
 
@@ -217,8 +224,83 @@ def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, head: int) -> t
     return tensor[entry : entry + 1, head * shared : (head + 1) * shared]
 
 
+class GroupScaling:
+    """Scales a head group that runs again as a whole.
+
+    Args:
+        heads: (batch entries, key/value heads), at most.
+        n_units: units of the group that may be in flight at once.
+    """
+
+    # No unit runs again by itself.
+    asks = False
+
+    def __init__(
+        self, work: Workload, device: torch.device, heads: tuple[int, int], n_units: int = 1
+    ) -> None:
+        self._work, self._heads = work, heads
+        self._unscale = [
+            torch.empty(heads, dtype=torch.float32, device=device) for _ in range(n_units)
+        ]
+        self._overflow = torch.zeros(heads, dtype=torch.int32, device=device)
+        self._norms: torch.Tensor | None = None
+        self.begin(heads[1])
+
+    def begin(self, kv_heads: int) -> None:
+        """Begin a group of so many key/value heads."""
+        self._steps, self._kv_heads = Steps(self._work.n_keys), kv_heads
+
+    def divide_(
+        self,
+        grad_out: torch.Tensor,
+        value: torch.Tensor,
+        slot: int = 0,
+        norms: torch.Tensor | None = None,
+    ) -> Scaling:
+        """Divide ``grad_out`` in place; returns how a kernel has to undo that."""
+        unscale = self._unscale[slot][:, : self._kv_heads]
+        self._steps.divide_(grad_out, value, unscale, norms)
+        return Scaling(self._steps.shift, unscale, self._overflow[:, : self._kv_heads])
+
+    def overflowed(self) -> bool:
+        """Whether a gradient of the group is not finite; the host waits."""
+        return bool(self._overflow.any())
+
+    def repeats(self, computed: Computed, ask: Ask, *, plain: bool = False) -> bool:
+        """Scale the heads at fault down further, if that may help; returns whether it does.
+
+        Args:
+            plain: whether all inputs of these heads have to be finite.
+
+        Raises:
+            OverflowedError: they are not, so it takes tasks to tell.
+        """
+        flags = self._overflow[:, : self._kv_heads].to("cpu", copy=True)
+        self._overflow.zero_()
+        if plain and not all(computed.head(e, h).finite() for e, h in flags.nonzero().tolist()):
+            raise OverflowedError("a scaled gradient overflowed, beside inputs that are not finite")
+        return self._steps.lower(flags, computed, ask)
+
+    def prepare(self, unit: Unit) -> Scaling:
+        """Divide the upstream gradient of a unit that streams by."""
+        beside = unit.beside
+        assert beside is not None
+        value = beside.unit.fields["value"]
+        if beside.opens:
+            self._norms = value_norms(value)
+        return self.divide_(unit.fields["grad_out"], value, unit.slot, self._norms)
+
+    def computed(self, unit: Unit) -> None:
+        """Nothing: the group is asked about at its end."""
+
+
+class OverflowedError(torch.OutOfMemoryError):
+    """A scaled gradient overflowed where inputs are not finite: tasks through slots find out which
+    rows that leaves. It is recovered from as if memory had run out."""
+
+
 @dataclass(slots=True)
-class _Held:
+class _UnitInSlot:
     """The unit in a slot, how far it is scaled, and its overflow flags in host memory."""
 
     unit: Unit
@@ -226,81 +308,73 @@ class _Held:
     flags: torch.Tensor
 
 
-class BackwardScaling:
-    """Scales the units of one backward pass in the slots of one arena.
+class UnitScaling:
+    """Scales units that run again one by one, in the slots of one arena.
 
     Attributes:
         repeated: how often a unit was run again.
     """
 
-    def __init__(self, work: Workload, device: torch.device, machine: Machine) -> None:
+    asks = True
+
+    def __init__(
+        self, work: Workload, device: torch.device, controller: RecoveryController
+    ) -> None:
         self.repeated = 0
-        self._machine = machine
-        self._work = work
-        self._device = device
-        self._held: dict[int, _Held] = {}
+        self._work, self._pins = work, backend_of(device).pins
+        self._controller = controller
+        self._units: dict[int, _UnitInSlot] = {}
 
-    def prepare(self, unit: Unit) -> None:
-        """Divide the unit's ``grad_out`` in its slot, and write the divisors there."""
-        unscale = _by_head(unit, "unscale")
-        held = self._held.get(unit.slot)
-        again = (
-            held is not None
-            and held.unit.visit.task == unit.visit.task
-            and held.unit.group == unit.group
-        )
-        if held is None or not again:
-            if held is not None and held.flags.shape == unscale.shape:
-                flags = held.flags
+    def prepare(self, unit: Unit) -> Scaling:
+        """Divide the unit's ``grad_out`` in its slot, and write the divisors there; returns how a
+        kernel has to undo that."""
+        fields, unscale = unit.fields, _by_head(unit, "unscale")
+        one = self._units.get(unit.slot)
+        if one is None or one.unit.visit.task != unit.visit.task or one.unit.group != unit.group:
+            if one is not None and one.flags.shape == unscale.shape:
+                flags = one.flags
             else:
-                pins = backend_of(self._device).pins
-                flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pins, device="cpu")
-            held = self._held[unit.slot] = _Held(unit, Steps(self._work.n_keys), flags)
-        fields = unit.fields
-        held.steps.divide_(fields["grad_out"], fields["value"], unscale)
-
-    def scaling(self, unit: Unit) -> Scaling:
-        """How a prepared unit is scaled, for the kernel."""
-        overflow = _by_head(unit, "overflow").zero_()
-        shift = self._held[unit.slot].steps.shift
-        return Scaling(shift, _by_head(unit, "unscale"), overflow)
+                flags = torch.zeros(
+                    unscale.shape, dtype=torch.int32, pin_memory=self._pins, device="cpu"
+                )
+            one = self._units[unit.slot] = _UnitInSlot(unit, Steps(self._work.n_keys), flags)
+        one.steps.divide_(fields["grad_out"], fields["value"], unscale)
+        return Scaling(one.steps.shift, unscale, _by_head(unit, "overflow").zero_())
 
     def computed(self, unit: Unit) -> None:
         """Copy the unit's flags to the host, in the stream of its kernel calls."""
-        self._held[unit.slot].flags.copy_(_by_head(unit, "overflow"), non_blocking=True)
+        self._units[unit.slot].flags.copy_(_by_head(unit, "overflow"), non_blocking=True)
 
-    def spoiled(self, unit: Unit) -> bool:
+    def overflowed(self, unit: Unit) -> bool:
         """Whether a gradient of the computed unit is not finite."""
-        return bool(self._held[unit.slot].flags.any())
+        return bool(self._units[unit.slot].flags.any())
 
     def repeats(self, unit: Unit) -> bool:
-        """Scale a spoiled unit down further, if that may help; returns whether it is.
+        """Scale a unit that overflowed down further, if that may help; returns whether it is.
 
         The slot holds the unit's unscaled inputs and its computed gradients.
         """
-        held, work = self._held[unit.slot], self._work
+        one, task = self._units[unit.slot], unit.visit.task
         # Rows of a state beyond the end of the sequence were never written.
-        below = unit.visit.task.count_below
-        rows = {"query": below(work.n_queries), "key": below(work.n_keys)}
-
-        def given(name: str, axis: str) -> torch.Tensor:
-            return unit.fields[name][:, :, : rows[axis]]
-
+        rows = {
+            "query": task.count_below(self._work.n_queries),
+            "key": task.count_below(self._work.n_keys),
+        }
         computed = Computed(
-            query=given("query", "query"),
-            out=given("out", "query"),
-            grad_out=given("grad_out", "query"),
-            lse=given("lse", "query"),
-            key=given("key", "key"),
-            value=given("value", "key"),
-            grad_query=given("state_query", "query"),
-            grad_key=given("state_key", "key"),
-            grad_value=given("state_value", "key"),
+            *(unit.fields[name][:, :, : rows[axis]] for name, axis in _FIELDS_COMPUTED)
         )
-        ask = asking(self._machine, unit.group, unit.visit.task.path)
-        again = held.steps.lower(held.flags, computed, ask)
+        ask = asking(self._controller, unit.group, task.path)
+        again = one.steps.lower(one.flags, computed, ask)
         self.repeated += again
         return again
+
+
+# The fields of a slot in the order of ``Computed``.
+_FIELDS_COMPUTED = (
+    ("query", "query"), ("out", "query"), ("grad_out", "query"), ("lse", "query"),
+    ("key", "key"), ("value", "key"),
+    ("state_query", "query"), ("state_key", "key"), ("state_value", "key"),
+)  # fmt: skip
 
 
 def _by_head(unit: Unit, name: str) -> torch.Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Task
@@ -14,7 +15,7 @@ from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.case import Bytes, Case, Load
-from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed_tasks, written
@@ -41,6 +42,9 @@ class Choice:
     trimmed: Tally | None = None
     pieces: tuple[Pieces, ...] = ("halves",)
 
+
+# See ``Route.run``.
+Attempt = Callable[["Schedule", RecoveryController, Tools], Iterator[int]]
 
 # Chunks of each level that a recovery adds.
 DEEPEN_BY = 7
@@ -140,10 +144,16 @@ class Route(ABC):
         """The head groups it computes, in order."""
         return list(groups(job.call.work, schedule.group))
 
-    @abstractmethod
-    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
-        """Run the units that the machine has left. Yields the number of units of each head group
-        that is done."""
+    def opened(self, job: Job, schedule: Schedule) -> AbstractContextManager[Attempt]:
+        """What all attempts of a pass share; gives a function that makes one."""
+        return nullcontext(partial(self.run, job))
+
+    def run(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Iterator[int]:
+        """One attempt: run the units that the controller has left. Yields, each time that some are
+        done, how many."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

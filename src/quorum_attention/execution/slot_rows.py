@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from quorum_attention.decomposition import Rows
+from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
@@ -28,8 +28,6 @@ from quorum_attention.execution.workload import (
     RowTensor,
     Workload,
 )
-from quorum_attention.kernels.protocol import TaskTensors
-from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 
 ALIGNMENT = 256
@@ -283,21 +281,43 @@ class Unit:
 
     Attributes:
         fields: the slot's tensors by name, (entries, heads, rows, width).
+        after: states are loaded after the last store of this slot.
         previous: the slot that its carried rows are copied from, and that slot's fields; None if it
             carries none.
+        beside: the rows that stay while this unit's stream by; None: the unit has all its rows.
     """
 
     group: Group
     visit: Visit
     slot: int
     fields: dict[str, torch.Tensor]
+    after: int
     previous: tuple[int, dict[str, torch.Tensor]] | None = None
+    beside: Beside | None = None
 
     def from_home(self) -> Unit:
         """The same unit with its carried rows loaded instead, to run it again."""
         carried = tuple(piece.rows for piece in self.visit.carried)
         visit = replace(self.visit, loaded=(*self.visit.loaded, *carried), carried=())
         return replace(self, visit=visit, previous=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What stays in a slot of its own while a unit streams by.
+
+    Attributes:
+        unit: the rows that stay.
+        task: the whole sequence.
+        rectangles: the pairs of the rows that stay and those that stream by.
+        opens, closes: whether this is the first unit that streams by, and the last.
+    """
+
+    unit: Unit
+    task: Task
+    rectangles: Sequence[Rectangle]
+    opens: bool
+    closes: bool
 
 
 @dataclass(slots=True)
@@ -359,9 +379,9 @@ class SlotRows:
                 for entry, block in enumerate(self._blocks_of(item.rows, unit.group)):
                     self.mover.load(unit.fields[item.field][entry], block, pieces)
 
-    def load_states(self, unit: Unit, after: int) -> None:
-        """Load the rows of states that wait at home, after the last store of slot ``after``."""
-        with self.mover.state_stage(unit.slot, after):
+    def load_states(self, unit: Unit) -> None:
+        """Load the rows of states that wait at home."""
+        with self.mover.state_stage(unit.slot, unit.after):
             for state in self.states:
                 pieces = self._clipped(unit.visit.loaded, state.axis)
                 for entry, block in enumerate(self._blocks_of(state.home, unit.group)):
@@ -467,19 +487,6 @@ class SlotRows:
     def _clipped(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
         limit = self._limit(axis)
         return [part for piece in rows if (part := piece.within(0, limit)) is not None]
-
-
-def accumulate(
-    job: Job, task: TaskTensors, fields: Mapping[str, torch.Tensor], scaling: Scaling
-) -> None:
-    """Add a task's part to the states in the slots that ``fields`` are of."""
-
-    def tensor(name: str, spec: RowSpec) -> torch.Tensor:
-        return fields[name].squeeze(-1) if spec.width == "one" else fields[name]
-
-    given = {item.name: tensor(item.name, item) for item in job.spec.inputs[3:]}
-    states = [tensor(f"state_{state.name}", state) for state in job.spec.states]
-    job.spec.accumulate(job.call.kernel, task, given, states, scaling)
 
 
 @contextmanager

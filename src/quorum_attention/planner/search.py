@@ -14,8 +14,8 @@ from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.routes.in_place import InPlace, Together, takes_tasks
-from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Choice, Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
@@ -556,10 +556,10 @@ def _streamed(
         if group.batch > 1:
             continue
         made = replace(instead, group=group)
-        if not Passing(stays, 1, 1, route).runs(made, case):
+        if not Streaming(stays, 1, 1, route).runs(made, case):
             return
         for chunk in _stream_chunks(group, length, case, hardware):
-            found = _largest_blocks(made, Passing(stays, chunk, chunk, route), budget, case)
+            found = _largest_block(made, Streaming(stays, chunk, chunk, route), budget, case)
             if found is not None:
                 yield found
 
@@ -579,7 +579,7 @@ def _stream_chunks(
         yield waves * wave
 
 
-def _largest_blocks(instead: Schedule, route: Passing, budget: int, case: Case) -> Schedule | None:
+def _largest_block(instead: Schedule, route: Streaming, budget: int, case: Case) -> Schedule | None:
     """The schedule whose blocks are the largest part of a chunk that fits."""
     work, chunk = case.work, route.rows(route.stays)
     for parts in policy.PARTS_PASSING:

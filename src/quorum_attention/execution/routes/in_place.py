@@ -37,11 +37,11 @@ from quorum_attention.execution.case import (
     result_bytes,
     state_bytes,
 )
-from quorum_attention.execution.control.machine import HERE, Machine
+from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.row_owners import HeldRows, row_owners
-from quorum_attention.execution.scaling import Ask, Computed, Steps, asking, scales
+from quorum_attention.execution.scaling import Ask, GroupScaling, asking, scales
 from quorum_attention.execution.schedule import Choice, Route, Schedule
 from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import (
@@ -171,15 +171,17 @@ class Together(OverInputs):
         """One slot, with as many calls in flight."""
         return Slots(1, "device", self.streams).slots(**changes)
 
-    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+    def run(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
         job.results.make()
         task, rectangles = all_rectangles(job.call.work, schedule.decomposition, self.pieces)
-        every = len(machine.groups_left)
-        for done, group in enumerate(machine.whole_groups(HERE), start=1):
+        every = len(controller.groups_left)
+        for done, group in enumerate(controller.whole_groups(), start=1):
             tensors = job.task_in_place(schedule.limits, group, tools, task, rectangles)
             copied = self.rows_copied(schedule, job.case) is None
-            ask = asking(machine, group)
+            ask = asking(controller, group)
             job.repeated(compute_group(job, tensors, group, tools, ask, copied=copied))
             job.tell(done, every)
             yield schedule.decomposition.n_tasks
@@ -221,7 +223,7 @@ def compute_group(
     given = job.operands(group, copied=copied)
     divided = spec.divided if job.scaled else None
     upstream = None if divided is None else given[divided]
-    if divided is not None and upstream is not None:
+    if divided is not None:
         given[divided] = torch.empty(upstream.shape, dtype=work.dtype, device=call.device)
     targets = [
         group_part(result, group, state.axis)
@@ -235,25 +237,20 @@ def compute_group(
         else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)
         for state, target in zip(spec.states, targets, strict=True)
     ]
-    scaling, steps, repeated = Scaling(), Steps(work.n_keys), 0
+    scaling, repeated = None, 0
+    if upstream is not None:
+        scaling = GroupScaling(work, call.device, (task.value.shape[0], task.value.shape[1]))
     while True:
-        if divided is not None and upstream is not None:
+        told = Scaling()
+        if scaling is not None and divided is not None:
             with tools.clock.timed("gather"):
-                sizes = task.value.shape[:2]
-                unscale = torch.empty(sizes, dtype=torch.float32, device=call.device)
-                overflow = torch.zeros(sizes, dtype=torch.int32, device=call.device)
                 copy_on_device(given[divided], upstream)
-                steps.divide_(given[divided], task.value, unscale)
-            scaling = Scaling(steps.shift, unscale, overflow)
+                told = scaling.divide_(given[divided], task.value)
         with tools.clock.timed("compute"):
-            spec.accumulate(call.kernel, task, given, states, scaling)
-        if upstream is None or scaling.overflow is None or not bool(scaling.overflow.any()):
+            spec.accumulate(call.kernel, task, given, states, told)
+        if scaling is None or not scaling.overflowed():
             break
-        computed = Computed(
-            task.query, given["out"], upstream, given["lse"].unsqueeze(-1), task.key, task.value,
-            *states,
-        )  # fmt: skip
-        if not steps.lower(scaling.overflow, computed, ask):
+        if not scaling.repeats(job.computed(group, states), ask):
             break
         repeated += 1
         for state in states:
@@ -343,13 +340,15 @@ class InPlace(OverInputs):
         """One slot, for the same tasks."""
         return Slots(1, "device", 1, self.trimmed).slots(**changes)
 
-    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+    def run(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
         job.results.make()
         n_tasks = schedule.decomposition.n_tasks
-        n_groups = len(machine.groups_left)
+        n_groups = len(controller.groups_left)
         whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
-        for number, group in enumerate(machine.whole_groups(HERE)):
+        for number, group in enumerate(controller.whole_groups()):
             one = job.task_in_place(schedule.limits, group, tools, whole, ())
             tasks = [replace(one, rectangles=rectangles) for rectangles in every]
             held = _Group(job, group, tasks, tools)

@@ -5,9 +5,10 @@ It runs every call, on any device, wherever the inputs and results are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -23,27 +24,27 @@ from quorum_attention.execution.case import (
     result_bytes,
     state_bytes,
 )
-from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.control.controller import RecoveryController, UnitDone
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.residency import Home, Residency
-from quorum_attention.execution.engine import SlotPass, run
+from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.job import Job, Tools
-from quorum_attention.execution.scaling import BackwardScaling
-from quorum_attention.execution.schedule import Choice, Route, Schedule
+from quorum_attention.execution.scaling import UnitScaling
+from quorum_attention.execution.schedule import Attempt, Choice, Route, Schedule
 from quorum_attention.execution.slot_rows import (
     Input,
+    SlotLayout,
     SlotRows,
     State,
     Unit,
-    accumulate,
     aligned,
+    arena_and_mover,
     moved_tensors,
     slot_layout,
 )
-from quorum_attention.execution.trimming import Tally, is_filled, task_rows
+from quorum_attention.execution.trimming import Tally, task_rows
 from quorum_attention.execution.workload import GroupSize, Workload, count_groups
-from quorum_attention.kernels.protocol import TaskTensors
-from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.quorums import quorum_size
 
 
@@ -157,75 +158,92 @@ class Slots(Route):
         return replace(self, **changes) if changes else self
 
     def fallback(self, schedule: Schedule, work: Workload) -> None:
-        """There is none: where memory runs out, the machine takes fewer slots or cuts tasks."""
+        """There is none: where memory runs out, the controller takes fewer slots or cuts tasks."""
         return
 
-    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
-        """Compute all that the machine has left. Yields nothing: the runner counts the units."""
-        call = job.call
-        home = Residency.of_home(self.accumulator, call.device)
-        scalings: list[BackwardScaling] = []
+    @contextmanager
+    def opened(self, job: Job, schedule: Schedule) -> Iterator[Attempt]:
+        """The states that wait outside of slots last for all attempts of a pass."""
+        call, home = job.call, Residency.of_home(self.accumulator, job.call.device)
+        scalings: list[UnitScaling] = []
         moved = moved_tensors(job, schedule.group, home, made_at=home.device)
+
+        def attempt(
+            schedule: Schedule, controller: RecoveryController, tools: Tools
+        ) -> Iterator[int]:
+            scaling = None
+            if job.scaled:
+                scaling = UnitScaling(call.work, call.device, controller)
+                scalings.append(scaling)
+            layout, n_slots = _layout(job, schedule), controller.n_slots
+            n_bytes = n_slots * layout.slot_bytes
+            headroom = _headroom(job, controller)
+            done, total = controller.units_done, controller.units_done + controller.units_left
+            with arena_and_mover(job, n_bytes, n_slots, locks, tools.clock) as (arena, mover):
+                rows = _rows(job, layout, inputs, states, layout.slots(arena, n_slots), mover)
+                engine = Engine(job, tools, mover, schedule.limits, rows, scaling)
+                for unit in engine.run(_units(rows, controller, headroom)):
+                    controller.on(UnitDone(unit.group, unit.visit.task.path))
+                    done += 1
+                    job.tell(done, total)
+                    yield 1
+
         with moved as (inputs, states, locks):
-
-            def make_pass(schedule: Schedule, tools: Tools) -> SlotPass:
-                scaling = None
-                if job.scaled:
-                    scaling = BackwardScaling(call.work, call.device, machine)
-                    scalings.append(scaling)
-                return _make_pass(job, schedule, tools, inputs, states, scaling)
-
             try:
-                run(job, machine, make_pass, locks, tools)
+                yield attempt
             finally:
                 job.repeated(sum(scaling.repeated for scaling in scalings))
-        return iter(())
 
 
-def _make_pass(
+def _layout(job: Job, schedule: Schedule) -> SlotLayout:
+    work, dtype = job.call.work, job.results.dtype
+    rows = schedule.task_rows(work)
+    return slot_layout(job.spec, work, schedule.group, rows, dtype, scaled=job.scaled)
+
+
+def _rows(
     job: Job,
-    schedule: Schedule,
-    tools: Tools,
+    layout: SlotLayout,
     inputs: tuple[Input, ...],
     states: tuple[State, ...],
-    scaling: BackwardScaling | None,
-) -> SlotPass:
-    """The pass of ``job``, for the engine; ``scaling``: of a scaled backward, else None."""
-    spec, work, results = job.spec, job.call.work, job.results
-    rows = schedule.task_rows(work)
-    layout = slot_layout(spec, work, schedule.group, rows, results.dtype, scaled=job.scaled)
-    divided = spec.divided if job.scaled else None
+    slots: dict[int, torch.Tensor],
+    mover: Mover,
+) -> SlotRows:
+    divided = job.spec.divided if job.scaled else None
     passed_on = frozenset(
-        item.name for item in spec.inputs if item.name != divided and layout.keeps(item.name)
+        i.name for i in job.spec.inputs if i.name != divided and layout.keeps(i.name)
     )
     factor = job.factor if job.is_divided else None
-
-    def rows_of(slots: dict[int, torch.Tensor], mover: Mover) -> SlotRows:
-        return SlotRows(work, layout, inputs, states, slots, mover, passed_on, factor)
-
-    def compute(unit: Unit) -> None:
-        told = Scaling() if scaling is None else scaling.scaling(unit)
-        accumulate(job, _gathered(job, schedule, unit, tools), unit.fields, told)
-        if scaling is not None:
-            scaling.computed(unit)
-
-    if scaling is None:
-        return SlotPass(layout, rows_of, compute)
-    return SlotPass(layout, rows_of, compute, scaling.prepare, scaling.spoiled, scaling.repeats)
+    return SlotRows(job.call.work, layout, inputs, states, slots, mover, passed_on, factor)
 
 
-def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTensors:
-    """What the inner kernel gets for a unit: the tensors in its slot, and its rectangles."""
-    call, work, task = job.call, job.call.work, unit.visit.task
-    # A kernel with its own attention may call a user's function with positions, so it must not get
-    # the padding beyond the last token.
-    filled = is_filled(task, work) and not call.kernel.own_attention
-    rectangles = task.rectangles(
-        work.is_causal,
-        None if filled else work.n_queries,
-        None if filled else work.n_keys,
-        schedule.max_queries,
-        schedule.max_keys,
-    )
-    three = (unit.fields["query"], unit.fields["key"], unit.fields["value"])
-    return job.task(schedule.limits, unit.group, tools, task, rectangles, three)
+def _headroom(job: Job, controller: RecoveryController) -> Callable[[], bool]:
+    """A function that says whether the slots of one level less fit twice into free memory."""
+    if not controller.may_coarsen:
+        return lambda: False
+    coarser = _layout(job, controller.cuts.schedule(controller.depth - 1))
+    needed, device = 2 * controller.n_cap * coarser.slot_bytes, job.call.device
+    return lambda: backend_of(device).free_bytes(device) >= needed
+
+
+def _units(
+    rows: SlotRows, controller: RecoveryController, headroom: Callable[[], bool]
+) -> Iterator[Unit]:
+    """The controller's units, in slots in turn. Ends early, between two groups, if there is
+    headroom."""
+    n_slots, previous = len(rows.slots), None
+    for number in count():
+        if controller.between_groups and headroom():
+            return
+        launch = controller.next()
+        if launch is None:
+            return
+        group, visit, slot = launch.group, launch.visit, number % n_slots
+        before = None
+        if previous is not None and previous.group == group and visit.carried:
+            before = (previous.slot, previous.fields)
+        # With two slots or more, rows of the unit just before are carried, not loaded. All other
+        # rows were last stored by the unit before that one, or earlier.
+        after = (slot - min(2, n_slots)) % n_slots
+        previous = Unit(group, visit, slot, rows.fields(slot, group, visit), after, before)
+        yield previous

@@ -22,7 +22,7 @@ from quorum_attention.execution.case import (
     final_bytes,
     result_bytes,
 )
-from quorum_attention.execution.control.machine import HERE, Machine
+from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.routes.in_place import all_rectangles, compute_group, scaled_bytes
@@ -148,7 +148,9 @@ class Whole(Route):
             size = replace(size, batch=1)
         return list(groups(work, size))
 
-    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+    def run(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Iterator[int]:
         """Compute the head groups that are left, one kernel call each."""
         call, work = job.call, job.call.work
         task, (rectangle,) = all_rectangles(work, schedule.decomposition)
@@ -156,8 +158,8 @@ class Whole(Route):
         lse = job.tensors.get("lse")
         if lse is not None:
             lse = without_empty_rows(lse.to(call.device))
-        n_groups = len(machine.groups_left)
-        for done, group in enumerate(machine.whole_groups(HERE), start=1):
+        n_groups = len(controller.groups_left)
+        for done, group in enumerate(controller.whole_groups(), start=1):
             alone = None if group == every else group
             bias = job.bias(group, task)(rectangle)
             parts = None
@@ -167,7 +169,7 @@ class Whole(Route):
                 parts = _of_call(job, alone, lse, rectangle.causal, bias)
             if parts is None:
                 job.repeated(1)
-                _scaled(job, schedule, group, machine, tools)
+                _scaled(job, schedule, group, controller, tools)
             elif alone is None:
                 job.results.take(parts)
             else:
@@ -329,7 +331,9 @@ def without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
     return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
 
 
-def _scaled(job: Job, schedule: Schedule, group: Group, machine: Machine, tools: Tools) -> None:
+def _scaled(
+    job: Job, schedule: Schedule, group: Group, controller: RecoveryController, tools: Tools
+) -> None:
     """Compute a head group by the scaled backward, head by head."""
     # Where the forward's state was in host memory, so is its lse.
     here = job.tensors["lse"].to(job.call.device)
@@ -340,4 +344,4 @@ def _scaled(job: Job, schedule: Schedule, group: Group, machine: Machine, tools:
         for head in range(group.kv_start, group.kv_stop):
             one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
             tensors = job.task_in_place(schedule.limits, one, tools, task, rectangles)
-            compute_group(job, tensors, one, tools, asking(machine, group, part=one))
+            compute_group(job, tensors, one, tools, asking(controller, group, part=one))

@@ -1,0 +1,522 @@
+"""The recovery controller: what runs next, and what to do about failures (paper, Section 3.4).
+
+It is told events and answers with instructions. It allocates nothing and never waits, so every
+history of events can be tested without a device.
+
+    out of memory, whole groups  -> groups that are not done are cut into tasks, for slots
+    out of memory, n_cap > 1     -> units in flight return to the queue, n_cap - 1
+    out of memory, n_cap = 1     -> the tasks left are cut one level further
+    ... and no finer level       -> give up
+    the plan did not ask how much memory is free -> the pass is planned anew
+    headroom after a recovery    -> groups that are not begun are cut one level less
+    the user chose the depth     -> give up at the first failure
+    overflow of scaled gradients -> the unit runs again, scaled down further, while that may help
+
+No instruction makes a completed unit run again.
+
+The paper coarsens once all tasks are resident and memory is left. Here two slots saturate a
+device, so all tasks are never resident. Instead *headroom* is measured: free memory would hold the
+coarser slots twice. Only a level that a recovery added is taken back, at most twice a pass, so that
+free memory that comes and goes cannot make a pass alternate between depths for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import tee
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from quorum_attention.decomposition import Task
+from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.execution.control.visits import Visit, visits
+
+if TYPE_CHECKING:
+    from quorum_attention.execution.schedule import Schedule
+
+Path = tuple[int, ...]
+# A head group; the controller only compares them.
+Group: TypeAlias = Any
+# Steps that a scaled backward goes down, by (entry, key/value head).
+Steps = Mapping[tuple[int, int], int]
+
+
+# --- Events ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDone:
+    """The results of a unit are stored, or their copies are issued."""
+
+    group: Group
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """Memory ran out: units that were not reported done have to run again.
+
+    ``said`` is the allocator's message.
+    """
+
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Gradients of a unit of the scaled backward are not finite.
+
+    ``most`` maps each (entry, key/value head) at fault to the most steps down that its numbers
+    allow (see execution/scaling.py).
+    """
+
+    group: Group
+    path: Path
+    most: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """Free memory holds the slots of one level less twice; nothing is in flight."""
+
+
+Event = UnitDone | OutOfMemory | Overflow | Headroom
+
+
+# --- Instructions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Run this unit. Its visit is valid only if units run in the order given."""
+
+    group: Group
+    visit: Visit
+
+
+@dataclass(frozen=True, slots=True)
+class LowerCap:
+    """Continue with ``n_cap`` slots, one fewer; units that were in flight are queued again."""
+
+    n_cap: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deepen:
+    """Continue one level deeper, with ``n_cap`` slots.
+
+    Tasks left of the groups that were begun have been cut; other groups are cut when they begin.
+    Units that were in flight are queued again.
+    """
+
+    n_cap: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coarsen:
+    """Cut the groups that are not begun one level less; continue with ``n_cap`` slots."""
+
+    n_cap: int
+
+
+@dataclass(frozen=True, slots=True)
+class FallBack:
+    """Head groups that are not done are cut into tasks, which go through slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Run the unit again from the state before it; ``steps`` of every head that is scaled down."""
+
+    steps: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Report the failure: the unit that failed, and why there is no recovery."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnew:
+    """Plan the pass again with the memory that is free now: nothing of it is done."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Nothing changes."""
+
+
+Instruction = LowerCap | Deepen | Coarsen | FallBack | Repeat | GiveUp | PlanAnew | Continue
+
+
+# --- The controller -------------------------------------------------------------------------------
+
+# The task of a head group that is not cut: the whole group is one unit.
+WHOLE = Task((), ())
+_WHOLE_VISIT = Visit(WHOLE, (), (), (), (), ())
+MOST_COARSENINGS = 2
+# Set while tests run: the controller then checks itself after every event.
+CHECKED = "QUORUM_ATTENTION_CHECKED"
+
+
+class Cuts(Protocol):
+    """The tasks that a head group is cut into; the same for every group."""
+
+    def tasks(self, depth: int) -> Sequence[Task]:
+        """All tasks of ``depth``, in order."""
+
+    def further(self, tasks: Sequence[Task], depth: int) -> Sequence[Task]:
+        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, in order."""
+
+    def schedule(self, depth: int) -> Schedule:
+        """A schedule whose slots hold every task of ``depth`` that has been asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupTasks:
+    """A head group that was begun.
+
+    Attributes:
+        depth: the depth of the tasks left.
+        left: the tasks that are not done, by path, in order.
+        completed: the tasks that are done, by path.
+        in_flight: the paths of tasks left that were launched.
+        steps: for each unit that overflowed, the steps down of its (entry, key/value head).
+        is_level: whether its tasks are all tasks of one depth, none of them cut further since.
+    """
+
+    group: Group
+    depth: int
+    left: dict[Path, Task]
+    completed: dict[Path, Task] = field(default_factory=dict)
+    in_flight: set[Path] = field(default_factory=set)
+    steps: dict[Path, dict[tuple[int, int], int]] = field(default_factory=dict)
+    is_level: bool = True
+
+    def done(self, path: Path) -> None:
+        """Mark a unit in flight as done."""
+        self.in_flight.remove(path)
+        self.completed[path] = self.left.pop(path)
+        self.steps.pop(path, None)
+
+    def requeue_in_flight(self) -> None:
+        """Forget the units in flight: they have to run again."""
+        self.in_flight.clear()
+        self.steps.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a controller stays within.
+
+    Attributes:
+        depth: levels as planned; coarsening never goes below.
+        max_depth: most levels; deeper tasks would be smaller than a tile.
+        pinned: whether the user chose the depth: failures are then reported, not recovered from.
+        guessed: whether free memory was not asked about, because the call is short. It is one unit,
+            so if it fails nothing is done yet, and the pass is planned anew.
+    """
+
+    depth: int
+    max_depth: int
+    pinned: bool = False
+    guessed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """How to continue through slots when memory runs out for whole head groups.
+
+    Attributes:
+        cuts: the tasks that groups are cut into.
+        limits: the limits from then on.
+        n_cap: the slots from then on.
+        failed: what failed, in words, for the history.
+        instead: what is done instead, in words.
+    """
+
+    cuts: Cuts
+    limits: Limits
+    n_cap: int
+    failed: str
+    instead: str
+
+
+class RecoveryController:
+    """Owns the queue of one pass.
+
+    The pass works in attempts: ``start``, then ``next`` and ``UnitDone`` until no unit is left, or
+    until another event.
+
+    Args:
+        groups: the head groups, in order.
+        cuts: the tasks that a group is cut into. A function instead means that units are whole
+            groups; it is called when memory runs out, and says how to continue.
+        n_cap: most slots.
+
+    Attributes:
+        depth: levels that the next groups are cut into.
+        coarsenings: how often a level was taken back.
+        waiting: groups that are not begun, in order.
+        begun: groups that are begun and not finished, in order.
+        n_finished: how many groups are done.
+        units_done: how many units are done.
+        n_slots: slots of this attempt.
+        history: one line for each recovery, for reports and error messages.
+        end: why the pass ends before all units are done; None as long as it does not.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        cuts: Cuts | Callable[[], Fallback],
+        limits: Limits,
+        n_cap: int,
+    ) -> None:
+        self.limits, self.n_cap, self.depth = limits, n_cap, limits.depth
+        self.coarsenings = 0
+        self._fallback = cuts if callable(cuts) else None
+        self._cuts = None if callable(cuts) else cuts
+        self.waiting: deque[Group] = deque(groups)
+        self.begun: dict[Group, GroupTasks] = {}
+        self.n_groups, self.n_finished = len(self.waiting), 0
+        self.units_done, self.n_slots = 0, n_cap
+        self.history: list[str] = []
+        self.end: GiveUp | PlanAnew | None = None
+        # Of this attempt: groups begun before it, the group launched from last, what is left of its
+        # visits, and whether state may be carried from one slot to the next.
+        self._ahead: list[GroupTasks] = []
+        self._current: GroupTasks | None = None
+        self._visits: Iterator[Visit] = iter(())
+        self._carry = False
+        # Visits of all tasks of a depth, worked out once for all groups.
+        self._level_visits: dict[tuple[int, bool], Iterator[Visit]] = {}
+        self._checked = CHECKED in os.environ
+
+    @property
+    def cuts(self) -> Cuts:
+        """The tasks that groups are cut into."""
+        assert self._cuts is not None, "groups are whole"
+        return self._cuts
+
+    @property
+    def groups_are_whole(self) -> bool:
+        """Whether each group is one unit."""
+        return self._cuts is None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every unit is done."""
+        return self.n_finished == self.n_groups
+
+    @property
+    def units_left(self) -> int:
+        """Units that are not done; groups not begun count as cut to the present depth."""
+        each = 1 if self._cuts is None or not self.waiting else len(self.cuts.tasks(self.depth))
+        return sum(len(one.left) for one in self.begun.values()) + len(self.waiting) * each
+
+    @property
+    def groups_left(self) -> list[Group]:
+        """Head groups that are not done, in order."""
+        return [*self.begun, *self.waiting]
+
+    @property
+    def may_coarsen(self) -> bool:
+        """Whether ``Headroom`` would take back a level."""
+        recovered = self.depth > self.limits.depth and not self.limits.pinned
+        return recovered and self.coarsenings < MOST_COARSENINGS
+
+    @property
+    def between_groups(self) -> bool:
+        """Whether the next unit begins a group, but not the first of an attempt."""
+        current = self._current
+        launched = current is not None and len(current.in_flight) == len(current.left)
+        return launched and not self._ahead and bool(self.waiting)
+
+    @property
+    def where(self) -> str:
+        """The first unit that is not done, in words."""
+        path = next((path for one in self.begun.values() for path in one.left), ())
+        return f"task {path or '()'} ({self.n_groups - self.n_finished} head group(s) to go)"
+
+    def start(self) -> int:
+        """Begin an attempt; returns how many slots it should use."""
+        if not self.begun:
+            self._take()
+        n_slots = 1 if self.groups_are_whole else min(self.n_cap, max(1, self.units_left))
+        self._ahead, self._current, self._visits = list(self.begun.values()), None, iter(())
+        self.n_slots, self._carry = n_slots, n_slots > 1
+        return n_slots
+
+    def next(self) -> Launch | None:
+        """The next unit; None if there is no more."""
+        while (visit := next(self._visits, None)) is None:
+            one = self._ahead.pop(0) if self._ahead else self._take()
+            if one is None:
+                return None
+            self._current, self._visits = one, self._visits_of(one)
+        assert self._current is not None
+        self._current.in_flight.add(visit.task.path)
+        return Launch(self._current.group, visit)
+
+    def whole_groups(self) -> Iterator[Group]:
+        """The head groups left, each as one unit. A group counts as done when the next one is asked
+        for."""
+        while (launch := self.next()) is not None:
+            yield launch.group
+            self.on(UnitDone(launch.group, launch.visit.task.path))
+
+    def on(self, event: Event) -> Instruction:
+        """Take in ``event``; returns what to do about it."""
+        match event:
+            case UnitDone():
+                order: Instruction = Continue()
+                self.begun[event.group].done(event.path)
+                self.units_done += 1
+                self._finish_empty()
+            case OutOfMemory():
+                order = self._out_of_memory(event.said)
+            case Overflow():
+                order = self._overflow(event)
+            case Headroom():
+                order = self._headroom()
+        if self._checked:
+            check(self, event)
+        return order
+
+    def _take(self) -> GroupTasks | None:
+        if not self.waiting:
+            return None
+        group = self.waiting.popleft()
+        one = self.begun[group] = self._fresh(group)
+        self._finish_empty()
+        return one
+
+    def _fresh(self, group: Group) -> GroupTasks:
+        """A group with all its tasks left."""
+        tasks = (WHOLE,) if self._cuts is None else self.cuts.tasks(self.depth)
+        return GroupTasks(group, self.depth, {task.path: task for task in tasks})
+
+    def _finish_empty(self) -> None:
+        for group in [group for group, one in self.begun.items() if not one.left]:
+            del self.begun[group]
+            self.n_finished += 1
+
+    def _visits_of(self, one: GroupTasks) -> Iterator[Visit]:
+        """The visits of the tasks left of a group."""
+        if one.left.get(()) is WHOLE:
+            return iter((_WHOLE_VISIT,))
+        left, key = list(one.left.values()), (one.depth, self._carry)
+        if one.completed or not one.is_level:
+            rows = tokens_of(*one.completed.values())
+            return visits(left, touched=rows, carry=self._carry)
+        if key not in self._level_visits:
+            (self._level_visits[key],) = tee(visits(left, carry=self._carry), 1)
+        return copy(self._level_visits[key])
+
+    def _out_of_memory(self, said: str) -> Instruction:
+        where, limits = self.where, self.limits
+        # An iterator that failed would say from then on that it has no more visits.
+        self._level_visits.clear()
+        if limits.pinned:
+            return self._give_up(where, "the depth is pinned, so the failure is reported as it is")
+        if limits.guessed:
+            self.end = PlanAnew(f"monolithic call out of memory ({said})")
+            self.history.append(f"{self.end.why}: planned anew")
+            return self.end
+        if self._cuts is None:
+            return self._fall_back(said)
+        if self.n_cap == 1 and self.depth >= limits.max_depth:
+            reason = f"one slot at depth {self.depth} is the finest decomposition there is"
+            return self._give_up(where, reason)
+        for one in self.begun.values():
+            one.requeue_in_flight()
+        order: Instruction
+        if self.n_cap > 1:
+            self.n_cap -= 1
+            order, change = LowerCap(self.n_cap), f"n_cap {self.n_cap + 1} -> {self.n_cap}"
+        else:
+            self.depth += 1
+            order, change = Deepen(self.n_cap), f"depth {self.depth - 1} -> {self.depth}"
+            self._cut_further()
+        self.history.append(f"out of memory in {where}: {change}")
+        return order
+
+    def _fall_back(self, said: str) -> Instruction:
+        """Cut the whole groups that are not done: they are too large."""
+        assert self._fallback is not None
+        fallback = self._fallback()
+        self.limits, self._cuts = fallback.limits, fallback.cuts
+        self.depth, self.n_cap = fallback.limits.depth, fallback.n_cap
+        done = f", {self.n_finished} of {self.n_groups} head groups done" if self.n_finished else ""
+        self.history.append(f"{fallback.failed} ({said}{done}): {fallback.instead}")
+        self.waiting.extendleft(reversed(self.begun))
+        self.begun.clear()
+        return FallBack()
+
+    def _give_up(self, where: str, reason: str) -> Instruction:
+        self.end = GiveUp(where, reason)
+        return self.end
+
+    def _cut_further(self) -> None:
+        """Cut the tasks left of the groups begun to the present depth."""
+        for number, (group, one) in enumerate(tuple(self.begun.items())):
+            if number and not one.completed and one.depth < self.depth:
+                # It was only loaded ahead and nothing of it is done, so it begins anew.
+                self.begun[group] = self._fresh(group)
+                continue
+            while one.depth < self.depth:
+                one.depth += 1
+                finer = self.cuts.further(tuple(one.left.values()), one.depth)
+                one.left, one.is_level = {task.path: task for task in finer}, False
+        self._finish_empty()
+
+    def _overflow(self, event: Overflow) -> Instruction:
+        steps = self.begun[event.group].steps.setdefault(event.path, {})
+        lower = {head: steps.get(head, 0) + 1 for head, most in event.most.items()
+                 if steps.get(head, 0) < most}  # fmt: skip
+        if not lower:
+            return Continue()
+        steps.update(lower)
+        return Repeat(dict(steps))
+
+    def _headroom(self) -> Instruction:
+        if not self.may_coarsen:
+            return Continue()
+        assert not self.begun, "headroom is for groups that are not begun"
+        self.depth -= 1
+        self.coarsenings += 1
+        self.history.append(f"headroom: depth {self.depth + 1} -> {self.depth}")
+        return Coarsen(self.n_cap)
+
+
+def check(controller: RecoveryController, event: Event) -> None:
+    """Raise AssertionError if a unit would be lost or run twice, or a limit is exceeded."""
+    limits, depth = controller.limits, controller.depth
+    assert controller.n_cap >= 1, f"{controller.n_cap} slots"
+    assert limits.depth <= depth <= max(limits.depth, limits.max_depth), f"depth {depth}"
+    places = Counter([*controller.waiting, *controller.begun])
+    assert len(places) + controller.n_finished == controller.n_groups, "a head group is lost"
+    assert max(places.values(), default=1) == 1, "a head group is in two places"
+    if not isinstance(event, UnitDone):
+        for one in controller.begun.values():
+            check_group(one)
+
+
+def check_group(one: GroupTasks) -> None:
+    """Raise AssertionError if completed tasks and tasks left of a group have pairs in common."""
+    assert one.left, "a group without tasks left is finished"
+    assert one.in_flight <= one.left.keys(), "what is in flight is not done"
+    assert not one.left.keys() & one.completed.keys(), "a completed unit would run again"
+    every = one.left.keys() | one.completed.keys()
+    for path in every:
+        above = next((path[:n] for n in range(len(path)) if path[:n] in every), None)
+        assert above is None, f"task {path} is part of task {above}, which is there as well"

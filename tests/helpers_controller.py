@@ -1,0 +1,221 @@
+"""Controllers for tests: cuts without a call, and a device that only says what happens to it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.execution.control.controller import (
+    Continue,
+    Deepen,
+    Event,
+    Fallback,
+    GiveUp,
+    Headroom,
+    Launch,
+    Limits,
+    OutOfMemory,
+    Overflow,
+    PlanAnew,
+    RecoveryController,
+    Repeat,
+    UnitDone,
+)
+
+DEEPEN_BY = 7
+
+
+class Cuts:
+    """The tasks of a decomposition, at its depth, and deeper."""
+
+    def __init__(self, shape: Decomposition) -> None:
+        self.shape = shape
+        self.shapes: dict[int, Decomposition] = {}
+        self.known: dict[int, list[Task]] = {}
+        self.deeper: dict[tuple[int, ...], list[Task]] = {}
+
+    def at(self, depth: int) -> Decomposition:
+        if depth not in self.shapes:
+            more = (DEEPEN_BY,) * (depth - self.shape.depth)
+            self.shapes[depth] = replace(self.shape, levels=(*self.shape.levels, *more)[:depth])
+        return self.shapes[depth]
+
+    def tasks(self, depth: int) -> list[Task]:
+        if depth not in self.known:
+            self.known[depth] = list(self.at(depth).tasks())
+        return self.known[depth]
+
+    def further(self, tasks: Sequence[Task], depth: int) -> list[Task]:
+        shape = self.at(depth)
+        for task in tasks:
+            if task.path not in self.deeper:
+                paths = ((*task.path, i) for i in range(DEEPEN_BY))
+                self.deeper[task.path] = [shape.task(path) for path in paths]
+        return [part for task in tasks for part in self.deeper[task.path]]
+
+
+def controller(
+    n_cap: int = 2,
+    depth: int = 1,
+    floor: int = 1,
+    deepest: int = 3,
+    *,
+    groups: Iterable[str] = "ab",
+    cuts: Cuts | None = None,
+    coarsenings: int = 0,
+    **more,  # type: ignore[no-untyped-def]
+) -> RecoveryController:
+    """A controller as it is after some recoveries."""
+    cuts = cuts or Cuts(Decomposition(84, (7,) * floor, "balanced"))
+    made = RecoveryController(groups, cuts, Limits(floor, deepest, **more), n_cap)
+    made.depth, made.coarsenings = depth, coarsenings
+    return made
+
+
+def through(made: RecoveryController, n: int | None = None) -> list[tuple[str, tuple[int, ...]]]:
+    """Run ``n`` units, or all there are, one after the other; which they were."""
+    units = []
+    while n is None or len(units) < n:
+        launch = made.next()
+        if launch is None:
+            break
+        units.append((launch.group, launch.visit.task.path))
+        made.on(UnitDone(*units[-1]))
+    return units
+
+
+SHAPES = [
+    Decomposition(n, levels, layout, 8)
+    for n, levels in [(200, ()), (90, (3,)), (210, (7,)), (97, (7,)), (150, (3, 3)), (240, (13,))]
+    for layout in ("balanced", "aligned")
+]
+
+
+@cache
+def cuts_of(shape: Decomposition) -> Cuts:
+    return Cuts(shape)
+
+
+@cache
+def pairs_of(shape: Decomposition, path: tuple[int, ...]) -> np.ndarray:
+    """Which pairs a task of the shape, or a deeper one, computes: (n_tokens, n_tokens), in bytes of
+    0 or 1."""
+    task = cuts_of(shape).at(len(path)).task(path)
+    tokens = [t for start, stop, _ in task.runs for t in range(start, stop)]
+    pairs = np.zeros((shape.n_tokens, shape.n_tokens), dtype=bool)
+    pairs[np.ix_(tokens, tokens)] = task.mask()
+    return pairs.view(np.uint8)
+
+
+class History:
+    """One pass on a device with room for so many tokens of slots, everything that happens drawn
+    from ``seed``."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        self.shape = draw.choice(SHAPES)
+        self.cuts = cuts_of(self.shape)
+        self.groups = [f"group {i}" for i in range(draw.choice([1, 2, 4, 8]))]
+        most = 4 * self.shape.max_task_tokens
+        self.room = draw.randint(most // 8, most)
+        self.slots, self.in_flight = 0, list[Launch]()
+        depth = self.shape.depth
+        limits = Limits(depth, depth + draw.choice([0, 1, 1, 2 - min(1, depth)]))
+        whole = draw.random() < 0.3
+        instead = Fallback(self.cuts, limits, draw.randint(1, 2), "too large", "cut")
+        cuts = (lambda: instead) if whole else self.cuts
+        first = replace(limits, guessed=whole and len(self.groups) == 1 and draw.random() < 0.5)
+        self.controller = RecoveryController(self.groups, cuts, first, draw.randint(1, 4))
+        self.pairs = {g: np.zeros((self.shape.n_tokens,) * 2, np.uint8) for g in self.groups}
+        self.completed: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.seen: Counter[str] = Counter()
+        self.failures = draw.choice([0.0, 0.01, 0.05, 0.1])
+        self.end = ""
+
+    def run(self) -> None:
+        while not self.end:
+            if self.draw.random() < self.failures:
+                self._mishap()
+            else:
+                self._turn()
+            if self.controller.finished:
+                self.end = "finished"
+        for group, pairs in self.pairs.items():
+            assert pairs.max(initial=0) <= 1, f"a pair of {group} was computed twice"
+            if self.end == "finished":
+                assert pairs.min(initial=1) == 1, f"a pair of {group} was lost"
+
+    def _tokens(self, depth: int) -> int:
+        return self.cuts.at(depth).max_task_tokens
+
+    def _mishap(self) -> None:
+        if self.draw.random() < 0.5:
+            self._told(OutOfMemory("by chance"))
+        elif self.in_flight:
+            launch = self.draw.choice(self.in_flight)
+            path = launch.visit.task.path
+            order: object = None
+            for _ in range(4):
+                assert not isinstance(order, Continue)
+                order = self._told(Overflow(launch.group, path, {(0, 0): 3, (0, 1): 2}))
+                if not isinstance(order, Repeat) or self.draw.random() < 0.5:
+                    return
+            raise AssertionError("an overflow goes on for ever")
+
+    def _turn(self) -> None:
+        """One step: begin an attempt, take a unit, or be done with one."""
+        here = self.controller
+        if not self.slots:
+            self.slots = here.start()
+            if self.slots * self._tokens(here.depth) > self.room:
+                self._told(OutOfMemory("no room for slots"))
+        elif len(self.in_flight) < self.slots:
+            headroom = False
+            if here.between_groups and here.may_coarsen:
+                headroom = 2 * here.n_cap * self._tokens(here.depth - 1) <= self.room
+            launch = None if headroom else here.next()
+            if launch is not None:
+                assert launch.visit.task.n_tokens <= self._tokens(here.depth), "fits a slot"
+                self.in_flight.append(launch)
+            elif headroom:
+                while self.in_flight:
+                    self._done()
+                self._told(Headroom())
+                self.slots = 0
+            elif not self.in_flight:
+                self.slots = 0
+        if self.in_flight and self.draw.random() < 0.5:
+            self._done()
+
+    def _done(self) -> None:
+        done = self.in_flight.pop(self.draw.randrange(len(self.in_flight)))
+        group, path = done.group, done.visit.task.path
+        self.completed[group, path] += 1
+        assert self.completed[group, path] == 1, f"{path} of {group} ran again"
+        self.pairs[group] += pairs_of(self.shape, path)
+        self._told(UnitDone(group, path))
+
+    def _told(self, event: Event) -> object:
+        order = self.controller.on(event)
+        self.seen[type(order).__name__] += 1
+        if isinstance(order, (GiveUp, PlanAnew)):
+            self.end = "gave up" if isinstance(order, GiveUp) else "planned anew"
+            assert isinstance(order, PlanAnew) == self.controller.limits.guessed
+            assert self.controller.end == order
+        elif isinstance(event, OutOfMemory):
+            self.slots = 0
+            self.in_flight.clear()
+            if isinstance(order, Deepen) and self.draw.random() < 0.5:
+                # Whoever else had the memory lets go of it.
+                self.room *= 4
+        return order
+
+    def told(self) -> str:
+        """What a failure is reported with."""
+        return f"{self.shape}, {self.controller.history}"
