@@ -53,7 +53,7 @@ class Engine:
         n_slots = len(self.rows.slots)
         # A unit is settled one unit late if the host has to look at its flags, so that the device
         # computes the next one meanwhile.
-        lag = 1 if n_slots > 1 and self._is_asked else 0
+        lag = 1 if n_slots > 1 and isinstance(self.scaling, UnitScaling) else 0
         # What stays is loaded with its first unit: not before the last unit beside what stayed
         # before.
         ahead = 1 if self.staying is not None else max(1, n_slots - 1)
@@ -89,21 +89,18 @@ class Engine:
                     yield self._settle(computed)
             raise
 
-    @property
-    def _is_asked(self) -> bool:
-        """Whether each unit may have to run again."""
-        return self.scaling is not None and self.scaling.asks
-
     def _settle(self, computed: deque[Unit]) -> Unit:
         """Store the first unit of ``computed``; if it overflowed, repeat it first."""
-        if self._is_asked and self._overflowed(computed[0]):
-            # If this fails, none of them counts as computed.
-            first, *followers = computed
-            computed.clear()
-            if self._repeat(first):
-                for follower in followers:
-                    self._run_again(follower)
-            computed.extend((first, *followers))
+        if isinstance(self.scaling, UnitScaling):
+            self.mover.wait_computed(computed[0].slot)
+            if self.scaling.overflowed(computed[0]):
+                # If this fails, none of them counts as computed.
+                first, *followers = computed
+                computed.clear()
+                if self._repeat(first, self.scaling):
+                    for follower in followers:
+                        self._run_again(follower)
+                computed.extend((first, *followers))
         unit = computed.popleft()
         try:
             self._store(unit)
@@ -122,28 +119,23 @@ class Engine:
         self._stored_last = unit.group
         return unit
 
-    def _overflowed(self, unit: Unit) -> bool:
-        assert self.scaling is not None
-        self.mover.wait_computed(unit.slot)
-        return self.scaling.overflowed(unit)
-
-    def _repeat(self, unit: Unit) -> bool:
+    def _repeat(self, unit: Unit, scaling: UnitScaling) -> bool:
         """Run a unit that overflowed again for as long as that helps; returns whether it did."""
-        assert self.scaling is not None
         whole, changed = unit.from_home(), False
-        while self._overflowed(unit):
+        while scaling.overflowed(unit):
             # Finished rows may have overwritten the inputs.
             self.mover.finish(wait=True)
             self.rows.load_inputs(whole)
             self.mover.finish(wait=True)
             self.rows.fill_up(whole)
-            if not self.scaling.repeats(whole):
+            if not scaling.repeats(whole):
                 with self.mover.compute_stage(unit.slot):
                     self.rows.finish(unit, over_inputs=True)
                 self.mover.wait_computed(unit.slot)
                 break
             self.rows.load_states(whole)
             self._compute(whole)
+            self.mover.wait_computed(unit.slot)
             changed = True
         return changed
 
@@ -169,13 +161,13 @@ class Engine:
                 self.rows.fill(unit)
                 self.rows.carry(unit)
                 self.rows.fill_up(unit)
-                scaled = self.scaling is not None and _has_pairs(unit)
-                scaling = self.scaling.prepare(unit) if scaled else Scaling()
+                scaling = self.scaling if _has_pairs(unit) else None
+                scaled = Scaling() if scaling is None else scaling.prepare(unit)
             with self.tools.clock.timed("compute"):
                 if _has_pairs(unit):
-                    self._accumulate(unit, scaling)
-                if scaled:
-                    self.scaling.computed(unit)
+                    self._accumulate(unit, scaled)
+                if isinstance(scaling, UnitScaling):
+                    scaling.computed(unit)
             with self.tools.clock.timed("scatter"):
                 self.rows.finish(unit)
 
@@ -198,8 +190,8 @@ class Engine:
             # A kernel with its own attention may call a user's function with positions, so it must
             # not get the padding beyond the last token.
             filled = is_filled(task, work) and not kernel.own_attention
-            ends = (None, None) if filled else (work.n_queries, work.n_keys)
-            rectangles = task.rectangles(work.is_causal, *ends, *self.limits)
+            n_queries, n_keys = (None, None) if filled else (work.n_queries, work.n_keys)
+            rectangles = task.rectangles(work.is_causal, n_queries, n_keys, *self.limits)
 
         def tensor(name: str, spec: RowSpec) -> torch.Tensor:
             return fields[name].squeeze(-1) if spec.width == "one" else fields[name]

@@ -232,9 +232,6 @@ class GroupScaling:
         n_units: units of the group that may be in flight at once.
     """
 
-    # No unit runs again by itself.
-    asks = False
-
     def __init__(
         self, work: Workload, device: torch.device, heads: tuple[int, int], n_units: int = 1
     ) -> None:
@@ -290,9 +287,6 @@ class GroupScaling:
             self._norms = value_norms(value)
         return self.divide_(unit.fields["grad_out"], value, unit.slot, self._norms)
 
-    def computed(self, unit: Unit) -> None:
-        """Nothing: the group is asked about at its end."""
-
 
 class OverflowedError(torch.OutOfMemoryError):
     """A scaled gradient overflowed where inputs are not finite: tasks through slots find out which
@@ -314,8 +308,6 @@ class UnitScaling:
     Attributes:
         repeated: how often a unit was run again.
     """
-
-    asks = True
 
     def __init__(
         self, work: Workload, device: torch.device, controller: RecoveryController

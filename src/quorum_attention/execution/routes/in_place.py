@@ -221,10 +221,13 @@ def compute_group(
     """
     call, work, spec = job.call, job.call.work, job.spec
     given = job.operands(group, copied=copied)
-    divided = spec.divided if job.scaled else None
-    upstream = None if divided is None else given[divided]
-    if divided is not None:
-        given[divided] = torch.empty(upstream.shape, dtype=work.dtype, device=call.device)
+    # In a scaled backward: what is divided, from and to.
+    upstream = divided = scaling = None
+    if job.scaled and spec.divided is not None:
+        upstream = given[spec.divided]
+        divided = torch.empty(upstream.shape, dtype=work.dtype, device=call.device)
+        given[spec.divided] = divided
+        scaling = GroupScaling(work, call.device, (task.value.shape[0], task.value.shape[1]))
     targets = [
         group_part(result, group, state.axis)
         for state, result in zip(spec.states, job.results.make(), strict=True)
@@ -237,15 +240,13 @@ def compute_group(
         else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)
         for state, target in zip(spec.states, targets, strict=True)
     ]
-    scaling, repeated = None, 0
-    if upstream is not None:
-        scaling = GroupScaling(work, call.device, (task.value.shape[0], task.value.shape[1]))
+    repeated = 0
     while True:
         told = Scaling()
-        if scaling is not None and divided is not None:
+        if scaling is not None and divided is not None and upstream is not None:
             with tools.clock.timed("gather"):
-                copy_on_device(given[divided], upstream)
-                told = scaling.divide_(given[divided], task.value)
+                copy_on_device(divided, upstream)
+                told = scaling.divide_(divided, task.value)
         with tools.clock.timed("compute"):
             spec.accumulate(call.kernel, task, given, states, told)
         if scaling is None or not scaling.overflowed():

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rows
+from quorum_attention.decomposition import Decomposition, Rectangle, Rows
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pieces import Passage
 from quorum_attention.decomposition.tasks import Span, Task
@@ -272,7 +272,8 @@ class Streaming(Route):
             meets = passage.blocks(chunk)
             for block in meets or [None]:
                 slot = number % self.n_cap
-                place, rectangles, is_last = Interval(0, 0), (), True
+                rectangles: tuple[Rectangle, ...] = ()
+                place, is_last = Interval(0, 0), True
                 if block is not None:
                     place, rectangles = passage.block(block), passage.rectangles(chunk, block)
                     is_last = chunk == passage.last_chunk(block)
