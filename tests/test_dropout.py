@@ -272,7 +272,7 @@ def test_the_report_says_seed_and_chance() -> None:
     qa.attention(*leaves, dropout_p=0.25, dropout_seed=11, report=report).sum().backward()
     for one in (report.forward, report.backward):
         assert (one.dropout_p, one.dropout_seed) == (0.25, 11)
-        assert "dropout 0.25 of seed 11" in "\n".join(one.lines())
+        assert "dropout: 0.25 of seed 11" in "\n".join(one.lines())
     assert report.to_dict()["forward"]["dropout_seed"] == 11
     plain = qa.Report()
     qa.attention(*leaves, report=plain)

@@ -23,35 +23,27 @@ def test_nothing_yet() -> None:
     assert Report().to_dict() == {"forward": None, "backward": None}
 
 
-def test_lines_say_what_happened() -> None:
-    first, second, *rest = report().lines()
-    assert first == (
-        "kernel cpu; levels 7 x 7; 2 head group(s) of 4; 98 unit(s); n_cap 1; accumulators: host"
-    )
-    assert "planned peak 5.00 MiB" in second
-    assert "moved 3.00 MiB in, 1.00 MiB out" in second
-    assert "measured" not in second
-    assert "budget" not in second
-    assert not rest
-
-
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "label", "text"),
     [
-        ({"levels": ()}, "levels none (monolithic)"),
-        ({"peak_bytes": 4 << 20}, "measured 4.00 MiB"),
-        ({"budget_bytes": 6 << 20}, "budget 6.00 MiB"),
-        ({"left_out": 0.25}, "25% of the tasks' tokens left out"),
-        ({"repeated_units": 3}, "3 unit(s) run again: a scaled gradient overflowed"),
-        ({"recoveries": ["n_cap 2 -> 1"], "recovery_seconds": 2.0}, "recovered: n_cap 2 -> 1"),
-        ({"recoveries": ["a"], "recovery_seconds": 2.0}, "recoveries cost 2"),
-        ({"stages": {"compute": 1.0}}, "stages (s): compute 1.000"),
-        ({"stages": {"h2d": 1.0, "compute": 1.5}}, "100% of transfers hidden"),
+        ({}, "levels", "7 x 7"),
+        ({"levels": ()}, "levels", "none (monolithic)"),
+        ({}, "units", "98 (2 head group(s) of 4, n_cap 1)"),
+        ({}, "moved", "3.00 MiB in, 1.00 MiB out"),
+        ({"peak_bytes": 4 << 20}, "measured peak", "4.00 MiB"),
+        ({"budget_bytes": 6 << 20}, "budget", "6.00 MiB"),
+        ({"left_out": 0.25}, "tokens left out, without a partner in their task", "25%"),
+        ({"repeated_units": 3}, "units run again after an overflow", "3"),
+        ({"recoveries": ["n_cap 2 -> 1", "b"]}, "recovered", "n_cap 2 -> 1; b"),
+        ({"recoveries": ["a"], "recovery_seconds": 2.0}, "recoveries cost", "2.00 s"),
+        ({"stages": {"h2d": 1.0, "compute": 1.5}}, "transfers hidden", "100%"),
+        ({"dropout_p": 0.25, "dropout_seed": 11}, "dropout", "0.25 of seed 11"),
     ],
 )
-def test_lines_that_are_there_where_they_have_something_to_say(more, said: str) -> None:  # type: ignore[no-untyped-def]
-    assert said in "\n".join(report(**more).lines())
-    assert said not in "\n".join(report().lines())
+def test_what_is_said_and_only_where_it_applies(more, label: str, text: str) -> None:  # type: ignore[no-untyped-def]
+    assert report(**more).cells()[label] == text
+    assert f"{label}: {text}" in report(**more).lines()
+    assert not more or report().cells().get(label) != text
 
 
 @pytest.mark.parametrize(
@@ -82,5 +74,5 @@ def test_for_machines() -> None:
 
 def test_both_passes_for_people() -> None:
     text = str(Report(forward=report(), backward=report(kernel="dense")))
-    assert text.startswith("forward: kernel cpu")
-    assert "\nbackward: kernel dense" in text
+    assert text.startswith("forward:\n  kernel: cpu")
+    assert "\nbackward:\n  kernel: dense" in text

@@ -91,9 +91,9 @@ class Total:
         """The total as rows of a table; none where nothing has run."""
         if not self.forwards + self.backwards:
             return []
+        passes = f"{self.forwards} forward(s), {self.backwards} backward(s), {self.cut} of them cut"
         rows = [
-            ("passes", [f"{self.forwards} forward(s), {self.backwards} backward(s)"]),
-            ("of them cut", [str(self.cut)]),
+            ("passes", [passes]),
             ("time", [format_seconds(self.seconds)]),
             ("largest peak of memory", [format_bytes(self.peak_bytes)]),
         ]
@@ -112,22 +112,8 @@ class Total:
         return html_table("Total" if rows else "Total: nothing has run yet", rows)
 
     def __str__(self) -> str:
-        if not self.forwards + self.backwards:
-            return "nothing has run yet"
-        lines = [
-            f"{self.forwards} forward(s) and {self.backwards} backward(s), {self.cut} of them cut; "
-            f"{format_seconds(self.seconds)}; largest peak {format_bytes(self.peak_bytes)}"
-        ]
-        if self.recoveries:
-            lines.append(
-                f"{self.recoveries} recoveries cost {format_seconds(self.recovery_seconds)}"
-            )
-        # A copy: another thread may meet another kernel meanwhile.
-        for name, own in dict(self.kernels).items():
-            lines.append(
-                f"  {name}: {own.passes} pass(es), {own.cut} cut, {format_seconds(own.seconds)}"
-            )
-        return "\n".join(lines)
+        lines = [f"{label}: {text}" for label, (text,) in self.rows()]
+        return "\n".join(lines) or "nothing has run yet"
 
 
 @dataclass(slots=True)
@@ -199,67 +185,42 @@ class PassReport:
         return min(1.0, max(0.0, 1 - (self.seconds - on_device) / transfers))
 
     def cells(self) -> dict[str, str]:
-        """What ``lines`` say, by label, for a table."""
-        passed = ", ".join(self.without_dropout)
-        moved = f"{format_bytes(self.loaded_bytes)}, {format_bytes(self.stored_bytes)}"
-        found = {
+        """The report by label, for people; nothing that does not apply."""
+        moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
+        stages = {stage: format_seconds(spent) for stage, spent in self.stages.items() if spent}
+        groups = f"{self.n_groups} head group(s) of {self.heads_per_group}, n_cap {self.n_cap}"
+        cells = {
             "kernel": self.kernel,
             "levels": " x ".join(map(str, self.levels)) or "none (monolithic)",
-            "units": f"{self.units} ({self.n_groups} head group(s) of {self.heads_per_group})",
+            "units": f"{self.units} ({groups})",
             "accumulators": self.accumulator,
             "time": format_seconds(self.seconds),
-            "peak memory, planned": format_bytes(self.planned_peak_bytes),
-            "measured": None if self.peak_bytes is None else format_bytes(self.peak_bytes),
-            "budget": None if self.budget_bytes is None else format_bytes(self.budget_bytes),
-            "copied in, out": moved,
-            "stages": ", ".join(
-                f"{stage} {format_seconds(spent)}" for stage, spent in self.stages.items() if spent
-            ),
-            "transfers hidden": None if self.overlap is None else f"{self.overlap:.0%}",
-            "dropout": None
-            if self.dropout_p is None
-            else f"{self.dropout_p:g} of seed {self.dropout_seed}",
-            "passed over, without dropout": passed,
-            "tokens left out": f"{self.left_out:.0%}" if self.left_out else None,
-            "units run again": str(self.repeated_units) if self.repeated_units else None,
-            "recovered": "; ".join(self.recoveries),
-            "recoveries cost": format_seconds(self.recovery_seconds) if self.recoveries else None,
+            "planned peak": format_bytes(self.planned_peak_bytes),
+            "measured peak": _bytes_or_nothing(self.peak_bytes),
+            "budget": _bytes_or_nothing(self.budget_bytes),
+            "moved": moved,
+            "stages": ", ".join(map(" ".join, stages.items())),
+            "transfers hidden": "" if self.overlap is None else f"{self.overlap:.0%}",
+            "passed over, without dropout": ", ".join(self.without_dropout),
         }
-        return {label: text for label, text in found.items() if text}
+        if self.dropout_p is not None:
+            cells["dropout"] = f"{self.dropout_p:g} of seed {self.dropout_seed}"
+        if self.left_out:
+            cells["tokens left out, without a partner in their task"] = f"{self.left_out:.0%}"
+        if self.repeated_units:
+            cells["units run again after an overflow"] = str(self.repeated_units)
+        if self.recoveries:
+            cells["recovered"] = "; ".join(self.recoveries)
+            cells["recoveries cost"] = format_seconds(self.recovery_seconds)
+        return {label: text for label, text in cells.items() if text}
 
     def lines(self) -> list[str]:
         """The report in lines, for people."""
-        levels = " x ".join(map(str, self.levels)) or "none (monolithic)"
-        peak = f"planned peak {format_bytes(self.planned_peak_bytes)}"
-        if self.peak_bytes is not None:
-            peak += f", measured {format_bytes(self.peak_bytes)}"
-        if self.budget_bytes is not None:
-            peak += f", budget {format_bytes(self.budget_bytes)}"
-        moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
-        lines = [
-            f"kernel {self.kernel}; levels {levels}; {self.n_groups} head group(s) of "
-            f"{self.heads_per_group}; {self.units} unit(s); n_cap {self.n_cap}; "
-            f"accumulators: {self.accumulator}",
-            f"{format_seconds(self.seconds)}; {peak}; moved {moved}",
-        ]
-        if self.dropout_p is not None:
-            others = ", ".join(self.without_dropout)
-            passed = f"; passed over, because they have none: {others}" if others else ""
-            lines.append(f"dropout {self.dropout_p:g} of seed {self.dropout_seed}{passed}")
-        if self.left_out:
-            lines.append(
-                f"{self.left_out:.0%} of the tasks' tokens left out: they have no partner there"
-            )
-        if self.repeated_units:
-            lines.append(f"{self.repeated_units} unit(s) run again: a scaled gradient overflowed")
-        if self.stages:
-            spent = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stages.items())
-            hidden = "" if self.overlap is None else f"; {self.overlap:.0%} of transfers hidden"
-            lines.append(f"stages (s): {spent}{hidden}")
-        if self.recoveries:
-            lines += [f"recovered: {line}" for line in self.recoveries]
-            lines.append(f"recoveries cost {format_seconds(self.recovery_seconds)}")
-        return lines
+        return [f"{label}: {text}" for label, text in self.cells().items()]
+
+
+def _bytes_or_nothing(n_bytes: int | None) -> str:
+    return "" if n_bytes is None else format_bytes(n_bytes)
 
 
 @dataclass
@@ -325,8 +286,7 @@ class Report:
         parts = []
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             if part is not None:
-                first, *rest = part.lines()
-                parts.append("\n".join([f"{name}: {first}", *(f"  {line}" for line in rest)]))
+                parts.append("\n  ".join([f"{name}:", *part.lines()]))
         parts += [f"mask gradient: {line}" for line in self.mask_gradient]
         if self.pool is not None:
             parts.append(str(self.pool))
