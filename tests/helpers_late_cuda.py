@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from quorum_attention.execution.device import cuda_mover, page_locks
 from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
 _GPU = torch.device("cuda", 0)
 
@@ -106,8 +106,9 @@ class Driver:
 class LateCuda(FakeDevice):
     """A device whose rows are moved by a ``CudaMover``."""
 
-    def page_locks(self, tensors, made, as_they_are=(), given=(), only_read=()) -> PageLocks:  # type: ignore[no-untyped-def]
-        return PageLocks(tensors, made, by_address(as_they_are), given, only_read, late=True)
+    def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
+        """Those of a CUDA device."""
+        return PageLocks(map(by_address, tensors), late=True)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """A CUDA mover on late streams."""

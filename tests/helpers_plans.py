@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import quorum_attention as qa
-from quorum_attention.execution.case import Case
-from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.case import Case, spec_of
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.schedule import schedule_of

@@ -15,19 +15,19 @@ from quorum_attention.call.lse_columns import column_bytes, with_columns, withou
 from quorum_attention.call.places import backward_place, forward_place, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.call import Call, MaskView
-from quorum_attention.execution.case import corrected_bytes
-from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.job import (
+from quorum_attention.execution.call import (
+    Call,
     Job,
+    MaskView,
     Progress,
     Upstream,
     backward_job,
     forward_job,
     upstream_of,
 )
-from quorum_attention.execution.mask_gradient import Upstream as MaskUpstream
+from quorum_attention.execution.case import corrected_bytes
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.memory import is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
@@ -36,7 +36,7 @@ from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.kernels.bias import sinks_gradient
-from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
+from quorum_attention.kernels.protocol import InnerKernel, Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
@@ -240,7 +240,7 @@ def _mask_gradient(
         target = _mask_target(tensors.mask, given)
         if given.grad_mask is not None:
             _note_writing((target,))
-        upstream = MaskUpstream(given.grad_out, given.out, given.lse)
+        upstream = Saved(given.grad_out, given.out, given.lse)
         call = _call(tensors, request, kernel)
         recoveries = add_up_mask_gradient(call, upstream, target, request.options.budget_bytes)
         if request.report is not None:

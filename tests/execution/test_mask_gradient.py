@@ -14,13 +14,13 @@ from quorum_attention.execution import mask_gradient as module
 from quorum_attention.execution.call import Call, MaskView, mask_shape
 from quorum_attention.execution.mask_gradient import (
     Tile,
-    Upstream,
     add_up_mask_gradient,
     fitting,
     tile_bytes,
 )
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import DenseKernel
+from quorum_attention.kernels.protocol import Saved
 from quorum_attention.kernels.registry import get_kernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,7 @@ def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def a_call(
     shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False
-) -> tuple[Inputs, torch.Tensor, Call, Upstream]:
+) -> tuple[Inputs, torch.Tensor, Call, Saved]:
     given = inputs(N, M, batch=(BATCH,), heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
     mask = a_mask(shape, dtype)
     out, lse = qa.attention_with_lse(*given.three, mask, is_causal=causal, enable_gqa=True)
@@ -58,7 +58,7 @@ def a_call(
     call = Call(
         work, *given.three, MaskView(mask, 1), 8**-0.5, torch.device("cpu"), get_kernel("dense")
     )
-    return given, mask, call, Upstream(given.grad_out, out, lse)
+    return given, mask, call, Saved(given.grad_out, out, lse)
 
 
 SHAPES = list(itertools.product((1, BATCH), (1, HEADS), (1, N), (1, M)))
@@ -113,7 +113,7 @@ def test_tiles_stay_within_their_bytes(
         work, *given.three, MaskView(mask, 1), 0.25, torch.device("cpu"), get_kernel("dense")
     )
     target = torch.empty_like(mask)
-    upstream = Upstream(given.grad_out, out, lse)
+    upstream = Saved(given.grad_out, out, lse)
     tile = fitting(work, call.device, limit, mask.element_size())
     assert tile_bytes(work, tile, mask.element_size()) <= limit
     used = usage(lambda: add_up_mask_gradient(call, upstream, target, limit))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.execution.job import Results
-from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, PassSpec, spec_of
+from quorum_attention.execution.call import Results
+from quorum_attention.execution.case import BACKWARD, FORWARD, PassSpec, spec_of
 from quorum_attention.execution.slot_rows import slot_layout
 from quorum_attention.execution.workload import GroupSize, Workload
 

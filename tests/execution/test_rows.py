@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quorum_attention.execution.workload import (
-    GroupBuffer,
     GroupSize,
     RowTensor,
     Workload,
@@ -41,7 +40,7 @@ def test_a_buffer_holds_whichever_group_it_is(axis) -> None:  # type: ignore[no-
     buffer = torch.zeros(2, count, 7, 3)
     for size in (GroupSize(2, 2), GroupSize(1, 2)):
         for group in groups(work, size):
-            blocks = GroupBuffer(buffer, axis).blocks(group)
+            blocks = RowTensor(buffer, axis, of_group=True).blocks(group)
             for entry, block in enumerate(blocks):
                 heads = group.key_heads if axis == "key" else group.query_heads
                 assert block.shape[0] == heads.stop - heads.start

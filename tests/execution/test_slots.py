@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, spec_of
+from quorum_attention.execution.case import BACKWARD, FORWARD, spec_of
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import (
     ALIGNMENT,

@@ -8,7 +8,7 @@ from helpers_attention import Inputs, assert_close, exact, inputs
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.execution.job import outreaches, upstream_of
+from quorum_attention.execution.call import outreaches, upstream_of
 from quorum_attention.execution.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,6 +21,7 @@ from quorum_attention.execution.device import page_locks
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.execution.device.page_locks import Copied
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.kernels import launches
@@ -64,7 +65,7 @@ def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None
     expected_in, expected_out = loaded(far.cpu()), stored(target, state)
     slot, full = torch.zeros(HEADS, ROWS, lay.width, device=gpu), state.to(gpu)
     torch.cuda.synchronize()
-    with backend.page_locks([far, target], ()) as locks:
+    with backend.page_locks([Copied(far), Copied(target)]) as locks:
         mover = backend.mover(gpu, 2, locks, NoClock())
         with mover.input_stage(0):
             mover.load(slot, far, PIECES)
@@ -87,7 +88,7 @@ def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> Non
     results = torch.zeros_like(source).pin_memory()
     slot = torch.empty(1, rows, 16, device=gpu)
     whole = (Rows(0, rows, 0),)
-    with backend.page_locks((), ()) as locks:
+    with backend.page_locks(()) as locks:
         mover = backend.mover(gpu, 1, locks, NoClock())
         for number in range(20):
             with mover.input_stage(0):
@@ -105,7 +106,7 @@ def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> Non
 
 def test_pageable_memory_is_locked_within_the_block(gpu: torch.device) -> None:
     tensor = torch.zeros(32 * MIB, dtype=torch.uint8)
-    with Cuda().page_locks([tensor, tensor[MIB:]], ()) as locks:
+    with Cuda().page_locks([Copied(tensor), Copied(tensor[MIB:])]) as locks:
         assert locks.covers(tensor)
         assert locks.covers(tensor[MIB:])
     assert not locks.covers(tensor)
@@ -122,7 +123,9 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
     whole = (Rows(0, 1000, 0), Rows(1000, rows, 1000))
     slot = torch.zeros(heads, rows, width, dtype=torch.float16, device=gpu)
     torch.cuda.synchronize()
-    with backend.page_locks([far, target], (), [far, target]) as locks:
+    with backend.page_locks(
+        [Copied(far, by_address=True), Copied(target, by_address=True)]
+    ) as locks:
         mover = backend.mover(gpu, 1, locks, NoClock())
         assert locks.is_cut(far)
         with mover.input_stage(0):

@@ -12,8 +12,7 @@ import torch
 from helpers_made_up_gpu import GPU, made_up_gpu, probing
 
 import quorum_attention as qa
-from quorum_attention.execution.case import Case, Placement
-from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.case import Case, Placement, spec_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.kernels.select import rivals

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.case import Case, Placement
+from quorum_attention.execution.case import BACKWARD, FORWARD, Case, Placement
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
-from quorum_attention.execution.pass_spec import BACKWARD, FORWARD
 from quorum_attention.execution.routes.in_place import Together
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.whole import Whole

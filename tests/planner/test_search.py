@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case, Placement
-from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.case import Case, Placement, spec_of
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.execution.call import is_operand, lie_well
+from quorum_attention.execution.call import divided_bytes, is_operand, lie_well
 from quorum_attention.execution.case import Placement
-from quorum_attention.execution.job import divided_bytes
 
 
 def forward_place(tensors: Tensors, request: Request) -> Placement:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quorum_attention.execution.call import Job, Tools
+from quorum_attention.execution.case import RowSpec
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.memory import is_out_of_memory
-from quorum_attention.execution.pass_spec import RowSpec
 from quorum_attention.execution.scaling import GroupScaling, UnitScaling
 from quorum_attention.execution.slot_rows import SlotRows, Unit
 from quorum_attention.execution.trimming import is_filled

@@ -30,7 +30,7 @@ from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload, flat_entry
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import InnerKernel, Saved
 from quorum_attention.kernels.reference import not_whole
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
@@ -38,20 +38,6 @@ _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
 _MOST_QUERIES, _MOST_KEYS = 2048, 2048
 # What allocators round up by, for the few tensors alive at once.
 _SLACK_BYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """What a backward reads beside the inputs, as the caller gave it, on any device.
-
-    Attributes:
-        grad_out, out: (*batch, heads, n_queries, value_dim).
-        lse: (*batch, heads, n_queries), of the whole rows.
-    """
-
-    grad_out: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +97,13 @@ def fitting(work: Workload, device: torch.device, left: int | None, mask_bytes: 
 
 
 def add_up_mask_gradient(
-    call: Call, given: Upstream, target: torch.Tensor, left: int | None
+    call: Call, given: Saved, target: torch.Tensor, left: int | None
 ) -> list[str]:
     """Fill ``target`` with the gradient of the call's mask.
 
     Args:
+        given: as the caller gave it, on any device: (*batch, heads, n_queries, value_dim) and
+            without it, of the whole rows.
         target: of the mask's shape, on any device, of any floating dtype.
         left: most device bytes to take; None: no limit but what there is.
 
@@ -220,7 +208,7 @@ class _Walk:
     """
 
     call: Call
-    given: Upstream
+    given: Saved
     mask: torch.Tensor
     target: torch.Tensor
     pairs: Pairs
@@ -409,4 +397,4 @@ def _exact_delta(p: torch.Tensor, dp: torch.Tensor, rows: _Rows) -> torch.Tensor
     return torch.where(others, rows.delta, found)
 
 
-__all__ = ["Tile", "Upstream", "add_up_mask_gradient", "fitting", "tile_bytes"]
+__all__ = ["Tile", "add_up_mask_gradient", "fitting", "tile_bytes"]

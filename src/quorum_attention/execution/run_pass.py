@@ -7,6 +7,7 @@ import time
 import torch
 
 from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.call import Job, ProgressStoppedError, Tools
 from quorum_attention.execution.control.controller import (
     Fallback,
     GiveUp,
@@ -17,7 +18,6 @@ from quorum_attention.execution.control.controller import (
 )
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.job import Job, ProgressStoppedError, Tools
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
 

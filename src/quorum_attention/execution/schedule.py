@@ -14,10 +14,10 @@ from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
+from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.case import Bytes, Case, Load
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed_tasks, written
 from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
 from quorum_attention.kernels.protocol import Extent, InnerKernel

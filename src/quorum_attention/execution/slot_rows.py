@@ -11,19 +11,18 @@ from itertools import pairwise
 import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
+from quorum_attention.execution.call import Job
+from quorum_attention.execution.case import PassSpec, RowSpec, StateSpec
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.job import Job
-from quorum_attention.execution.pass_spec import PassSpec, RowSpec, StateSpec
 from quorum_attention.execution.trimming import is_filled
 from quorum_attention.execution.workload import (
     Axis,
     Group,
-    GroupBuffer,
     GroupSize,
     RowTensor,
     Workload,
@@ -157,40 +156,6 @@ class SlotLayout:
         return flat.view(entries, heads, rows, field.width)
 
 
-class _Builder:
-    def __init__(self, group: GroupSize, shared: int, rows: tuple[int, int]) -> None:
-        self.group, self.shared = group, shared
-        self.rows = {"query": rows[0], "key": rows[1]}
-        self.fields: dict[str, Field] = {}
-        self.end = 0
-
-    def size(self, axis: Axis, width: int, dtype: torch.dtype) -> int:
-        heads = self.group.kv_heads * (self.shared if axis == "query" else 1)
-        return aligned(self.group.batch * heads * self.rows[axis] * width * dtype.itemsize)
-
-    def add(self, name: str, axis: Axis, width: int, dtype: torch.dtype) -> None:
-        self.fields[name] = Field(name, axis, width, dtype, self.end, self.rows[axis])
-        self.end += self.size(axis, width, dtype)
-
-    def add_fixed(self, name: str, rows: int, dtype: torch.dtype) -> None:
-        """A field with ``rows`` elements for each entry and key/value head, for every task."""
-        self.fields[name] = Field(name, "key", 1, dtype, self.end, rows, fixed=True)
-        self.end += aligned(self.group.batch * self.group.kv_heads * rows * dtype.itemsize)
-
-    def finish(self, name: str, width: int, dtype: torch.dtype, over: str) -> None:
-        """A finished result: over an input, or in memory of its own if it does not fit there."""
-        under = self.fields[over]
-        if self.size(under.axis, width, dtype) <= self.size(under.axis, under.width, under.dtype):
-            self.fields[name] = Field(
-                name, under.axis, width, dtype, under.offset, under.rows, over=over
-            )
-        else:
-            self.add(name, under.axis, width, dtype)
-
-    def layout(self) -> SlotLayout:
-        return SlotLayout(self.fields, self.end, self.group, self.shared)
-
-
 # The planner's search asks for the same layout with every number of slots.
 @lru_cache(maxsize=64)
 def slot_layout(
@@ -213,22 +178,43 @@ def slot_layout(
         scaled: whether to add the fields of a scaled backward (execution/scaling.py).
         axis: leave out what is not of this side, queries or keys; None: have both.
     """
-    built = _Builder(group, work.queries_per_key_head, rows)
+    shared, most = work.queries_per_key_head, {"query": rows[0], "key": rows[1]}
+    fields: dict[str, Field] = {}
+    end = 0
+
+    def n_bytes(one: Field) -> int:
+        heads = group.kv_heads * (shared if one.axis == "query" else 1)
+        return aligned(group.batch * heads * one.rows * one.row_bytes)
+
+    def add(name: str, axis: Axis, width: int, dtype: torch.dtype, over: str | None = None) -> None:
+        """A field; over an input if it fits there."""
+        nonlocal end
+        one = Field(name, axis, width, dtype, end, most[axis])
+        if over is not None and n_bytes(one) <= n_bytes(fields[over]):
+            fields[name] = replace(one, offset=fields[over].offset, over=over)
+        else:
+            fields[name] = one
+            end += n_bytes(one)
+
     states = [state for state in spec.states if axis in (None, state.axis)]
     for item in spec.inputs:
-        if axis not in (None, item.axis):
-            continue
-        built.add(item.name, item.axis, item.columns(work), item.dtype(work))
+        if axis in (None, item.axis):
+            add(item.name, item.axis, item.columns(work), item.dtype(work))
     for state in states:
-        built.add(f"state_{state.name}", state.axis, state.columns(work), work.state_dtype)
-    if scaled:
-        built.add_fixed("unscale", 1, torch.float32)
-        built.add_fixed("overflow", 1, torch.int32)
+        add(f"state_{state.name}", state.axis, state.columns(work), work.state_dtype)
+    for name, dtype in _OF_HEADS if scaled else ():
+        fields[name] = Field(name, "key", 1, dtype, end, 1, fixed=True)
+        end += n_bytes(fields[name])
     if result_dtype != work.state_dtype:
         for state in states:
             if state.over is not None:
-                built.finish(f"final_{state.name}", state.columns(work), result_dtype, state.over)
-    return built.layout()
+                width = state.columns(work)
+                add(f"final_{state.name}", state.axis, width, result_dtype, state.over)
+    return SlotLayout(fields, end, group, shared)
+
+
+# Fields of a scaled backward: a number for each key/value head of each entry.
+_OF_HEADS = (("unscale", torch.float32), ("overflow", torch.int32))
 
 
 # Most lists of views that are remembered: enough for a few head groups.
@@ -266,7 +252,7 @@ class State:
     field: str
     final_field: str
     fill: Callable[[Group], float | torch.Tensor]
-    home: RowTensor | GroupBuffer
+    home: RowTensor
     final: RowTensor
 
     @property
@@ -467,13 +453,13 @@ class SlotRows:
         axis: Axis,
         rows: Iterable[Rows],
         source: torch.Tensor,
-        target: RowTensor | GroupBuffer,
+        target: RowTensor,
     ) -> None:
         pieces = self._clipped(rows, axis)
         for entry, block in enumerate(self._blocks_of(target, unit.group)):
             self.mover.store(block, source[entry], pieces)
 
-    def _blocks_of(self, rows: RowTensor | GroupBuffer, group: Group) -> list[torch.Tensor]:
+    def _blocks_of(self, rows: RowTensor, group: Group) -> list[torch.Tensor]:
         key = (id(rows), group)
         if key not in self._blocks:
             if len(self._blocks) > _MOST_BLOCKS:
@@ -508,31 +494,24 @@ def moved_tensors(
     call, spec = job.call, job.spec
     given = {id(result) for result in job.results.tensors.values()}
     results = job.results.make(made_at)
-    inputs = tuple(
-        Input(i.name, RowTensor(_with_columns(job.tensors[i.name], i), i.axis), i.of_scores)
-        for i in spec.inputs
-    )
-    states = []
+    inputs, states, copied = [], [], []
+    for item in spec.inputs:
+        tensor = _with_columns(job.tensors[item.name], item)
+        inputs.append(Input(item.name, RowTensor(tensor, item.axis), item.of_scores))
+        as_it_is = tensor.dtype == item.dtype(call.work)
+        copied.append(Copied(tensor, by_address=as_it_is, only_read=True))
     for state, result in zip(spec.states, results, strict=True):
         final = RowTensor(_with_columns(result, state), state.axis)
+        copied.append(Copied(result, is_result=True, fresh=id(result) not in given))
+        at = final
         own = job.results.dtype_of(state) == call.work.state_dtype
-        waits = not own and state.axis in waiting
-        at = GroupBuffer(_accumulator(job, group, state, home), state.axis) if waits else final
+        if not own and state.axis in waiting:
+            at = RowTensor(_accumulator(job, group, state, home), state.axis, of_group=True)
+            copied.append(Copied(at.tensor))
         fill = partial(job.fill, state)
         states.append(State(f"state_{state.name}", f"final_{state.name}", fill, at, final))
-    read = [item.rows.tensor for item in inputs]
-    as_they_are = [
-        tensor
-        for tensor, item in zip(read, spec.inputs, strict=True)
-        if tensor.dtype == item.dtype(call.work)
-    ]
-    homes = [state.home.tensor for state in states if isinstance(state.home, GroupBuffer)]
-    made = [result for result in results if id(result) not in given]
-    there = [result for result in results if id(result) in given]
-    moved = [*read, *results, *homes]
-    backend = backend_of(call.device)
-    with backend.page_locks(moved, made, as_they_are, there, read) as locks:
-        yield inputs, tuple(states), locks
+    with backend_of(call.device).page_locks(copied) as locks:
+        yield tuple(inputs), tuple(states), locks
 
 
 @contextmanager

@@ -196,30 +196,23 @@ Axis = Literal["query", "key"]
 
 @dataclass(frozen=True, slots=True)
 class RowTensor:
-    """A tensor (*batch, heads, n, width) whose rows and heads are those of queries or of keys."""
+    """A tensor whose rows and heads are those of queries or of keys.
+
+    It is (*batch, heads, n, width); or, ``of_group``, (entries, heads, n, width): memory for the
+    state of one head group, used by one group after another.
+    """
 
     tensor: torch.Tensor
     axis: Axis
+    of_group: bool = False
 
     def blocks(self, group: Group) -> list[torch.Tensor]:
         """The group's part: a view (heads, n, width) for each batch entry."""
         heads = group.query_heads if self.axis == "query" else group.key_heads
+        if self.of_group:
+            count = heads.stop - heads.start
+            return [self.tensor[entry, :count] for entry in range(len(group.entries))]
         return [self.tensor[entry][heads] for entry in group.entries]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBuffer:
-    """The home of one head group's state, used by one group after another: (entries, heads, n,
-    width)."""
-
-    tensor: torch.Tensor
-    axis: Axis
-
-    def blocks(self, group: Group) -> list[torch.Tensor]:
-        """The group's part: a view (heads, n, width) for each batch entry."""
-        heads = group.query_heads if self.axis == "query" else group.key_heads
-        count = heads.stop - heads.start
-        return [self.tensor[entry, :count] for entry in range(len(group.entries))]
 
 
 def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:

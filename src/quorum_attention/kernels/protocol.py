@@ -313,7 +313,7 @@ class Kernel(ABC):
             (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
         wide_products: its backward may be handed an fp16 upstream gradient of up to 2**15: what it
             multiplies that by is in fp32, or scaled by the kernel itself, and cannot overflow. A
-            gradient of a wider dtype then keeps more of its small numbers (execution/job.py).
+            gradient of a wider dtype then keeps more of its small numbers (execution/call.py).
         dropout: it drops probabilities by position, as ``TaskTensors.dropout`` says
             (kernels/dropout.py). Others are not asked to run a call with dropout.
         probed_as: the kernel to compare with the reference instead of this one, because this one

@@ -18,9 +18,8 @@ from typing import TypeVar
 import torch
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case, Placement
+from quorum_attention.execution.case import Case, PassSpec, Placement, spec_of
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.pass_spec import PassSpec, spec_of
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload

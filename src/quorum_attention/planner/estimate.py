@@ -13,7 +13,7 @@ import torch
 from quorum_attention.counts import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.case import Case, Placement
+from quorum_attention.execution.case import Case, Placement, spec_of
 from quorum_attention.execution.device.lookup import (
     backend_of,
     best_device,
@@ -21,7 +21,6 @@ from quorum_attention.execution.device.lookup import (
     on_host,
     present,
 )
-from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import (
     DTYPE_NAMES,

@@ -12,9 +12,8 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
-from quorum_attention.execution.case import Case
+from quorum_attention.execution.case import Case, PassSpec
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
-from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload, count_groups

@@ -10,9 +10,8 @@ from itertools import pairwise, product
 
 from quorum_attention.decomposition import Decomposition, Layout, Pairs
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case, Placement
+from quorum_attention.execution.case import Case, PassSpec, Placement
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.routes.in_place import InPlace, Together, takes_tasks
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming

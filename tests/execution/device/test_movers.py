@@ -18,7 +18,7 @@ from quorum_attention.execution.device import cuda_mover, page_locks
 from quorum_attention.execution.device.clock import HostClock, NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
 GPU = torch.device("cuda", 0)
 
@@ -239,7 +239,7 @@ def test_no_copy_reaches_from_one_locked_piece_into_another(
     state = torch.randn(HEADS, ROWS, lay.width).to(lay.dtype)
     slot = torch.zeros_like(state)
     expected = stored(target, state)
-    with PageLocks([far, target], by_address=[far, target]) as locks:
+    with PageLocks([Copied(far, by_address=True), Copied(target, by_address=True)]) as locks:
         mover = made(monkeypatch, driver, locks=locks)  # type: ignore[arg-type]
         for _ in range(2):
             with mover.input_stage(0):

@@ -15,9 +15,26 @@ import pytest
 import torch
 
 from quorum_attention.execution.device import page_locks
-from quorum_attention.execution.device.page_locks import PAGE_BYTES, PageLocks, is_locked
+from quorum_attention.execution.device.page_locks import PAGE_BYTES, Copied, PageLocks, is_locked
 
 PIECE = WORTH = 1 << 16
+
+
+def locking(  # type: ignore[no-untyped-def]
+    tensors, *, made=(), given=(), by_address=(), only_read=(), late=False
+) -> PageLocks:
+    """Page locks of tensors, some of which are named."""
+
+    def named(tensor: torch.Tensor, some) -> bool:  # type: ignore[no-untyped-def]
+        return any(tensor is one for one in some)
+
+    copied = [
+        Copied(
+            t, named(t, [*made, *given]), named(t, made), named(t, by_address), named(t, only_read)
+        )
+        for t in tensors
+    ]
+    return PageLocks(copied, late=late)
 
 
 class Runtime:
@@ -91,7 +108,7 @@ def test_what_somebody_else_has_locked_of_a_storage(
     halves = {"first": both[: 2 * PIECE], "second": both[2 * PIECE :]}
     owned, other = halves.pop(locked), *halves.values()
     runtime.registered[owned.data_ptr()] = owned.nbytes
-    with PageLocks([owned, other]) as locks:
+    with locking([owned, other]) as locks:
         assert locks.covers(owned)
         assert not locks.wants(owned)
         assert locks.covers(other)
@@ -104,7 +121,7 @@ def test_what_somebody_else_has_locked_of_a_storage(
 @pytest.mark.parametrize("n_bytes", [WORTH, PIECE, PIECE + 1, 5 * PIECE + 4321])
 def test_every_byte_is_locked_once_and_let_go(runtime: Runtime, n_bytes: int) -> None:
     tensor = made(n_bytes)
-    with PageLocks([tensor, tensor[100:-5], tensor[: n_bytes // 2]]) as locks:
+    with locking([tensor, tensor[100:-5], tensor[: n_bytes // 2]]) as locks:
         assert locks.covers(tensor)
         assert locks.wants(tensor)
         assert list(runtime.registered.values()) == [n_bytes]
@@ -115,7 +132,7 @@ def test_every_byte_is_locked_once_and_let_go(runtime: Runtime, n_bytes: int) ->
 def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime, rows: int) -> None:
     """The driver refuses such a copy."""
     tensor = result(200_000 // rows + 3, rows)
-    with PageLocks([tensor], made=[tensor]) as locks:
+    with locking([tensor], made=[tensor]) as locks:
         assert locks.covers(tensor)
         pieces = sorted((start, start + size) for start, size in runtime.registered.items())
         assert sum(stop - start for start, stop in pieces) == tensor.nbytes
@@ -130,7 +147,7 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
 def test_a_given_result_is_cut_as_one_that_is_made(runtime: Runtime, rows: int) -> None:
     """And keeps what is in it."""
     tensor = result(200_000 // rows + 3, rows)
-    with PageLocks([tensor], given=[tensor]) as locks:
+    with locking([tensor], given=[tensor]) as locks:
         assert locks.covers(tensor)
         pieces = sorted((start, start + size) for start, size in runtime.registered.items())
         assert sum(stop - start for start, stop in pieces) == tensor.nbytes
@@ -146,7 +163,7 @@ def test_a_given_result_is_cut_as_one_that_is_made(runtime: Runtime, rows: int) 
 def test_a_given_result_with_gaps_is_one_piece(runtime: Runtime) -> None:
     """Who knows where its heads are."""
     tensor = result(8, 4096)[:, :, :4000]
-    with PageLocks([tensor], given=[tensor]) as locks:
+    with locking([tensor], given=[tensor]) as locks:
         assert locks.covers(tensor)
         assert len(runtime.registered) == 1
 
@@ -155,7 +172,7 @@ def test_a_given_result_with_gaps_is_one_piece(runtime: Runtime) -> None:
 def test_a_given_result_waits_for_the_inputs_of_its_heads(runtime: Runtime, heads: int) -> None:
     rows = 8192 // heads
     tensor, target = result(heads, rows), result(heads, rows)
-    with PageLocks([tensor, target], by_address=[tensor], given=[target]) as locks:
+    with locking([tensor, target], by_address=[tensor], given=[target]) as locks:
         until = time.monotonic() + 20
         while not locks.settled:
             assert time.monotonic() < until
@@ -172,7 +189,7 @@ def test_a_given_result_waits_for_the_inputs_of_its_heads(runtime: Runtime, head
 def test_what_is_copied_by_address_is_locked_piece_by_piece(runtime: Runtime, n_bytes: int) -> None:
     """Its pieces meet at pages, where the driver can tell them apart, and copies are cut there."""
     tensor = made(n_bytes)
-    with PageLocks([tensor], by_address=[tensor]) as locks:
+    with locking([tensor], by_address=[tensor]) as locks:
         assert locks.covers(tensor)
         pieces = sorted((start, start + size) for start, size in runtime.registered.items())
         assert pieces[0][0] == tensor.data_ptr()
@@ -188,7 +205,7 @@ def test_what_is_copied_by_address_is_locked_piece_by_piece(runtime: Runtime, n_
 def test_parts_of_a_copy_are_all_of_it_and_in_one_piece_each(runtime: Runtime) -> None:
     tensor = made(9 * PIECE)
     runtime.refused = {3}
-    with PageLocks([tensor], by_address=[tensor]) as locks:
+    with locking([tensor], by_address=[tensor]) as locks:
         assert not locks.covers(tensor)
         for _ in range(300):
             start = random.randrange(tensor.nbytes)
@@ -208,7 +225,7 @@ def test_parts_of_a_copy_are_all_of_it_and_in_one_piece_each(runtime: Runtime) -
 
 def test_what_is_not_copied_by_address_is_not_cut_nor_what_it_overlaps(runtime: Runtime) -> None:
     tensor = made(6 * PIECE)
-    with PageLocks([tensor, tensor[100:900]], by_address=[tensor]) as locks:
+    with locking([tensor, tensor[100:900]], by_address=[tensor]) as locks:
         assert locks.covers(tensor)
         assert list(runtime.registered.values()) == [tensor.nbytes]
         assert not locks.cuts
@@ -234,7 +251,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_what_is_left_is_unlocked_once_its_copies_are_made(runtime: Runtime, rows: int) -> None:
     """Piece by piece: a piece that other heads lie in as well waits for those."""
     output, query = result(12, rows), made(12 * rows * 64).view(1, 12, rows, 64)
-    with PageLocks([query, output], made=[output], by_address=[query]) as locks:
+    with locking([query, output], made=[output], by_address=[query]) as locks:
         assert locks.covers(query)
         assert locks.covers(output)
         happened = threading.Event()
@@ -256,7 +273,7 @@ def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> No
     packed, wide = result(12, 1024), made(4 * PIECE)
     query, key = packed[:, :8], packed[:, 4:]
     shared = wide.expand(3, 4 * PIECE).view(1, 3, -1, 64)
-    with PageLocks([query, key, shared], by_address=[query, key, shared]) as locks:
+    with locking([query, key, shared], by_address=[query, key, shared]) as locks:
         assert locks.covers(shared[0, 0])
         assert locks.covers(packed)
         locks.left([query[0, :4], shared[0, :1]], lambda: True)
@@ -266,14 +283,14 @@ def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> No
 
 def test_small_tensors_are_left_alone(runtime: Runtime) -> None:
     tensor = made(WORTH - 1)
-    with PageLocks([tensor]) as locks:
+    with locking([tensor]) as locks:
         assert locks.settled
     assert not runtime.order
 
 
 def test_a_tensor_of_somebody_else_is_asked_itself(runtime: Runtime) -> None:
     mine, other = made(4 * PIECE), made(PIECE)
-    with PageLocks([mine]) as locks:
+    with locking([mine]) as locks:
         assert not locks.covers(other)
         assert not locks.wants(other)
 
@@ -281,7 +298,7 @@ def test_a_tensor_of_somebody_else_is_asked_itself(runtime: Runtime) -> None:
 def test_what_somebody_waits_for_comes_first(runtime: Runtime) -> None:
     runtime.hold.clear()
     tensor = result(20, 1024)
-    with PageLocks([tensor], made=[tensor]) as locks:
+    with locking([tensor], made=[tensor]) as locks:
         assert not locks.settled
         threading.Timer(0.1, runtime.hold.set).start()
         assert locks.covers(tensor[:, -1])
@@ -294,7 +311,7 @@ def test_memory_that_holds_nothing_is_written_to_before_it_is_handed_out(
     runtime: Runtime, rows: int
 ) -> None:
     tensor, other = result(12, rows), made(3 * PIECE)
-    with PageLocks([tensor, other], made=[tensor]) as locks:
+    with locking([tensor, other], made=[tensor]) as locks:
         for number, head in enumerate(tensor[0]):
             assert locks.covers(head)
             assert bool((head == 0).all())
@@ -307,7 +324,7 @@ def test_memory_that_holds_nothing_is_written_to_before_it_is_handed_out(
 def test_a_result_that_shares_memory_with_an_input_is_not_written_to(runtime: Runtime) -> None:
     tensor = result(8, 1024)
     half = tensor[:, :4]
-    with PageLocks([tensor, half], made=[half]) as locks:
+    with locking([tensor, half], made=[half]) as locks:
         assert locks.covers(half)
     assert bool((tensor == 7).all())
 
@@ -315,7 +332,7 @@ def test_a_result_that_shares_memory_with_an_input_is_not_written_to(runtime: Ru
 def test_what_is_refused_is_left_pageable(runtime: Runtime) -> None:
     runtime.refused = {2}
     tensor = result(4, 1024)
-    with PageLocks([tensor], made=[tensor]) as locks:
+    with locking([tensor], made=[tensor]) as locks:
         assert not locks.covers(tensor)
         assert [locks.covers(head) for head in tensor[0]].count(False) == 1
 
@@ -326,7 +343,7 @@ def test_what_is_only_read_is_locked_as_that(runtime: Runtime) -> None:
     tensor, both = made(3 * PIECE), made(3 * PIECE)
     runtime.only_read = {t.data_ptr() + at for t in (tensor, both) for at in range(t.nbytes)}
     given = [tensor, both, both[100:]]
-    with PageLocks(given, by_address=given, only_read=[tensor, both]) as locks:
+    with locking(given, by_address=given, only_read=[tensor, both]) as locks:
         assert locks.covers(tensor)
         assert not locks.covers(both)
 
@@ -340,7 +357,7 @@ def test_a_private_mapping_of_a_file_is_left_pageable(runtime: Runtime, tmp_path
             mmap.mmap(file.fileno(), 0, access=a) for a in (mmap.ACCESS_COPY, mmap.ACCESS_WRITE)
         ]
     private, shared = (torch.frombuffer(mapping, dtype=torch.uint8) for mapping in mappings)
-    with PageLocks([private, shared], by_address=[private, shared]) as locks:
+    with locking([private, shared], by_address=[private, shared]) as locks:
         assert not locks.covers(private)
         assert locks.covers(shared)
 
@@ -349,7 +366,7 @@ def test_late_nothing_is_locked_before_it_begins(runtime: Runtime) -> None:
     """But what somebody waits for."""
     tensor, other = made(8 * PIECE), result(8, 1024)
     given = [tensor, other]
-    with PageLocks(given, made=[other], by_address=[tensor], late=True) as locks:
+    with locking(given, made=[other], by_address=[tensor], late=True) as locks:
         time.sleep(5e-3)
         assert not runtime.order
         # Nobody waits where copies can go through buffers: nothing is locked yet.
@@ -371,7 +388,7 @@ def test_between_pieces_it_rests_unless_somebody_waits(
     """Calls to the driver get through meanwhile."""
     monkeypatch.setattr(page_locks, "_REST", 1e9)
     tensor = made(8 * PIECE)
-    with PageLocks([tensor], by_address=[tensor]) as locks:
+    with locking([tensor], by_address=[tensor]) as locks:
         until(lambda: len(runtime.order) == 1)
         time.sleep(5e-3)
         assert len(runtime.order) == 1
@@ -380,7 +397,7 @@ def test_between_pieces_it_rests_unless_somebody_waits(
 
 def test_what_was_left_before_its_turn_is_not_locked_any_more(runtime: Runtime) -> None:
     tensor = made(8 * PIECE).view(8, -1, 64)
-    with PageLocks([tensor], by_address=[tensor], late=True) as locks:
+    with locking([tensor], by_address=[tensor], late=True) as locks:
         locks.left(list(tensor), lambda: True)
         locks.begin()
         until(lambda: locks.settled)
@@ -396,7 +413,7 @@ def test_a_failure_on_the_way_lets_go_and_is_not_swallowed(
 
     monkeypatch.setattr(torch.cuda, "set_device", broken)
     tensor = made(PIECE)
-    with pytest.raises(RuntimeError, match="no such device"), PageLocks([tensor]):
+    with pytest.raises(RuntimeError, match="no such device"), locking([tensor]):
         pass
 
 
@@ -404,7 +421,7 @@ def test_an_error_inside_stops_what_is_left(runtime: Runtime) -> None:
     runtime.hold.clear()
     tensor = result(50, 1024)
     threading.Timer(0.1, runtime.hold.set).start()
-    with pytest.raises(ValueError, match="mine"), PageLocks([tensor], made=[tensor]):
+    with pytest.raises(ValueError, match="mine"), locking([tensor], made=[tensor]):
         raise ValueError("mine")
     assert len(runtime.order) <= 1
 
@@ -421,7 +438,7 @@ def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) ->
         raise KeyboardInterrupt
 
     def leave(tensor: torch.Tensor) -> None:
-        with PageLocks([tensor], made=[tensor]):
+        with locking([tensor], made=[tensor]):
             assert runtime.begun.wait(20)
             signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
             raise ValueError("mine")
@@ -455,7 +472,7 @@ def test_an_interrupt_on_the_way_in_lets_go(
     timer.start()
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     tensor = result(50, 1024)
-    with pytest.raises(KeyboardInterrupt), PageLocks([tensor], made=[tensor]):
+    with pytest.raises(KeyboardInterrupt), locking([tensor], made=[tensor]):
         pass
     assert len(runtime.order) == 1
     assert not runtime.registered
@@ -463,7 +480,7 @@ def test_an_interrupt_on_the_way_in_lets_go(
 
 def test_locked_within_the_block_and_not_after_it(runtime: Runtime) -> None:
     large, small = made(2 * PIECE), made(64)
-    with PageLocks([large, small]) as locks:
+    with locking([large, small]) as locks:
         assert locks.covers(large)
         assert runtime.registered == {large.data_ptr(): 2 * PIECE}
         assert locks.covers(large[100:200])
@@ -476,7 +493,7 @@ def test_what_overlaps_is_locked_once(runtime: Runtime) -> None:
     """Views of one packed tensor, as of a projection."""
     packed = torch.zeros(3, PIECE)
     views = [packed[0], packed[:2], packed[1, 100:3000], packed[2, ::2]]
-    with PageLocks(views) as locks:
+    with locking(views) as locks:
         assert all(locks.covers(view) for view in views)
         assert not locks.covers(packed)
         last = (PIECE - 1) * 4
@@ -485,8 +502,8 @@ def test_what_overlaps_is_locked_once(runtime: Runtime) -> None:
 
 def test_nothing_is_asked_of_the_runtime_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", None)
-    with PageLocks([torch.zeros(16)]) as locks:
+    with locking([torch.zeros(16)]) as locks:
         assert not locks.covers(torch.zeros(16))
     # Nor for what is elsewhere.
-    with PageLocks([torch.empty(1 << 30, device="meta")]):
+    with locking([torch.empty(1 << 30, device="meta")]):
         pass

@@ -18,7 +18,7 @@ import torch
 
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import Kept, PageLocks
+from quorum_attention.execution.device.page_locks import Copied, Kept, PageLocks
 from quorum_attention.kernels.fa4 import by_head_dim
 from quorum_attention.kernels.protocol import Lanes
 
@@ -182,22 +182,11 @@ class Backend(ABC):
         """``count`` streams for the kernel calls of a task; None: calls follow one another."""
         return None
 
-    def page_locks(
-        self,
-        tensors: Iterable[torch.Tensor],
-        made: Iterable[torch.Tensor],
-        as_they_are: Iterable[torch.Tensor] = (),
-        given: Iterable[torch.Tensor] = (),
-        only_read: Iterable[torch.Tensor] = (),
-    ) -> PageLocks:
+    def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and worth it.
 
         Args:
-            tensors: what will be copied from or to, (..., rows, width).
-            made: those of them that hold nothing yet.
-            as_they_are: those of them that are copied without conversion to another dtype.
-            given: results among them that hold something already.
-            only_read: those of them that nothing is copied to.
+            tensors: ``by_address`` is whether they are copied without conversion to another dtype.
         """
         return PageLocks(())
 

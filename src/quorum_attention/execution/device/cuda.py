@@ -23,7 +23,7 @@ from quorum_attention.execution.device.backend import Backend, TrialSizes, h200_
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, cuda_runtime
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import Kept, Locker, PageLocks
+from quorum_attention.execution.device.page_locks import Copied, Kept, Locker, PageLocks
 from quorum_attention.kernels.protocol import Lanes
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
@@ -97,16 +97,9 @@ class Cuda(Backend):
         """``count`` streams, if that is more than one."""
         return Lanes(device, count) if count > 1 else None
 
-    def page_locks(
-        self,
-        tensors: Iterable[torch.Tensor],
-        made: Iterable[torch.Tensor],
-        as_they_are: Iterable[torch.Tensor] = (),
-        given: Iterable[torch.Tensor] = (),
-        only_read: Iterable[torch.Tensor] = (),
-    ) -> PageLocks:
+    def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and large."""
-        return PageLocks(tensors, made, by_address(as_they_are), given, only_read, late=True)
+        return PageLocks(map(by_address, tensors), late=True)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """A mover that copies on streams of its own."""

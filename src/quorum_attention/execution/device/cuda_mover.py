@@ -23,7 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ import torch
 from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.mover import Event, StreamMover, local_part
-from quorum_attention.execution.device.page_locks import PageLocks, addresses
+from quorum_attention.execution.device.page_locks import Copied, PageLocks, addresses
 from quorum_attention.kernels.tensors import copy_on_device
 
 # Of a buffer, and how many there are each way. A buffer is filled while others are copied.
@@ -566,12 +566,11 @@ def _locked_memory(n_bytes: int) -> torch.Tensor:
     return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
-def by_address(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of ``tensors`` (..., rows, width) whose rows in host memory a ``CudaMover`` copies by
-    address, if they have the dtype of their slots."""
-    if cuda_runtime() is None:
-        return []
-    return [t for t in tensors if t.device.type == "cpu" and _has_dense_rows(t)]
+def by_address(copied: Copied) -> Copied:
+    """``copied`` as a ``CudaMover`` copies it: by address only where there are bindings, and its
+    rows lie in memory without gaps."""
+    there = copied.by_address and cuda_runtime() is not None
+    return replace(copied, by_address=there and _has_dense_rows(copied.tensor))
 
 
 def _has_dense_rows(tensor: torch.Tensor) -> bool:

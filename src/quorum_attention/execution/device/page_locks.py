@@ -94,56 +94,48 @@ class _Piece:
     needed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A tensor (..., rows, width) that is copied from or to.
+
+    Attributes:
+        is_result: the results of the call are copied to it. It is (*batch, heads, ...).
+        fresh: it holds nothing yet. Whoever writes to it must ask ``PageLocks.covers`` first.
+        by_address: it is copied by address, and never across a cut (``PageLocks.parts``).
+        only_read: nothing is copied to it.
+    """
+
+    tensor: torch.Tensor
+    is_result: bool = False
+    fresh: bool = False
+    by_address: bool = False
+    only_read: bool = False
+
+
 class PageLocks:
     """Page-locks host tensors for the length of a ``with`` block, one piece after the other.
 
     What cannot be locked (a file that is mapped to be written to, a system limit) is left pageable.
     So are files of which the process has a private mapping: to lock that copies it, at 2 GB/s.
-    Everything locked here is unlocked at the end of the block, and
-    what is not needed any more before that (``left``): the end is nobody's to wait for.
+    Everything locked here is unlocked at the end of the block, and what is not needed any more
+    before that (``left``), so that leaving the block need not wait for it.
 
     Args:
         tensors: what is copied from or to. Only those in host memory, large and not locked yet are
             locked.
-        made: those of them that hold nothing yet. Whoever writes to one must ask ``covers`` first.
-        by_address: those of them that are copied by address, and never across a cut (``parts``).
-        given: results that were there before; like ``made``, but nobody writes to them here.
-        only_read: those of them that nothing is copied to.
-        late: nothing is locked before ``begin``, but what somebody waits for.
+        late: nothing is locked before ``begin``, but what a copy waits for.
 
     Attributes:
         cuts: addresses at which copies by address have to be cut, in order.
     """
 
-    def __init__(
-        self,
-        tensors: Iterable[torch.Tensor],
-        made: Iterable[torch.Tensor] = (),
-        by_address: Iterable[torch.Tensor] = (),
-        given: Iterable[torch.Tensor] = (),
-        only_read: Iterable[torch.Tensor] = (),
-        *,
-        late: bool = False,
-    ) -> None:
-        # Bytes of a head of each result that is (*batch, heads, ...) without gaps; those of this
-        # call are.
-        made = list(made)
-        heads = {
-            id(t): math.prod(t.shape[-2:]) * t.element_size()
-            for t in (*made, *(t for t in given if t.is_contiguous()))
-        }
-        fresh, anywhere, read = ({id(t) for t in each} for each in (made, by_address, only_read))
+    def __init__(self, tensors: Iterable[Copied], *, late: bool = False) -> None:
         ranges = [
-            _Range(
-                *addresses(t),
-                heads.get(id(t), 0),
-                id(t) in anywhere,
-                t.is_contiguous(),
-                id(t) in fresh,
-                id(t) in read,
-            )
-            for t in tensors
-            if t.device.type == "cpu" and t.nbytes > 0 and not is_locked(t)
+            _range_of(copied)
+            for copied in tensors
+            if copied.tensor.device.type == "cpu"
+            and copied.tensor.nbytes > 0
+            and not is_locked(copied.tensor)
         ]
         # Small tensors are asked as well: they may be parts of large ones.
         large = [r for r in _apart(ranges) if r.stop - r.start >= WORTH_LOCKING_BYTES]
@@ -418,6 +410,15 @@ class _Range:
     heads_apart: bool = False
     fresh: bool = False
     only_read: bool = False
+
+
+def _range_of(copied: Copied) -> _Range:
+    tensor, head = copied.tensor, 0
+    dense = tensor.is_contiguous()
+    if copied.fresh or (copied.is_result and dense):
+        head = math.prod(tensor.shape[-2:]) * tensor.element_size()
+    start, stop = addresses(tensor)
+    return _Range(start, stop, head, copied.by_address, dense, copied.fresh, copied.only_read)
 
 
 def _apart(ranges: Iterable[_Range]) -> list[_Range]:

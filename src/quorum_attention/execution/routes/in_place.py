@@ -25,6 +25,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
+from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.case import (
     Bytes,
     Case,
@@ -38,7 +39,6 @@ from quorum_attention.execution.case import (
     state_bytes,
 )
 from quorum_attention.execution.control.controller import RecoveryController
-from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.row_owners import HeldRows, row_owners
 from quorum_attention.execution.scaling import Ask, GroupScaling, asking, scales
@@ -179,7 +179,7 @@ class Together(OverInputs):
         task, rectangles = all_rectangles(job.call.work, schedule.decomposition, self.pieces)
         every = len(controller.groups_left)
         for done, group in enumerate(controller.whole_groups(), start=1):
-            tensors = job.task_in_place(schedule.limits, group, tools, task, rectangles)
+            tensors = job.task(schedule.limits, group, tools, task, rectangles)
             copied = self.rows_copied(schedule, job.case) is None
             ask = asking(controller, group)
             job.repeated(compute_group(job, tensors, group, tools, ask, copied=copied))
@@ -350,7 +350,7 @@ class InPlace(OverInputs):
         n_groups = len(controller.groups_left)
         whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
         for number, group in enumerate(controller.whole_groups()):
-            one = job.task_in_place(schedule.limits, group, tools, whole, ())
+            one = job.task(schedule.limits, group, tools, whole, ())
             tasks = [replace(one, rectangles=rectangles) for rectangles in every]
             held = _Group(job, group, tasks, tools)
             for done, task in enumerate(tasks):

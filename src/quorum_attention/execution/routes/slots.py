@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.case import (
     Bytes,
     Case,
@@ -29,7 +30,6 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.residency import Home, Residency
 from quorum_attention.execution.engine import Engine
-from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.scaling import UnitScaling
 from quorum_attention.execution.schedule import Attempt, Choice, Route, Schedule
 from quorum_attention.execution.slot_rows import (

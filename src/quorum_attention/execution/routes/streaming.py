@@ -22,10 +22,13 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Rows
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pieces import Passage
 from quorum_attention.decomposition.tasks import Span, Task
+from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.case import (
     Bytes,
     Case,
+    InputSpec,
     Load,
+    StateSpec,
     bytes_before,
     final_bytes,
     result_bytes,
@@ -36,8 +39,6 @@ from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Engine
-from quorum_attention.execution.job import Job, Tools
-from quorum_attention.execution.pass_spec import InputSpec, StateSpec
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import GroupScaling, asking
 from quorum_attention.execution.schedule import Route, Schedule

@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution import call as execution
-from quorum_attention.execution.call import flat_batch, operand
+from quorum_attention.execution.call import Job, Tools, flat_batch, operand
 from quorum_attention.execution.case import (
     Bytes,
     Case,
@@ -24,7 +24,6 @@ from quorum_attention.execution.case import (
 )
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.routes.in_place import all_rectangles, compute_group, scaled_bytes
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import all_finite, asking
@@ -343,5 +342,5 @@ def _scaled(
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
             one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
-            tensors = job.task_in_place(schedule.limits, one, tools, task, rectangles)
+            tensors = job.task(schedule.limits, one, tools, task, rectangles)
             compute_group(job, tensors, one, tools, asking(controller, group, part=one))
