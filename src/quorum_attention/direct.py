@@ -26,7 +26,7 @@ from quorum_attention.execution.call import MaskView, operand, results_are_dense
 from quorum_attention.execution.case import corrected_bytes
 from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, best_device
 from quorum_attention.execution.memory import is_out_of_memory
-from quorum_attention.execution.routes.whole import (
+from quorum_attention.execution.routes.over_inputs import (
     Whole,
     materialised,
     materialises,

@@ -31,7 +31,7 @@ from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.memory import is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.whole import at_once, corrected_output, materialises
+from quorum_attention.execution.routes.over_inputs import at_once, corrected_output, materialises
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide

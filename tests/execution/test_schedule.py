@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.routes.in_place import InPlace, Together
+from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Route, Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
 
@@ -62,10 +61,10 @@ def test_deeper_is_one_level_of_smaller_tasks(levels: tuple[int, ...]) -> None:
 CUT, UNCUT = Decomposition(1000, (7,), "aligned", 16), Decomposition(1000)
 NONSENSE: dict[str, tuple[Decomposition, GroupSize, Route]] = {
     "one call of several tasks": (CUT, GroupSize(1, 1), Whole()),
-    "several tasks of one call, together": (UNCUT, GroupSize(1, 1), Together()),
-    "several tasks of one call, in place": (UNCUT, GroupSize(1, 1), InPlace()),
-    "several entries together": (CUT, GroupSize(2, 1), Together()),
-    "several entries in place": (CUT, GroupSize(2, 1), InPlace()),
+    "several tasks of one call, together": (UNCUT, GroupSize(1, 1), Blockwise()),
+    "several tasks of one call, in place": (UNCUT, GroupSize(1, 1), PerTask()),
+    "several entries together": (CUT, GroupSize(2, 1), Blockwise()),
+    "several entries in place": (CUT, GroupSize(2, 1), PerTask()),
     "no entries": (CUT, GroupSize(0, 1), Slots()),
     "no heads": (UNCUT, GroupSize(1, 0), Whole()),
 }
@@ -82,13 +81,13 @@ def test_routes_of_nothing_cannot_be_made() -> None:
         with pytest.raises(ValueError, match=next(iter(nothing))):
             Slots(**nothing)
     with pytest.raises(ValueError, match="streams"):
-        Together(0)
+        Blockwise(0)
     with pytest.raises(ValueError, match="nothing"):
         Schedule(CUT, GroupSize(1, 1), Slots(), 0, 1)
 
 
 @pytest.mark.parametrize(
-    "route", [Whole(Slots(2, "host")), Together(2), InPlace(), Slots(3, "host", 2)], ids=repr
+    "route", [Whole(Slots(2, "host")), Blockwise(2), PerTask(), Slots(3, "host", 2)], ids=repr
 )
 def test_every_route_goes_through_slots_where_it_cannot_run(route: Route) -> None:
     """Through slots it has the same levels; a whole call that ran out of memory gets one more. It

@@ -9,7 +9,7 @@ from helpers_score_mods import cases, reference
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import no_bias
-from quorum_attention.execution.routes.in_place import InPlace
+from quorum_attention.execution.routes.over_inputs import PerTask
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels import CallShape, Extent, Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
@@ -150,7 +150,7 @@ def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bo
     plan = qa.plan(n, heads=heads, head_dim=WIDTH, dtype=torch.float16, levels=(7,),
                    is_causal=True, kernel=kernel, backward=backward, device="cuda",
                    inputs="device", over_inputs=over_inputs)  # fmt: skip
-    assert isinstance(plan.schedule.route, InPlace if over_inputs else Slots)
+    assert isinstance(plan.schedule.route, PerTask if over_inputs else Slots)
     out, lse = qa.attention_with_lse(*tensors[:3], **common)
 
     def call() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.routes import whole
+from quorum_attention.execution.routes import over_inputs
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.reference import SMALL, whole_backward
 
@@ -139,7 +139,7 @@ def test_small_calls_of_16_bits_take_this_way(
         asked.append(given)
         return whole_backward(*given, **named)
 
-    monkeypatch.setattr(whole, "whole_backward", watched)
+    monkeypatch.setattr(over_inputs, "whole_backward", watched)
     query, key, value, grad_out = (t.to(dtype) for t in call(1, 2, 2, 5, 5, 16, 16))
     value = (9 * value.sign()).to(dtype)
     view = (slice(None),) if dims == 4 else (0,) if dims == 3 else (0, 0)

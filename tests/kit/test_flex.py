@@ -17,9 +17,9 @@ from helpers_score_mods import cases, local_global, reference
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
+from quorum_attention.decomposition.intervals import covered
 from quorum_attention.execution.call import no_bias
-from quorum_attention.execution.routes.in_place import rectangles_in_place
-from quorum_attention.execution.row_owners import count_shared
+from quorum_attention.execution.routes.over_inputs import rectangles_in_place
 from quorum_attention.execution.trimming import pairs_of, tally
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
@@ -233,7 +233,7 @@ def test_spans_are_within_what_plans_count(n: int, reach: int, levels, layout: s
     for axis in (0, 1):
         found = [(span[axis].start, span[axis].stop) for span in spans if span is not None]
         assert max(stop - start for start, stop in found) <= counted.widest
-        assert count_shared(found) <= counted.shared
+        assert counted(covered(found, least=2)) <= counted.shared
     assert counted.widest < n or tile % 128 or layout == "balanced"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.routes.in_place import InPlace
+from quorum_attention.execution.routes.over_inputs import PerTask
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.pictures.geometry import blocks
@@ -80,7 +80,7 @@ def test_what_lies_on_the_device_is_cut_in_place() -> None:
     plan, slots = (
         qa.plan(1 << 18, over_inputs=over_inputs, **common) for over_inputs in (None, False)
     )
-    assert isinstance(plan.schedule.route, InPlace)
+    assert isinstance(plan.schedule.route, PerTask)
     assert "task by task" in plan.describe()
     assert isinstance(slots.schedule.route, Slots)
     assert plan.peak_bytes < slots.peak_bytes

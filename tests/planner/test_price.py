@@ -16,9 +16,8 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.case import BACKWARD, FORWARD, Case, Placement
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
-from quorum_attention.execution.routes.in_place import Together
+from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel, get_kernel
@@ -47,7 +46,7 @@ def of(made: Schedule, spec, *, work=WORK, place=PLACE, machine=MACHINE, launch=
 ROUTES = {
     "slots": (Slots(2, "host"), (7,)),
     "one slot": (Slots(1, "device"), (7, 7)),
-    "together": (Together(), (7,)),
+    "together": (Blockwise(), (7,)),
     "whole": (Whole(), ()),
 }
 
@@ -110,7 +109,7 @@ def test_all_heads_cost_as_much_as_each_of_them() -> None:
     plain = replace(MACHINE, wave_rows=0, filling_rows=0.0, filling_causal=0.0, cache_bytes=0,
                     call_device_seconds=0.0, throttle=0.0)  # fmt: skip
     wanted = 4.0 * 64 * WORK.pairs * WORK.batch * WORK.heads / plain.flops
-    for levels, route in (((), Whole()), ((7,), Slots()), ((13, 7), Slots()), ((13,), Together())):
+    for levels, route in (((), Whole()), ((7,), Slots()), ((13, 7), Slots()), ((13,), Blockwise())):
         for group in (GroupSize(1, 1), GroupSize(1, 2)):
             found = of(schedule(levels, route, group), FORWARD, machine=plain)
             assert found.arithmetic == pytest.approx(wanted)
@@ -173,7 +172,7 @@ def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:  # type:
 WORK_2 = Workload((2,), 4, 2, 20_000, 20_000, 64, 64, torch.float16, True)
 BYTES_OF = {
     "whole": (Whole(), ()),
-    "together": (Together(), (7,)),
+    "together": (Blockwise(), (7,)),
     "slots": (Slots(2, "device"), (7,)),
     "one slot, host": (Slots(1, "host"), (7, 7)),
 }

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.case import Case, Placement, spec_of
+from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import get_kernel

@@ -491,6 +491,11 @@ class Job:
             found[item.name] = part
         return found
 
+    def targets(self, group: Group) -> list[torch.Tensor]:
+        """A head group's part of each result, as views; of one batch entry."""
+        states = zip(self.spec.states, self.results.make(), strict=True)
+        return [group_part(result, group, state.axis) for state, result in states]
+
     def computed(self, group: Group, gradients: Sequence[torch.Tensor]) -> Computed:
         """The inputs of a head group of one batch entry, and ``gradients`` computed from them."""
         query, key, value, out, grad_out, lse = (

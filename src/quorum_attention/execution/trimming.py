@@ -22,8 +22,8 @@ from types import MethodType
 from weakref import WeakMethod
 
 from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, Verdict
+from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.decomposition.trimming import trimmed
-from quorum_attention.execution.row_owners import count_shared
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
@@ -80,7 +80,7 @@ class Trimmed:
         n = widest = shared = self.shape.n_tokens
         if self.shape.layout == "aligned" and self.shape.tile % _BLOCK == 0:
             widest = min(n, max((stop - start for start, stop in wide), default=0))
-            shared = min(n, count_shared(wide))
+            shared = min(n, counted(covered(wide, least=2)))
         return Tally(len(sizes), sum(sizes), max(sizes, default=0), self.before, widest, shared)
 
 

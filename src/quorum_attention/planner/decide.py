@@ -20,7 +20,7 @@ import torch
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.case import Case, PassSpec, Placement, spec_of
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.routes.whole import Whole
+from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.cache import remembered

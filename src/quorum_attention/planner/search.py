@@ -12,10 +12,9 @@ from quorum_attention.decomposition import Decomposition, Layout, Pairs
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.case import Case, PassSpec, Placement
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.routes.in_place import InPlace, Together, takes_tasks
+from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole, takes_tasks
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
-from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Choice, Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import (
@@ -101,13 +100,13 @@ def refitted(
         if isinstance(schedule.route, Whole):
             return price(schedule.through_slots(case.work), case, hardware, planned.why)
         schedule, wider = schedule.through_slots(case.work), here
-    elif isinstance(schedule.route, Together) and wider == place:
+    elif isinstance(schedule.route, Blockwise) and wider == place:
         return planned
     pairs = pairs_of(case.work, case.kernel)
     trimmed = _trimmed_tally(schedule.decomposition, pairs, case)
     unchanged = schedule is planned.schedule and trimmed == schedule.trimmed
     if not (same_work and unchanged and wider == place):
-        if isinstance(schedule.route, (InPlace, Slots)):
+        if isinstance(schedule.route, (PerTask, Slots)):
             schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
         case_there = replace(case, place=wider)
         found = price(schedule, case_there, kernel_hardware(case, hardware), planned.why)
@@ -338,7 +337,7 @@ def _schedules(
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
     choice = _choice(constraints, case)
-    over: type[InPlace | Together] = InPlace if takes_tasks(kernel, work) else Together
+    over: type[PerTask | Blockwise] = PerTask if takes_tasks(kernel, work) else Blockwise
     cuts = _cuts_over_inputs(case, constraints, shapes) if over_inputs else []
     # One answer holds for all: whether a route can run does not depend on the decomposition.
     able = (
@@ -349,9 +348,9 @@ def _schedules(
     if able:
         for shape in cuts:
             routes: Sequence[Route] = able
-            if over is InPlace:
+            if over is PerTask:
                 trimmed = _trimmed_tally(shape, pairs, case)
-                routes = tuple(InPlace.offered(replace(choice, trimmed=trimmed)))
+                routes = tuple(PerTask.offered(replace(choice, trimmed=trimmed)))
             for size, route in product(sizes, routes):
                 if size.batch == 1:
                     yield schedule_of(work, shape, size, route, pinned=pinned)

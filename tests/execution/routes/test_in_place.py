@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition
-from quorum_attention.execution.routes import in_place as routes
-from quorum_attention.execution.routes.in_place import rectangles_in_place
+from quorum_attention.execution.routes import over_inputs as routes
+from quorum_attention.execution.routes.over_inputs import (
+    rectangles_in_place,
+    row_owners,
+)
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.row_owners import count_shared, row_owners
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
@@ -145,7 +147,6 @@ def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untype
         for row in range(*(one or (0, 0))):
             holders[row].append(index)
     assert found.n_shared == sum(len(who) > 1 for who in holders)
-    assert count_shared([one for one in spans if one is not None]) == found.n_shared
     assert [row for here in found.nobody for row in range(n)[here]] == [
         row for row in range(n) if not holders[row]
     ]
@@ -199,7 +200,7 @@ def test_results_are_those_through_slots(name: str, sizes, is_causal: bool) -> N
     for over_inputs in (True, False):
         kernel = InPlace(MASKS[name])
         planned = plans(given, kernel, is_causal, over_inputs)
-        route = routes.InPlace if over_inputs else Slots
+        route = routes.PerTask if over_inputs else Slots
         assert all(isinstance(p.schedule.route, route) for p in planned)
         found.append(run(given, kernel, is_causal, planned))
         assert bool(kernel.in_place) == (over_inputs and name != "nothing at all")
@@ -218,7 +219,7 @@ def test_batches_head_groups_and_strided_inputs(dtype: torch.dtype) -> None:
     kernel = InPlace(None)
     for more in ({}, {"heads_per_group": 2}):
         planned = plans(given, kernel, True, **more)
-        assert isinstance(planned[0].schedule.route, routes.InPlace)
+        assert isinstance(planned[0].schedule.route, routes.PerTask)
         out, _, *grads = run(given, kernel, True, planned)
         right = exact(given, is_causal=True, gradients=True)
         tolerance = 5e-3 if dtype == torch.float16 else 1e-4
@@ -275,7 +276,7 @@ def test_groups_that_are_done_are_not_computed_again(backward: bool) -> None:
         n, heads=4, head_dim=8, dtype=torch.float32, is_causal=True, levels=(7,), tile=8,
         over_inputs=True, heads_per_group=1, kernel=kernel, device="cpu", backward=backward,
     )  # fmt: skip
-    assert isinstance(made.schedule.route, routes.InPlace)
+    assert isinstance(made.schedule.route, routes.PerTask)
     out, lse = qa.attention_with_lse(*given.three, is_causal=True)
     reference = exact(given, is_causal=True, gradients=True)
     kernel.fail_at = {7 * 2 + 3}
@@ -374,7 +375,7 @@ def test_shared_rows_alone_have_a_state() -> None:
         kernel = InPlace(mask)
         plan = qa.plan(n, levels=(7,), heads=1, head_dim=8, dtype=torch.float16, is_causal=True,
                        kernel=kernel, device="cpu", over_inputs=True)  # fmt: skip
-        assert isinstance(plan.schedule.route, routes.InPlace)
+        assert isinstance(plan.schedule.route, routes.PerTask)
         whole = 4 * n * 9 + 4 * n
         assert plan.candidate.footprint.accumulators <= most * whole + 4 * n
     tally = plan_of_window = qa.plan(

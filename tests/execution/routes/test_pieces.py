@@ -13,7 +13,7 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition.pieces import Pieces
-from quorum_attention.execution.routes.in_place import Together
+from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.schedule import schedule_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,7 +26,7 @@ def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
         backward=backward,
     )  # fmt: skip
     route = plan.schedule.route
-    assert isinstance(route, Together)
+    assert isinstance(route, Blockwise)
     schedule = schedule_of(
         plan.work, plan.decomposition, plan.schedule.group, replace(route, pieces=pieces)
     )

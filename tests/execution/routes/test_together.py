@@ -10,7 +10,7 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.routes.in_place import Together
+from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.routes.slots import Slots
 
 
@@ -48,7 +48,7 @@ def test_results_are_those_of_one_task_after_the_other(sizes, causal, dtype) -> 
     results = []
     for over_inputs in (True, False):
         plans = [pair(n, over_inputs, backward, **shape) for backward in (False, True)]
-        route = Together if over_inputs else Slots
+        route = Blockwise if over_inputs else Slots
         assert all(isinstance(plan.schedule.route, route) for plan in plans)
         out, lse = qa.attention_with_lse(*given.three, plan=plans[0], **options)
         grads = qa.attention_backward(

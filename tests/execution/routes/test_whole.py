@@ -8,7 +8,7 @@ import torch
 from helpers_attention import inputs
 
 import quorum_attention as qa
-from quorum_attention.execution.routes import whole
+from quorum_attention.execution.routes import over_inputs
 
 
 class Elsewhere(torch.Tensor):
@@ -21,13 +21,13 @@ class Elsewhere(torch.Tensor):
 def test_an_lse_that_is_elsewhere_is_moved_for_the_scaled_backward(monkeypatch) -> None:
     """torch's efficient attention reads it where it lies, whatever that is."""
     seen = []
-    usual = whole.compute_group
+    usual = over_inputs.compute_group
 
     def compute_group(job, *rest, **named):  # type: ignore[no-untyped-def]
         seen.append(type(job.tensors["lse"]))
         return usual(job, *rest, **named)
 
-    monkeypatch.setattr(whole, "compute_group", compute_group)
+    monkeypatch.setattr(over_inputs, "compute_group", compute_group)
     n = 200  # more pairs than gradients are computed from materialised scores
     made = inputs(n, heads=2, head_dim=8, dtype=torch.float16)
     with torch.no_grad():

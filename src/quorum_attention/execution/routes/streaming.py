@@ -58,7 +58,6 @@ from quorum_attention.execution.workload import (
     GroupSize,
     Workload,
     count_groups,
-    group_part,
 )
 
 # At least the bytes of each small tensor that a scaled backward makes.
@@ -250,11 +249,7 @@ class Streaming(Route):
                 if not overflowed:
                     break
                 mover.finish(wait=True)
-                gradients = [
-                    group_part(result, group, state.axis)
-                    for state, result in zip(job.spec.states, job.results.make(), strict=True)
-                ]
-                ask, computed = asking(controller, group), job.computed(group, gradients)
+                ask, computed = asking(controller, group), job.computed(group, job.targets(group))
                 if not scaling.repeats(computed, ask, plain=True):
                     break
                 job.repeated(1)

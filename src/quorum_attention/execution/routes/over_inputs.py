@@ -1,0 +1,878 @@
+"""Routes over the inputs as they lie, on the computing device: no slots and no copies of inputs.
+
+``Whole`` is one kernel call for each head group, or for all of them together; nothing is merged.
+
+``Blockwise`` computes all tasks of a head group at once. All tasks of a level together keep every
+pair once. If the state of a whole head group fits beside the inputs, the whole sequence is cut into
+rectangles as a single task would be. These are fewer and larger than those of the tasks, and are
+read and merged in place, so far fewer kernel calls are made.
+
+``PerTask`` computes one task after the other. It needs a kernel that computes a task in one launch
+(``task_calls``). Rows that only one task has are copied from its results straight to those of the
+call. Rows that several tasks have are merged in a state first. So under a sparse mask hardly any
+rows are merged.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product, starmap
+from typing import Any, Literal
+
+import torch
+
+from quorum_attention.decomposition import Decomposition, Rectangle, Rows, Task
+from quorum_attention.decomposition.intervals import Cells, joined
+from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
+from quorum_attention.execution import call as execution
+from quorum_attention.execution.call import Job, Tools, flat_batch, operand
+from quorum_attention.execution.case import (
+    Bytes,
+    Case,
+    Load,
+    bytes_before,
+    copied_bytes,
+    corrected_bytes,
+    final_bytes,
+    in_results,
+    moved_bytes,
+    result_bytes,
+    state_bytes,
+)
+from quorum_attention.execution.control.controller import RecoveryController
+from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.scaling import Ask, GroupScaling, all_finite, asking, scales
+from quorum_attention.execution.schedule import Choice, Route, Schedule
+from quorum_attention.execution.trimming import Tally
+from quorum_attention.execution.workload import (
+    Axis,
+    Group,
+    GroupSize,
+    Workload,
+    count_groups,
+    group_part,
+    groups,
+)
+from quorum_attention.kernels.bias import join_sinks_
+from quorum_attention.kernels.protocol import Call, InnerKernel, Saved, TaskTensors
+from quorum_attention.kernels.reference import SMALL, backward_bytes, exact_carrier, whole_backward
+from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.tensors import copy_on_device
+from quorum_attention.kernels.torch_private import capturing
+
+# At least the bytes of each small tensor that a scaled backward makes for a head group.
+_SMALL_BYTES = 512
+
+
+def all_rectangles(
+    work: Workload, shape: Decomposition, pieces: Pieces = "halves"
+) -> tuple[Task, tuple[Rectangle, ...]]:
+    """The whole sequence as one task, and rectangles of it that hold every pair of a call."""
+    return pieces_of(shape, pieces, work.is_causal, work.n_queries, work.n_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class OverInputs(Route):
+    """A route over the inputs as they lie."""
+
+    @abstractmethod
+    def computing(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Callable[[Group], Iterable[int]]:
+        """A function that computes a head group, and yields how many of its tasks are done."""
+
+    def run(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Iterator[int]:
+        """Compute the head groups that are left, one after the other."""
+        done, every = 0, len(controller.groups_left) * schedule.decomposition.n_tasks
+        compute = self.computing(job, schedule, controller, tools)
+        for group in controller.whole_groups():
+            for tasks in compute(group):
+                done += tasks
+                job.tell(done, every)
+                yield tasks
+
+
+# --- One kernel call for each head group ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(OverInputs):
+    """One kernel call for each head group, or for all of them together; no sequence is cut.
+
+    Attributes:
+        otherwise: the slots that the pass goes through where it cannot run this way.
+    """
+
+    otherwise: Slots = field(default_factory=Slots)
+
+    words = "inputs in place, nothing to merge"
+    recovery = "monolithic call out of memory", "depth 0 -> 1"
+    accumulators = "none"
+    measured = False
+
+    @property
+    def n_cap(self) -> int:
+        """Slots of ``otherwise``."""
+        return self.otherwise.n_cap
+
+    @property
+    def accumulator(self) -> Home:
+        """Where the travelling state of ``otherwise`` lives."""
+        return self.otherwise.accumulator
+
+    def check(self, shape: Decomposition, group: GroupSize) -> None:
+        """Refuse a decomposition into several tasks."""
+        if shape.depth:
+            raise ValueError(f"levels {shape.levels} are not one whole call")
+
+    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """All queries and all keys: there is one rectangle."""
+        return work.n_queries, work.n_keys
+
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether one kernel call can take all of a head group and give its results."""
+        work = case.work
+        if not case.place.in_place or (case.spec.backward and not _gives_results(case)):
+            return False
+        # With several batch dimensions a tensor may have no view (b, heads, n, d).
+        every = schedule.is_all(work) and len(work.batch_shape) <= 1
+        if not case.kernel.takes_whole(
+            work.heads, work.kv_heads, work.n_tokens, work.mask is not None, every
+        ):
+            return False
+        # One rectangle has to hold all queries and keys. With more keys than queries a causal one
+        # leaves keys out, and operators differ on what they do with those.
+        _, rectangles = all_rectangles(work, schedule.decomposition)
+        return [(r.n_queries, r.n_keys) for r in rectangles] == [(work.n_queries, work.n_keys)]
+
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+        """Results take nothing more where the kernel's own are returned: those of all head groups
+        in one call, in the right dtype."""
+        work = case.work
+        workspace = case.workspace(replace(schedule.extent(work), direct=True))
+        accumulators: list[int] = []
+        for item in case.spec.inputs:
+            if item.of_state:
+                # The lse: two copies with -inf replaced, and the mask that finds it.
+                size = item.count(work) * work.state_dtype.itemsize
+                accumulators += [size, size, item.count(work)]
+        exactly = case.spec.backward and _exactly(work, case.kernel)
+        if exactly:
+            extent = replace(schedule.extent(work), direct=True)
+            workspace = max(workspace, backward_bytes(case.call_shape, extent, SMALL))
+        if case.scaled:
+            # If the kernel's gradients are not finite, they are computed again head by head.
+            one = replace(schedule, group=GroupSize(1, 1))
+            accumulators += scaled_bytes(case, one.group)
+            workspace = max(workspace, case.workspace(one.extent(work)))
+        results = result_bytes(case)
+        if not schedule.is_all(work):
+            results += final_bytes(case)
+        elif case.place.result_dtype == work.dtype and not (
+            case.scaled or exactly or _widened(case)
+        ):
+            results = ()
+        given = (*bytes_before(case), *copied_bytes(case, schedule.group))
+        return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
+
+    def load(self, schedule: Schedule, case: Case) -> Load:
+        """Kernel calls, and nothing else."""
+        units = count_groups(case.work, schedule.group)
+        return Load(units=units, uncut=True, merges=False)
+
+    def slots(self, **changes: Any) -> Slots:
+        """Those of ``otherwise``."""
+        return self.otherwise.slots(**changes)
+
+    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
+        """One level of tasks, through one slot."""
+        return schedule.deeper(work).changed(n_cap=1)
+
+    def groups(self, job: Job, schedule: Schedule) -> list[Group]:
+        """One for each kernel call.
+
+        If an input has no view (b, heads, n, d), there is at least one for each batch entry.
+        """
+        work = job.call.work
+        rows = (job.tensors[item.name] for item in job.spec.inputs if item.width != "one")
+        size = schedule.group
+        if not schedule.is_all(work) or any(flat_batch(t) is None for t in rows):
+            size = replace(size, batch=1)
+        return list(groups(work, size))
+
+    def computing(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Callable[[Group], Iterable[int]]:
+        """One kernel call; the scaled backward, head by head, where its gradients overflow."""
+        call, work = job.call, job.call.work
+        task, (rectangle,) = all_rectangles(work, schedule.decomposition)
+        every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
+        lse = job.tensors.get("lse")
+        if lse is not None:
+            lse = without_empty_rows(lse.to(call.device))
+
+        def compute(group: Group) -> tuple[int]:
+            alone = None if group == every else group
+            bias = job.bias(group, task)(rectangle)
+            parts = None
+            if alone is None and lse is not None and _exactly(work, call.kernel):
+                parts = _materialised(job, lse, bias)
+            if parts is None:
+                parts = _of_call(job, alone, lse, rectangle.causal, bias)
+            if parts is None:
+                job.repeated(1)
+                _scaled(job, schedule, group, controller, tools)
+            elif alone is None:
+                job.results.take(parts)
+            else:
+                for target, part in zip(job.targets(group), parts, strict=True):
+                    target.copy_(part)
+            return (1,)
+
+        return compute
+
+
+def _widened(case: Case) -> bool:
+    """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
+    return case.work.sinks and not case.spec.backward and case.work.dtype != case.work.state_dtype
+
+
+def _gives_results(case: Case) -> bool:
+    """Whether the kernel's gradients can be the results as they are.
+
+    They cannot if the gradient is divided, or if a backward that has to be scaled returns more than
+    the kernel's 16 bits.
+    """
+    exact = case.place.result_dtype == case.work.dtype or not case.scaled
+    return exact and not case.place.is_divided
+
+
+def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
+    """Computes a call by one kernel call without a schedule, for calls so short that making one
+    would take longer.
+
+    Args:
+        job: with at most one batch dimension, and an upstream gradient in the inputs' dtype.
+
+    Returns:
+        The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
+        to rows of their own.
+    """
+    call, lse = job.call, job.tensors.get("lse")
+    if lse is not None:
+        lse = without_empty_rows(lse)
+    mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
+    if lse is not None and materialises(call.work, call.kernel):
+        parts = _materialised(job, lse, mask)
+    else:
+        parts = _of_call(job, None, lse, call.work.is_causal, mask)
+    return None if parts is None else job.results.take(parts)
+
+
+def materialises(work: Workload, kernel: InnerKernel) -> bool:
+    """Whether ``at_once`` takes the gradients of such a call from materialised scores."""
+    if not kernel.small_gradients or work.dropout or work.sinks:
+        return False
+    # In float64 as large as calls of 16 bits may be.
+    narrow = replace(work, dtype=torch.float16) if work.dtype == torch.float64 else work
+    return corrected_bytes(narrow, kernel) > 0
+
+
+def _exactly(work: Workload, kernel: InnerKernel) -> bool:
+    """Whether a plan's backward of 16 bits takes its gradients from materialised scores: without a
+    plan it would, and a carrier of few columns holds less of delta. Not if
+    columns take from delta: what the carrier has of them is in others."""
+    return work.dtype.itemsize == 2 and not work.columns and materialises(work, kernel)
+
+
+def _materialised(
+    job: Job, lse: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...] | None:
+    call, three = job.call, (job.call.query, job.call.key, job.call.value)
+    grad_out, out = job.tensors["grad_out"], job.tensors["out"]
+    return materialised(call.work, call.scale, grad_out, three, out, lse, bias)
+
+
+def materialised(
+    work: Workload,
+    scale: float,
+    grad_out: torch.Tensor,
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...] | None:
+    """The gradients of ``three`` in a small backward, (b, heads, n, d) each, not rounded; None if
+    one is not finite: operators keep NaN to the rows that have it.
+
+    Args:
+        lse: 0 in rows without keys.
+    """
+    query, key, value = [_four(t, work) for t in three]
+    call = Call(query, key, value, work.is_causal, scale, bias, lse.dtype)
+    saved = Saved(*[_four(t, work) for t in (grad_out, out, lse)])
+    parts = whole_backward(call, saved, replace(SMALL, columns=work.columns))
+    return parts if all_finite(parts) else None
+
+
+@torch.no_grad()
+def corrected_output(
+    call: execution.Call, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """What kernels compute an exact delta from in the place of ``out`` (kernels/reference.py)."""
+    work = call.work
+    query, key, value = (_four(t, work) for t in (call.query, call.key, call.value))
+    mask = call.mask
+    bias = None if mask is None else mask.whole(work.dtype, call.device, work.batch_shape)
+    one = Call(query, key, value, work.is_causal, call.scale, bias, dropout=call.dropout)
+    saved = Saved(*(_four(t, work) for t in (grad_out, out.to(work.dtype), lse.to(out.device))))
+    return exact_carrier(one, saved, work.columns).view(out.shape)
+
+
+def _of_call(
+    job: Job,
+    group: Group | None,
+    lse: torch.Tensor | None,
+    causal: bool,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...] | None:
+    """One kernel call: the results of ``group``, or of the whole call for None.
+
+    Returns:
+        None if gradients that may have to be scaled are not finite.
+    """
+    call, work = job.call, job.call.work
+    given = {}
+    for item in job.spec.inputs:
+        name = item.name
+        tensor = lse if name == "lse" and lse is not None else job.tensors[name]
+        part = _four(tensor, work) if group is None else group_part(tensor, group, item.axis)
+        given[name] = operand(part, work.dtype) if item.copied else part
+    dropout = call.dropout if group is None else job.dropout(group)
+    joins = not job.spec.backward and call.sinks is not None
+    one = Call(
+        given["query"], given["key"], given["value"], causal, call.scale, bias,
+        # Unrounded where the kernel can, because the sinks come after.
+        work.state_dtype if joins else job.results.dtype, dropout,
+    )  # fmt: skip
+    parts = job.spec.of_call(call.kernel, one, given)
+    if joins and call.sinks is not None:
+        sinks = call.sinks if group is None else call.sinks[group.query_heads]
+        join_sinks_(parts[0], parts[1], sinks)
+    if job.scaled and not capturing(call.device) and not all_finite(parts):
+        return None
+    return parts
+
+
+def _four(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
+    """A view of ``tensor`` (*batch, heads, ...) as (b, heads, ...)."""
+    dims = len(work.batch_shape)
+    if dims == 1:
+        return tensor
+    return tensor.reshape(work.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
+
+
+def without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
+    """``lse`` as operators take it."""
+    # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is 0,
+    # not NaN.
+    return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
+
+
+def _scaled(
+    job: Job, schedule: Schedule, group: Group, controller: RecoveryController, tools: Tools
+) -> None:
+    """Compute a head group by the scaled backward, head by head."""
+    # Where the forward's state was in host memory, so is its lse.
+    here = job.tensors["lse"].to(job.call.device)
+    job = replace(job, tensors={**job.tensors, "lse": here})
+    task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
+    job.results.make()
+    for entry in group.entries:
+        for head in range(group.kv_start, group.kv_stop):
+            one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
+            tensors = job.task(schedule.limits, one, tools, task, rectangles)
+            compute_group(job, tensors, one, tools, asking(controller, group, part=one))
+
+
+# --- Tasks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks(OverInputs):
+    """Several tasks. A head group has one batch entry."""
+
+    recovery = "inputs in place: out of memory", "through slots"
+
+    def check(self, shape: Decomposition, group: GroupSize) -> None:
+        """Refuse a decomposition without levels, and a head group of several batch entries."""
+        if not shape.depth:
+            raise ValueError("there is nothing to merge of one whole call")
+        if group.batch != 1:
+            raise ValueError(f"a head group has to be of one batch entry, got {group.batch}")
+
+    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Most queries and most keys of the rectangles of all tasks together."""
+        _, rectangles = all_rectangles(work, shape)
+        return (
+            max((r.n_queries for r in rectangles), default=1),
+            max((r.n_keys for r in rectangles), default=1),
+        )
+
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether all inputs can be read where they lie, and the call has no mask."""
+        return case.work.mask is None and case.place.in_place and case.place.lse_here
+
+    def results(self, schedule: Schedule, case: Case) -> tuple[int, ...]:
+        """Bytes of the results, and of the copies of inputs that a pass makes."""
+        rows = self.rows_copied(schedule, case)
+        copied = copied_bytes(case, schedule.group, rows)
+        return *bytes_before(case), *copied, *result_bytes(case)
+
+    def rows_copied(self, schedule: Schedule, case: Case) -> int | None:
+        """Most rows of a head that are copied at a time where operators cannot read an input; None:
+        all rows of a head group."""
+        return None
+
+    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
+        """The same tasks through slots."""
+        return schedule.through_slots(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Blockwise(_Tasks):
+    """All tasks of a head group as one.
+
+    Attributes:
+        streams: kernel calls in flight at once.
+        pieces: how their rectangles are laid out.
+    """
+
+    streams: int = 1
+    pieces: Pieces = "halves"
+
+    words = "inputs in place, all tasks of a head group at once"
+
+    def __post_init__(self) -> None:
+        if self.streams < 1:
+            raise ValueError(f"streams must be at least 1, got {self.streams}")
+
+    @classmethod
+    def offered(cls, choice: Choice) -> Iterator[Blockwise]:
+        """Those that a search tries: every combination."""
+        return starmap(cls, product(choice.streams, choice.pieces))
+
+    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Halved rectangles are as they come; others have a chunk of queries, or of both."""
+        if self.pieces == "halves":
+            return _Tasks.limits(self, shape, work)
+        chunk = largest_chunk(shape)
+        keys = chunk if self.pieces == "blocks" else work.n_keys
+        return min(chunk, work.n_queries), min(keys, work.n_keys)
+
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether all inputs can be read where they lie. Under a mask only small rectangles are
+        of use: each has a part of the mask in the inputs' dtype."""
+        maskless = case.work.mask is None or self.pieces != "halves"
+        return maskless and case.place.in_place and case.place.lse_here
+
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+        """The states of one head group, and the results of all."""
+        states = scaled_bytes if case.scaled else merged_bytes
+        return Bytes(
+            self.streams * case.workspace(schedule.extent(case.work)),
+            0,
+            (*states(case, schedule.group), *final_bytes(case)),
+            self.results(schedule, case),
+        )
+
+    def rows_copied(self, schedule: Schedule, case: Case) -> int | None:
+        """The rows of a rectangle, if rectangles are small and the kernel copies by itself."""
+        small = self.pieces != "halves" and case.kernel.any_upstream
+        return schedule.max_queries if small else None
+
+    def load(self, schedule: Schedule, case: Case) -> Load:
+        """Each head group is one unit."""
+        units = count_groups(case.work, schedule.group)
+        return Load(units=units, at_once=self.pieces, begun=units)
+
+    def slots(self, **changes: Any) -> Slots:
+        """One slot, with as many calls in flight."""
+        return Slots(1, "device", self.streams).slots(**changes)
+
+    def computing(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Callable[[Group], Iterable[int]]:
+        """All tasks as one."""
+        job.results.make()
+        task, rectangles = all_rectangles(job.call.work, schedule.decomposition, self.pieces)
+        copied = self.rows_copied(schedule, job.case) is None
+
+        def compute(group: Group) -> tuple[int]:
+            tensors = job.task(schedule.limits, group, tools, task, rectangles)
+            compute_group(job, tensors, group, tools, asking(controller, group), copied=copied)
+            return (schedule.decomposition.n_tasks,)
+
+        return compute
+
+
+def merged_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
+    """Bytes of the states that ``compute_group`` allocates."""
+    return () if in_results(case) else state_bytes(case, group)
+
+
+def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
+    """Bytes of what ``compute_group`` allocates where it is scaled: the states, a copy of the input
+    that is divided, and a few numbers for every head."""
+    spec, work = case.spec, case.work
+    divided = next(item for item in spec.inputs if item.name == spec.divided)
+    copy = divided.count(work, group) * work.element_bytes
+    return (*merged_bytes(case, group), copy, *(_SMALL_BYTES,) * 4)
+
+
+def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
+    """``target``, filled; where each head begins otherwise, it is (1, h, rows)."""
+    return target.copy_(fill.squeeze(-1)) if isinstance(fill, torch.Tensor) else target.fill_(fill)
+
+
+def compute_group(
+    job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask, *, copied: bool = True
+) -> None:
+    """Compute a head group and write its results.
+
+    Args:
+        task: all of the head group.
+        ask: decides whether a scaled group that overflowed runs again (execution/scaling.py).
+        copied: whether to copy inputs that operators cannot read; if not, the kernel does.
+    """
+    call, work, spec = job.call, job.call.work, job.spec
+    given = job.operands(group, copied=copied)
+    # In a scaled backward: what is divided, from and to.
+    upstream = divided = scaling = None
+    if job.scaled and spec.divided is not None:
+        upstream = given[spec.divided]
+        divided = torch.empty(upstream.shape, dtype=work.dtype, device=call.device)
+        given[spec.divided] = divided
+        scaling = GroupScaling(work, call.device, (task.value.shape[0], task.value.shape[1]))
+    targets = job.targets(group)
+    own = in_results(job.case)
+    states = [
+        # A result in the state's dtype is its own state.
+        _begun(target, job.fill(state, group))
+        if state.over is None or own
+        else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)
+        for state, target in zip(spec.states, targets, strict=True)
+    ]
+    while True:
+        told = Scaling()
+        if scaling is not None and divided is not None and upstream is not None:
+            with tools.clock.timed("gather"):
+                copy_on_device(divided, upstream)
+                told = scaling.divide_(divided, task.value)
+        with tools.clock.timed("compute"):
+            spec.accumulate(call.kernel, task, given, states, told)
+        if scaling is None or not scaling.overflowed():
+            break
+        if not scaling.repeats(job.computed(group, states), ask):
+            break
+        job.repeated(1)
+        for state in states:
+            state.zero_()
+    with tools.clock.timed("scatter"):
+        for spec_of_state, target, made in zip(spec.states, targets, states, strict=True):
+            if spec_of_state.over is not None:
+                factor = job.factor(group, spec_of_state.axis)
+                if factor is not None:
+                    made.mul_(factor)
+                if not own:
+                    target.copy_(made)
+
+
+def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
+    """Whether ``kernel`` can compute tasks of such a call in place. Scaled ones it cannot."""
+    return kernel.takes_tasks(work.dtype) and not scales(kernel, work)
+
+
+@lru_cache(maxsize=64)
+def rectangles_in_place(
+    work: Workload, shape: Decomposition
+) -> tuple[Task, tuple[tuple[Rectangle, ...], ...]]:
+    """The whole sequence as one task, and the rectangles of every task of ``shape`` in it."""
+    found = [
+        tuple(
+            Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
+            for r in task.rectangles(work.is_causal, work.n_queries, work.n_keys)
+            for queries, keys, causal in task.contiguous(r)
+        )
+        for task in shape.tasks()
+    ]
+    return Decomposition(shape.n_tokens).task(()), tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class PerTask(_Tasks):
+    """The tasks of a head group one after the other.
+
+    Attributes:
+        trimmed: sizes of the tasks trimmed by the kernel's mask; None: they are not trimmed.
+    """
+
+    trimmed: Tally | None = None
+
+    words = "inputs in place, task by task"
+
+    @classmethod
+    def offered(cls, choice: Choice) -> Iterator[PerTask]:
+        """The only one that a search tries."""
+        yield cls(choice.trimmed)
+
+    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Rows from the first token of a task to its last, for the task with most of them."""
+        tokens = work.n_tokens if self.trimmed is None else self.trimmed.widest
+        return min(tokens, work.n_queries), min(tokens, work.n_keys)
+
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether no gradient is divided or scaled either, and the kernel takes whole tasks."""
+        here = _Tasks.runs(self, schedule, case) and not case.place.is_divided
+        return here and takes_tasks(case.kernel, case.work)
+
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+        """Besides the results, only rows that several tasks have need a state."""
+        shared = None if self.trimmed is None else self.trimmed.shared
+        return Bytes(
+            case.workspace(replace(schedule.extent(case.work), direct=True)),
+            0,
+            (*state_bytes(case, schedule.group, shared, all_states=True), *final_bytes(case)),
+            self.results(schedule, case),
+        )
+
+    def load(self, schedule: Schedule, case: Case) -> Load:
+        """Each task is a unit: its results are copied once more, by a few copies."""
+        units = count_groups(case.work, schedule.group) * schedule.n_tasks
+        return Load(
+            units=units,
+            merges=False,
+            rewritten=schedule.visits(case.work) * moved_bytes(case)[1],
+            set_up=units,
+            copies=4,
+            begun=units,
+        )
+
+    def slots(self, **changes: Any) -> Slots:
+        """One slot, for the same tasks."""
+        return Slots(1, "device", 1, self.trimmed).slots(**changes)
+
+    def computing(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Callable[[Group], Iterable[int]]:
+        """Task by task."""
+        job.results.make()
+        whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
+
+        def compute(group: Group) -> Iterator[int]:
+            one = job.task(schedule.limits, group, tools, whole, ())
+            tasks = [replace(one, rectangles=rectangles) for rectangles in every]
+            return _compute_tasks(job, group, tasks, tools)
+
+        return compute
+
+
+def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tools) -> Iterator[int]:
+    """Compute the tasks of a head group, merge the rows that several of them have, and write the
+    results. Yields 1 for each task."""
+    call, spec, work = job.call, job.spec, job.call.work
+    lengths = {"query": work.n_queries, "key": work.n_keys}
+    owners = {
+        axis: row_owners(spans, lengths[axis]) for axis, spans in _spans(call.kernel, tasks).items()
+    }
+    held = [owners[state.axis] for state in spec.states]
+    results, given = job.targets(group), job.operands(group)
+    states = [
+        torch.empty(
+            (1, result.shape[1], rows.n_shared, *result.shape[3:]),
+            dtype=work.state_dtype,
+            device=call.device,
+        )
+        for result, rows in zip(results, held, strict=True)
+    ]
+    sinks = None
+    if call.sinks is not None and not spec.backward:
+        sinks = call.sinks[group.query_heads]
+    for number, task in enumerate(tasks):
+        pieces = [rows.tasks[number] for rows in held]
+        if pieces[0]:
+            with tools.clock.timed("compute"):
+                parts = spec.of_task(call.kernel, task, given)
+                if sinks is not None:
+                    _take_in(parts, sinks, pieces[0])
+                with tools.clock.timed("merge"):
+                    for together in spec.combined:
+                        _combine(
+                            spec.combine,
+                            [states[index] for index in together],
+                            [parts[index] for index in together],
+                            pieces[together[0]],
+                        )
+            with tools.clock.timed("scatter"):
+                for made in zip(results, parts, states, pieces, strict=True):
+                    _put(*made)
+            # Freed before the next task is computed.
+            del parts, made
+        yield 1
+    for state, result, rows in zip(spec.states, results, held, strict=True):
+        fill = job.fill(state, group)
+        for here in rows.nobody:
+            result[:, :, here] = fill.squeeze(-1) if isinstance(fill, torch.Tensor) else fill
+
+
+def _spans(
+    kernel: InnerKernel, tasks: list[TaskTensors]
+) -> dict[Axis, list[tuple[int, int] | None]]:
+    """For every task the [start, stop) of its queries and of its keys; None if it keeps no pair."""
+    found = [kernel.task_span(task) for task in tasks]
+    return {
+        "query": [None if one is None else (one[0].start, one[0].stop) for one in found],
+        "key": [None if one is None else (one[1].start, one[1].stop) for one in found],
+    }
+
+
+# These are functions so that their views of a part are gone when they return: views left over
+# would keep the part's memory while the next task is computed.
+
+
+def _take_in(
+    parts: tuple[torch.Tensor, ...], sinks: torch.Tensor, pieces: tuple[HeldRows, ...]
+) -> None:
+    """Take the sinks into the rows of (out, lse) that no task before has."""
+    for piece in pieces:
+        if piece.holder in ("first", "only"):
+            out, lse = (part[:, :, piece.part] for part in parts)
+            join_sinks_(out, lse, sinks)
+
+
+def _combine(
+    combine: Callable[..., None],
+    states: list[torch.Tensor],
+    parts: list[torch.Tensor],
+    pieces: tuple[HeldRows, ...],
+) -> None:
+    """Merge a task's parts of the rows that several tasks have into the states of those rows."""
+    for piece in pieces:
+        there = [state[:, :, piece.state] for state in states]
+        mine = [part[:, :, piece.part] for part in parts]
+        if piece.holder == "first":
+            for state, part in zip(there, mine, strict=True):
+                state.copy_(part)
+        elif piece.holder != "only":
+            combine(*there, *mine)
+
+
+def _put(
+    target: torch.Tensor, part: torch.Tensor, state: torch.Tensor, pieces: tuple[HeldRows, ...]
+) -> None:
+    """Copy final rows to a result: rows that only this task has, and those no later task has."""
+    for piece in pieces:
+        if piece.holder == "only":
+            copy_on_device(target[:, :, piece.rows], part[:, :, piece.part])
+        elif piece.holder == "last":
+            target[:, :, piece.rows].copy_(state[:, :, piece.state])
+
+
+# --- Which rows are held by one task, and which by several ----------------------------------------
+
+Holder = Literal["only", "first", "next", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """Neighbouring rows of one task, all with the same ``holder``.
+
+    Attributes:
+        holder: which of the tasks that hold these rows this task is, in the order of tasks.
+        where: the rows in the sequence, and their position in the task.
+        state_start: position of the first row among all shared rows (those of several tasks).
+    """
+
+    holder: Holder
+    where: Rows
+    state_start: int
+
+    @property
+    def rows(self) -> slice:
+        """The rows in the sequence."""
+        return slice(self.where.start, self.where.stop)
+
+    @property
+    def part(self) -> slice:
+        """Their positions in the task."""
+        return slice(self.where.local, self.where.local + self.where.length)
+
+    @property
+    def state(self) -> slice:
+        """Their positions among all shared rows; empty if only this task holds them."""
+        length = 0 if self.holder == "only" else self.where.length
+        return slice(self.state_start, self.state_start + length)
+
+    def continued(self, after: HeldRows) -> HeldRows | None:
+        """Both as one, if ``after`` follows these rows and has the same holder; else None. Such
+        rows are neighbours among the shared rows too."""
+        where = self.where.continued(after.where) if after.holder == self.holder else None
+        return None if where is None else HeldRows(self.holder, where, self.state_start)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The rows of all tasks.
+
+    Attributes:
+        tasks: the rows of each task, in order; empty for a task without rows.
+        n_shared: how many rows several tasks hold.
+        nobody: the rows that no task holds.
+    """
+
+    tasks: tuple[tuple[HeldRows, ...], ...]
+    n_shared: int
+    nobody: tuple[slice, ...]
+
+
+def row_owners(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
+    """The rows of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
+    return _row_owners(tuple(spans), n)
+
+
+@lru_cache(maxsize=64)
+def _row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
+    cells = Cells([0, n, *(edge for span in spans if span is not None for edge in span)])
+    holders: list[list[tuple[int, int]]] = [[] for _ in range(len(cells))]
+    for index, span in enumerate(spans):
+        if span is not None:
+            for cell in cells.of(*span):
+                holders[cell].append((index, span[0]))
+    tasks: list[list[HeldRows]] = [[] for _ in spans]
+    nobody: list[slice] = []
+    n_shared = 0
+    for number, holding in enumerate(holders):
+        start, stop = cells[number]
+        if not holding:
+            nobody.append(slice(start, stop))
+        for turn, (index, first) in enumerate(holding):
+            where = Rows(start, stop, start - first)
+            tasks[index].append(HeldRows(_holder(turn, len(holding)), where, n_shared))
+        n_shared += stop - start if len(holding) > 1 else 0
+    held = (tuple(joined(rows, HeldRows.continued)) for rows in tasks)
+    return Shares(tuple(held), n_shared, tuple(nobody))
+
+
+def _holder(number: int, count: int) -> Holder:
+    if count == 1:
+        return "only"
+    if number == 0:
+        return "first"
+    return "last" if number == count - 1 else "next"
