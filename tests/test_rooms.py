@@ -27,7 +27,7 @@ FLOORS = (
     ("passes",),
     ("autograd", "blocks"),
     ("devices", "direct"),
-    ("pool", "traced"),
+    ("operator", "pool"),
     ("api",),
     ("sdpa",),
     ("checking", "distributed", "files", "ray", "verification"),

@@ -10,7 +10,6 @@ import torch
 from helpers_attention import assert_close, inputs
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -297,10 +296,6 @@ def test_functions_of_a_mask_know_the_entries_of_their_own_batch(call: dict[str,
     assert_close(vmap(vmap(ours))(q[None], k[None], v[None]), wanted(q, k, v)[None], 1e-12)
     own, right = (torch.stack(vmap(grad(loss(f), (0, 1, 2)))(q, k, v)) for f in (ours, wanted))
     assert_close(own, right, 1e-11)
-    graph = make_fx(vmap(grad(loss(ours), (0, 1, 2))))(q, k, v)
-    assert_close(torch.stack(graph(q, k, v)), right, 1e-11)
-    graph = make_fx(vmap(vmap(ours)))(q[None], k[None], v[None])
-    assert_close(graph(q[None], k[None], v[None])[0], wanted(q, k, v), 1e-12)
 
 
 def test_a_kernel_of_a_function_of_the_entry_is_not_mapped() -> None:
@@ -319,8 +314,6 @@ def test_a_kernel_of_a_function_of_the_entry_is_not_mapped() -> None:
     for kernel in kernels:
         with pytest.raises(NotImplementedError, match="a function of the batch entry"):
             vmap(partial(qa.attention, kernel=kernel))(q, k, v)
-        with pytest.raises(NotImplementedError, match="a function of the batch entry"):
-            make_fx(vmap(partial(qa.attention, kernel=kernel)))(q, k, v)(q, k, v)
     alike = qa.from_score_mod(lambda score, b, h, q, k: score * 2, lambda b, h, q, k: q >= k)
     found = vmap(partial(qa.attention, kernel=alike))(q, k, v)
     assert_close(found, sdpa(2 * q, k, v, is_causal=True), 1e-12)

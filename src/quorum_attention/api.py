@@ -18,9 +18,9 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask
+from quorum_attention.operator import as_operator
 from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.planner.plan import Plan
-from quorum_attention.traced import as_operator
 
 _AUTO = "auto"
 _Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any]
@@ -113,7 +113,8 @@ def attention(
         NotImplementedError: no kernel here supports the call; the message says what would. Also
             under torch.jit.trace, and for forward-mode and second derivatives. torch.vmap and
             torch.func.grad work. torch.compile, torch.export, make_fx and fake tensors see one
-            operator (docs/programs.md); with ``out`` or arrays torch.compile breaks its graph.
+            operator (docs/programs.md); with ``out``, arrays or objects torch.compile breaks its
+            graph.
         BudgetError: the budget is too small; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
 

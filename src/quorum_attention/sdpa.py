@@ -35,7 +35,7 @@ from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
 from quorum_attention.mask import Mask
-from quorum_attention.traced import as_operator
+from quorum_attention.operator import as_operator
 
 _Sdpa = Callable[..., torch.Tensor]
 _NAMES = (

@@ -4,26 +4,27 @@
 know the shapes of their results (for fake tensors), the forward its derivative, and both how to be
 mapped. They are used where a call is traced (torch.compile, torch.export, make_fx, fake tensors) or
 where selective checkpoints choose among operators. All else calls ``autograd`` directly, which is
-quicker.
+quicker. (``torch.library.custom_op`` would be shorter, but has no derivative under torch.func.)
 
-Operators take tensors and plain values only, so what else a call says is a string
-(``call/spelled.py``). They are checked, planned and run when the graph runs: a budget holds then,
-and settings (``using``) are those of then. The forward returns the number of its settings as a
-tensor, so that its backward has the same.
+Operators take tensors and plain values only. So options and a ``Mask`` are encoded as one string of
+literals; whole numbers and tensors, which may differ from call to call in one graph, are arguments
+of their own. Objects (a kernel, a plan, a report, a function) cannot be said: such a call is no
+operator. They are checked, planned and run when the graph runs: a budget holds then, and settings
+(``using``) are those of then. The forward returns what its backward has to know of that as a
+tensor: which settings, which kernel.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from threading import Lock
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import library
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -41,9 +42,6 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Settings, current
-from quorum_attention.call.spelled import Parts, count, objects_of, read
-from quorum_attention.call.transforms import refuse_learned
-from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
@@ -52,14 +50,14 @@ NAME = "quorum_attention"
 _Result = TypeVar("_Result")
 # Tensors beside the inputs that may be there: additive or boolean mask, sinks, seed of dropout.
 _OTHERS = "Tensor? attn_mask, Tensor? sinks, Tensor? seed, Tensor[] parts"
-# The last four: whether gradients were recorded where the call was written, and which gradients are
-# asked for: any at all, of the mask, of the sinks.
+# ``mapped``: how many dimensions torch.vmap has added in front. The last three: whether gradients
+# were recorded where the call was written, and whether those of mask and sinks are asked for.
 _CALL = (
     "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
-    "str options, SymInt[] numbers, bool followed, bool recorded, bool of_mask, bool of_sinks"
+    "str options, SymInt[] numbers, int mapped, bool recorded, bool of_mask, bool of_sinks"
 )
-# Where the numbers are in it; the options, and ``followed``, among all arguments.
-_NUMBERS, _OPTIONS, _FOLLOWED = 6, 12, 14
+# Where ``mapped`` is in it.
+_MAPPED = 7
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = tuple(
     getattr(torch.Tag, name)
@@ -69,11 +67,11 @@ _TAGS = tuple(
 _SCHEMAS = {
     "attention": (
         f"(Tensor query, Tensor key, Tensor value, {_OTHERS}, {_CALL}) -> "
-        f"(Tensor out, Tensor lse, Tensor settings)"
+        f"(Tensor out, Tensor lse, Tensor known)"
     ),
     "attention_backward": (
         f"(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-        f"Tensor lse, Tensor settings, {_OTHERS}, {_CALL}) -> Tensor[]"
+        f"Tensor lse, Tensor known, {_OTHERS}, {_CALL}) -> Tensor[]"
     ),
 }
 
@@ -93,14 +91,16 @@ def as_operator(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(out, lse) of a call by the operator; arguments as those of ``api.attention``. None where an
     option cannot be said to an operator."""
-    parts = Parts()
     attn_mask = as_mask(attn_mask, query, key)
     described = attn_mask if isinstance(attn_mask, Mask) else None
     mask = attn_mask if described is None else described.bias
     sinks = None if described is None else described.sinks
-    options = parts.spelled(written, described)
-    if options is None:
-        return None
+    encoder, options = _Encoder(), ""
+    if described is not None or not written.says_nothing:
+        form = [encoder.encode(value) for value in (*written[:-1], described)]
+        if not encoder.is_plain:
+            return None
+        options = _text(tuple(form))
     seed = None
     if dropout_p > 0.0:
         # An operator of its own, so that whoever recomputes a graph takes care of it as of any
@@ -111,10 +111,83 @@ def as_operator(
     query, key, value, grouped, without_heads, _ = arranged(query, key, value, enable_gqa)
     # Whether gradients are asked for is seen where autograd sees the operator.
     out, lse, _ = torch.ops.quorum_attention.attention(
-        query, key, value, mask, sinks, seed, parts.tensors, float(dropout_p), scale, is_causal,
-        grouped, out_dtype, options, parts.numbers, torch.is_grad_enabled(), False, False, False,
+        query, key, value, mask, sinks, seed, encoder.tensors, float(dropout_p), scale, is_causal,
+        grouped, out_dtype, options, encoder.numbers, 0, False, False, False,
     )  # fmt: skip
     return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
+
+
+# --- Options and masks as a string --------------------------------------------------------------
+
+# Fields of a Mask that are encoded; its bias and its sinks are arguments of their own.
+_FIELDS = (
+    "causal", "offset", "window", "chunk", "documents", "key_lengths", "key_padding", "keeps",
+    "either", "every", "softcap",
+)  # fmt: skip
+
+
+class _Encoder:
+    """Takes whole numbers and tensors out of values. (torch's compiler traces its use.)
+
+    Attributes:
+        numbers, tensors: in the order in which they were met.
+        is_plain: whether no other object was met.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        self.is_plain = True
+
+    def encode(self, value: Any) -> Any:
+        """``value`` in literals, with numbers and tensors replaced by where they are."""
+        if value is None or isinstance(value, (str, bool, float)):
+            return value
+        if isinstance(value, int):
+            self.numbers.append(value)
+            return ("number", len(self.numbers) - 1)
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return ("tensor", len(self.tensors) - 1)
+        if isinstance(value, torch.device):
+            return ("device", (value.type, value.index))
+        if isinstance(value, Mask):
+            return ("mask", tuple([self.encode(getattr(value, name)) for name in _FIELDS]))
+        if type(value) is tuple or type(value) is list:
+            return (type(value).__name__, tuple([self.encode(item) for item in value]))
+        self.is_plain = False
+        return None
+
+
+def _text(form: tuple[Any, ...]) -> str:
+    """A form of literals as a string."""
+    return repr(form)
+
+
+# What torch.compiler.assume_constant_result does, which would load the compiler.
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Any:
+    return ast.literal_eval(text)
+
+
+def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
+    """The value that was encoded."""
+    if not isinstance(form, tuple):
+        return form
+    kind, found = form
+    if kind == "number":
+        return int(numbers[found])
+    if kind == "tensor":
+        return tensors[found]
+    if kind == "device":
+        return torch.device(found[0]) if found[1] is None else torch.device(*found)
+    items = [_decode(item, numbers, tensors) for item in found]
+    if kind == "mask":
+        return Mask(**dict(zip(_FIELDS, items, strict=True)))
+    return items if kind == "list" else tuple(items)
 
 
 # --- What they compute ------------------------------------------------------------------------
@@ -122,15 +195,12 @@ def as_operator(
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, query = current(), args[0]
-    with _dispatched(_OF_MAPPING):
-        tensors, request, kernel = _request(settings, None, *args)
-        if args[_FOLLOWED] and request.options.kernel != "auto":
-            with _dispatched(_OF_AUTOGRAD), torch.enable_grad():
-                refuse_learned(request.options.kernel, *tensors[:3], request.options.device)
+    with _mapping_dispatched():
+        tensors, request = _request(settings, None, *args)
         out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
-    number = _number(_kept(settings), objects_of(args[_OPTIONS]), kernel)
+    known = torch.tensor([_keep(settings), _kernel_id(request)], dtype=torch.int64, device="cpu")
     # As ``_fake_forward`` promises: in one piece, lse beside the output.
-    return out.contiguous(), lse.to(query.device).contiguous(), number
+    return out.contiguous(), lse.to(query.device).contiguous(), known
 
 
 def _backward(
@@ -141,70 +211,66 @@ def _backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    settings: torch.Tensor,
+    known: torch.Tensor,
     *rest: Any,
 ) -> list[torch.Tensor]:
-    held = _held.get(settings.data_ptr())
-    kernel = None if held is None else held.kernel
     of_mask, of_sinks = rest[-2:]
     given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
-    with _dispatched(_OF_MAPPING):
-        tensors, request, _ = _request(_found(int(settings)), kernel, query, key, value, *rest)
+    number, kernel_id = known.tolist()
+    settings = _settings.get(number) if number else None
+    if number and settings is None:  # of long ago: those of the moment
+        settings = current()
+    with _mapping_dispatched():
+        tensors, request = _request(settings, kernel_id, query, key, value, *rest)
         grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
     return grads
 
 
-class _Held(np.ndarray):
-    """A number for the backward, with what has to live until then: objects that a graph names (a
-    mask's function, made for one call and dropped) live as long as the tensor over its memory, and
-    so does the kernel that the call named."""
-
-    objects: list[Any]
-    kernel: InnerKernel | None
+# A graph that is kept longer than so many settings have come and gone gets those of the moment.
+_MOST = 1024
+_settings: dict[int, Settings] = {}
+_lock = Lock()
 
 
-# By the address of their memory, which is all that a saved tensor has in common with its original.
-_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
+def _keep(settings: Settings | None) -> int:
+    """A number by which the backward finds settings; 0 where there are none."""
+    if settings is None:
+        return 0
+    with _lock:
+        _settings[id(settings)] = settings
+        while len(_settings) > _MOST:
+            del _settings[next(iter(_settings))]
+    return id(settings)
 
 
-def _number(number: int, objects: list[Any], kernel: InnerKernel | None) -> torch.Tensor:
-    """The number of settings as a tensor, which keeps objects while it lives."""
-    if not objects and kernel is None:
-        return torch.full((1,), number, dtype=torch.int64, device="cpu")
-    held = np.full((1,), number, np.int64).view(_Held)
-    held.objects, held.kernel = objects, kernel
-    found = torch.from_numpy(held)
-    _held[found.data_ptr()] = held
-    return found
+def _kernel_id(request: Request) -> int:
+    """Tells the kernel that a call names from another that has its name later; 0: it names none."""
+    kernel = request.options.kernel
+    return 0 if isinstance(kernel, str) else id(kernel)
 
 
-def _keys(*names: str) -> tuple[Any, ...]:
-    """Dispatch keys of torch's, as far as this torch has them."""
-    every = torch._C.DispatchKey
-    return tuple(getattr(every, name) for name in names if hasattr(every, name))
-
-
-_OF_MAPPING = _keys(
-    "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched",
-    "FuncTorchVmapMode", "FuncTorchGradWrapper", "BatchedNestedTensor", "PythonTLSSnapshot",
+_OF_MAPPING = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched",
+        "FuncTorchVmapMode", "FuncTorchGradWrapper", "BatchedNestedTensor", "PythonTLSSnapshot",
+    )
+    if hasattr(torch._C.DispatchKey, name)
 )  # fmt: skip
-_OF_AUTOGRAD = _keys(
-    "AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"
-)
 
 
 @contextmanager
-def _dispatched(keys: tuple[Any, ...]) -> Iterator[None]:
-    """Has operators dispatched by ``keys`` again: torch.vmap, by which functions of masks are
-    evaluated, or autograd. Where an operator is called below autograd, or by a dispatch mode (the
-    first run of every graph is), torch passes them by."""
+def _mapping_dispatched() -> Iterator[None]:
+    """Has operators dispatched to torch.vmap again, by which masks are evaluated. Where an operator
+    is called below autograd, or by a dispatch mode (the first run of every graph is), torch passes
+    it by."""
     off = torch._C._dispatch_tls_local_exclude_set()
-    if not any(off.has(key) for key in keys):
+    if not any(off.has(key) for key in _OF_MAPPING):
         yield
         return
-    for key in keys:
+    for key in _OF_MAPPING:
         off = off.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
         yield
@@ -212,7 +278,7 @@ def _dispatched(keys: tuple[Any, ...]) -> Iterator[None]:
 
 def _request(
     settings: Settings | None,
-    kernel: InnerKernel | None,
+    kernel_id: int | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -221,22 +287,26 @@ def _request(
     seed: torch.Tensor | None,
     parts: list[torch.Tensor],
     *call: Any,
-) -> tuple[Tensors, Request, InnerKernel | None]:
-    """The tensors of a call, its request, and the kernel that it names.
+) -> tuple[Tensors, Request]:
+    """The tensors of a call, and its request.
 
     Args:
-        kernel: the one of the forward; None: what has that name now.
+        kernel_id: of the kernel of the forward; None: this is the forward.
     """
-    dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call[:7]
+    dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers, mapped = call[:8]
     recorded, of_mask, _ = call[8:]
-    written, described = read(options, numbers, parts)
+    written, described = Written(), None
+    if options:
+        *fields, described = [_decode(form, numbers, parts) for form in _parsed(options)]
+        written = Written(*fields)
+    named = written.kernel
+    if named != "auto" and get_kernel(named).called_back():
+        raise NotImplementedError(
+            f"kernel {named!r} computes by a function of the program, which a graph cannot hold: "
+            "give attention the kernel itself, and torch.compile breaks its graph there"
+        )
     written = written if settings is None else settings.fill(written)
-    if kernel is None and written.kernel != "auto":
-        kernel = get_kernel(written.kernel)
-    if kernel is not None:
-        written = written._replace(kernel=kernel)
     # What torch.vmap has added in front (``_map_forward``) is none of the call's own dimensions.
-    mapped = len(numbers) - count(options)
     first, bias = (query, key, value), mask
     if mapped:
         first = (query[(0,) * mapped], key[(0,) * mapped], value[(0,) * mapped])
@@ -245,19 +315,21 @@ def _request(
         described = replace(described, bias=bias, sinks=sinks)
     # A forward that is recorded takes kernels that have gradients, as a backward does.
     function = "attention_backward" if recorded else "attention"
-    with torch.no_grad():  # nobody asks these tensors for gradients: ``recorded`` says it
+    with torch.no_grad():  # ``recorded`` says whether these tensors get gradients
         tensors, request = request_of(
-            function, first[0], first[1], first[2], bias if described is None else described,
-            dropout_p, None if seed is None else int(seed), is_causal, scale, enable_gqa, None,
-            out_dtype, written,
+            function, *first, bias if described is None else described, dropout_p,
+            None if seed is None else int(seed), is_causal, scale, enable_gqa, None, out_dtype,
+            written,
         )  # fmt: skip
+        if named != "auto" and kernel_id not in (None, _kernel_id(request)) and not described:
+            raise RuntimeError(f"kernel {named!r} is another one now than in the forward")
         if mapped:
             query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
             tensors = tensors._replace(query=query, key=key, value=value, mask=mask)
         for level in reversed(range(mapped)):
             outer = _without(mask, level, query.dim())
             request = request.mapped(query.shape[level], outer)
-    return tensors, replace(request, records=recorded, mask_grad=of_mask), kernel
+    return tensors, replace(request, records=recorded, mask_grad=of_mask)
 
 
 def _without(mask: torch.Tensor | None, mapped: int, rank: int) -> torch.Tensor | None:
@@ -288,7 +360,7 @@ def _fake_forward(
     return (
         query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype or query.dtype),
         query.new_empty(query.shape[:-1], dtype=state),
-        torch.empty((1,), dtype=torch.int64, device="cpu"),
+        torch.empty((2,), dtype=torch.int64, device="cpu"),
     )
 
 
@@ -325,7 +397,7 @@ def _fake_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    settings: torch.Tensor,
+    known: torch.Tensor,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
     *rest: Any,
@@ -372,11 +444,11 @@ class _Attention(_Recorded):
         needed = ctx.needs_input_grad
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
-        query, key, value, mask, sinks, seed, out, lse, settings, *parts = ctx.saved_tensors
+        query, key, value, mask, sinks, seed, out, lse, known, *parts = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         found = torch.ops.quorum_attention.attention_backward(
-            grad_out, grad_lse, query, key, value, out, lse, settings, mask, sinks, seed, parts,
+            grad_out, grad_lse, query, key, value, out, lse, known, mask, sinks, seed, parts,
             *ctx.call[:-2], needed[3], needed[4],
         )  # fmt: skip
         others = iter(found[3:])
@@ -453,7 +525,7 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     """One more batch dimension; what is not mapped is expanded."""
     query, key, value, mask, sinks, seed, parts, *call = args
     _refuse_others(in_dims[4:7], call)
-    call = _counted(call)
+    call = _one_more(call)
     query, key, value = in_front(info.batch_size, in_dims[:3], [query, key, value])
     mask = mask_in_front(mask, in_dims[3], query.dim())
     found = torch.ops.quorum_attention.attention(query, key, value, mask, sinks, seed, parts, *call)
@@ -461,9 +533,9 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    grad_out, grad_lse, *four, lse, settings, mask, sinks, seed, parts = args[:12]
+    grad_out, grad_lse, *four, lse, known, mask, sinks, seed, parts = args[:12]
     mask_dim = in_dims[8]
-    call = _counted(args[12:])
+    call = _one_more(args[12:])
     *_, of_mask, of_sinks = call
     _refuse_others((0 if of_sinks else in_dims[9], *in_dims[10:12]), call)
     size = info.batch_size
@@ -476,17 +548,18 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
     mask = mask_in_front(mask, mask_dim, query.dim())
     found = torch.ops.quorum_attention.attention_backward(
-        grad_out, grad_lse, query, key, value, out, lse, settings, mask, sinks, seed, parts, *call
+        grad_out, grad_lse, query, key, value, out, lse, known, mask, sinks, seed, parts, *call
     )
     if of_mask:
         found = [*found[:3], found[3].reshape(shape), *found[4:]]
     return found, [0] * len(found)
 
 
-def _counted(call: Sequence[Any]) -> list[Any]:
-    """A call that says of one more dimension that it is mapped: by one number more than is
-    spelled."""
-    return [*call[:_NUMBERS], [*call[_NUMBERS], 0], *call[_NUMBERS + 1 :]]
+def _one_more(call: Iterable[Any]) -> list[Any]:
+    """The arguments of a call with one more mapped dimension."""
+    call = list(call)
+    call[_MAPPED] += 1
+    return call
 
 
 def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:
@@ -525,41 +598,3 @@ def _register() -> library.Library:
 
 if not hasattr(getattr(torch.ops, NAME), "attention"):
     _library = _register()
-
-
-# --- Settings, by number ----------------------------------------------------------------------
-
-# A graph that is kept longer than so many settings have come and gone gets those of the moment.
-_MOST = 1024
-_lock = Lock()
-_numbers: dict[tuple[Any, ...], int] = {}
-_settings: OrderedDict[int, Settings] = OrderedDict()
-_last = 0
-
-
-def _kept(settings: Settings | None) -> int:
-    """The number of settings; 0 where there are none."""
-    global _last
-    if settings is None:
-        return 0
-    same = tuple([v if isinstance(v, (str, int, type(None))) else id(v) for v in settings])
-    with _lock:
-        number = _numbers.get(same)
-        if number is not None and number in _settings:
-            _settings.move_to_end(number)
-            return number
-        _last += 1
-        _numbers[same], _settings[_last] = _last, settings
-        if len(_settings) > _MOST:
-            _settings.popitem(last=False)
-            for key in [key for key, number in _numbers.items() if number not in _settings]:
-                del _numbers[key]
-        return _last
-
-
-def _found(number: int) -> Settings | None:
-    if number == 0:
-        return None
-    with _lock:
-        kept = _settings.get(number)
-    return current() if kept is None else kept
