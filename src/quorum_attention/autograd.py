@@ -8,6 +8,8 @@ all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -31,6 +33,10 @@ FORWARD_MODE = (
     "dual tensors) are not supported; "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
+
+# Who is asked for (out, lse) of a recorded call, with what computes them: a checkpoint that keeps
+# them, or None.
+RESULTS: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("RESULTS", default=None)
 
 
 def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +78,9 @@ class _Attention(Quick):
         request: Request,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = Tensors(query, key, value, mask, sinks)
-        result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
+        compute = partial(beside_casts, request, lambda left: run_forward(tensors, left))
+        results = RESULTS.get()
+        result, lse = compute() if results is None else results(compute)
         # ``out`` gets no graph, so it can be given again. What is returned and saved is another
         # tensor over the same memory, with the same version counter.
         return result if request.out is None else result.detach(), lse

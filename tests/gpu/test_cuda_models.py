@@ -105,7 +105,6 @@ def test_a_sliding_window_of_a_long_text_takes_no_square() -> None:
 
 
 def test_long_context_is_the_same_loss_in_less_memory() -> None:
-    pytest.importorskip("liger_kernel")
     sizes = {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024}
     model, ids = tiny("llama", sizes).cuda().bfloat16().train(), some_ids(1, 8192)
     peaks, losses = [], []

@@ -105,17 +105,6 @@ def test_models_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert HINT.findall(str(said.value)) == ["transformers"]
 
 
-def test_recipes_without_liger(without: Any) -> None:
-    """Nothing fails: the summary says what was left out, and how to have it."""
-    without("liger_kernel")
-    from quorum_attention.recipes.loss import _implementation
-
-    # Anything but a CPU: there Liger's loss is asked for.
-    found, why = _implementation(torch.empty(2, 2, dtype=torch.bfloat16, device="meta"))
-    assert found is None
-    assert HINT.findall(why) == ["long-context"]
-
-
 def test_bench_without_its_rivals(without: Any) -> None:
     without("stream_cqsa")
     from quorum_attention.bench import methods

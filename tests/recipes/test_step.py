@@ -35,7 +35,7 @@ def test_a_quarter_million_tokens_of_qwen3_8b() -> None:
     assert parts["logits"] == pytest.approx(74.19, abs=0.01)
     assert parts["layer checkpoints"] == 72
     assert parts["MLP intermediates of a layer"] == 18
-    assert parts["q, k, v, o of a layer and their gradients"] == 10
+    assert parts["q, k, v, o of a layer"] == 5
     assert parts["weights"] == pytest.approx(8.19 * 2 / 1.0737, rel=0.01)
     assert found.peak_bytes == found.plain_bytes
 
@@ -71,15 +71,19 @@ def test_every_switch_makes_its_part_smaller_and_no_other() -> None:
         for before, after in zip(plain.parts, on.parts, strict=True):
             assert (after.bytes < before.bytes) == (before.switch == name), (name, before.name)
             assert after.plain == before.plain
-    assert step_memory(SHAPE, replace(training, on=SWITCHES)).host_bytes == 72 * GIB
+    # The layers' inputs, and attention's output and lse.
+    host = step_memory(SHAPE, replace(training, on=SWITCHES)).host_bytes
+    assert host == (72 + 72) * GIB + 36 * (32 << 20)
+    roomy, _ = switch_until_it_fits(SHAPE, replace(training, on=SWITCHES), "139GiB")
+    assert 60 * GIB < host - roomy.host_bytes == 139 * GIB - roomy.peak_bytes
 
 
 @pytest.mark.parametrize("budget", [5 * GIB, None])
 def test_what_is_switched_on_makes_it_fit(budget: int | None) -> None:
     training = Training(262_144, lora=16, budget=budget)
-    found, fits = switch_until_it_fits(SHAPE, training, "60GiB")
+    found, fits = switch_until_it_fits(SHAPE, training, "68GiB")
     assert fits
-    assert found.peak_bytes <= 60 * GIB
+    assert found.peak_bytes <= 68 * GIB
     assert "quorum attention" in found.on
     assert found.budget is not None
     enough, fits = switch_until_it_fits(SHAPE, training, "2000GiB")

@@ -25,7 +25,10 @@ from quorum_attention.recipes.step import (
 from quorum_attention.sizes import format_bytes
 
 WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
-_WHEN = {"always": "always", "layer": "in a layer's backward", "loss": "in the loss"}
+_WHEN = {
+    "always": "always", "layer": "in a layer's backward", "attention": "in attention's backward",
+    "mlp": "in an MLP's backward", "norm": "in a norm's backward", "loss": "in the loss",
+}  # fmt: skip
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

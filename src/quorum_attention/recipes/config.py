@@ -55,6 +55,11 @@ class ModelShape:
     exact: bool
 
     @property
+    def head_norms(self) -> bool:
+        """Whether queries and keys have norms of their own."""
+        return self.kind in _HEAD_NORMS
+
+    @property
     def attention_width(self) -> int:
         """Numbers that q, k, v and o hold for each token."""
         return 2 * (self.heads + self.kv_heads) * self.head_dim

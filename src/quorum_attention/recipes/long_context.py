@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from quorum_attention.counts import one_of, whole_number
-from quorum_attention.execution.device.lookup import best_device, on_host
+from quorum_attention.recipes.checkpoints import LayerCheckpoints
+from quorum_attention.recipes.config import read_shape
 from quorum_attention.recipes.loss import NAME as LOSS
 from quorum_attention.recipes.loss import chunk_loss
 from quorum_attention.recipes.mlp import NAME as MLP
 from quorum_attention.recipes.mlp import tile_mlps
-from quorum_attention.recipes.step import MLP_TILE
+from quorum_attention.recipes.step import MLP_TILE, Training
 from quorum_attention.recipes.summary import Change, Summary, left_out
+from quorum_attention.sizes import parse_bytes
 
 ATTENTION, CHECKPOINTS = "quorum attention", "checkpoints"
 
@@ -22,15 +23,14 @@ def long_context(
     *,
     attention: bool = True,
     budget: int | str | None = None,
-    checkpoints: str | None = "host",
+    checkpoints: str | None = "auto",
     mlp_tile: int | None = MLP_TILE,
     chunked_loss: bool = True,
 ) -> Summary:
     """Change a decoder of Transformers in place so that long texts fit; its results stay the same.
 
-    Attention and the tiled MLP are this package's. Checkpoints are Transformers' own (in host
-    memory by torch's ``save_on_cpu``), the chunked loss is Liger's or torch's. What is not
-    installed, or does not suit the model, is left out, and the summary says so.
+    Checkpoints and the chunked loss are torch's, a layer and some tokens at a time. What does not
+    suit the model is left out, and the summary says so.
 
     Args:
         model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
@@ -39,8 +39,9 @@ def long_context(
             given for that name, if it was called.
         budget: of attention; see ``quorum_attention.integrations.transformers.register``. It is of
             this model alone, which gets a name of its own then (``quorum_2147483648``).
-        checkpoints: keep only the layers' inputs, in "host" memory or on the "device"; None does
-            not.
+        checkpoints: keep only the layers' inputs and attention's results: "auto" on the device
+            while there is room and then in page-locked host memory, "host" or "device" there
+            alone; None does not. Results that fit nowhere are computed again.
         mlp_tile: tokens of an MLP at a time; None leaves it as it is.
         chunked_loss: a call with labels computes its loss some tokens at a time and returns no
             logits.
@@ -56,7 +57,7 @@ def long_context(
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
-    one_of(checkpoints, "checkpoints", ("host", "device", None))
+    one_of(checkpoints, "checkpoints", ("auto", "host", "device", None))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
@@ -67,7 +68,12 @@ def long_context(
         done.append(left_out(ATTENTION, "not asked for"))
     done.append(chunk_loss(base) if chunked_loss else left_out(LOSS, "not asked for"))
     done.append(tile_mlps(base, mlp_tile) if mlp_tile else left_out(MLP, "not asked for"))
-    done.append(_checkpoint_layers(base, checkpoints))
+    training = Training(
+        1, dtype=base.dtype, lora=None if all(p.requires_grad for p in base.parameters()) else 1,
+        budget=None if budget is None else parse_bytes(budget), device=base.device.type,
+        on=tuple(change.name for change in done if change.done),
+    )  # fmt: skip
+    done.append(_checkpoint_layers(base, checkpoints, training))
     return Summary(tuple(done))
 
 
@@ -82,24 +88,23 @@ def _attend(model: Any, name: str, budget: int | str | None) -> Change:
     return Change(ATTENTION, True, f"budget {budget or 'of what is free'}")
 
 
-def _checkpoint_layers(model: Any, where: str | None) -> Change:
-    """Keep of every layer its input alone, on the device or in host memory."""
+def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Change:
+    """Keep of every layer its input and attention's results alone."""
     if where is None:
         return left_out(CHECKPOINTS, "not asked for")
     if not getattr(model, "supports_gradient_checkpointing", False):
         return left_out(CHECKPOINTS, f"{type(model).__name__} has none")
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is None or "offload" not in inspect.signature(enable).parameters:
-        older = model.gradient_checkpointing_enable
-        older(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if where == "host":
-            return Change(CHECKPOINTS, True, "on the device: this Transformers has none elsewhere")
-        return Change(CHECKPOINTS, True, "Transformers', on the device")
-    # Without an accelerator torch has no memory to copy them to that is not where they are.
-    away = where == "host" and not on_host(best_device())
-    enable({"use_reentrant": False}, offload=away)
-    place = "in host memory" if where == "host" else "on the device"
-    return Change(CHECKPOINTS, True, f"Transformers', {place}")
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    try:
+        shape = read_shape(model.config.to_dict())
+    except ValueError:  # sizes by other names: then all goes to host memory
+        shape = None
+    if not LayerCheckpoints(model.get_decoder(), where, shape, training).install():
+        return Change(CHECKPOINTS, True, "Transformers' own, on the device")
+    place = {"auto": "on the device while there is room, then in host memory"}
+    how = place.get(where, f"on the {where}".replace("on the host", "in host memory"))
+    return Change(CHECKPOINTS, True, f"torch's, with attention's results, {how}")
 
 
 __all__ = ["ATTENTION", "long_context"]

@@ -1,4 +1,4 @@
-"""A loss whose logits are there for some tokens at a time: Liger's on a GPU, or torch's own.
+"""A loss whose logits are there for some tokens at a time, computed again in the backward.
 
 The model's forward, given labels, then returns no logits. It is tried on a few tokens first: a
 model that does more to its logits than to multiply (a soft cap, a scale), or whose loss is another
@@ -8,19 +8,19 @@ one, keeps its own. So does a call that asks for anything else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, linear, pad
+from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.kernels.torch_private import first_derivative
 from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
-from quorum_attention.recipes.summary import NO_LIGER, Change, left_out
+from quorum_attention.recipes.step import LOSS_CHUNK
+from quorum_attention.recipes.summary import Change, left_out
 
 NAME = "chunked loss"
 _IGNORED = -100
@@ -28,8 +28,6 @@ _TRIED = 12  # tokens
 # A soft cap leaves small logits as they are, and those of a fresh model are small: it is tried with
 # large ones, too.
 _LARGE = 100.0
-# (hidden (tokens, width), weight, bias, labels (tokens,)) -> the sum of the losses
-_Sum = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], torch.Tensor]
 
 
 def chunk_loss(model: Any) -> Change:
@@ -44,55 +42,29 @@ def chunk_loss(model: Any) -> Change:
         return left_out(NAME, f"this {kind} was given another forward")
     if head.weight.device.type == "meta":
         return left_out(NAME, "the weights are not there yet")
-    chosen, whose = _implementation(head.weight)
-    if chosen is None:
-        return left_out(NAME, whose)
-    patch_forward(model, _forward(model, chosen))
+    patch_forward(model, _forward(model))
     why = _differs(model)
     if why is not None:
         del model.forward
         return left_out(NAME, why)
-    return Change(NAME, True, f"{whose}; a call with labels returns no logits")
+    return Change(NAME, True, f"{LOSS_CHUNK:,} tokens at a time; a call with labels has no logits")
 
 
-def _implementation(weight: torch.Tensor) -> tuple[_Sum | None, str]:
-    """What sums the losses, and whose it is; or nothing, and why."""
-    missing = ""
-    if not on_host(weight.device):
-        try:
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-        except ImportError:
-            missing = NO_LIGER
-        else:
-            fused = LigerFusedLinearCrossEntropyLoss(
-                ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
-            )
-            return lambda x, w, b, y: fused(w, x, y, b), "Liger's"
-    if weight.dtype.itemsize < 4:
-        # torch 2.13 returns it in the dtype of its inputs: of 4,096 tokens in bf16 28.25 for 28.81.
-        return None, missing or "Liger's needs a GPU, and torch's own rounds in 16 bits"
-    options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None:
-        return None, missing or "Liger's needs a GPU, and this torch has none of its own (2.13 has)"
-    function: Any = torch.nn.functional.linear_cross_entropy
+def _summed(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """The sum of the losses of (tokens, width) hidden states."""
 
-    def torchs_own(
-        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor
-    ) -> torch.Tensor:
-        found: torch.Tensor = function(
-            x, w, y, linear_bias=b, reduction="sum", ignore_index=_IGNORED, options=options()
-        )
-        return found
+    def of_some(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = linear(states, weight, bias).float()
+        return cross_entropy(logits, wanted, ignore_index=_IGNORED, reduction="sum")
 
-    return torchs_own, "torch's own"
+    pairs = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.stack([checkpoint(of_some, *pair, **again) for pair in pairs]).sum()
 
 
-def _place(weight: torch.Tensor) -> tuple[str, torch.dtype]:
-    """What decides who sums the losses."""
-    return weight.device.type, weight.dtype
-
-
-def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
+def _forward(model: Any) -> Callable[..., Any]:
     """A model's forward with another way from hidden states to loss.
 
     Hidden states are those of ``base_model``, which also takes in images where a model reads some;
@@ -104,7 +76,6 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
     taken = set(inspect.signature(type(model.base_model).forward).parameters)
     # What the model's own forward reads, and does not hand on by name: only it knows what for.
     kept = set(signature.parameters) - taken - {"self", "labels", "logits_to_keep", "kwargs"}
-    tried = _place(model.get_output_embeddings().weight)
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
@@ -122,11 +93,6 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
         ):
             return plain(self, *args, **named)
         head = self.get_output_embeddings()
-        summed: _Sum | None = total
-        if _place(head.weight) != tried:  # moved since, to where another is to be taken, or none
-            summed = _implementation(head.weight)[0]
-        if summed is None:
-            return plain(self, *args, **named)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         for name in ("logits_to_keep", "shift_labels", "ignore_index"):
@@ -142,8 +108,7 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
             raise ValueError(
                 f"labels must be as many as there are tokens, {len(hidden)}, got {len(target)}"
             )
-        read, weight, bias = _derived_once(hidden, head.weight, head.bias)
-        loss = summed(read, weight, bias, target)
+        loss = _summed(hidden, head.weight, head.bias, target)
         count = (target != _IGNORED).sum() if items is None else items
         return CausalLMOutputWithPast(
             loss=loss / count,
@@ -153,26 +118,6 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
         )
 
     return forward
-
-
-def _derived_once(*given: torch.Tensor | None) -> Iterable[Any]:
-    """The same, whose gradients have no derivative and say so; torch's and Liger's own would be
-    constants."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return given
-    made = iter(_DerivedOnce.apply(*(one for one in given if one is not None)))  # type: ignore[no-untyped-call]
-    return [None if one is None else next(made) for one in given]
-
-
-class _DerivedOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(one.view_as(one) for one in given)
-
-    @staticmethod
-    @first_derivative("the chunked loss")
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients
 
 
 def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,6 +23,7 @@ from quorum_attention.sizes import format_bytes, parse_bytes
 
 Optimizer = Literal["none", "adamw", "adamw-fp32"]
 OPTIMIZERS = ("none", "adamw", "adamw-fp32")
+When = Literal["always", "layer", "attention", "mlp", "norm", "loss"]
 # Bytes of an optimizer for each trained parameter: two states in the weights' dtype, or two and a
 # copy of the weights in float32.
 _FP32_STATES = 12
@@ -39,14 +41,15 @@ class Part:
         name: what it is.
         bytes: as it stands with what is switched on.
         plain: with nothing switched on.
-        when: "always", "layer" (while a layer runs), "loss" (while the loss runs).
+        when: "always"; in a "layer", all the time or in the backward of its "attention", "mlp" or
+            "norm"; in the "loss".
         switch: what makes it smaller, if anything.
     """
 
     name: str
     bytes: int
     plain: int
-    when: Literal["always", "layer", "loss"]
+    when: When
     switch: str | None = None
 
 
@@ -58,7 +61,8 @@ class StepMemory:
         parts: in the order of a step.
         on: the switches that are on.
         budget: of quorum attention, if it is on.
-        host_bytes: what then lies in host memory instead.
+        host_bytes: what layers keep in host memory: their inputs, and attention's results where
+            those are not computed again; less what a device of known memory has room for.
     """
 
     parts: tuple[Part, ...]
@@ -93,10 +97,9 @@ class StepMemory:
 
 
 def _peak(parts: tuple[Part, ...], size: Callable[[Part], int]) -> int:
-    sums = {
-        when: sum(size(p) for p in parts if p.when == when) for when in ("always", "layer", "loss")
-    }
-    return sums["always"] + max(sums["layer"], sums["loss"])
+    sums = {when: sum(size(p) for p in parts if p.when == when) for when in get_args(When)}
+    layer = sums["layer"] + max(sums[when] for when in ("attention", "mlp", "norm"))
+    return sums["always"] + max(layer, sums["loss"])
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,48 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
         *_loss(shape, training, rows, size),
     ]
     offloaded = "checkpoints in host memory" in training.on and training.checkpointing
-    held = shape.layers * rows * shape.hidden * size
+    held = shape.layers * sum(kept_bytes(shape, training))
     budget = training.budget if SWITCHES[0] in training.on else None
     return StepMemory(tuple(parts), training.on, budget, held if offloaded else 0)
+
+
+@lru_cache(maxsize=64)
+def transient_bytes(shape: ModelShape, training: Training) -> int:
+    """What a step holds beside weights, gradients, optimizer and what its layers keep."""
+    parts = [
+        *_layers(shape, training, training.tokens * training.batch, training.dtype.itemsize)[1:],
+        _attention(shape, training),
+        *_loss(shape, training, training.tokens * training.batch, training.dtype.itemsize),
+    ]
+    moved = 2 * sum(kept_bytes(shape, training))  # the one that is used, and the next on its way
+    return moved + _peak(tuple(parts), lambda part: part.bytes)
+
+
+def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
+    """Bytes that a checkpoint keeps of one layer: its input; attention's output and lse."""
+    rows, size = training.tokens * training.batch, training.dtype.itemsize
+    return rows * shape.hidden * size, rows * shape.heads * (shape.head_dim * size + 4)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the layers of a step keep what their checkpoints hold.
+
+    Attributes:
+        host_bytes: of the first layers', in host memory; the others' stay on the device.
+        recomputed: first layers whose attention is computed again, because its results fit nowhere.
+    """
+
+    host_bytes: int
+    recomputed: int
+
+
+def shares(layers: int, checkpoint: int, result: int, device: int, host: int) -> Shares:
+    """The shares of ``layers`` that keep so many bytes each, in the free bytes of both."""
+    every = layers * (checkpoint + result)
+    over = max(0, every - device - host)
+    recomputed = min(layers, -(-over // result)) if over and result else 0
+    return Shares(min(host, max(0, every - recomputed * result - device)), recomputed)
 
 
 def _fixed(name: str, count: int) -> Part:
@@ -173,7 +215,7 @@ def adapters(shape: ModelShape, rank: int) -> int:
 
 def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
     """Checkpoints; and what one layer holds while it is recomputed and gone back through."""
-    hidden = rows * shape.hidden * size
+    hidden, wide = rows * shape.hidden * size, rows * shape.hidden * 4
     # Kept for the backward: the projections' inputs, gate, up and their product, of each token's
     # experts; the gradients that flow back replace what has been used.
     intermediates = 3 * rows * shape.experts_per_token * shape.intermediate * size
@@ -182,24 +224,31 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
         # Gradients of the MLP's weights are summed up over tiles in float32.
         tiled += 3 * shape.hidden * shape.intermediate * 4
     projected = rows * shape.attention_width * size
-    # Two residual streams, two norms' outputs and the gradient of the layer's output; queries and
-    # keys before they are rotated.
-    rest = 5 * hidden + rows * (shape.heads + shape.kv_heads) * shape.head_dim * size
+    # A norm keeps its input in float32 and, where its weight is trained, its own result. The first
+    # one's input is the checkpoint, where that is in float32.
+    headed = rows * (shape.heads + shape.kv_heads) * shape.head_dim if shape.head_norms else 0
+    kept = headed * 4 + (wide if size < 4 else 0) + hidden
+    if training.lora is None:
+        kept += hidden + headed * size
     here = "tiled MLP" in training.on
-    mlp = Part("MLP intermediates of a layer", tiled if here else intermediates, intermediates,
-               "layer", "tiled MLP")  # fmt: skip
-    own = Part("q, k, v, o of a layer and their gradients", 2 * projected, 2 * projected, "layer")
-    others = Part("norms, residuals, rotations of a layer", rest, rest, "layer")
+    parts = [
+        Part("q, k, v, o of a layer", projected, projected, "layer"),
+        Part("norms and residuals of a layer", kept + hidden, kept + hidden, "layer"),
+        Part("MLP intermediates of a layer", tiled if here else intermediates, intermediates,
+             "mlp", "tiled MLP"),
+        Part("the MLP's norm, input and its gradient", wide + 2 * hidden, wide + 2 * hidden, "mlp"),
+        # Its input, and five terms of its gradient, in float32.
+        Part("a norm's backward", 6 * wide, 6 * wide, "norm"),
+        Part("gradients of q, k, v, o", projected + hidden, projected + hidden, "attention"),
+    ]  # fmt: skip
     if not training.checkpointing:
-        every = shape.layers - 1
-        kept = every * (intermediates + projected + rest)
-        held = Part("activations of all other layers", kept, kept, "always")
-        return [held, mlp, own, others]
-    kept = shape.layers * hidden
-    # The one that is used, and the next one on its way.
-    moved = min(kept, 2 * hidden) if "checkpoints in host memory" in training.on else kept
-    held = Part("layer checkpoints", moved, kept, "always", "checkpoints in host memory")
-    return [held, mlp, own, others]
+        every = (shape.layers - 1) * (intermediates + projected + kept + wide + hidden)
+        return [Part("activations of all other layers", every, every, "always"), *parts]
+    held = shape.layers * hidden
+    # The one that is used, and the next one on its way, with attention's results.
+    moved = min(held, 2 * sum(kept_bytes(shape, training)))
+    moved = moved if "checkpoints in host memory" in training.on else held
+    return [Part("layer checkpoints", moved, held, "always", "checkpoints in host memory"), *parts]
 
 
 def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
@@ -207,11 +256,12 @@ def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[P
     chunked = "chunked loss" in training.on
     at_once = min(rows, LOSS_CHUNK) if chunked else rows
     logits, loss = rows * shape.vocabulary * size, rows * shape.vocabulary * 8
-    hidden = rows * shape.hidden * size
+    # The output in float32 for its norm; its gradient in chunks and put together.
+    last = rows * shape.hidden * (3 * size + 4)
     return [
         Part("logits", at_once * shape.vocabulary * size, logits, "loss", "chunked loss"),
         Part("the loss in float32", at_once * shape.vocabulary * 8, loss, "loss", "chunked loss"),
-        Part("the last layer's output and its gradient", 2 * hidden, 2 * hidden, "loss"),
+        Part("the last layer's output and its gradient", last, last, "loss"),
     ]
 
 
@@ -241,7 +291,7 @@ def _attention(shape: ModelShape, training: Training) -> Part:
     here = uncut
     if "quorum attention" in training.on and training.budget is not None:
         here = min(uncut, peak(training.budget))
-    return Part("attention's working memory", here, uncut, "layer", "quorum attention")
+    return Part("attention's working memory", here, uncut, "attention", "quorum attention")
 
 
 def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> int:
@@ -271,6 +321,8 @@ def switch_until_it_fits(
         training, found = better
     if found.peak_bytes > limit and training.budget is None:
         training, found = _in_what_is_left(shape, training, found, limit)
+    spare = max(0, limit - found.peak_bytes)
+    found = replace(found, host_bytes=max(0, found.host_bytes - spare))
     return found, found.peak_bytes <= limit
 
 
@@ -278,7 +330,8 @@ def _in_what_is_left(
     shape: ModelShape, training: Training, found: StepMemory, limit: int
 ) -> tuple[Training, StepMemory]:
     """Attention in the memory that a layer's other parts leave, if it can work in that."""
-    others = sum(p.bytes for p in found.parts if p.when != "loss" and p.switch != SWITCHES[0])
+    there = ("always", "layer", "attention")
+    others = sum(p.bytes for p in found.parts if p.when in there and p.switch != SWITCHES[0])
     left = limit - others
     if left <= 0:
         return training, found

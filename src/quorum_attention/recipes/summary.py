@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The reason where the extra is missing.
-NO_LIGER = 'Liger is not installed (pip install "quorum-attention[long-context]")'
-
 
 @dataclass(frozen=True)
 class Change:

@@ -1,0 +1,308 @@
+"""Checkpoints of a model's layers that keep attention's results, so it is computed once a step.
+
+torch's checkpoints keep a layer's input and compute the layer again in the backward. Here they also
+keep the output and the lse of attention, and its second run returns those. What is kept stays on
+the device while there is room beside the step's own peak; the first layers' goes to page-locked
+host memory, copied beside the computation. What fits nowhere is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import Token
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from quorum_attention.autograd import RESULTS
+from quorum_attention.execution.device.lookup import backend_of, is_known
+from quorum_attention.recipes.config import ModelShape
+from quorum_attention.recipes.step import (
+    SWITCHES,
+    Training,
+    kept_bytes,
+    shares,
+    transient_bytes,
+)
+
+# Of host memory in one piece: torch's page-locked memory is given in powers of two.
+_PIECE = 256 << 20
+_SMALL = 1 << 20  # bytes that stay where they are
+_UNLIMITED = 1 << 62
+_MARGIN = 0.06  # of free memory: what is left alone
+_Results = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerCheckpoints:
+    """Called by Transformers as ``(number, layer, *inputs)`` in place of torch's ``checkpoint``.
+
+    Args:
+        decoder: whose layers call it.
+        where: "auto", "device" or "host".
+        shape: of the model; None where its configuration does not say.
+        training: of which ``tokens`` and ``batch`` are those of each step.
+    """
+
+    def __init__(
+        self, decoder: torch.nn.Module, where: str, shape: ModelShape | None, training: Training
+    ) -> None:
+        self.decoder, self.where, self.shape, self.training = decoder, where, shape, training
+        self._number = -1
+        self._step: _Step | None = None
+        self._before: _Layer | None = None
+
+    def install(self) -> int:
+        """Let the decoder's layers call this, and say how many there are."""
+        layers = self._layers()
+        for number, layer in enumerate(layers):
+            layer._gradient_checkpointing_func = partial(self, number)
+        return len(layers)
+
+    def _layers(self) -> list[Any]:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+    def __call__(self, number: int, layer: Callable[..., Any], *inputs: Any) -> Any:
+        """What ``layer`` returns of its inputs."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        step = self._step
+        if step is None or number <= self._number:
+            step, self._before = self._begin(inputs[0]), None
+        one = _Layer(step, self._before)
+        with saved_tensors_hooks(one.pack, one.unpack):
+            found = checkpoint(layer, *inputs, use_reentrant=False, context_fn=one.contexts)
+        one.check_unwritten()
+        # From the last layer on the graph alone holds what is kept.
+        last = number == step.layers - 1
+        self._number, self._step, self._before = (-1, None, None) if last else (number, step, one)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_number": -1, "_step": None, "_before": None}
+
+    def _begin(self, hidden: torch.Tensor) -> _Step:
+        """A step whose first layer has this input."""
+        device, layers = hidden.device, len(self._layers())
+        host = host_room() if device.type == "cuda" and self.where != "device" else 0
+        checkpoint_bytes, result = hidden.nbytes, 0
+        room = 0 if host else _UNLIMITED
+        if self.shape is not None and is_known(device):
+            tokens, width = hidden.shape[-2:]
+            batch = hidden.numel() // (tokens * width)
+            training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
+            if SWITCHES[0] in training.on:
+                checkpoint_bytes, result = kept_bytes(self.shape, training)
+            learned = (p for p in self.decoder.parameters() if p.requires_grad)
+            later = sum(p.nbytes for p in learned if p.grad is None)
+            free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
+            room = max(0, free - transient_bytes(self.shape, training) - later)
+        if self.where == "host" and host:
+            room = 0
+        split = shares(layers, checkpoint_bytes, result, room, host)
+        copies = _Copies(device) if host else None
+        return _Step(layers, split.host_bytes, split.recomputed, copies)
+
+
+class _Step:
+    """One forward: how much of what its layers keep is still to go to host memory."""
+
+    def __init__(self, layers: int, away: int, recomputed: int, copies: _Copies | None) -> None:
+        self.layers, self.away, self.recomputed, self.copies = layers, away, recomputed, copies
+
+    def keep(self, tensor: torch.Tensor) -> _Here | _Away:
+        """Kept in host memory while some has to go there."""
+        if self.away > 0 and self.copies is not None and tensor.nbytes >= _SMALL:
+            self.away -= tensor.nbytes
+            return _Away(tensor, self.copies)
+        return _Here(tensor)
+
+
+class _Layer:
+    """What one layer keeps in one forward."""
+
+    def __init__(self, step: _Step, before: _Layer | None) -> None:
+        self._step, self._before = step, before
+        self._kept: list[_Here | _Away] = []
+        self._results: list[tuple[_Here | _Away, ...] | None] = []
+        self._again = 0
+        self._unwritten: list[tuple[torch.Tensor, int]] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Here | _Away:
+        """An input of the layer: kept."""
+        return self._keep(tensor)
+
+    def unpack(self, kept: _Here | _Away) -> torch.Tensor:
+        """It is needed: the layer's backward begins. What the next one needs may set out."""
+        self._again = 0
+        self._fetch()
+        found = kept.get()
+        if self._before is not None:
+            self._before._fetch()
+        return found
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Of the layer's first run and its second."""
+        return _Running(self._note), _Running(self._give)
+
+    def _note(self, compute: Callable[[], _Results]) -> _Results:
+        results = compute()
+        if self._step.recomputed > 0:
+            self._step.recomputed -= 1
+            self._results.append(None)
+        else:
+            self._results.append(tuple(map(self._keep, results)))
+        return results
+
+    def _give(self, compute: Callable[[], _Results]) -> _Results:
+        number, self._again = self._again, self._again + 1
+        kept = self._results[number] if number < len(self._results) else None
+        if kept is None:
+            return compute()
+        self._results[number] = None  # the graph has them from here on
+        out, lse = (one.get() for one in kept)
+        self._kept = [one for one in self._kept if one not in kept]
+        return out, lse
+
+    def _keep(self, tensor: torch.Tensor) -> _Here | _Away:
+        self._unwritten.append((tensor, tensor._version))
+        kept = self._step.keep(tensor.detach())
+        self._kept.append(kept)
+        return kept
+
+    def _fetch(self) -> None:
+        for kept in self._kept:
+            kept.fetch()
+
+    def check_unwritten(self) -> None:
+        """Its first run is over: what is kept is what the second run has to read."""
+        if any(tensor._version != version for tensor, version in self._unwritten):
+            raise RuntimeError(
+                "a layer writes in place to its input or to attention's output, which its "
+                "checkpoint keeps: use long_context(checkpoints=None)"
+            )
+        self._unwritten.clear()
+
+
+class _Running:
+    """While a layer runs: what each of its attention calls asks for its results."""
+
+    def __init__(self, way: Callable[[Callable[[], _Results]], _Results]) -> None:
+        self._way = way
+        self._tokens: list[Token[Any]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(RESULTS.set(self._way))
+
+    def __exit__(self, *raised: object) -> None:
+        RESULTS.reset(self._tokens.pop())
+
+
+class _Here:
+    """Kept where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def fetch(self) -> None:
+        """It is here."""
+
+    def get(self) -> torch.Tensor:
+        return self._tensor.detach()
+
+
+class _Away:
+    """Kept in page-locked host memory: copies both ways run beside the computation."""
+
+    # Bytes of all there are, and the most there ever were: torch keeps that memory for later ones.
+    alive = most = 0
+
+    def __init__(self, tensor: torch.Tensor, copies: _Copies) -> None:
+        self._device, self._copies = tensor.device, copies
+        self._like = torch.empty_like(tensor, device="meta")  # its layout, without gaps
+        if tensor.stride() != self._like.stride():
+            tensor = tensor.clone()
+        self._back: tuple[torch.Tensor, Any] | None = None
+        parts = _flat(tensor).split(_PIECE)
+        self._pieces = [copies.host_memory(part.numel()) for part in parts]
+        copies.run(parts, self._pieces, tensor)
+        self._bytes = sum(1 << (part.numel() - 1).bit_length() for part in parts)
+        _Away.alive += self._bytes
+        _Away.most = max(_Away.most, _Away.alive)
+
+    def __del__(self) -> None:
+        _Away.alive -= getattr(self, "_bytes", 0)
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._back is None:
+            back = torch.empty_like(self._like, device=self._device)
+            self._back = back, self._copies.run(self._pieces, _flat(back).split(_PIECE))
+
+    def get(self) -> torch.Tensor:
+        self.fetch()
+        assert self._back is not None
+        (back, done), self._back = self._back, None
+        self._copies.wait(done)
+        return back
+
+
+class _Copies:
+    """Copies between a device and page-locked memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def host_memory(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+
+    def run(self, sources: Any, targets: Any, read: torch.Tensor | None = None) -> Any:
+        """Copy when all that the computation has been given so far is done; ``read`` is memory of
+        the device that must not be used again before."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        if read is not None:
+            read.record_stream(self._stream)
+        return self._stream.record_event()
+
+    def wait(self, done: Any) -> None:
+        """Let the computation wait for that."""
+        torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def host_room() -> int:
+    """Bytes of host memory that may be page-locked: what the machine and the process's group have
+    free, less a sixth, and what torch holds from earlier steps."""
+    host = torch.device("cpu")
+    free, group = backend_of(host).free_bytes(host), Path("/sys/fs/cgroup")
+    for limit, used, reclaimed in _GROUPS:
+        try:
+            sizes = dict(map(str.split, (group / reclaimed[0]).read_text().splitlines()))
+            taken = int((group / used).read_text()) - int(sizes[reclaimed[1]])
+            free = min(free, int((group / limit).read_text()) - taken)
+        except (OSError, ValueError, KeyError):  # another version, or no limit
+            continue
+    return max(0, free) * 5 // 6 + _Away.most - _Away.alive
+
+
+# The limit of a group of processes, what it uses, and what of that are files that can go.
+_GROUPS = (
+    ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes",
+     ("memory/memory.stat", "total_inactive_file")),
+)  # fmt: skip
+
+__all__ = ["LayerCheckpoints", "host_room"]

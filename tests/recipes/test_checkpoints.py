@@ -1,0 +1,197 @@
+"""Checkpoints of layers that keep attention's results: computed once, wherever they are kept."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers_models import VOCABULARY, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorum_attention import autograd
+from quorum_attention.recipes import checkpoints, long_context
+from quorum_attention.recipes.step import shares
+
+LAYERS = 4
+SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 64}
+
+
+class HostCopies:
+    """Copies of a device that is a CPU: as late as the events allow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.late: list[Any] = []
+
+    def host_memory(self, n_bytes: int) -> torch.Tensor:
+        return torch.full((n_bytes,), 255, dtype=torch.uint8)
+
+    def run(self, sources: Any, targets: Any, read: torch.Tensor | None = None) -> int:
+        if read is None:
+            self.late.append((sources, targets))
+        else:
+            self._copy(sources, targets)
+        return len(self.late)
+
+    def wait(self, done: int) -> None:
+        for late in self.late[:done]:
+            self._copy(*late)
+
+    def _copy(self, sources: Any, targets: Any) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each forward of attention that is computed."""
+    made: list[int] = []
+    run = autograd.run_forward
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return run(*args)
+
+    monkeypatch.setattr(autograd, "run_forward", counted)
+    return made
+
+
+def step(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def pair(kind: str = "llama", **sizes: Any) -> tuple[Any, Any]:
+    """A model without checkpoints, and one with them."""
+    plain = tiny(kind, {**SIZES, **sizes}).train()
+    model = copy.deepcopy(plain)
+    for one, where in ((plain, None), (model, "auto")):
+        long_context(one, budget="64MiB", checkpoints=where, mlp_tile=32)
+    return plain, model
+
+
+def in_host_memory(monkeypatch: pytest.MonkeyPatch, away: int, recomputed: int = 0) -> None:
+    """So many bytes go to host memory, of tensors of any size."""
+    monkeypatch.setattr(checkpoints, "_SMALL", 0)
+    monkeypatch.setattr(checkpoints, "_PIECE", 1000)
+    begin = checkpoints.LayerCheckpoints._begin
+
+    def elsewhere(self: Any, hidden: torch.Tensor) -> Any:
+        found = begin(self, hidden)
+        found.away, found.recomputed, found.copies = away, recomputed, HostCopies(hidden.device)
+        return found
+
+    monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin", elsewhere)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize(("away", "recomputed"), [(0, 0), (1 << 30, 0), (200_000, 2)])
+def test_attention_runs_once_a_layer_and_results_are_the_same_bits(
+    kind: str, away: int, recomputed: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind != "llama" else {}
+    plain, model = pair(kind, attention_dropout=0.1, **more)
+    ids = torch.randint(VOCABULARY, (2, 150))
+    wanted = step(plain, ids)
+    if away or recomputed:
+        in_host_memory(monkeypatch, away, recomputed)
+    for _ in range(2):
+        calls.clear()
+        found = step(model, ids)
+        assert len(calls) == LAYERS + recomputed
+        assert torch.equal(found[0], wanted[0])
+        assert all(map(torch.equal, found[1], wanted[1]))
+    assert checkpoints._Away.alive == 0
+
+
+def test_several_forwards_backward_again_and_autocast(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second backward computes attention again: its results were given to the first one."""
+    in_host_memory(monkeypatch, 1 << 30)
+    plain, model = pair()
+    first, second = (torch.randint(VOCABULARY, (1, n)) for n in (120, 90))
+    found = []
+    for one in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [one(input_ids=ids, labels=ids).loss for ids in (first, second)]
+        calls.clear()
+        sum(losses).backward(retain_graph=True)  # type: ignore[union-attr]
+        assert not calls
+        losses[1].backward()
+        found.append([p.grad for p in one.parameters()])
+    assert len(calls) == LAYERS
+    assert all(map(torch.equal, *found))
+
+
+def test_what_is_kept_goes_when_it_has_been_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer, on the device and in host memory; and with a loss that is let go of."""
+    in_host_memory(monkeypatch, 1 << 30)
+    _, model = pair()
+    ids = torch.randint(VOCABULARY, (1, 100))
+    alive: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.register_full_backward_hook(lambda *_: alive.append(checkpoints._Away.alive))
+    loss = model(input_ids=ids, labels=ids).loss
+    every = checkpoints._Away.alive
+    loss.backward()
+    # In the last layer's MLP its results are given to the graph, its input is still there.
+    assert [LAYERS * left // every for left in alive] == [3, 2, 1, 0]
+    assert checkpoints._Away.alive == 0
+    del loss
+    loss = model(input_ids=ids, labels=ids).loss
+    assert checkpoints._Away.alive == every
+    del loss
+    assert checkpoints._Away.alive == 0
+
+
+def test_a_layer_that_writes_to_what_is_kept_is_refused() -> None:
+    _, model = pair()
+    ids = torch.randint(VOCABULARY, (1, 100))
+    norm = model.model.layers[1].input_layernorm
+
+    def write(_: Any, inputs: Any) -> None:
+        inputs[0].detach().mul_(2)
+
+    norm.register_forward_pre_hook(write)
+    with pytest.raises(RuntimeError, match="writes in place"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_a_copy_of_a_model_has_checkpoints_of_its_own(calls: list[int]) -> None:
+    plain, model = pair()
+    ids = torch.randint(VOCABULARY, (1, 100))
+    wanted = step(plain, ids)
+    with torch.no_grad():
+        other = copy.deepcopy(model)
+        for weight in model.parameters():
+            weight.zero_()
+    calls.clear()
+    assert all(map(torch.equal, step(other, ids)[1], wanted[1]))
+    assert len(calls) == LAYERS
+
+
+@settings(max_examples=200, deadline=None)
+@given(*(st.integers(1, 50) for _ in range(3)), *(st.integers(0, 3000) for _ in range(2)))
+def test_everything_has_a_place(
+    layers: int, checkpoint: int, result: int, device: int, host: int
+) -> None:
+    """What does not go to host memory fits the device; attention is computed again only if it must
+    be; checkpoints that fit nowhere stay on the device."""
+    found = shares(layers, checkpoint, result, device, host)
+    kept = layers * checkpoint + (layers - found.recomputed) * result
+    assert 0 <= found.recomputed <= layers
+    assert 0 <= found.host_bytes <= host
+    assert kept - found.host_bytes <= device or found.recomputed == layers
+    if found.recomputed:
+        assert kept + result > device + host
+    if device:
+        assert found.host_bytes == 0 or kept - found.host_bytes >= min(device, kept)
