@@ -1,8 +1,7 @@
 """An MLP some tokens at a time, after DeepSpeed's TiledMLP (Arctic Long Sequence Training).
 
 The gate, the product and whatever else an MLP holds between its layers is there for one tile of
-tokens; the backward computes it again, tile by tile. Autograd sees one function of the tokens and
-of the weights, so whatever asks it for gradients gets those of the MLP as it was.
+tokens; the backward computes it again, tile by tile: torch's checkpoints.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.kernels.torch_private import first_derivative, uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
-from quorum_attention.recipes.repeat import Repeat
 from quorum_attention.recipes.summary import Change, left_out
-from quorum_attention.recipes.weights import Weights
 
 NAME = "tiled MLP"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -86,90 +85,57 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
     @wraps(plain)
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1] if x.numel() else 0
-        if rows <= tokens:
+        if (
+            rows <= tokens
+            or torch._C._are_functorch_transforms_active()  # those derive it by their own means
+            or forward_ad._current_level >= 0
+        ):
             result: torch.Tensor = plain(self, x)
             return result
-        # In one row of tokens, cut into tiles of about the same length.
-        row, length = x.reshape(rows, x.shape[-1]), -(-rows // -(-rows // tokens))
-        if torch.is_grad_enabled():
-            return _with_gradients(plain, self, row, length, x.shape)
-        return _joined((plain(self, tile) for tile in row.split(length)), x.shape)
+        length = -(-x.shape[-2] // -(-rows // tokens))  # of all texts: tiles of about one length
+        return _tiles(plain, self, x.split(length, -2))
 
     patch_forward(module, forward)
 
 
-def _joined(parts: Iterator[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """All rows, written part by part: they are there once, and one part beside them."""
-    first = next(parts)
-    out = first.new_empty(shape)  # and no view of it: what comes after may work in place
-    rows, start = out.view(-1, shape[-1]), len(first)
-    rows[:start] = first
-    del first
-    for part in parts:
-        rows[start : start + len(part)] = part
-        start += len(part)
-    return out
-
-
 @uncompiled
-def _with_gradients(
-    plain: Callable[..., Any],
-    module: torch.nn.Module,
-    row: torch.Tensor,
-    length: int,
-    shape: torch.Size,
+def _tiles(
+    plain: Callable[..., Any], module: torch.nn.Module, tiles: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        whole: torch.Tensor = plain(module, row)  # those derive it by their own means
-        return whole.view(shape)
-    weights = Weights(module)
-    tiled: torch.Tensor = _Tiled.apply(plain, module, length, shape, weights, row, *weights.taken())  # type: ignore[no-untyped-call]
-    return tiled
+    """What comes of all tiles, each a checkpoint.
+
+    Gradients of weights in 16 bits are summed in float32: each tile's would round the sum.
+    """
+    whole = _Plain(plain, module)
+    weights = dict(whole.named_parameters())
+    wide = {n: w.float() for n, w in weights.items() if w.requires_grad and w.dtype.itemsize < 4}
+    versions = _versions(weights)
+
+    def run(tile: torch.Tensor) -> torch.Tensor:
+        if _versions(weights) != versions:
+            raise RuntimeError(
+                f"a weight of {type(module).__name__} has been changed in place since the forward "
+                "of the tiled MLP, which its gradient needs"
+            )
+        held = weights | {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
+        return functional_call(whole, held, (tile,))
+
+    return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
 
 
-class _Tiled(torch.autograd.Function):
-    """``plain(module, row)``, ``length`` rows at a time, of the row and the weights that learn."""
+def _versions(weights: dict[str, torch.Tensor]) -> list[int]:
+    return [0 if w.is_inference() else w._version for w in weights.values()]
 
-    @staticmethod
-    def forward(
-        ctx: Any, plain: Callable[..., Any], module: torch.nn.Module, length: int,
-        shape: torch.Size, weights: Weights, row: torch.Tensor, *learning: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.plain, ctx.module, ctx.length, ctx.weights = plain, module, length, weights
-        ctx.repeat = repeat = Repeat(row.device)
-        ctx.save_for_backward(row, *learning)
 
-        def parts() -> Iterator[torch.Tensor]:
-            for tile in row.split(length):
-                with repeat.first():
-                    part = plain(module, tile)
-                yield part
+class _Plain(torch.nn.Module):
+    """A module without its own hooks, which are called once, outside."""
 
-        return _joined(parts(), shape)
+    def __init__(self, forward: Callable[..., Any], module: torch.nn.Module) -> None:
+        super().__init__()
+        self.plain, self.module = forward, module
 
-    @staticmethod
-    @first_derivative("a tiled MLP")
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        row, *learning = ctx.saved_tensors
-        wanted: bool = ctx.needs_input_grad[5]
-        into_row = torch.zeros_like(row) if wanted else None
-        start, above = 0, upstream.reshape(row.shape)
-        with ctx.weights.swapped_in(learning) as leaves:
-            for number, (tile, arrived) in enumerate(
-                zip(row.split(ctx.length), above.split(ctx.length), strict=True)
-            ):
-                piece = tile.detach().requires_grad_(wanted)
-                with ctx.repeat.again(number), torch.enable_grad():
-                    out = ctx.plain(ctx.module, piece)
-                leaves.refuse_others(out, piece)
-                if out.requires_grad:
-                    # Without ``inputs``: all there are are ours, and reentrant checkpoints within
-                    # refuse them.
-                    torch.autograd.backward(out, arrived)
-                if into_row is not None and piece.grad is not None:
-                    into_row[start : start + len(piece)] = piece.grad
-                start += len(piece)
-        return (None, None, None, None, None, into_row, *leaves.gradients())
+    def forward(self, tile: torch.Tensor) -> Any:
+        return self.plain(self.module, tile)
 
 
 __all__ = ["NAME", "tile_mlps"]
