@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.autograd import Quick, attend, gradients, named_derivative
+from quorum_attention.autograd import RESULTS, Quick, attend, gradients, named_derivative
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.places import place_after
 from quorum_attention.call.request import Request, Tensors
@@ -175,9 +175,10 @@ def _described(mask: Any) -> Hashable | None:
 
 def _is_unusual(kind: str) -> bool:
     """Whether anything is active under which a call is not what its arguments say: settings, a
-    trace or a mode, a transformation, forward-mode, autocast."""
+    checkpoint that keeps results, a trace or a mode, a transformation, forward-mode, autocast."""
     return (
         current() is not None
+        or RESULTS.get() is not None
         or _modes() > 0
         or _included(_PRE_DISPATCH)
         or _tracing()

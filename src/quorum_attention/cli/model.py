@@ -25,10 +25,7 @@ from quorum_attention.recipes.step import (
 from quorum_attention.sizes import format_bytes
 
 WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
-_WHEN = {
-    "always": "always", "layer": "in a layer's backward", "attention": "in attention's backward",
-    "mlp": "in an MLP's backward", "norm": "in a norm's backward", "loss": "in the loss",
-}  # fmt: skip
+_WHEN = {"always": "always", "layer": "in a layer's backward", "loss": "in the loss"}
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +108,7 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> 
     )
     switched = "all switched on" if options.memory is None else "with these on"
     rows = [
-        [p.name, _WHEN[p.when], format_bytes(p.plain), format_bytes(p.bytes),
+        [p.name, _WHEN.get(p.when, f"in its {p.when}"), *map(format_bytes, (p.plain, p.bytes)),
          p.switch if p.switch in found.on and p.switch else ""]
         for p in found.parts
     ]  # fmt: skip

@@ -107,7 +107,7 @@ def _shape(config: Any) -> ModelShape:
         "experts_per_token": (_size(config, "num_experts_per_tok") if experts else 1),
     }
     tied = bool(config.get("tie_word_embeddings", kind in _TIED))
-    count = _parameters(kind, config, tied, **shape)
+    count = _parameters(kind, config, tied, shape)
     window = _first(config, "sliding_window")
     if config.get("use_sliding_window") is False:
         window = None
@@ -136,23 +136,9 @@ def _whole(name: str, value: Any) -> int:
     return value
 
 
-def _parameters(
-    kind: str,
-    config: Mapping[str, Any],
-    tied: bool,
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocabulary: int,
-    intermediate: int,
-    experts: int,
-    experts_per_token: int,
-) -> int:
+def _parameters(kind: str, config: Mapping[str, Any], tied: bool, shape: Mapping[str, int]) -> int:
     """All of a model's parameters."""
-    del experts_per_token
+    layers, hidden, heads, kv_heads, head_dim, vocabulary, intermediate, experts, _ = shape.values()
     inputs, outputs = (heads + 2 * kv_heads) * head_dim, heads * head_dim
     attention = hidden * (inputs + outputs)
     default = kind == "gpt_oss"

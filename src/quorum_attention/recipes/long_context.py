@@ -16,6 +16,10 @@ from quorum_attention.recipes.summary import Change, Summary, left_out
 from quorum_attention.sizes import parse_bytes
 
 ATTENTION, CHECKPOINTS = "quorum attention", "checkpoints"
+_PLACES = {
+    "auto": "on the device while there is room, then in host memory", "host": "in host memory",
+    "device": "on the device",
+}  # fmt: skip
 
 
 def long_context(
@@ -57,7 +61,7 @@ def long_context(
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
-    one_of(checkpoints, "checkpoints", ("auto", "host", "device", None))
+    one_of(checkpoints, "checkpoints", (*_PLACES, None))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
@@ -102,9 +106,7 @@ def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Cha
         shape = None
     if not LayerCheckpoints(model.get_decoder(), where, shape, training).install():
         return Change(CHECKPOINTS, True, "Transformers' own, on the device")
-    place = {"auto": "on the device while there is room, then in host memory"}
-    how = place.get(where, f"on the {where}".replace("on the host", "in host memory"))
-    return Change(CHECKPOINTS, True, f"torch's, with attention's results, {how}")
+    return Change(CHECKPOINTS, True, f"torch's, with attention's results, {_PLACES[where]}")
 
 
 __all__ = ["ATTENTION", "long_context"]

@@ -8,9 +8,8 @@ one, keeps its own. So does a call that asks for anything else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -131,15 +130,10 @@ def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:
     last = given.get("logits_to_keep")
     some = isinstance(last, torch.Tensor) or bool(last)  # labels are of these tokens then
     head = model.get_output_embeddings()
-    plain_head = type(head) is torch.nn.Linear and has_own_forward(head) and not _is_hooked(head)
-    return bool(router or other_loss or some or in_words is False or not plain_head)
-
-
-def _is_hooked(head: torch.nn.Module) -> bool:
-    """Whether somebody hooks into the calls of the head, of which there would be none."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks,
              head._backward_pre_hooks)  # fmt: skip
-    return any(hooks)
+    plain_head = type(head) is torch.nn.Linear and has_own_forward(head) and not any(hooks)
+    return bool(router or other_loss or some or in_words is False or not plain_head)
 
 
 @torch.no_grad()
@@ -162,7 +156,7 @@ def _differs(model: Any) -> str | None:
             factor = max(1.0, _LARGE / max(float(own.logits.abs().max()), 1e-30))
             for scale, more in ((1.0, {}), (factor, {}), (1.0, _as_in_training(model, ids))):
                 asked.update(more)
-                with _scaled(model.get_decoder(), scale):
+                with model.get_decoder().register_forward_hook(partial(_scale, scale)):
                     found = model(**asked)
                     if found.logits is not None:
                         return "a plain call is one that only this model's own can take"
@@ -189,19 +183,9 @@ def _as_in_training(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return more
 
 
-@contextmanager
-def _scaled(decoder: torch.nn.Module, scale: float) -> Iterator[None]:
-    """What the decoder returns times ``scale``, whoever calls it."""
-
-    def larger(_: Any, args: Any, found: Any) -> Any:
-        found.last_hidden_state = found.last_hidden_state * scale
-        return found
-
-    handle = decoder.register_forward_hook(larger)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _scale(factor: float, decoder: torch.nn.Module, inputs: Any, found: Any) -> Any:
+    found.last_hidden_state = found.last_hidden_state * factor
+    return found
 
 
 __all__ = ["NAME", "chunk_loss"]

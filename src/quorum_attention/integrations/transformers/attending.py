@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from quorum_attention.api import attention, attention_with_lse
-from quorum_attention.autograd import RESULTS
+from quorum_attention.api import attention
 from quorum_attention.integrations.transformers.comparison import dense
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
@@ -83,11 +82,7 @@ def attend(
         out = sdpa(query, key, value, None, *rest[:2], scale=scaling, enable_gqa=rest[3])
     else:
         given = None if plain else mask
-        if not torch.compiler.is_compiling() and RESULTS.get() is not None:
-            # A checkpoint keeps both: no call that torch alone records.
-            out, _ = attention_with_lse(query, key, value, given, *rest, **options.of_call())
-        else:
-            out = attention(query, key, value, given, *rest, **options.of_call())
+        out = attention(query, key, value, given, *rest, **options.of_call())
     return out.transpose(1, 2).contiguous(), None
 
 
