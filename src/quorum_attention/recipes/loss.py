@@ -59,7 +59,7 @@ def _summed(
         return cross_entropy(logits, wanted, ignore_index=_IGNORED, reduction="sum")
 
     pairs = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
-    again = {"use_reentrant": False, "preserve_rng_state": False}
+    again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.stack([checkpoint(of_some, *pair, **again) for pair in pairs]).sum()
 
 

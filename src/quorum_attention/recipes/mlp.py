@@ -107,11 +107,11 @@ def _tiles(
     Gradients of weights in 16 bits are summed in float32: each tile's would round the sum.
     """
     whole = _Plain(plain, module)
-    weights = dict(whole.named_parameters())
+    weights: dict[str, Any] = dict(whole.named_parameters())
     wide = {n: w.float() for n, w in weights.items() if w.requires_grad and w.dtype.itemsize < 4}
     versions = _versions(weights)
 
-    def run(tile: torch.Tensor) -> torch.Tensor:
+    def run(tile: torch.Tensor) -> Any:
         if _versions(weights) != versions:
             raise RuntimeError(
                 f"a weight of {type(module).__name__} has been changed in place since the forward "
@@ -123,7 +123,7 @@ def _tiles(
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
 
 
-def _versions(weights: dict[str, torch.Tensor]) -> list[int]:
+def _versions(weights: dict[str, Any]) -> list[int]:
     return [0 if w.is_inference() else w._version for w in weights.values()]
 
 
