@@ -24,7 +24,7 @@ from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.page_locks import Copied
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.kernels import launches
+from quorum_attention.kernels import merge
 from quorum_attention.kernels.merge import add_all_, merge_
 from quorum_attention.kernels.scaling import divide_gradient_
 
@@ -180,8 +180,8 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     monkeypatch.setattr(jit.JITFunction, "_do_compile", noted)
     # A width that nothing else here uses.
     width = 48
-    launches.compile_ahead(gpu, torch.float16, width, width, True)
-    launches._warming[-1].join()
+    merge.compile_ahead(gpu, torch.float16, width, width, True)
+    merge._warming[-1].join()
     assert sorted(compiled) == sorted(KERNELS)
     all_four(gpu, width)
     assert sorted(compiled) == sorted(KERNELS)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from quorum_attention.kernels import launches, merge, scaling
-from quorum_attention.kernels.launches import Launch, merging
+from quorum_attention.kernels import merge, scaling
+from quorum_attention.kernels.merge import Launch
 
 GPU = torch.device("cuda", 0)
 
@@ -36,8 +36,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """As if there were a GPU: what is prepared."""
     found: list[Launch] = []
 
-    monkeypatch.setattr(launches, "compile_for", found.append)
-    monkeypatch.setattr(launches, "triton_available", lambda: True)
+    monkeypatch.setattr(merge, "compile_for", found.append)
+    monkeypatch.setattr(merge, "triton_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return found
@@ -55,8 +55,8 @@ def test_the_kernels_prepared_are_those_launched(
     scaled = dtype == torch.float16
     # A default device changes nothing.
     with torch.device("meta"):
-        launches.compile_ahead(GPU, dtype, head_dim, value_dim, scaled)
-    launches._warming[-1].join()
+        merge.compile_ahead(GPU, dtype, head_dim, value_dim, scaled)
+    merge._warming[-1].join()
     assert all(a.is_cpu for w in prepared for a in w.arguments if isinstance(a, torch.Tensor))
     ready = {compiled_for(what) for what in prepared}
     assert len(ready) == len(prepared) == (4 if scaled else 2)
@@ -120,13 +120,13 @@ def test_a_launch_waits_for_the_thread_that_compiles(
     """Otherwise Triton would compile the same twice, side by side. Failures are the launch's."""
     kernel = Kernel()
     kernel.fails = fails
-    monkeypatch.setattr(launches, "_kernel", lambda name: kernel)
-    monkeypatch.setattr(launches, "triton_available", lambda: True)
+    monkeypatch.setattr(merge, "_kernel", lambda name: kernel)
+    monkeypatch.setattr(merge, "triton_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    launches.compile_ahead(GPU, torch.float16, 64, 64, None)
+    merge.compile_ahead(GPU, torch.float16, 64, 64, None)
     assert kernel.begun.wait(20)
     threading.Timer(0.1, kernel.go.set).start()
-    launches.launch(merging(torch.float16, 64))
-    launches._warming[-1].join()
+    merge.launch(merge._kinds(torch.float16, 64, 64, None)[0])
+    merge._warming[-1].join()
     assert kernel.done == (["launched"] if fails else ["compiled", "launched"])

@@ -18,7 +18,7 @@ SCRIPT = """
 import sys
 import torch
 from quorum_attention.kernels.merge import _average_, _update_lse_
-from quorum_attention.kernels.launches import launch, to_add, to_merge
+from quorum_attention.kernels.merge import launch, to_add, to_merge
 from quorum_attention.kernels.merge import add_
 
 def merge_triton_(*of):

@@ -2,8 +2,8 @@
 # mypy: ignore-errors
 """Merging statistics and adding gradients as Triton kernels: all read once and written once.
 
-``launches.py`` says what they are launched with, and why integers are not specialised. Nor does the
-alignment of statistics and factors count, which are read one by one.
+``merge.py`` launches them, and says why integers are not specialised. lse and scale pointers are
+not specialised on alignment either: they are loaded one element at a time.
 """
 
 import triton
@@ -176,10 +176,6 @@ def _add_kernel(
 
 
 # Row norms, and dividing ``grad_out`` by two Triton kernels: the host never waits for a factor.
-#
-# ``launches.py`` says what they are launched with.
-
-
 # Integers are not specialised, as in merge_triton.py, but for ``rows``: a tenth faster at D = 128.
 # Nor are pointers to a few numbers, whose alignment changes.
 @triton.jit(do_not_specialize=["largest", "programs"])
