@@ -12,9 +12,8 @@ import torch
 
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels import registry
-from quorum_attention.kernels.cudnn import CudnnKernel
-from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
+from quorum_attention.kernels.vendors import CudnnKernel, FlashKernel
 
 GPU = torch.device("cuda", 0)
 probing = sys.modules["quorum_attention.kernels.probe"]

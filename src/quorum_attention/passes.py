@@ -38,7 +38,7 @@ from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.kernels.bias import sinks_gradient
 from quorum_attention.kernels.protocol import InnerKernel, Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.select import without_dropout
+from quorum_attention.kernels.registry import without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import (
     Decision,

@@ -14,7 +14,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.execution.call import MaskView, mask_shape
 from quorum_attention.execution.workload import GroupSize, Workload, groups
-from quorum_attention.kernels.bias import BASE_TWO_LOWEST, dead_rows
+from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
 
 BATCH, HEADS, QUERIES, KEYS = (2, 3), 4, 40, 55
 SPANS = list(product([False, True], repeat=5))

@@ -321,9 +321,9 @@ FIRST = """if True:
     probe = sys.modules["quorum_attention.kernels.probe"]
     where = []
     tried = probe._tried
-    def noted(kernel, question):
+    def noted(kernel, *kind):
         where.append((kernel.name, threading.current_thread() is threading.main_thread()))
-        return tried(kernel, question)
+        return tried(kernel, *kind)
     probe._tried = noted
     torch.manual_seed(1)
     three = [torch.randn(1, 2, 8192, 64).half().requires_grad_() for _ in range(3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.kernels.bias import (
+from quorum_attention.kernels.tensors import (
     BASE_TWO_LOWEST,
     aligned_bias,
     dead_rows,

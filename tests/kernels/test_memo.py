@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers_made_up_gpu import forget_files
 
-from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.vendors import CudnnKernel
 
 GPU = torch.device("cuda", 0)
 CALL = CallShape("cuda", torch.float16, 2, 2, 8, 8)
@@ -31,7 +31,7 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     found: list[str] = []
-    monkeypatch.setattr(probing, "_tried", lambda kernel, question: found.append(kernel.name))
+    monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: found.append(kernel.name))
     forget_files(monkeypatch)
     return found
 
@@ -64,9 +64,9 @@ def test_failures_users_kernels_and_options_are_not_remembered(
     makers = (Mine, lambda: NativeKernel(window=3), CudnnKernel)
     for turn in range(2):
         if turn == 0:
-            monkeypatch.setattr(probing, "_tried", lambda kernel, question: "it returned NaN")
+            monkeypatch.setattr(probing, "_tried", lambda *kind: "it returned NaN")
         else:
-            monkeypatch.setattr(probing, "_tried", lambda kernel, _: tested.append(kernel.name))
+            monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: tested.append(kernel.name))
         for make in makers:
             found = probe(make(), CALL, GPU)
             assert found == ("it returned NaN" if turn == 0 else None)

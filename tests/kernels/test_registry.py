@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +150,7 @@ def test_where_memory_runs_out_on_a_gpu_it_is_tried_again_without_torchs_cache(
 ) -> None:
     done: list[str] = []
 
-    def tried(kernel: object, question: object) -> None:
+    def tried(*kind: object) -> None:
         done.append("tried")
         if done == ["tried"]:
             raise RuntimeError("Triton Error [CUDA]: out of memory")
@@ -159,8 +158,7 @@ def test_where_memory_runs_out_on_a_gpu_it_is_tried_again_without_torchs_cache(
     module = sys.modules["quorum_attention.kernels.probe"]
     monkeypatch.setattr(module, "_tried", tried)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
-    on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    assert module._tried_with_memory(Broken("fine"), on_gpu) is None
+    assert module._tried_with_memory(Broken("fine"), call(), torch.device("cuda", 0)) is None
     assert done == ["tried", "emptied", "tried"]
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import quorum_attention.kernels.select as select
+import quorum_attention.kernels.registry as select
 from quorum_attention.kernels import CallShape, CpuKernel, DenseKernel, get_kernel, kernels
-from quorum_attention.kernels.registry import registrations
-from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
+from quorum_attention.kernels.registry import registrations, rivals, select_kernel, unrounded_kernel
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quorum_attention.kernels.bias import join_sinks_, sinks_gradient
+from quorum_attention.kernels.merge import join_sinks_, sinks_gradient
 
 
 def test_a_sink_is_a_key_without_a_value() -> None:

@@ -14,10 +14,9 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.kernels import CallShape, Extent
-from quorum_attention.kernels.cudnn import CudnnKernel
-from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.rectangles import RectangleKernel, lift_of
+from quorum_attention.kernels.vendors import CudnnKernel, EfficientKernel
 
 half = torch.float16
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quorum_attention.decomposition.rectangles import Batch, Rectangle
-from quorum_attention.kernels import cudnn
-from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels import vendors
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.tensors import (
     BLOCK_BYTES,
@@ -32,6 +31,7 @@ from quorum_attention.kernels.tensors import (
     token_major,
     zero_unit_strides,
 )
+from quorum_attention.kernels.vendors import CudnnKernel
 
 STORED = {
     "dense": lambda: torch.arange(240.0).view(1, 2, 30, 4),
@@ -185,7 +185,7 @@ def made_up_cudnn(monkeypatch: pytest.MonkeyPatch) -> CudnnKernel:
     prefix = "_scaled_dot_product_cudnn_attention"
     monkeypatch.setattr(torch.ops.aten, prefix, _forward, raising=False)
     monkeypatch.setattr(torch.ops.aten, f"{prefix}_backward", _backward, raising=False)
-    monkeypatch.setattr(cudnn, "_TEMPLATES", [(3, torch.int64)])
+    monkeypatch.setattr(vendors, "_TEMPLATES", [(3, torch.int64)])
     return CudnnKernel()
 
 

@@ -15,7 +15,7 @@ import quorum_attention as qa
 from quorum_attention.execution.case import Case, Placement, spec_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
-from quorum_attention.kernels.select import rivals
+from quorum_attention.kernels.registry import rivals
 from quorum_attention.planner import decide as module
 from quorum_attention.planner import search
 from quorum_attention.planner.calibration import hardware_of
@@ -203,7 +203,7 @@ def test_a_kernel_is_built_where_it_is_clearly_faster_or_alone_fits(
     43 ms on the native kernel, of 110 on cuDNN's."""
     made_up_gpu(monkeypatch, tmp_path)
     built: list[str] = []
-    monkeypatch.setattr(probing, "_tried", lambda kernel, question: built.append(kernel.name))
+    monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: built.append(kernel.name))
     work = Workload((1,), 8, 8, tokens, tokens, 64, 64, torch.float16, True)
     place = Placement("cuda", False, False, torch.float16)
     options = Options(GPU, budget_bytes=mib << 20)

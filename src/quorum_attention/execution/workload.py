@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from quorum_attention.kernels.protocol import CallShape, MaskShape
-from quorum_attention.kernels.workspace import SMALL_FACTOR
+from quorum_attention.kernels.rectangles import SMALL_FACTOR
 
 ELEMENT_BYTES = {
     torch.float16: 2,

@@ -8,10 +8,7 @@ import sys
 from types import ModuleType
 
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.kernels.cudnn import CudnnKernel
-from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
-from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, empty_, merge_
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import (
@@ -36,6 +33,7 @@ from quorum_attention.kernels.registry import (
     register_kernel,
     why_not,
 )
+from quorum_attention.kernels.vendors import CudnnKernel, EfficientKernel, FlashKernel
 
 __all__ = [
     "MERGE_WORKSPACE_BYTES",

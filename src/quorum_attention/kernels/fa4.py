@@ -21,9 +21,9 @@ import torch
 from quorum_attention.cache_files import cache_folder, private_folder
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
-from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.workspace import (
+from quorum_attention.kernels.rectangles import (
     UNSPLIT_BYTES,
+    RectangleKernel,
     RectangleSizes,
     backward_bytes,
     forward_bytes,

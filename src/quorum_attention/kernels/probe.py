@@ -15,7 +15,7 @@ import functools
 import hashlib
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,22 @@ from typing import Any
 import torch
 
 from quorum_attention.cache_files import load, store
-from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import by_torch, empty_
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Gradients,
     InnerKernel,
     MaskShape,
     Statistics,
-    TaskTensors,
     is_bare,
 )
-from quorum_attention.kernels.reference import DenseKernel
+from quorum_attention.kernels.reference import DenseKernel, whole_task, work_dtype
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.tensors import Pick
 from quorum_attention.kernels.torch_private import capturing, outside
 
 # Odd, as lengths may be: rows of a mask begin at addresses that vector loads do not take.
@@ -52,33 +52,6 @@ _TOLERANCES = {
     torch.float32: 2e-2,
     torch.float64: 1e-9,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """Everything but the kernel that the answer depends on.
-
-    Attributes:
-        group: query heads that share a key/value head; compiled kernels may depend on it.
-        deterministic: whether torch has been told to refuse nondeterministic operators.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    group: int
-    mask: MaskShape | None
-    needs_grad: bool
-    positive_scale: bool
-    deterministic: bool
-    dropout: bool = False
-
-    @property
-    def scales(self) -> tuple[float, ...]:
-        """The factors of the scores to test."""
-        usual = 1.0 / math.sqrt(max(1, self.head_dim))
-        return (usual,) if self.positive_scale else (-usual, 0.0)
 
 
 # Answers remembered for each kernel.
@@ -97,82 +70,75 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
         torch.OutOfMemoryError: the device does not have the few MiB that the test takes.
         RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
     """
-    return _answer(kernel, _question(call, device))
-
-
-def _question(call: CallShape, device: torch.device | None) -> _Question:
     if device is None:
         device = torch.device(call.device_type)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _Question(
-        device,
-        call.dtype,
-        call.head_dim,
-        call.value_dim,
-        call.query_heads // max(1, call.key_heads),
-        call.mask,
-        call.needs_grad,
-        call.positive_scale,
-        torch.are_deterministic_algorithms_enabled(),
-        call.dropout,
-    )
+    # Compiled kernels may depend on how many query heads share a key head. Causal calls and others
+    # are tested together.
+    group = call.query_heads // max(1, call.key_heads)
+    call = replace(call, query_heads=2 * group, key_heads=2, is_causal=False, exact_scale=True)
+    return _answer(kernel, call, device, torch.are_deterministic_algorithms_enabled())
 
 
 @remembered(_ANSWERS)
-def _answer(kernel: InnerKernel, question: _Question) -> str | None:
-    if capturing(question.device):
+def _answer(
+    kernel: InnerKernel, call: CallShape, device: torch.device, deterministic: bool
+) -> str | None:
+    if capturing(device):
         raise RuntimeError(
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
             f"such call first, as warm-up"
         )
-    entry = _entry(kernel, question)
+    entry = _entry(kernel, call, device, deterministic)
     if entry is not None and entry in _memo():
         return None
     with outside(), by_torch():
-        wrong = _tried_with_memory(kernel, question)
+        wrong = _tried_with_memory(kernel, call, device)
     if wrong is None:
         _note([] if entry is None else [entry])
     return wrong
 
 
-def _tried_with_memory(kernel: InnerKernel, question: _Question) -> str | None:
+def _tried_with_memory(kernel: InnerKernel, call: CallShape, device: torch.device) -> str | None:
     """``_tried``; where memory runs out, once more with all that torch's allocator held back:
     libraries and Triton do not ask it for that when they take memory themselves."""
     try:
-        return _tried(kernel, question)
+        return _tried(kernel, call, device)
     except RuntimeError as error:
-        if question.device.type != "cuda" or not is_out_of_memory(error):
+        if device.type != "cuda" or not is_out_of_memory(error):
             raise
     torch.cuda.empty_cache()
-    return _tried(kernel, question)
+    return _tried(kernel, call, device)
 
 
-def _tried(kernel: InnerKernel, question: _Question) -> str | None:
-    for is_causal, scale in product((False, True), question.scales):
+def _tried(kernel: InnerKernel, call: CallShape, device: torch.device) -> str | None:
+    usual = 1.0 / math.sqrt(max(1, call.head_dim))
+    scales = (usual,) if call.positive_scale else (-usual, 0.0)
+    for is_causal, scale in product((False, True), scales):
         try:
-            wrong = _compare(kernel, question, is_causal, scale)
+            wrong = _compare(kernel, call, device, is_causal, scale)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            return f"it failed a test on {question.device}: {lines[0]}"
+            return f"it failed a test on {device}: {lines[0]}"
         if wrong is not None:
             kind = "causal" if is_causal else "plain"
-            dtype = str(question.dtype).removeprefix("torch.")
-            sign = "" if question.positive_scale else f", scale {scale:.3g}"
-            return f"it returned {wrong} for a {kind} {dtype} test on {question.device}{sign}"
+            dtype = str(call.dtype).removeprefix("torch.")
+            sign = "" if call.positive_scale else f", scale {scale:.3g}"
+            return f"it returned {wrong} for a {kind} {dtype} test on {device}{sign}"
     return None
 
 
-def _compare(kernel: InnerKernel, question: _Question, is_causal: bool, scale: float) -> str | None:
+def _compare(
+    kernel: InnerKernel, call: CallShape, device: torch.device, is_causal: bool, scale: float
+) -> str | None:
     """Compare the kernel with the reference: what is wrong with its results, or None."""
-    n_keys = _QUERIES if is_causal else _KEYS
-    inputs = _Inputs.random(question, n_keys)
-    how = (is_causal, scale, question.needs_grad, Dropout(0.5, 0) if question.dropout else None)
-    exact = _run(DenseKernel(), inputs.to(dtype=torch.float64), *how)
-    found = _run(kernel, inputs.to(device=question.device), *how)
-    tolerance = _TOLERANCES.get(question.dtype, 1e-1)
+    one, grad_out = _random_call(call, is_causal, scale)
+    exact = _run(DenseKernel(), one, grad_out, call.needs_grad, torch.Tensor.double)
+    found = _run(kernel, one, grad_out, call.needs_grad, lambda tensor: tensor.to(device))
+    tolerance = _TOLERANCES.get(call.dtype, 1e-1)
     for name, reference in exact.items():
         result = found[name].to("cpu", torch.float64)
         if result.isnan().any():
@@ -186,101 +152,49 @@ def _compare(kernel: InnerKernel, question: _Question, is_causal: bool, scale: f
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    grad_out: torch.Tensor
-    mask: torch.Tensor | None
+def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, torch.Tensor]:
+    """A small call of a kind, and its upstream gradient."""
+    generator = torch.Generator().manual_seed(0)
+    heads, n_keys = call.query_heads, _QUERIES if is_causal else _KEYS
 
-    @classmethod
-    def random(cls, question: _Question, n_keys: int) -> _Inputs:
-        generator = torch.Generator().manual_seed(0)
-        heads = 2 * question.group
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(call.dtype)
 
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device="cpu").to(question.dtype)
-
-        mask = _random_mask(question.mask, heads, n_keys, generator)
-        return cls(
-            query=random(1, heads, _QUERIES, question.head_dim),
-            key=random(1, 2, n_keys, question.head_dim),
-            value=random(1, 2, n_keys, question.value_dim),
-            grad_out=random(1, heads, _QUERIES, question.value_dim),
-            mask=None if mask is None else mask.to(question.dtype),
-        )
-
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> _Inputs:
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device=device or tensor.device, dtype=dtype or tensor.dtype)
-
-        return _Inputs(
-            move(self.query),
-            move(self.key),
-            move(self.value),
-            move(self.grad_out),
-            None if self.mask is None else move(self.mask),
-        )
-
-    def bias(self, r: Rectangle) -> torch.Tensor | None:
-        """The mask of a rectangle; dimensions it broadcasts over keep size 1."""
-        if self.mask is None:
-            return None
-        rows = slice(r.query_start, r.query_stop) if self.mask.shape[2] > 1 else slice(None)
-        columns = slice(r.key_start, r.key_stop) if self.mask.shape[3] > 1 else slice(None)
-        return self.mask[:, :, rows, columns]
+    mask = _random_mask(call.mask, heads, n_keys, generator)
+    one = Call(
+        random(1, heads, _QUERIES, call.head_dim), random(1, 2, n_keys, call.head_dim),
+        random(1, 2, n_keys, call.value_dim), is_causal, scale,
+        None if mask is None else mask.to(call.dtype),
+        dropout=Dropout(0.5, 0) if call.dropout else None,
+    )  # fmt: skip
+    return one, random(1, heads, _QUERIES, call.value_dim)
 
 
 def _run(
-    kernel: InnerKernel,
-    inputs: _Inputs,
-    is_causal: bool,
-    scale: float,
-    needs_grad: bool,
-    dropout: Dropout | None,
+    kernel: InnerKernel, call: Call, grad_out: torch.Tensor, needs_grad: bool, to: Pick
 ) -> dict[str, torch.Tensor]:
-    """The kernel's statistics, and gradients if needed, of one task that is the whole call."""
-    query, key, value, grad_out = inputs.query, inputs.key, inputs.value, inputs.grad_out
-    n_queries, n_keys = query.shape[2], key.shape[2]
-    whole = next(iter(Decomposition(max(n_queries, n_keys), ()).tasks()))
-    task = TaskTensors(
-        task=whole,
-        rectangles=tuple(whole.rectangles(is_causal, n_queries=n_queries, n_keys=n_keys)),
-        query=query,
-        key=key,
-        value=value,
-        scale=scale,
-        is_causal=is_causal,
-        bias=inputs.bias,
-        dropout=dropout,
-    )
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    """The kernel's statistics, and gradients if needed, of one task that is the whole call.
 
-    def full_precision(like: torch.Tensor) -> torch.Tensor:
+    Args:
+        to: brings a tensor to the device and the dtype to compute in.
+    """
+    call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
+    task, grad_out, work = whole_task(call), to(grad_out), work_dtype(call.query)
+
+    def zeros(like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(like.shape, dtype=work, device=like.device)
 
-    out = full_precision(grad_out)
+    out = zeros(grad_out)
     state = Statistics(out, out[..., 0].clone())
     empty_(state.out, state.lse)
     kernel.forward(task, state)
     results = {"out": state.out, "lse": state.lse}
     if needs_grad:
-        grads = Gradients(
-            grad_out=grad_out,
-            out=state.out.to(query.dtype),
-            lse=state.lse,
-            grad_query=full_precision(query),
-            grad_key=full_precision(key),
-            grad_value=full_precision(value),
-            scaling=_scaling(kernel, value),
-        )
-        kernel.backward(task, grads)
-        results |= {
-            "the gradient of query": grads.grad_query,
-            "the gradient of key": grads.grad_key,
-            "the gradient of value": grads.grad_value,
-        }
+        sums, scaling = tuple(map(zeros, call.inputs)), _scaling(kernel, call.value)
+        rounded = state.out.to(call.query.dtype)
+        kernel.backward(task, Gradients(grad_out, rounded, state.lse, *sums, scaling))
+        names = ("the gradient of query", "the gradient of key", "the gradient of value")
+        results |= dict(zip(names, sums, strict=True))
     return results
 
 
@@ -346,21 +260,21 @@ def _note(entries: list[str]) -> None:
         store(_FILE, lambda said: list(dict.fromkeys([*_entries(said), *_memo()]))[-_MOST:])
 
 
-def _entry(kernel: InnerKernel, question: _Question) -> str | None:
+def _entry(
+    kernel: InnerKernel, call: CallShape, device: torch.device, deterministic: bool
+) -> str | None:
     """The name of an entry; None for what is not remembered: users' kernels, other devices, and
     kernels with options, which are more than their names."""
-    module, package = type(kernel).__module__, __name__.rpartition(".")[0]
-    if question.device.type != "cuda" or not module.startswith(package):
+    ours = type(kernel).__module__.startswith(__name__.rpartition(".")[0])
+    if device.type != "cuda" or not ours or not is_bare(kernel):
         return None
-    if not is_bare(kernel):
-        return None
-    found = torch.cuda.get_device_properties(question.device)
+    found = torch.cuda.get_device_properties(device)
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
     versions = (
         found.name, found.major, found.minor, torch.__version__, torch.version.cuda,
         torch.backends.cudnn.version(), driver, _sources(),
     )  # fmt: skip
-    return f"{type(kernel).__qualname__} | {question} | {versions}"
+    return f"{type(kernel).__qualname__} | {call} | {device} | {deterministic} | {versions}"
 
 
 @functools.cache

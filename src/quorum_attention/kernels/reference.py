@@ -36,8 +36,8 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
+from quorum_attention.kernels.rectangles import SLACK_BYTES
 from quorum_attention.kernels.tensors import positions
-from quorum_attention.kernels.workspace import SLACK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES
 from quorum_attention.kernels.fa4 import by_head_dim
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
-from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.registry import select_kernel
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.writing import check_target

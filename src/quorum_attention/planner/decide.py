@@ -25,8 +25,7 @@ from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.kernels.registry import why_not
-from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
+from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of, rates_known
 from quorum_attention.planner.hardware import HardwareModel

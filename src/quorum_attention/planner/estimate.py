@@ -33,7 +33,7 @@ from quorum_attention.html_table import html_table
 from quorum_attention.kernels.masked.choice import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.registry import select_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import both_passes, decide_untried

@@ -25,7 +25,7 @@ from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, 
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, Kept, Locker, PageLocks
 from quorum_attention.kernels.protocol import Lanes
-from quorum_attention.kernels.workspace import UNSPLIT_BYTES
+from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
 
 # Rows of queries that a multiprocessor works on at a time.
 _TILE_ROWS = 128

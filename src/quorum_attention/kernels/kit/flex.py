@@ -47,10 +47,10 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
+from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
 from quorum_attention.kernels.reference import whole_task
 from quorum_attention.kernels.tensors import dense, positions
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 # Tensors as compiled FlexAttention reads them fastest: in words of 16 bytes.
 #

@@ -12,8 +12,7 @@ from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.registry import get_kernel, why_not
-from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.registry import get_kernel, select_kernel, why_not
 from quorum_attention.mask import Mask
 
 # Runs anything, in torch's operators (dense.py).

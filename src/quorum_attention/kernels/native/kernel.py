@@ -41,6 +41,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
+from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.mask import Mask
