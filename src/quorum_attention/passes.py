@@ -35,10 +35,9 @@ from quorum_attention.execution.routes.over_inputs import at_once, corrected_out
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
-from quorum_attention.kernels.bias import sinks_gradient
+from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import InnerKernel, Saved, check_mask_gradient
-from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.registry import without_dropout
+from quorum_attention.kernels.registry import get_kernel, without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import (
     Decision,

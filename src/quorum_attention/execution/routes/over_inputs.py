@@ -58,7 +58,7 @@ from quorum_attention.execution.workload import (
     group_part,
     groups,
 )
-from quorum_attention.kernels.bias import join_sinks_
+from quorum_attention.kernels.merge import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved, TaskTensors
 from quorum_attention.kernels.reference import SMALL, backward_bytes, exact_carrier, whole_backward
 from quorum_attention.kernels.scaling import Scaling

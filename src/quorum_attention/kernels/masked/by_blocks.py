@@ -37,8 +37,8 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.kernel import Launch, NativeKernel, Tilings
 from quorum_attention.kernels.native.runs import NO_DIAGONAL, WIDTH, Axis, HostTable, Ints, table
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, TaskTensors
+from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
 # Bytes of a block's bits.
 BIT_BYTES = BLOCK * BLOCK // 8

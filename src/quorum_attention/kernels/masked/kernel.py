@@ -38,7 +38,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.rectangles import UNSPLIT_BYTES, four_dims
+from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.reference import whole_task, work_dtype
 from quorum_attention.kernels.tensors import Pick
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import real_number, switch
-from quorum_attention.kernels.bias import join_sinks_, sinks_gradient
+from quorum_attention.kernels.merge import join_sinks_, sinks_gradient
 from quorum_attention.kernels.native.kernel import NativeKernel, Tilings
 from quorum_attention.kernels.native.launch import Extras
 from quorum_attention.kernels.native.runs import Runs, runs_of_bits

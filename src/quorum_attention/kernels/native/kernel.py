@@ -16,8 +16,8 @@ from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import Extras, launch_backward, launch_forward
 from quorum_attention.kernels.native.runs import (
@@ -43,7 +43,6 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
