@@ -190,7 +190,8 @@ def _run(
     kernel.forward(task, state)
     results = {"out": state.out, "lse": state.lse}
     if needs_grad:
-        sums, scaling = tuple(map(zeros, call.inputs)), _scaling(kernel, call.value)
+        sums = (zeros(call.query), zeros(call.key), zeros(call.value))
+        scaling = _scaling(kernel, call.value)
         rounded = state.out.to(call.query.dtype)
         kernel.backward(task, Gradients(grad_out, rounded, state.lse, *sums, scaling))
         names = ("the gradient of query", "the gradient of key", "the gradient of value")
