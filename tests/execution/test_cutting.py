@@ -9,41 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Cutting, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-
-
-@pytest.mark.parametrize("levels", [(), (7,), (3, 7)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_one_level_deeper_and_back(levels: tuple[int, ...], is_causal: bool) -> None:
-    """Back at the planned depth the schedule is the planned one, rectangle limits included."""
-    plan = qa.plan(
-        600, heads=2, head_dim=4, dtype=torch.float32, is_causal=is_causal, levels=levels, tile=8,
-        kernel="dense", over_inputs=False, device="cpu",
-    )  # fmt: skip
-    cutting = Cutting(plan.schedule, plan.work, DenseKernel(), backward=False)
-    depth = len(levels)
-    at_first = cutting.tasks(depth), cutting.schedule(depth)
-    assert [task.path for task in at_first[0]] == list(plan.decomposition.paths())
-    deeper = cutting.schedule(depth + 1)
-    assert deeper.decomposition.levels == (*levels, 7)
-    assert len(cutting.tasks(depth + 1)) == 7 * len(at_first[0])
-    assert (cutting.tasks(depth), cutting.schedule(depth)) == at_first
-    assert at_first[1] == plan.schedule
-
-
-def test_cut_further_in_order() -> None:
-    plan = qa.plan(600, heads=2, head_dim=4, dtype=torch.float32, levels=(7,), tile=8,
-                   kernel="dense", device="cpu")  # fmt: skip
-    cutting = Cutting(plan.schedule, plan.work, DenseKernel(), backward=False)
-    left = cutting.tasks(1)[3:5]
-    paths = [task.path for task in cutting.further(left, 2)]
-    assert paths == [(i, j) for i in (3, 4) for j in range(7)]
 
 
 def cut(n: int, window: int | None, levels: tuple[int, ...], *, backward: bool = False) -> Cutting:

@@ -156,15 +156,6 @@ def test_autograd_gives_it_beside_every_kernel_and_route(kernel: str, call: dict
     assert report.to_dict()["mask_gradient"] == report.mask_gradient
 
 
-def test_a_mask_alone_may_require_it() -> None:
-    given = inputs(20)
-    mask = torch.randn(20, 20, requires_grad=True)
-    out = qa.attention(*given.three, mask)
-    assert out.requires_grad
-    out.backward(given.grad_out)
-    assert_close(mask.grad, wanted(given, mask), 2e-5)
-
-
 def test_the_backward_as_a_function() -> None:
     given = inputs(20, batch=(2,))
     mask = torch.randn(2, 1, 20)
@@ -178,31 +169,6 @@ def test_the_backward_as_a_function() -> None:
     again = qa.attention_backward(*read, grads=tuple(map(torch.empty_like, three)), grad_mask=room)
     assert again[3] is room
     assert_close(room, found, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mask", "wish", "error", "says"),
-    [
-        (None, True, ValueError, "grad_mask needs an additive attn_mask, got None"),
-        (torch.ones(20, 20) > 0, True, ValueError, "grad_mask needs an additive attn_mask, got a"),
-        (torch.ones(20, 20), torch.ones(20), ValueError, r"grad_mask must have shape \(20, 20\)"),
-        (torch.ones(20, 20), 1, TypeError, "grad_mask must be a torch.Tensor"),
-        (torch.ones(20, 20), torch.ones(20, 20).int(), TypeError, "grad_mask must be one of"),
-    ],
-    ids=str,
-)
-def test_wishes_that_make_no_sense(mask, wish, error, says) -> None:  # type: ignore[no-untyped-def]
-    given = inputs(20)
-    made = qa.attention_with_lse(*given.three)
-    with pytest.raises(error, match=says):
-        qa.attention_backward(given.grad_out, *given.three, *made, mask, grad_mask=wish)
-
-
-def test_the_mask_is_not_written_to() -> None:
-    given, mask = inputs(20), torch.ones(20, 20)
-    made = qa.attention_with_lse(*given.three, mask)
-    with pytest.raises(ValueError, match="grad_mask must not share memory with attn_mask"):
-        qa.attention_backward(given.grad_out, *given.three, *made, mask, grad_mask=mask)
 
 
 def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:

@@ -12,7 +12,7 @@ from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle
-from quorum_attention.execution.call import MaskView, mask_shape
+from quorum_attention.execution.call import MaskView
 from quorum_attention.execution.workload import GroupSize, Workload, groups
 from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
 
@@ -54,27 +54,6 @@ def test_bias_of_every_rectangle_equals_dense_indexing(
                 assert part is not None
                 assert part.dtype == torch.float32
                 assert torch.equal(part.expand(expected.shape), expected)
-
-
-@pytest.mark.parametrize("shape", [(55,), (40, 55), (4, 1, 55), (3, 1, 1, 1)])
-def test_a_mask_of_fewer_dimensions_broadcasts_from_the_right(shape: tuple[int, ...]) -> None:
-    mask = torch.randn(shape, generator=fresh_generator())
-    work = Workload(BATCH, HEADS, HEADS, QUERIES, KEYS, 8, 8, torch.float32, False)
-    task = Decomposition(55, ()).task(())
-    dense = mask.expand(*BATCH, HEADS, QUERIES, KEYS)
-    for group in groups(work, GroupSize(1, HEADS)):
-        bias = MaskView(mask, 2).bias(group, task, torch.float32, torch.device("cpu"))
-        part = bias(Rectangle(0, QUERIES, 0, KEYS))
-        assert part is not None
-        assert torch.equal(part.expand(1, HEADS, QUERIES, KEYS)[0], dense[group.entries[0]])
-
-
-@pytest.mark.parametrize("spans", SPANS[::3])
-def test_mask_shape_names_what_is_spanned(spans: tuple[bool, ...]) -> None:
-    shape = mask_shape(make(spans, torch.bool), len(BATCH))
-    assert shape.boolean
-    assert shape.batch == any(spans[:2])
-    assert (shape.heads, shape.rows, shape.columns) == spans[2:]
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float16])

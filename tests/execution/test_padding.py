@@ -43,18 +43,6 @@ def test_only_where_it_changes_nothing(others) -> None:
     assert not any(is_filled(task, made.work) for task in tasks(made))
 
 
-def test_a_short_sequence_is_not_mostly_padding() -> None:
-    made = plan(60)
-    assert not any(is_filled(task, made.work) for task in tasks(made))
-
-
-@pytest.mark.parametrize("levels", [(7,), (1,), (3, 7)])
-def test_a_call_without_tokens_can_be_planned(levels: tuple[int, ...]) -> None:
-    plan = qa.plan(0, levels=levels, is_causal=True)
-    assert plan.levels == levels
-    assert all(not task.n_tokens for task in plan.tasks())
-
-
 def test_chunks_that_are_wholly_empty_stay_empty() -> None:
     # 13 chunks of 80: the end of the sequence is within the eleventh.
     given = inputs(854, heads=2, head_dim=8, dtype=torch.float64)
@@ -69,31 +57,6 @@ def test_chunks_that_are_wholly_empty_stay_empty() -> None:
     reference = exact(given, is_causal=True, gradients=True)
     for actual, expected in zip((out, *grads), (reference.out, *reference.grads), strict=True):
         assert_close(actual, expected, 1e-11)
-
-
-@pytest.mark.parametrize("n", [125, 126, 127, 249, 255])
-@pytest.mark.parametrize("levels", [(7,), (13,), (31,)])
-def test_tasks_without_any_token_stay_empty(n: int, levels: tuple[int, ...]) -> None:
-    """In a sequence of one or two tiles few chunks have tokens, so some tasks have none."""
-    made = plan(n, levels=levels, tile=128)
-    empty = [not task.spans for task in made.tasks()]
-    assert any(empty)
-    assert [not task.spans for task in tasks(made)] == empty
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@pytest.mark.parametrize("n_cap", [1, 2, 3])
-def test_results(dtype: torch.dtype, n_cap: int) -> None:
-    given = inputs(1110, heads=2, head_dim=8, dtype=dtype)
-    shape = {"dtype": dtype, "n_cap": n_cap}
-    out, lse = qa.attention_with_lse(*given.three, is_causal=True, plan=plan(1110, **shape))
-    grads = qa.attention_backward(
-        given.grad_out, *given.three, out, lse, is_causal=True, plan=plan(1110, True, **shape)
-    )
-    reference = exact(given, is_causal=True, gradients=True)
-    tolerance = {torch.float64: 1e-11, torch.float32: 5e-5, torch.float16: 1e-2}[dtype]
-    for actual, expected in zip((out, *grads), (reference.out, *reference.grads), strict=True):
-        assert_close(actual, expected, tolerance)
 
 
 def test_what_lay_in_the_slot_before_does_not_matter() -> None:

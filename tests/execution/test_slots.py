@@ -8,14 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.case import BACKWARD, FORWARD, spec_of
+from quorum_attention.execution.case import FORWARD, spec_of
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import (
     ALIGNMENT,
     Field,
     LayoutError,
     SlotLayout,
-    aligned,
     slot_layout,
 )
 from quorum_attention.execution.trimming import is_filled
@@ -77,30 +76,6 @@ def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
             assert stop <= low or high <= start, f"{name} overlaps {other}"
     wants_final = result != work.state_dtype
     assert any(name.startswith("final") for name in places) == wants_final
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_carved_fields_are_dense_views_that_do_not_disturb_each_other(heads: int) -> None:
-    """This holds for groups smaller than the largest as well."""
-    work = Workload((2,), 4, 2, 9, 11, 5, 3, torch.float16, False)
-    layout = slot_layout(FORWARD, work, GroupSize(2, 2), (8, 8), torch.float16)
-    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
-    apart = [name for name in layout.fields if name not in SHARED]
-    views = {name: layout.carve(slot, name, 1, heads, 7) for name in apart}
-    for number, view in enumerate(views.values()):
-        assert view.is_contiguous()
-        view.fill_(number + 1)
-    for number, (name, view) in enumerate(views.items()):
-        assert bool((view == number + 1).all()), name
-    assert views["query"].shape == (1, 2 * heads, 7, 5)
-    assert views["value"].shape == (1, heads, 7, 3)
-    assert views["state_out"].dtype == torch.float32
-
-
-@given(st.integers(0, 10_000))
-def test_alignment_rounds_up_and_never_down(n: int) -> None:
-    assert n <= aligned(n) < n + ALIGNMENT
-    assert aligned(n) % ALIGNMENT == 0
 
 
 KERNELS = {
@@ -196,13 +171,3 @@ def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
     ):
         with pytest.raises(LayoutError):
             layout(*broken)
-
-
-def test_inputs_that_a_result_of_another_size_is_written_over_are_not_kept() -> None:
-    work = Workload((), 1, 1, 40, 40, 8, 4, torch.float16, False)
-    same = slot_layout(BACKWARD, work, GroupSize(1, 1), (8, 8), torch.float16, scaled=False)
-    assert all(same.keeps(name) for name in ("query", "key", "value", "out"))
-    narrower = slot_layout(FORWARD, work, GroupSize(1, 1), (8, 8), torch.float16)
-    assert narrower.fields["final_out"].over == "query"
-    assert not narrower.keeps("query")
-    assert narrower.keeps("key")

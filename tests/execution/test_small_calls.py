@@ -20,8 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import quorum_attention as qa
 from quorum_attention import passes
 from quorum_attention.execution.device.cpu import Cpu
-from quorum_attention.kernels import CpuKernel, register_kernel
-from quorum_attention.kernels.registry import _KERNELS
+from quorum_attention.kernels import CpuKernel
 from quorum_attention.planner import decide
 
 pytestmark = [
@@ -226,32 +225,6 @@ def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
     del kernel, query, given
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
-
-
-def test_a_kernel_that_is_replaced_is_not_used_again() -> None:
-    """The kernel of a small call is looked up at every call."""
-
-    class Louder(CpuKernel):
-        calls = 0
-
-        def whole_forward(self, *args: Any, **named: Any) -> Any:
-            Louder.calls += 1
-            return super().whole_forward(*args, **named)
-
-    given = inputs(30)
-    qa.attention(*given.three)
-    before = _KERNELS["cpu"]
-    register_kernel(Louder())
-    try:
-        qa.attention(*given.three)
-        tried = Louder.calls
-        assert tried > 0
-        qa.attention(*given.three)
-        assert Louder.calls == tried + 1
-    finally:
-        register_kernel(before)
-    qa.attention(*given.three)
-    assert Louder.calls == tried + 1
 
 
 def processor_seconds(call: Callable[[], object]) -> float:

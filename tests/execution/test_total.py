@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import threading
 
 import pytest
 import torch
@@ -13,11 +12,6 @@ from helpers_kernels import WatchedKernel
 
 import quorum_attention as qa
 from quorum_attention.execution.report import Total
-
-
-def test_nothing_yet() -> None:
-    assert str(Total()) == "nothing has run yet"
-    assert qa.Report().total is not qa.Report().total
 
 
 def test_it_adds_up_and_keeps_the_largest_peak() -> None:
@@ -35,22 +29,6 @@ def test_it_adds_up_and_keeps_the_largest_peak() -> None:
         assert words in said
     assert json.loads(json.dumps(total.to_dict()))["kernels"]["cpu"]["cut"] == 1
     assert pickle.loads(pickle.dumps(total)) == copy.deepcopy(total) == total
-
-
-def test_any_thread_may_add() -> None:
-    total = Total()
-
-    def work() -> None:
-        for _ in range(2000):
-            total.add("cpu", backward=False, seconds=1.0)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert total.forwards == total.kernels["cpu"].passes == 8000
-    assert total.seconds == 8000.0
 
 
 @pytest.mark.usefixtures("one_thread")

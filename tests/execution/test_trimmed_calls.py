@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
@@ -12,7 +9,7 @@ from helpers_kernels import WatchedKernel
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs
+from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.execution import slot_rows
 from quorum_attention.execution.case import FORWARD
@@ -20,7 +17,6 @@ from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.routes import slots
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import slot_layout
-from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
@@ -140,26 +136,6 @@ def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ig
     assert all(kernel.pairs[i, j] == 2 for i, j in pairs)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "dense"])
-@pytest.mark.parametrize(("queries", "keys"), [(40, 640), (640, 40), (300, 640), (640, 555)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_other_kernels_under_other_sizes(kernel, queries, keys, is_causal) -> None:
-    """Tasks are trimmed without a mask too if there are more queries than keys, or fewer."""
-    made = inputs(queries, keys, dtype=torch.float64)
-    plans = [
-        qa.plan(queries, n_keys=keys, heads=2, head_dim=8, dtype=torch.float64, levels=(13,),
-                tile=TILE, is_causal=is_causal, kernel=kernel, backward=backward, device="cpu",
-                over_inputs=False)
-        for backward in (False, True)
-    ]  # fmt: skip
-    found, report = both_passes(made, kernel, plans, is_causal=is_causal)
-    wanted = exact(made, is_causal=is_causal, gradients=True)
-    for actual, expected in zip(found, (wanted.out, wanted.lse, *wanted.grads), strict=True):
-        assert_close(actual, expected, 1e-11)
-    if min(queries, keys) == 40:
-        assert report.forward.left_out > 0.6
-
-
 def test_less_is_moved() -> None:
     """Inputs are copied little more than once, not once for each task that holds a chunk."""
     n, heads = 1 << 14, 1
@@ -175,49 +151,6 @@ def test_less_is_moved() -> None:
     once = 3 * q.numel() * 4
     assert moved[0] > 3.9 * once
     assert moved[1] < 1.4 * once
-
-
-def test_remembered_as_long_as_the_kernel_lives() -> None:
-    kernel = from_score_mod(None, sliding_window(50), compiled=False)
-    shape = Decomposition(N, (7,), "aligned", TILE)
-    pairs = kernel.kept_pairs(N, N, True)
-    first = trimmed_tasks(shape, pairs, kernel, False)
-    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel, False) is first
-    kernel.mask_mod = sliding_window(90)
-    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel, False) != first
-
-
-class _ByMethod(WatchedMask):
-    """A kernel whose verdict is one of its methods."""
-
-    def __init__(self) -> None:
-        super().__init__(MASKS["window"])
-        del self.kept_pairs
-
-    def kept_pairs(self, n_queries, n_keys, is_causal):  # type: ignore[no-untyped-def]
-        return Pairs(n_queries, n_keys, is_causal, self.verdict)
-
-    def verdict(self, block):  # type: ignore[no-untyped-def]
-        return MASKS["window"].verdict(block)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: from_score_mod(None, sliding_window(50), compiled=False),
-     lambda: qa.LongNetKernel([(64, 2)]), lambda: _ByMethod()],
-    ids=["mask", "LongNet", "method"],
-)  # fmt: skip
-def test_what_is_remembered_does_not_keep_the_kernel(make) -> None:  # type: ignore[no-untyped-def]
-    kernel = make()
-    work = qa.plan(N, heads=2, head_dim=8, kernel=kernel, levels=(7,), dtype=torch.float32,
-                   device="cpu").work  # fmt: skip
-    pairs = pairs_of(work, kernel)
-    assert pairs == pairs_of(work, kernel)
-    trimmed_tasks(Decomposition(N, (7,)), pairs, kernel, False)
-    alive = weakref.ref(kernel)
-    del kernel, pairs
-    gc.collect()
-    assert alive() is None
 
 
 @pytest.mark.parametrize("window", [30, 100, 333, 700])
@@ -256,22 +189,6 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
     if not narrower:
         with pytest.raises(qa.BudgetError, match="the plan's budget"):
             qa.attention(*made.three, is_causal=True, plan=tight, kernel=kernel)
-
-
-def test_another_mask_is_another_plan() -> None:
-    kernel = from_score_mod(None, sliding_window(9), compiled=False)
-    made, at = inputs(N, dtype=torch.float64), torch.arange(N)
-    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float64, "depth": 1, "device": "cpu"}
-    peaks = []
-    for width in (9, 400, 30):
-        kernel.mask_mod = sliding_window(width)
-        peaks.append(qa.plan(N, is_causal=True, kernel=kernel, **sizes).peak_bytes)
-        anew = from_score_mod(None, sliding_window(width), compiled=False)
-        assert peaks[-1] == qa.plan(N, is_causal=True, kernel=anew, **sizes).peak_bytes
-        out = qa.attention(*made.three, is_causal=True, kernel=kernel, depth=1)
-        wanted = exact(made, mask=at[:, None] - at <= width, is_causal=True)
-        assert_close(out, wanted.out, 1e-11)
-    assert peaks[0] < peaks[1] > peaks[2]
 
 
 def test_keys_that_nobody_asks_about_are_not_copied() -> None:

@@ -6,17 +6,14 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.execution.workload import (
-    ELEMENT_BYTES,
     GroupSize,
     Workload,
     count_groups,
-    flat_entries,
     group_sizes,
     groups,
 )
@@ -67,36 +64,9 @@ def test_sizes_go_down_from_everything_to_one_head(work) -> None:  # type: ignor
 
 
 @settings(max_examples=60, deadline=None)
-@given(work=works())
-def test_flat_entries_are_where_flattening_puts_them(work) -> None:  # type: ignore[no-untyped-def]
-    flat = torch.arange(work.batch).view(work.batch_shape)
-    for group in groups(work, GroupSize(2, 3)):
-        assert flat_entries(work, group) == tuple(int(flat[e]) for e in group.entries)
-
-
-@settings(max_examples=60, deadline=None)
 @given(n_queries=st.integers(0, 40), n_keys=st.integers(0, 40), is_causal=st.booleans())
 def test_pairs_are_those_of_the_mask(n_queries: int, n_keys: int, is_causal: bool) -> None:
     work = replace(WORK, n_queries=n_queries, n_keys=n_keys, is_causal=is_causal)
     kept = torch.ones(n_queries, n_keys)
     assert work.pairs == int((kept.tril() if is_causal else kept).sum())
     assert work.n_tokens == max(n_queries, n_keys)
-
-
-@pytest.mark.parametrize("dtype", list(ELEMENT_BYTES))
-def test_bytes_and_state(dtype: torch.dtype) -> None:
-    work = replace(WORK, dtype=dtype)
-    assert work.element_bytes == dtype.itemsize
-    assert work.state_dtype == torch.promote_types(dtype, torch.float32)
-
-
-def test_what_kernels_are_told() -> None:
-    work = replace(WORK, is_causal=True, positive_scale=False, exact_scale=False)
-    call = work.call_shape("cpu", True)
-    same = ("head_dim", "value_dim", "dtype", "is_causal", "mask", "positive_scale", "exact_scale")
-    for name in same:
-        assert getattr(call, name) == getattr(work, name), name
-    assert (call.device_type, call.needs_grad) == ("cpu", True)
-    assert (call.query_heads, call.key_heads) == (4, 2)
-    assert work.queries_per_key_head == 2
-    assert replace(work, heads=0, kv_heads=0).queries_per_key_head == 0

@@ -73,7 +73,6 @@ def _controller(job: Job, schedule: Schedule, guessed: bool) -> RecoveryControll
 
     def fallback() -> Fallback:
         slots = route.fallback(schedule, work)
-        assert slots is not None, "whole groups can be cut"
         return Fallback(*cut(slots), slots.n_cap, *route.recovery)
 
     groups, depth = route.groups(job, schedule), schedule.decomposition.depth

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.pieces import Pieces
@@ -52,7 +52,17 @@ DEEPEN_BY = 7
 
 @dataclass(frozen=True, slots=True)
 class Route(ABC):
-    """How a pass runs; each route is a subclass, in a file of its own (execution/routes)."""
+    """How a pass runs; each route is a subclass (execution/routes).
+
+    Attributes:
+        measured: whether the report measures its stages.
+        whole_groups: whether its units are whole head groups, so that a failed group begins anew.
+        recovery: what failed where ``fallback`` is taken, and what is done instead, in words.
+    """
+
+    measured: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = True
+    recovery: ClassVar[tuple[str, str]] = "", ""
 
     @property
     def n_cap(self) -> int:
@@ -78,21 +88,6 @@ class Route(ABC):
     def trimmed(self) -> Tally | None:
         """The sizes of trimmed tasks; None if tasks are not trimmed, or their sizes not known."""
         return None
-
-    @property
-    def measured(self) -> bool:
-        """Whether the report measures its stages."""
-        return True
-
-    @property
-    def whole_groups(self) -> bool:
-        """Whether its units are whole head groups, so that a failed group begins anew."""
-        return True
-
-    @property
-    def recovery(self) -> tuple[str, str]:
-        """What failed where ``fallback`` is taken, and what is done instead, in words."""
-        return "", ""
 
     @property
     @abstractmethod
@@ -135,10 +130,9 @@ class Route(ABC):
     def slots(self, **changes: Any) -> Route:
         """The route through slots that replaces this one, with fields changed."""
 
-    @abstractmethod
-    def fallback(self, schedule: Schedule, work: Workload) -> Schedule | None:
-        """The schedule, through slots, to continue with when memory runs out for whole groups; None
-        if groups are cut already."""
+    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
+        """The schedule, through slots, to continue with when memory runs out for whole groups."""
+        return schedule.through_slots(work)
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""

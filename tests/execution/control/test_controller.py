@@ -131,10 +131,6 @@ def test_turns_are_groups_in_order_and_their_tasks_in_order() -> None:
     assert made.next() is None
 
 
-def test_no_more_slots_than_units() -> None:
-    assert controller(50, groups="ab").start() == 14
-
-
 def test_a_unit_is_told_by_its_name_not_by_its_turn() -> None:
     made = controller(3)
     made.start()
@@ -241,13 +237,6 @@ def test_whole_groups_that_are_too_large_are_cut() -> None:
     assert made.units_left == 14
     assert through(made) == [(group, (i,)) for group in "bc" for i in range(7)]
     assert made.finished
-
-
-def test_pinned_whole_groups_are_not_cut() -> None:
-    made = RecoveryController("a", lambda: pytest.fail("not asked"), Limits(0, 0, pinned=True), 1)
-    made.start()
-    made.next()
-    assert isinstance(made.on(OutOfMemory()), GiveUp)
 
 
 def test_an_overflow_is_repeated_while_that_may_help() -> None:

@@ -9,7 +9,6 @@ from helpers_fake_device import FakeDevice, FakeEvent, FakeMover, FakeStream
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.execution.device.lookup import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 101
@@ -175,29 +174,3 @@ def test_copies_run_beside_compute_with_a_second_slot() -> None:
         spent[n_cap] = device.seconds
     assert spent[2] < 0.8 * spent[1]
     assert spent[3] <= spent[2]
-
-
-def test_it_stands_in_only_within_its_block() -> None:
-    real = BACKENDS["cpu"]
-    with FakeDevice() as fake:
-        assert BACKENDS["cpu"] is fake
-    assert BACKENDS["cpu"] is real
-
-
-def test_streams_do_their_work_when_it_is_waited_for() -> None:
-    done: list[str] = []
-    first, second = FakeStream(), FakeStream()
-    event = FakeEvent()
-    second.wait_event(event)  # not recorded: nothing to wait for
-    first.give(lambda: done.append("a"), 2.0)
-    event.record(first)
-    first.give(lambda: done.append("b"), 5.0)
-    second.give(lambda: done.append("c"), 1.0)
-    second.wait_event(event)
-    second.give(lambda: done.append("d"), 1.0)
-    assert not done
-    second.synchronize()
-    assert done == ["c", "a", "d"]
-    assert second.now == 3.0
-    first.synchronize()
-    assert done[-1] == "b"

@@ -102,22 +102,6 @@ def test_what_is_used_is_never_lent_again_nor_given_back(driver: Driver) -> None
     kept.give_back()
 
 
-def test_only_memory_of_about_the_size_is_taken(driver: Driver) -> None:
-    kept = driver.kept()
-    for size in (8 * MIB, 10 * MIB, 20 * MIB):
-        kept.lend(fresh(size))
-    assert kept.take(4 * MIB) is None
-    assert kept.take(21 * MIB) is None
-    first, second, third = (kept.take(8 * MIB) for _ in range(3))
-    assert first is not None
-    assert second is not None
-    assert third is None
-    assert sorted(driver.locked.values()) == [8 * MIB, 10 * MIB]
-    del first, second
-    kept.give_back()
-    assert not driver.locked
-
-
 def test_it_is_given_back_when_unused_or_too_much(driver: Driver) -> None:
     kept = driver.kept(16 * MIB)
     large = fresh(17 * MIB)
@@ -139,15 +123,6 @@ def test_it_is_given_back_when_unused_or_too_much(driver: Driver) -> None:
     del held
     assert sum(room.memory.nbytes for room in kept._freed) <= 16 * MIB
     kept.give_back()
-    assert not driver.locked
-
-
-def test_what_cannot_be_locked_is_not_kept(driver: Driver) -> None:
-    kept = driver.kept()
-    kept.lend(fresh(MIB))
-    driver.refuses = True
-    assert kept.take(MIB) is None
-    assert kept.take(MIB) is None
     assert not driver.locked
 
 

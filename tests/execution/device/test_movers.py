@@ -15,7 +15,7 @@ from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stor
 
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import cuda_mover, page_locks
-from quorum_attention.execution.device.clock import HostClock, NoClock
+from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
@@ -284,16 +284,3 @@ def test_a_copy_that_fails_is_an_error(lay: Lay, monkeypatch) -> None:
 
     with pytest.raises(RuntimeError, match=r"failed: 700"):
         load()
-
-
-def test_stages_are_timed_by_their_direction() -> None:
-    clock = HostClock()
-    mover = Mover(clock)
-    far, slot = LAYS[0].made(), torch.zeros(HEADS, ROWS, LAYS[0].width)
-    with mover.input_stage(0):
-        mover.load(slot, far, PIECES)
-    assert clock.seconds()["h2d"] > 0
-    assert clock.seconds()["d2h"] == 0
-    with mover.store_stage(0):
-        mover.store(far, slot, PIECES)
-    assert clock.seconds()["d2h"] > 0

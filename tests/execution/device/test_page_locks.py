@@ -143,31 +143,6 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
         assert len(pieces) > 5
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 100, 1024, 1025, 4096])
-def test_a_given_result_is_cut_as_one_that_is_made(runtime: Runtime, rows: int) -> None:
-    """And keeps what is in it."""
-    tensor = result(200_000 // rows + 3, rows)
-    with locking([tensor], given=[tensor]) as locks:
-        assert locks.covers(tensor)
-        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
-        assert sum(stop - start for start, stop in pieces) == tensor.nbytes
-        assert not locks.cuts
-        for head in tensor[0]:
-            first, last = head.data_ptr(), head.data_ptr() + head.nbytes
-            assert any(start <= first and last <= stop for start, stop in pieces)
-    if rows % 64 == 0:
-        assert len(pieces) > 5
-    assert bool((tensor == 7).all())
-
-
-def test_a_given_result_with_gaps_is_one_piece(runtime: Runtime) -> None:
-    """Who knows where its heads are."""
-    tensor = result(8, 4096)[:, :, :4000]
-    with locking([tensor], given=[tensor]) as locks:
-        assert locks.covers(tensor)
-        assert len(runtime.registered) == 1
-
-
 @pytest.mark.parametrize("heads", [1, 4])
 def test_a_given_result_waits_for_the_inputs_of_its_heads(runtime: Runtime, heads: int) -> None:
     rows = 8192 // heads
@@ -223,15 +198,6 @@ def test_parts_of_a_copy_are_all_of_it_and_in_one_piece_each(runtime: Runtime) -
         assert locks.parts(tensor.data_ptr() - 10, 20)[0] == (tensor.data_ptr() - 10, 10, False)
 
 
-def test_what_is_not_copied_by_address_is_not_cut_nor_what_it_overlaps(runtime: Runtime) -> None:
-    tensor = made(6 * PIECE)
-    with locking([tensor, tensor[100:900]], by_address=[tensor]) as locks:
-        assert locks.covers(tensor)
-        assert list(runtime.registered.values()) == [tensor.nbytes]
-        assert not locks.cuts
-        assert not locks.is_cut(tensor)
-
-
 def within(tensor: torch.Tensor, runtime: Runtime) -> int:
     """Locked bytes of ``tensor``."""
     start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -279,20 +245,6 @@ def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> No
         locks.left([query[0, :4], shared[0, :1]], lambda: True)
         time.sleep(5e-3)
         assert sum(runtime.registered.values()) == packed.nbytes + wide.nbytes
-
-
-def test_small_tensors_are_left_alone(runtime: Runtime) -> None:
-    tensor = made(WORTH - 1)
-    with locking([tensor]) as locks:
-        assert locks.settled
-    assert not runtime.order
-
-
-def test_a_tensor_of_somebody_else_is_asked_itself(runtime: Runtime) -> None:
-    mine, other = made(4 * PIECE), made(PIECE)
-    with locking([mine]) as locks:
-        assert not locks.covers(other)
-        assert not locks.wants(other)
 
 
 def test_what_somebody_waits_for_comes_first(runtime: Runtime) -> None:
@@ -476,34 +428,3 @@ def test_an_interrupt_on_the_way_in_lets_go(
         pass
     assert len(runtime.order) == 1
     assert not runtime.registered
-
-
-def test_locked_within_the_block_and_not_after_it(runtime: Runtime) -> None:
-    large, small = made(2 * PIECE), made(64)
-    with locking([large, small]) as locks:
-        assert locks.covers(large)
-        assert runtime.registered == {large.data_ptr(): 2 * PIECE}
-        assert locks.covers(large[100:200])
-        assert not locks.covers(small)
-    assert not runtime.registered
-    assert not locks.covers(large)
-
-
-def test_what_overlaps_is_locked_once(runtime: Runtime) -> None:
-    """Views of one packed tensor, as of a projection."""
-    packed = torch.zeros(3, PIECE)
-    views = [packed[0], packed[:2], packed[1, 100:3000], packed[2, ::2]]
-    with locking(views) as locks:
-        assert all(locks.covers(view) for view in views)
-        assert not locks.covers(packed)
-        last = (PIECE - 1) * 4
-        assert runtime.registered == {packed.data_ptr(): 8 * PIECE, packed[2].data_ptr(): last}
-
-
-def test_nothing_is_asked_of_the_runtime_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", None)
-    with locking([torch.zeros(16)]) as locks:
-        assert not locks.covers(torch.zeros(16))
-    # Nor for what is elsewhere.
-    with locking([torch.empty(1 << 30, device="meta")]):
-        pass

@@ -12,20 +12,6 @@ from quorum_attention.execution.device.residency import Residency
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_what_counts_is_not_copied() -> None:
-    assert Residency.of_home("device", GPU).counts(GPU)
-    assert not Residency.of_home("host", GPU).counts(GPU)
-    # The CPU has one memory.
-    assert Residency.of_home("device", HOST) == Residency.of_home("host", HOST)
-    assert Residency.of_home("host", HOST).counts(HOST)
-
-
-def test_only_host_memory_beside_a_gpu_is_worth_locking() -> None:
-    assert Residency(HOST).lockable(GPU)
-    assert not Residency(HOST).lockable(HOST)
-    assert not Residency(GPU).lockable(GPU)
-
-
 def test_host_memory_that_is_not_there_is_refused_with_what_is_missing() -> None:
     place = Residency(HOST)
     with FakeDevice(memory_bytes=1000):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import weakref
 from pathlib import Path
 
@@ -57,30 +56,6 @@ def test_random_copies_are_as_if_made_at_once(buffer_bytes: int, monkeypatch) ->
         ring.finish()
         assert torch.equal(near, wanted_near)
         assert torch.equal(far, wanted_far)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("started", [0, 1, 9])
-def test_bytes_are_copied_by_as_many_threads_as_there_are(threads, started, monkeypatch) -> None:
-    """Where the system starts no more of them, by those that it has started."""
-    start, count = threading.Thread.start, 0
-
-    def refusing(thread: threading.Thread) -> None:
-        nonlocal count
-        count += 1
-        if count > started:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(staging, "_LEAST_SHARE", 10)
-    monkeypatch.setattr(threading.Thread, "start", refusing)
-    hands = staging._CopyThreads()
-    for n in (1, 9, 10, 11, 39, 40, 41, 1000):
-        source, target = torch.randint(1, 255, (n,), dtype=torch.uint8), torch.zeros(n + 2).byte()
-        hands.copy(target.data_ptr() + 1, source.data_ptr(), n)
-        assert torch.equal(target[1:-1], source)
-        assert target[0] == target[-1] == 0
 
 
 def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:

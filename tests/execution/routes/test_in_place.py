@@ -13,14 +13,12 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition
+from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.execution.routes import over_inputs as routes
 from quorum_attention.execution.routes.over_inputs import (
-    rectangles_in_place,
     row_owners,
 )
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
@@ -172,26 +170,6 @@ def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untype
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("sizes", [(200, 200), (90, 200), (200, 130), (1, 1), (0, 5)])
-@pytest.mark.parametrize("levels", [(3,), (7,), (31,), (3, 3)])
-def test_every_pair_is_in_one_task(sizes, levels, is_causal: bool) -> None:
-    n_queries, n_keys = sizes
-    work = Workload((1,), 1, 1, n_queries, n_keys, 8, 8, torch.float32, is_causal)
-    whole, tasks = rectangles_in_place(work, Decomposition(max(sizes), levels, tile=TILE))
-    assert whole.n_tokens == max(sizes)
-    kept = torch.zeros(n_queries, n_keys, dtype=torch.int32)
-    for rectangles in tasks:
-        for r in rectangles:
-            block = torch.ones(r.n_queries, r.n_keys, dtype=torch.int32)
-            if r.causal:
-                assert r.query_start == r.key_start
-                block = block.tril()
-            kept[r.query_start : r.query_stop, r.key_start : r.key_stop] += block
-    wanted = torch.ones(n_queries, n_keys, dtype=torch.int32)
-    assert torch.equal(kept, wanted.tril() if is_causal else wanted)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sizes", [(N, N), (150, N), (N, 250)])
 @pytest.mark.parametrize("name", MASKS)
 def test_results_are_those_through_slots(name: str, sizes, is_causal: bool) -> None:
@@ -226,21 +204,6 @@ def test_batches_head_groups_and_strided_inputs(dtype: torch.dtype) -> None:
         assert_close(out, right.out, tolerance)
         for mine, wanted in zip(grads, right.grads, strict=True):
             assert_close(mine, wanted, tolerance)
-
-
-def test_other_results_than_inputs_dtype() -> None:
-    """Sums stay in fp32 where the caller has fp32 results."""
-    given = inputs(N, heads=2, head_dim=8, dtype=torch.float16)
-    kernel = InPlace(MASKS["window"])
-    planned = plans(given, kernel, True)
-    out = qa.attention(*given.three, is_causal=True, kernel=kernel, plan=planned[0],
-                       devices="cpu", out_dtype=torch.float32)  # fmt: skip
-    assert out.dtype == torch.float32
-    assert kernel.in_place
-    right = run(
-        given, InPlace(MASKS["window"]), True, plans(given, kernel, True, over_inputs=False)
-    )
-    assert_close(out, right[0].double(), 4e-3)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -291,15 +254,6 @@ def test_groups_that_are_done_are_not_computed_again(backward: bool) -> None:
         assert_close(actual, expected, 5e-5)
     one = n * (n + 1) // 2
     assert 4 * one <= sum(kernel.pairs.values()) < 5 * one
-
-
-def test_a_pinned_plan_says_that_it_is_out_of_memory() -> None:
-    given = inputs(N, heads=2, head_dim=8)
-    kernel = InPlace(MASKS["window"], {2})
-    kernel.arm()
-    plan = plans(given, kernel, True)[0]
-    with pytest.raises(torch.OutOfMemoryError):
-        qa.attention(*given.three, is_causal=True, kernel=kernel, plan=plan, devices="cpu")
 
 
 def test_a_plan_serves_other_kernels() -> None:

@@ -9,7 +9,6 @@ from helpers_memory import FailingAllocations, usage
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.routes.slots import Slots
 
@@ -18,20 +17,6 @@ def pair(n: int, over_inputs: bool | None, backward: bool = False, **sizes) -> q
     return qa.plan(
         n, levels=(7,), tile=8, over_inputs=over_inputs, device="cpu", backward=backward, **sizes
     )
-
-
-@pytest.mark.parametrize("n", [1, 7, 100, 333])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_whole_keeps_every_pair_once(n: int, causal: bool) -> None:
-    task = Decomposition(n, (7,), tile=8).whole()
-    kept = torch.zeros(n, n, dtype=torch.int32)
-    for r in task.rectangles(causal):
-        block = torch.ones(r.n_queries, r.n_keys, dtype=torch.int32)
-        kept[r.query_start : r.query_stop, r.key_start : r.key_stop] += (
-            block.tril() if r.causal else block
-        )
-    wanted = torch.ones(n, n, dtype=torch.int32)
-    assert torch.equal(kept, wanted.tril() if causal else wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
@@ -60,13 +45,6 @@ def test_results_are_those_of_one_task_after_the_other(sizes, causal, dtype) -> 
         tolerance = 1e-2 if dtype == torch.float16 else 1e-4
         assert_close(swept, one_by_one.double(), tolerance)
     assert_close(results[0][0], reference.out, 1e-2)
-
-
-def test_batches_and_strided_inputs() -> None:
-    q, k, v = (torch.randn(2, 3, 150, 4, 16).movedim(2, 3)[:, :, :, :, ::1] for _ in range(3))
-    out = qa.attention(q, k, v, depth=1, is_causal=True)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("backward", [False, True])

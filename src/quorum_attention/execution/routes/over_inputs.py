@@ -441,10 +441,6 @@ class _Tasks(OverInputs):
         all rows of a head group."""
         return None
 
-    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
-        """The same tasks through slots."""
-        return schedule.through_slots(work)
-
 
 @dataclass(frozen=True, slots=True)
 class Blockwise(_Tasks):

@@ -157,10 +157,6 @@ class Slots(Route):
         """The same route with other values of some fields."""
         return replace(self, **changes) if changes else self
 
-    def fallback(self, schedule: Schedule, work: Workload) -> None:
-        """There is none: where memory runs out, the controller takes fewer slots or cuts tasks."""
-        return
-
     @contextmanager
     def opened(self, job: Job, schedule: Schedule) -> Iterator[Attempt]:
         """The states that wait outside of slots last for all attempts of a pass."""

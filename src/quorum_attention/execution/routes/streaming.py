@@ -201,10 +201,6 @@ class Streaming(Route):
         """The route that takes over."""
         return self.instead.slots(**changes)
 
-    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
-        """Tasks through slots."""
-        return schedule.through_slots(work)
-
     def run(
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
     ) -> Iterator[int]:
