@@ -55,7 +55,7 @@ class Standing:
 
 def standing() -> Standing:
     """How things stand now; without memory of results, which is kept for the next call."""
-    kept = BACKENDS["cuda"].kept
+    kept = BACKENDS["cuda"].pinned
     if kept is not None:
         kept.give_back()
     return Standing(

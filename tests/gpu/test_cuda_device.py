@@ -136,7 +136,7 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
             assert torch.equal(slot.cpu(), far)
         with mover.store_stage(0):
             mover.store(target, slot, whole)
-        mover.left([far[:2], target[:2]])
+        mover.release([far[:2], target[:2]])
         mover.finish(wait=True)
         assert torch.equal(target, far)
         until = time.monotonic() + 10

@@ -178,7 +178,7 @@ def test_memory_of_results_is_used_again_and_given_back() -> None:
     assert torch.equal(copied.cpu(), wanted)
     del third
     gc.collect()
-    kept = BACKENDS["cuda"].kept
+    kept = BACKENDS["cuda"].pinned
     assert kept is not None
     kept.give_back()
     assert kept.take(1 << 24) is None

@@ -24,8 +24,8 @@ from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.device.page_locks import (
     WORTH_LOCKING_BYTES,
-    Kept,
     Locker,
+    PinnedPool,
     ask_for_huge_pages,
 )
 
@@ -290,7 +290,7 @@ def of_host(share: float) -> int:
 
 # Workers lock it, each for itself: here there is nothing to lock, and nobody to wait for. No worker
 # reads or writes after its pass.
-_kept = Kept(
+_kept = PinnedPool(
     Locker(lambda address, n: True, lambda address: None, lambda: None),
     min(_MOST_BYTES, of_host(_MOST_OF_HOST)),
 )

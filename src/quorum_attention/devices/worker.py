@@ -69,7 +69,7 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
 
 def _obey(place: torch.device, pipe: Connection) -> None:
     current: _Pass | None = None
-    kept = backend_of(place).kept
+    kept = backend_of(place).pinned
     mapped = MappedBuffers(None if kept is None else kept.locker, of_host(_MOST_OF_HOST))
     while True:
         if current is None:

@@ -115,7 +115,7 @@ class Engine:
         # Units come group by group.
         if self._stored_last is not None and unit.group != self._stored_last:
             for rows in filter(None, (self.rows, self.staying)):
-                rows.leave(self._stored_last)
+                rows.release(self._stored_last)
         self._stored_last = unit.group
         return unit
 

@@ -442,10 +442,10 @@ class SlotRows:
                 finished = unit.fields.get(state.final_field, current)
                 self._put(unit, state.axis, unit.visit.finished, finished, state.final)
 
-    def leave(self, group: Group) -> None:
+    def release(self, group: Group) -> None:
         """Tell the mover that all units of a head group are stored."""
         rows = [item.rows for item in self.inputs] + [state.final for state in self.states]
-        self.mover.left(block for each in rows for block in self._blocks_of(each, group))
+        self.mover.release(block for each in rows for block in self._blocks_of(each, group))
 
     def _put(
         self,

@@ -122,7 +122,7 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
 
     watched("load", 1)
     watched("store", 0)
-    monkeypatch.setattr(FakeMover, "left", noted)
+    monkeypatch.setattr(FakeMover, "release", noted)
     given = inputs(N, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=torch.float16)
     made = plan(n_cap, backward=True)
     made = unpinned(made) if failures else made

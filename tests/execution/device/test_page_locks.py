@@ -221,7 +221,7 @@ def test_what_is_left_is_unlocked_once_its_copies_are_made(runtime: Runtime, row
         assert locks.covers(query)
         assert locks.covers(output)
         happened = threading.Event()
-        locks.left([query[0, :7], output[0, :7]], happened.is_set)
+        locks.release([query[0, :7], output[0, :7]], happened.is_set)
         time.sleep(5e-3)
         assert within(query, runtime) == within(output, runtime) == query.nbytes
         happened.set()
@@ -231,7 +231,7 @@ def test_what_is_left_is_unlocked_once_its_copies_are_made(runtime: Runtime, row
         for tensor in (query, output):
             assert within(tensor[:, 7:], runtime) == tensor[:, 7:].nbytes
             assert locks.covers(tensor[:, 7:])
-        locks.left([query[0, 7:], output[0, 7:]], happened.is_set)
+        locks.release([query[0, 7:], output[0, 7:]], happened.is_set)
         until(lambda: not runtime.registered)
 
 
@@ -242,7 +242,7 @@ def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> No
     with locking([query, key, shared], by_address=[query, key, shared]) as locks:
         assert locks.covers(shared[0, 0])
         assert locks.covers(packed)
-        locks.left([query[0, :4], shared[0, :1]], lambda: True)
+        locks.release([query[0, :4], shared[0, :1]], lambda: True)
         time.sleep(5e-3)
         assert sum(runtime.registered.values()) == packed.nbytes + wide.nbytes
 
@@ -350,7 +350,7 @@ def test_between_pieces_it_rests_unless_somebody_waits(
 def test_what_was_left_before_its_turn_is_not_locked_any_more(runtime: Runtime) -> None:
     tensor = made(8 * PIECE).view(8, -1, 64)
     with locking([tensor], by_address=[tensor], late=True) as locks:
-        locks.left(list(tensor), lambda: True)
+        locks.release(list(tensor), lambda: True)
         locks.begin()
         until(lambda: locks.settled)
         assert not runtime.order
@@ -389,7 +389,7 @@ def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) ->
             runtime.hold.set()
         raise KeyboardInterrupt
 
-    def leave(tensor: torch.Tensor) -> None:
+    def release(tensor: torch.Tensor) -> None:
         with locking([tensor], made=[tensor]):
             assert runtime.begun.wait(20)
             signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
@@ -399,7 +399,7 @@ def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) ->
     runtime.hold.clear()
     try:
         with pytest.raises(KeyboardInterrupt):
-            leave(result(50, 1024))
+            release(result(50, 1024))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -18,7 +18,7 @@ import torch
 
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import Copied, Kept, PageLocks
+from quorum_attention.execution.device.page_locks import Copied, PageLocks, PinnedPool
 from quorum_attention.kernels.fa4 import by_head_dim
 from quorum_attention.kernels.protocol import Lanes
 
@@ -131,7 +131,7 @@ class Backend(ABC):
         pins: page-locked host memory makes copies faster.
         most_streams: more kernel calls in flight at once than this save no time.
         remembers: schedules found for it are remembered on disk, because their searches take long.
-        kept: the memory of results that is kept between calls; None: none is.
+        pinned: the memory of results that is kept between calls; None: none is.
         word_bytes: the address and the size of each row must be multiples of this for its kernels.
     """
 
@@ -143,7 +143,7 @@ class Backend(ABC):
     most_streams = 1
     remembers = False
     word_bytes = 1
-    kept: Kept | None = None
+    pinned: PinnedPool | None = None
 
     def is_here(self) -> bool:
         """Whether this machine has such a device."""
@@ -160,8 +160,8 @@ class Backend(ABC):
     def give_back_cached(self) -> None:
         """After a failure: give back memory that the allocator holds but no tensor uses."""
         gc.collect()
-        if self.kept is not None:
-            self.kept.give_back()
+        if self.pinned is not None:
+            self.pinned.give_back()
 
     def rounding(self, sizes: Sequence[int]) -> int:
         """Bytes that its allocator may take beyond the sum of tensors of ``sizes`` bytes."""

@@ -23,7 +23,7 @@ from quorum_attention.execution.device.backend import Backend, TrialSizes, h200_
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, cuda_runtime
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import Copied, Kept, Locker, PageLocks
+from quorum_attention.execution.device.page_locks import Copied, Locker, PageLocks, PinnedPool
 from quorum_attention.kernels.protocol import Lanes
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
 
@@ -47,7 +47,7 @@ class Cuda(Backend):
     _prepared = False
 
     def __init__(self) -> None:
-        self.kept = Kept(Locker(_lock, _unlock, _wait_for_all))
+        self.pinned = PinnedPool(Locker(_lock, _unlock, _wait_for_all))
 
     def is_here(self) -> bool:
         """Whether torch finds a CUDA device."""

@@ -386,13 +386,13 @@ class CudaMover(StreamMover):
         """See ``Mover.store``."""
         self.stored_bytes += self._move(source, target, pieces, up=False)
 
-    def left(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See ``Mover.left``; they are unlocked when the copies have been made."""
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See ``Mover.release``; they are unlocked when the copies have been made."""
         both: tuple[Any, Any] = (self.up, self.down)
         events = [torch.cuda.Event() for _ in both]
         for event, stream in zip(events, both, strict=True):
             event.record(stream)
-        self.locks.left(tensors, lambda: all(event.query() for event in events))
+        self.locks.release(tensors, lambda: all(event.query() for event in events))
 
     def _is_locked(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
         """Whether ``pieces`` of ``host`` (heads, n, width) are page-locked.

@@ -79,7 +79,7 @@ class Mover:
             target[:, piece.start : piece.stop].copy_(part)
             self.stored_bytes += part.numel() * part.element_size()
 
-    def left(self, tensors: Iterable[torch.Tensor]) -> None:
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that after the stages given so far nothing is copied from or to ``tensors``: heads
         of what was loaded from and stored to, each named once."""
 

@@ -118,7 +118,7 @@ class PageLocks:
     What cannot be locked (a file that is mapped to be written to, a system limit) is left pageable.
     So are files of which the process has a private mapping: to lock that copies it, at 2 GB/s.
     Everything locked here is unlocked at the end of the block, and what is not needed any more
-    before that (``left``), so that leaving the block need not wait for it.
+    before that (``release``), so that leaving the block need not wait for it.
 
     Args:
         tensors: what is copied from or to. Only those in host memory, large and not locked yet are
@@ -238,7 +238,7 @@ class PageLocks:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
         return bool(self._pieces_of(*addresses(tensor)))
 
-    def left(self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]) -> None:
+    def release(self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]) -> None:
         """Unlock what only belongs to ``tensors``, which no copy will touch from now on.
 
         Args:
@@ -518,7 +518,7 @@ _LARGEST_ROOM = 1.25
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _Block:
     """Memory of one result after another.
 
     Attributes:
@@ -551,7 +551,7 @@ def _most_bytes() -> int:
 
 
 @dataclass(eq=False)
-class Kept:
+class PinnedPool:
     """The memory that is kept of results.
 
     Args:
@@ -564,8 +564,8 @@ class Kept:
     most_bytes: int = field(default_factory=_most_bytes)
     clock: Callable[[], float] = time.monotonic
     # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken.
-    _freed: deque[_Room] = field(default_factory=deque)
-    _free: list[_Room] = field(default_factory=list)
+    _freed: deque[_Block] = field(default_factory=deque)
+    _free: list[_Block] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Of what is free; a little off where threads free results at the same time, until ``take``.
     _free_bytes: int = 0
@@ -580,7 +580,7 @@ class Kept:
         """``memory`` (n_bytes,) uint8 as a tensor whose memory is kept when it is freed, if it is
         not too large for that."""
         return (
-            memory if memory.nbytes > self.most_bytes else self._lent(_Room(memory), memory.nbytes)
+            memory if memory.nbytes > self.most_bytes else self._lent(_Block(memory), memory.nbytes)
         )
 
     def take(self, n_bytes: int) -> torch.Tensor | None:
@@ -618,13 +618,13 @@ class Kept:
             self.locker.wait()
             self._unlock(old)
 
-    def _lent(self, room: _Room, n_bytes: int) -> torch.Tensor:
+    def _lent(self, room: _Block, n_bytes: int) -> torch.Tensor:
         held = (ctypes.c_char * n_bytes).from_address(room.memory.data_ptr())
         # The tensor's storage holds this object, and frees it.
         weakref.finalize(held, self._came_back, room).atexit = False
         return torch.frombuffer(held, dtype=torch.uint8)
 
-    def _came_back(self, room: _Room) -> None:
+    def _came_back(self, room: _Block) -> None:
         n_bytes = room.memory.nbytes
         if not room.locked and self._free_bytes + n_bytes > self.most_bytes:
             return  # it is freed
@@ -637,33 +637,33 @@ class Kept:
         while self._freed:
             self._free.append(self._freed.popleft())
 
-    def _superfluous(self) -> list[_Room]:
+    def _superfluous(self) -> list[_Block]:
         """Take out what nothing has used for long, and the oldest of what is too much; under the
         lock."""
         self._free.sort(key=lambda room: room.freed)
         too_much = sum(room.memory.nbytes for room in self._free) - self.most_bytes
-        old: list[_Room] = []
+        old: list[_Block] = []
         while self._free and (too_much > 0 or self.clock() - self._free[0].freed > _SECONDS):
             old.append(self._free.pop(0))
             too_much -= old[-1].memory.nbytes
         self._free_bytes = sum(room.memory.nbytes for room in self._free)
         return old
 
-    def _fitting(self, n_bytes: int) -> _Room | None:
+    def _fitting(self, n_bytes: int) -> _Block | None:
         """The smallest room that is large enough, and not too large."""
         fitting = [
             room for room in self._free if n_bytes <= room.memory.nbytes <= n_bytes * _LARGEST_ROOM
         ]
         return min(fitting, key=lambda room: (room.memory.nbytes, not room.locked), default=None)
 
-    def _unlock(self, rooms: Iterable[_Room]) -> None:
+    def _unlock(self, rooms: Iterable[_Block]) -> None:
         for room in rooms:
             if room.locked:
                 room.locked = False
                 self.locker.unlock(room.memory.data_ptr())
 
 
-def _forget(kept: Kept | None) -> None:
+def _forget(kept: PinnedPool | None) -> None:
     if kept is not None:
         kept._freed, kept._free, kept._lock = deque(), [], threading.Lock()
         kept._free_bytes = 0

@@ -72,7 +72,7 @@ class Residency:
     ) -> torch.Tensor:
         """An uninitialised tensor here for a result that is computed on ``compute``.
 
-        If it can be page-locked it lies in memory that was kept (``Kept``), or begins at a
+        If it can be page-locked it lies in memory that was kept (``PinnedPool``), or begins at a
         page, so that it can be locked head by head (device/page_locks.py); a large one begins at a
         huge page, which the system is asked for.
 
@@ -82,7 +82,7 @@ class Residency:
         n_bytes = dtype.itemsize * math.prod(shape)
         if n_bytes < WORTH_LOCKING_BYTES or not self.lockable(compute):
             return self.empty(shape, dtype, what)
-        kept = backend_of(compute).kept
+        kept = backend_of(compute).pinned
         if kept is None:
             return self._fresh(n_bytes, what).view(dtype).view(shape)
         found = kept.take(n_bytes)

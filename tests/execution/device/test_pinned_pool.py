@@ -14,7 +14,7 @@ import torch
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Kept, Locker
+from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Locker, PinnedPool
 from quorum_attention.execution.device.residency import Residency
 
 MIB = 1 << 20
@@ -48,8 +48,8 @@ class Driver:
     def wait(self) -> None:
         self.waits += 1
 
-    def kept(self, most_bytes: int = 64 * MIB) -> Kept:
-        return Kept(Locker(self.lock, self.unlock, self.wait), most_bytes, lambda: self.now)
+    def kept(self, most_bytes: int = 64 * MIB) -> PinnedPool:
+        return PinnedPool(Locker(self.lock, self.unlock, self.wait), most_bytes, lambda: self.now)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_an_interrupt_leaves_nothing_locked_for_ever(driver: Driver) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    broken = Kept(Locker(driver.lock, driver.unlock, interrupted), MIB, lambda: driver.now)
+    broken = PinnedPool(Locker(driver.lock, driver.unlock, interrupted), MIB, lambda: driver.now)
     broken._freed.extend(kept._freed)
     kept._freed.clear()
     with pytest.raises(KeyboardInterrupt):
@@ -190,7 +190,7 @@ def _under(lock: threading.Lock, do, *given):  # type: ignore[no-untyped-def]
 
 def test_results_beside_a_gpu_lie_in_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Cuda()
-    backend.kept = driver.kept()
+    backend.pinned = driver.kept()
     monkeypatch.setitem(BACKENDS, "cuda", backend)
     gpu = torch.device("cuda", 0)
 
