@@ -22,13 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.recipes.config import ModelShape
-from quorum_attention.recipes.step import (
-    SWITCHES,
-    Training,
-    kept_bytes,
-    shares,
-    transient_bytes,
-)
+from quorum_attention.recipes.step import SWITCHES, Training, kept_bytes, shares, transient_bytes
 
 # Of host memory in one piece: torch's page-locked memory is given in powers of two.
 _PIECE = 256 << 20
@@ -78,7 +72,7 @@ class LayerCheckpoints:
         one = _Layer(step, self._before)
         with saved_tensors_hooks(one.pack, one.unpack):
             found = checkpoint(layer, *inputs, use_reentrant=False, context_fn=one.contexts)
-        one.check_unwritten()
+        one.settle()
         # From the last layer on the graph alone holds what is kept.
         last = number == step.layers - 1
         self._number, self._step, self._before = (-1, None, None) if last else (number, step, one)
@@ -95,7 +89,8 @@ class LayerCheckpoints:
         room = 0 if host else _UNLIMITED
         if self.shape is not None and is_known(device):
             tokens, width = hidden.shape[-2:]
-            batch = hidden.numel() // (tokens * width)
+            batch, grain = hidden.numel() // (tokens * width), 1 << max(0, tokens.bit_length() - 4)
+            tokens = -(-tokens // grain) * grain  # few lengths to be planned for
             training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
             if SWITCHES[0] in training.on:
                 checkpoint_bytes, result = kept_bytes(self.shape, training)
@@ -141,10 +136,13 @@ class _Layer:
     def unpack(self, kept: _Here | _Away) -> torch.Tensor:
         """It is needed: the layer's backward begins. What the next one needs may set out."""
         self._again = 0
-        self._fetch()
         found = kept.get()
+        for results in filter(None, self._results):
+            for one in results:
+                one.fetch()
         if self._before is not None:
-            self._before._fetch()
+            for one in self._before._kept:
+                one.fetch()
         return found
 
     def contexts(self) -> tuple[Any, Any]:
@@ -176,12 +174,10 @@ class _Layer:
         self._kept.append(kept)
         return kept
 
-    def _fetch(self) -> None:
-        for kept in self._kept:
-            kept.fetch()
-
-    def check_unwritten(self) -> None:
+    def settle(self) -> None:
         """Its first run is over: what is kept is what the second run has to read."""
+        for kept in self._kept:
+            kept.settle()
         if any(tensor._version != version for tensor, version in self._unwritten):
             raise RuntimeError(
                 "a layer writes in place to its input or to attention's output, which its "
@@ -210,8 +206,10 @@ class _Here:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def fetch(self) -> None:
+    def settle(self) -> None:
         """It is here."""
+
+    fetch = settle
 
     def get(self) -> torch.Tensor:
         return self._tensor.detach()
@@ -231,13 +229,22 @@ class _Away:
         self._back: tuple[torch.Tensor, Any] | None = None
         parts = _flat(tensor).split(_PIECE)
         self._pieces = [copies.host_memory(part.numel()) for part in parts]
-        copies.run(parts, self._pieces, tensor)
+        # The computation waits before its memory is used again: a host far ahead of the device
+        # would find none free.
+        self._source: Any = tensor, copies.run(parts, self._pieces)
         self._bytes = sum(1 << (part.numel() - 1).bit_length() for part in parts)
         _Away.alive += self._bytes
         _Away.most = max(_Away.most, _Away.alive)
 
     def __del__(self) -> None:
         _Away.alive -= getattr(self, "_bytes", 0)
+        if getattr(self, "_back", None) is not None:
+            self.get()  # on its way, and not asked for
+
+    def settle(self) -> None:
+        """Let the computation wait for the copy, and let go of what was copied."""
+        self._copies.wait(self._source[1])
+        self._source = None
 
     def fetch(self) -> None:
         """Begin to bring it back."""
@@ -262,15 +269,12 @@ class _Copies:
     def host_memory(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
-    def run(self, sources: Any, targets: Any, read: torch.Tensor | None = None) -> Any:
-        """Copy when all that the computation has been given so far is done; ``read`` is memory of
-        the device that must not be used again before."""
+    def run(self, sources: Any, targets: Any) -> Any:
+        """Copy when all that the computation has been given so far is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-        if read is not None:
-            read.record_stream(self._stream)
         return self._stream.record_event()
 
     def wait(self, done: Any) -> None:

@@ -221,8 +221,8 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     intermediates = 3 * rows * shape.experts_per_token * shape.intermediate * size
     tiled = min(intermediates, intermediates * MLP_TILE // rows) if rows else 0
     if rows > MLP_TILE and training.lora is None and not shape.experts and size < 4:
-        # Gradients of the MLP's weights are summed up over tiles in float32.
-        tiled += 3 * shape.hidden * shape.intermediate * 4
+        # Its weights and the sums of their gradients in float32, and the weights of one tile.
+        tiled += 3 * shape.hidden * shape.intermediate * (4 + 4 + size)
     projected = rows * shape.attention_width * size
     # A norm keeps its input in float32 and, where its weight is trained, its own result. The first
     # one's input is the checkpoint, where that is in float32.
