@@ -11,8 +11,8 @@ import torch
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import InFile, file_id
-from quorum_attention.ray.data import Job, read_state, write_state
-from quorum_attention.ray.units import Cut
+from quorum_attention.ray.compute import Job
+from quorum_attention.ray.units import Cut, Unit
 
 
 def job_of(whole: torch.Tensor, path: Path, offset: int = 24) -> Job:
@@ -56,15 +56,13 @@ def test_what_is_written_is_read(
 def test_states(dtype: torch.dtype, tmp_path: Path) -> None:
     """Also of a single element, whatever its strides are, and of none."""
     every = torch.randn(2, 3, 50, 4, dtype=dtype)
+    job = job_of(every, tmp_path / "out")
     for number, state in enumerate(
         ((every[:, :, ::2], every[..., 0]), (every[1:, :1, 7:8, 1::2][..., :1], every[:, :, :0]))
     ):
-        path = str(tmp_path / f"state{number}")
-        write_state(path, state)
-        for one, other in zip(read_state(path, state), state, strict=True):
+        job.leave(Unit("task", 0, 0, number), 3, state)
+        for one, other in zip(job.read_state(Unit("merge", 0, 0, 3), number), state, strict=True):
             assert torch.equal(one, other)
-    with pytest.raises(OSError, match="shorter"):
-        read_state(path, (every,))
 
 
 def test_rows_are_written_only_into_the_files_of_a_call_that_runs(tmp_path: Path) -> None:

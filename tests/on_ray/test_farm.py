@@ -14,12 +14,12 @@ import torch
 from helpers_ray import Case, FakeRay, MaskedCase, fake_farm, in_files
 
 import quorum_attention as qa
-from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.options import Written
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import create_tensors
+from quorum_attention.files.call import file_call
 from quorum_attention.ray import compute as farm_compute
-from quorum_attention.ray import data
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -36,19 +36,20 @@ def test_under_masks_and_with_dropout(seed: int, tmp_path: Path) -> None:
 def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a unit, after it, and while it writes a state."""
     draw, deaths = random.Random(seed), Counter[Any]()
-    replacing = data.replacing
+    leave = farm_compute.Job.leave
 
     def dies(unit: Any) -> bool:
         found = deaths[unit] < 3 and draw.random() < 0.2
         deaths[unit] += found
         return found
 
-    def cut_off(path: str) -> Any:
+    def cut_off(job: Any, unit: Any, chunk: int, state: Any) -> None:
         if draw.random() < 0.1:
-            Path(f"{path}.12345678.unfinished").write_bytes(b"half of it")
-        return replacing(path)
+            path = job.state_path(unit, unit.number, chunk)
+            Path(f"{path}.12345678").write_bytes(b"half of it")
+        leave(job, unit, chunk, state)
 
-    monkeypatch.setattr(data, "replacing", cut_off)
+    monkeypatch.setattr(farm_compute.Job, "leave", cut_off)
     case = Case(1000 + seed)
     case.chunks = draw.choice([1, 7, 7])
     case.run(fake_farm(FakeRay(draw, dies), workers=draw.choice([None, 1, 3])), tmp_path)
@@ -145,9 +146,8 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
     assert torch.equal(out, torch.zeros(1, 2, 5, 8))
     assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
     q, k, v, out = call(5)
-    said, report = Arguments(), PoolPass()
-    given = {"query": q, "key": k, "value": v}
-    assert not list(fake_farm().by_heads(given, {"out": out}, [], said, report=report))
+    call = file_call({"query": q, "key": k, "value": v}, None, Written(devices="cpu"))
+    assert not list(fake_farm().by_heads(call, {"out": out}, [], report=PoolPass()))
     assert (out == 7).all(), "no head is computed, so nothing is written"
     empty = torch.empty(1, 2, 0, 8)
     assert fake_farm().attention(empty, q, q, out=empty.clone()).shape == empty.shape
@@ -163,7 +163,6 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
         ({"chunks": 0}, "chunks"),
         ({"chunks": 7, "dropout_p": 0.5}, "chunks must be 1 for a call with dropout_p, got 7"),
         ({"attn_mask": qa.Mask(documents=torch.zeros(19, dtype=torch.int64))}, "Mask.documents"),
-        ({"attn_mask": qa.Mask(keeps=lambda b, h, q, k: k < 5)}, r"Mask\.keeps must be sent"),
         ({"attn_mask": torch.zeros(60, 60, requires_grad=True)}, "must require no gradient"),
         ({"kernel": "nonsense"}, "nonsense"),
         ({"kernel": qa.kernels.get_kernel("dense")}, "kernel must be a name"),

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.call.options import Written
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import say
 from quorum_attention.devices.report import PoolPass
-from quorum_attention.files.call import GRADIENTS, written_as
+from quorum_attention.files.call import written_as
 from quorum_attention.files.compute import Compute, Work
 from quorum_attention.progress import progress_bar
 
@@ -67,28 +65,17 @@ def computing(options: argparse.Namespace) -> Compute:
     from quorum_attention.ray import Farm
 
     def compute(work: Work, numbers: Sequence[int]) -> Iterator[int]:
-        call, whole, parts = work.call, work.call.whole, work.parts
-        results = dict(written_as(call, work.results))
-        if call.backward:
-            results = {f"grad_{role}": results[name] for role, name in _GRADIENTS.items()}
-        said = Arguments(
-            whole.mask, is_causal=whole.is_causal, scale=whole.scale, enable_gqa=True,
-            written=Written(depth=options.depth, kernel=options.kernel),
+        call, parts, report = work.call, work.parts, PoolPass()
+        left = {number: _heads(call.whole, parts[number]) for number in numbers}
+        heads = {head: number for number, group in left.items() for head in group}
+        farm = Farm(
+            options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
+            num_gpus=options.ray_gpus, budget=options.budget,
         )  # fmt: skip
-        report = PoolPass()
-        with (
-            Farm(
-                options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
-                num_gpus=options.ray_gpus, budget=options.budget,
-            ) as farm,
-            progress_bar() as bar,
-        ):  # fmt: skip
-            left = {number: _heads(whole, parts[number]) for number in numbers}
-            heads = [head for group in left.values() for head in group]
-            for head in farm.by_heads(
-                call.tensors, results, heads, said, chunks=options.chunks, report=report
-            ):
-                (number,) = (number for number, group in left.items() if head in group)
+        with farm, progress_bar() as bar:
+            results = written_as(call, work.results)
+            for head in farm.by_heads(call, results, heads, chunks=options.chunks, report=report):
+                number = heads[head]
                 left[number].remove(head)
                 if left[number]:
                     continue
@@ -106,7 +93,5 @@ def _heads(whole: WholeCall, part: Block) -> set[tuple[int, int]]:
     keys = whole.key_heads(part)
     return {(entry, head) for entry in range(*part.entries) for head in range(*keys)}
 
-
-_GRADIENTS = dict(zip(("query", "key", "value"), GRADIENTS, strict=True))
 
 __all__ = ["ASIDE", "add_to", "check", "computing"]

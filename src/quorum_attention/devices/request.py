@@ -69,7 +69,7 @@ def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask 
         Errors as of ``request_of``; NotImplementedError: what cannot be sent or cut, by name.
     """
     query, key, value, attn_mask, *numbers, out, out_dtype, written = call
-    _check(written)
+    check_options(written)
     attn_mask = as_mask(attn_mask, as_tensor(query, "query"), as_tensor(key, "key"))
     described = attn_mask if isinstance(attn_mask, Mask) else None
     if described is not None:
@@ -90,7 +90,7 @@ def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask 
     return tensors, request, None if described is None else sendable(described)
 
 
-def _check(written: Written) -> None:
+def check_options(written: Written) -> None:
     """Raise NotImplementedError for options that several devices cannot have."""
     if written.plan is not None:
         raise NotImplementedError(
@@ -157,4 +157,4 @@ def sendable(mask: Mask) -> Mask:
     return replace(mask, **changes)
 
 
-__all__ = ["request_of_parts", "request_on_several"]
+__all__ = ["check_options", "request_of_parts", "request_on_several", "sendable"]

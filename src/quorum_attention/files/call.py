@@ -108,14 +108,18 @@ def file_call(
     mask: torch.Tensor | Mask | None,
     written: Written,
     *,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> FileCall:
     """A call on ``tensors``, checked as a call of ``attention`` is.
 
     Args:
         tensors: query, key and value; with grad_out, out and lse it is a backward.
+        mask and so on: as there.
 
     Raises:
         ValueError, TypeError, NotImplementedError: what does not fit, by name.
@@ -128,9 +132,15 @@ def file_call(
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
     mask = as_mask(mask, query, key)
     checked, request = request_of(
-        "attention_backward" if backward else "attention", query, key, value, mask, 0.0, None,
-        is_causal, scale, True, None, None if backward else out_dtype, written,
+        "attention_backward" if backward else "attention", query, key, value, mask,
+        dropout_p, dropout_seed, is_causal, scale, enable_gqa, None,
+        None if backward else out_dtype, written,
     )  # fmt: skip
+    if request.records:
+        raise NotImplementedError(
+            "query, key, value and attn_mask must require no gradient: gradients of files are "
+            "computed by a backward of its own"
+        )
     # Views with all dimensions; a bias is broadcast by ``WholeCall.cut_bias``.
     inputs = {"query": checked.query, "key": checked.key, "value": checked.value}
     if backward:
@@ -144,8 +154,8 @@ def file_call(
         inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
     work = request.work
     whole = WholeCall(
-        work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask, is_causal,
-        scale,
+        work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
+        is_causal, scale, request.dropout,
     )  # fmt: skip
     dtype = out_dtype or query.dtype
     return FileCall(inputs, whole, dtype, backward, written, work, request.without_heads)

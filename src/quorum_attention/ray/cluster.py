@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quorum_attention.devices.report import PoolPass, Ran
-from quorum_attention.ray.compute import Done, compute
-from quorum_attention.ray.data import Job
+from quorum_attention.ray.compute import Job, compute
 from quorum_attention.ray.units import Head, Schedule, Unit
 
 # Times that a unit is begun again because its worker or its machine was lost.
@@ -48,11 +47,9 @@ class Cluster:
         self, address: str | None, workers: int | None, cpus: float, gpus: float | None
     ) -> None:
         self._ray, self._most, self.cpus = ray_here(), workers, cpus
-        self._ours = not self._ray.is_initialized()
-        self._folders = ExitStack()
-        if self._ours:
-            self._begin(address)
-        try:
+        with ExitStack() as begun:
+            if not self._ray.is_initialized():
+                self._begin(address, begun)
             there = self._ray.cluster_resources()
             self.gpus = float(there.get("GPU", 0) >= 1) if gpus is None else gpus
             if not self._held():
@@ -61,9 +58,7 @@ class Cluster:
                     f"{self.gpus:g} GPU, the cluster has {there.get('CPU', 0):g} CPU and "
                     f"{there.get('GPU', 0):g} GPU"
                 )
-        except BaseException:
-            self.close()
-            raise
+            self._begun = begun.pop_all()
 
     @property
     def workers(self) -> int:
@@ -82,24 +77,23 @@ class Cluster:
         """
         schedule, begun, ray = Schedule(job.cut, heads), time.perf_counter(), self._ray
         report.parts = schedule.count
-        sent = ray.put(job)
-        remotes = {
-            True: self._remote(max(1, self.cpus), 0), False: self._remote(self.cpus, self.gpus)
-        }  # fmt: skip
-        running: dict[Any, Unit] = {}
+        sent, running = ray.put(job), dict[Any, Unit]()
+        merge, other = self._remote(max(1, self.cpus), 0), self._remote(self.cpus, self.gpus)
         try:
             while schedule.waiting or running:
                 # Twice as many as are computed at once: none of them waits for this process.
                 while schedule.waiting and len(running) < (self._most or 2 * self.workers):
                     unit = schedule.waiting.popleft()
-                    remote = remotes[unit.kind == "merge"]
+                    remote = merge if unit.kind == "merge" else other
                     running[remote.remote(sent, unit, schedule.states(unit))] = unit
-                ready, _ = ray.wait(list(running))
-                for ref in ready:
-                    unit = running[ref]
-                    done = self._answer(ref, unit, report)
-                    del running[ref]
-                    _note(report, done, time.perf_counter() - begun)
+                for ref in ray.wait(list(running))[0]:
+                    done = self._answer(ref, running[ref], report)
+                    unit, now = running.pop(ref), time.perf_counter() - begun
+                    if done.where not in report.devices:
+                        report.devices.append(done.where)
+                    device, spent = report.devices.index(done.where), done.seconds
+                    index = len(report.ran)
+                    report.ran.append(Ran(device, index, now - spent, now, done.report, spent))
                     head = schedule.done(unit, done.chunks)
                     if unit.kind == "merge":
                         job.remove_states(unit)
@@ -107,13 +101,15 @@ class Cluster:
                         yield head
         finally:
             report.seconds = time.perf_counter() - begun
-            self._cancel(list(running))
+            if running and ray.is_initialized():
+                # They write to files that their caller may use otherwise now.
+                for ref in running:
+                    ray.cancel(ref, force=True)
+                ray.wait(list(running), num_returns=len(running), timeout=_CANCEL_SECONDS)
 
     def close(self) -> None:
         """End Ray if it was begun here."""
-        if self._ours and self._ray.is_initialized():
-            self._ray.shutdown()
-        self._folders.close()
+        self._begun.close()
 
     def _held(self) -> int:
         """How many workers the machines hold now."""
@@ -131,10 +127,10 @@ class Cluster:
             options["runtime_env"] = {"env_vars": _SEE_ALL_GPUS}
         return self._ray.remote(num_cpus=cpus, num_gpus=gpus, **options)(compute)
 
-    def _answer(self, ref: Any, unit: Unit, report: PoolPass) -> Done:
+    def _answer(self, ref: Any, unit: Unit, report: PoolPass) -> Any:
         errors = self._ray.exceptions
         try:
-            done: Done = self._ray.get(ref)
+            return self._ray.get(ref)
         except errors.RayTaskError as error:
             cause = getattr(error, "cause", None)
             raise cause if isinstance(cause, Exception) else error from error
@@ -143,41 +139,27 @@ class Cluster:
                 f"{unit} was begun {_RETRIES + 1} times and its worker was lost each time, after "
                 f"{len(report.ran)} of {report.parts} units: {error}"
             ) from error
-        return done
 
-    def _cancel(self, refs: list[Any]) -> None:
-        """End tasks: they write to files that their caller may use otherwise now."""
-        if refs and self._ray.is_initialized():
-            for ref in refs:
-                self._ray.cancel(ref, force=True)
-            self._ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS)
-
-    def _begin(self, address: str | None) -> None:
+    def _begin(self, address: str | None, begun: ExitStack) -> None:
         """Connect to a cluster, or begin one."""
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         # A cluster that runs may be another user's, so it is joined only where that is said.
         if address is not None and address != "local":
             _check_there(address)
-            self._ray.init(address, **options)
-            return
-        # Names of sockets are short, and nothing of a farm's own cluster is left behind.
-        folder = self._folders.enter_context(TemporaryDirectory(prefix="qa-ray-", dir="/tmp"))
-        # It reports its use over the network only if that was allowed.
+        else:
+            address = "local"
+            # Names of sockets are short, and nothing of a farm's own cluster is left behind.
+            folder = begun.enter_context(TemporaryDirectory(prefix="qa-ray-", dir="/tmp"))
+            options |= {"include_dashboard": False, "_temp_dir": folder}
+        # A cluster reports its use over the network only if that was allowed.
         unset = _REPORTS not in os.environ
         os.environ.setdefault(_REPORTS, "0")
         try:
-            self._ray.init("local", include_dashboard=False, _temp_dir=folder, **options)
+            self._ray.init(address, **options)
         finally:
             if unset:
                 del os.environ[_REPORTS]
-
-
-def _note(report: PoolPass, done: Done, now: float) -> None:
-    """Add a unit that has just been done to a report."""
-    if done.where not in report.devices:
-        report.devices.append(done.where)
-    device, index = report.devices.index(done.where), len(report.ran)
-    report.ran.append(Ran(device, index, now - done.seconds, now, done.report, done.seconds))
+        begun.callback(self._ray.shutdown)
 
 
 def _check_there(address: str) -> None:

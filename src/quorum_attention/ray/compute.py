@@ -1,16 +1,20 @@
-"""What a Ray task does: computes a unit from files to files, also if an earlier try was killed."""
+"""What a Ray task gets and does: computes a unit from files to files, also if an earlier try was
+killed."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults
@@ -19,11 +23,11 @@ from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import GPU, backend_of, on_host
 from quorum_attention.execution.report import Report
+from quorum_attention.files.call import GRADIENTS
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
-from quorum_attention.ray.data import OF_KEYS, Job, moved, read_state, write_state
-from quorum_attention.ray.units import Unit
+from quorum_attention.ray.units import Cut, Unit
 
 # A task's rows are kept on the device if they take no more than this share of the budget; without a
 # budget, a task has this share of what is free.
@@ -32,6 +36,91 @@ _HOST = torch.device("cpu")
 _OF_ROWS, _OF_KEYS = ("query", "grad_out", "out", "lse"), ("key", "value")
 
 _Masked = tuple[AttnMask, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A pass.
+
+    Attributes:
+        cut: the call, its mask without the bias, and how its heads are cut.
+        inputs: by name, (*batch, heads, rows, ...): query, key, value; grad_out, out and lse of a
+            backward; bias, if there is one. Only a bias, and what is empty, may be in no file.
+        results: by name, likewise: out, lse; dq, dk, dv.
+        folder: of partial states. As long as it is there, results may be written.
+        state, dtype: of states and the log-sum-exp; of the other results.
+        options: depth and kernel of each call.
+        budget, cpus, gpus: of each task.
+    """
+
+    cut: Cut
+    inputs: dict[str, torch.Tensor | InFile]
+    results: dict[str, InFile]
+    folder: str
+    state: torch.dtype
+    dtype: torch.dtype
+    options: dict[str, Any]
+    budget: int | None
+    cpus: float
+    gpus: float
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return "grad_out" in self.inputs
+
+    def state_path(self, unit: Unit, task: int, chunk: int) -> str:
+        """The file of the partial state that a task of the unit's head leaves of a chunk."""
+        return os.path.join(self.folder, f"{unit.entry}-{unit.head}-{task}-{chunk}")
+
+    def remove_states(self, merge: Unit) -> None:
+        """Remove the states that are merged."""
+        for task in self.cut.tasks(merge.number):
+            with suppress(FileNotFoundError):
+                os.unlink(self.state_path(merge, task, merge.number))
+
+    def leave(self, unit: Unit, chunk: int, state: Sequence[torch.Tensor]) -> None:
+        """Write the partial state of a chunk; the file is whole or absent, whoever else writes."""
+        path = self.state_path(unit, unit.number, chunk)
+        made = f"{path}.{secrets.token_hex(4)}"
+        tensors = {str(n): moved(one, _HOST).contiguous() for n, one in enumerate(state)}
+        save_file(tensors, made)
+        os.replace(made, path)
+
+    def read_state(self, merge: Unit, task: int) -> list[torch.Tensor]:
+        """The partial state of the merged chunk that a task has left."""
+        found = load_file(self.state_path(merge, task, merge.number))
+        return [found[str(number)] for number in range(len(found))]
+
+    def write(self, block: Block, made: Sequence[torch.Tensor]) -> None:
+        """Write out and lse of a block's rows, or gradients of its rows and keys.
+
+        By writing, not through a mapping: of a page that two machines have mapped, a network file
+        system may lose what one of them wrote.
+
+        Raises:
+            OSError: a file is another one by now, or cannot be written.
+            RuntimeError: the call is over; nothing is written.
+        """
+        if not os.path.isdir(self.folder):
+            raise RuntimeError(f"{self.folder} is gone: this call is over and writes no more")
+        names = GRADIENTS if self.backward else ("out", "lse")
+        for name, tensor in zip(names, made, strict=True):
+            if name in self.results:
+                self._write(self.results[name], block, tensor, name in GRADIENTS[1:])
+
+    def _write(self, target: InFile, block: Block, made: torch.Tensor, of_keys: bool) -> None:
+        made = moved(made, _HOST).to(target.dtype)
+        whole = torch.empty_strided(target.shape, target.strides, dtype=made.dtype, device="meta")
+        part = self.cut.call.cut(whole, block, of_keys=of_keys)
+        with os.fdopen(target.descriptor(os.O_WRONLY), "wb", buffering=0) as file:
+            for head, rows in zip(part[0], made[0], strict=True):
+                file.seek(target.offset + int(head.storage_offset()) * made.itemsize)
+                # Strides of a single element may be any, and then bytes cannot be viewed.
+                flat = rows.clone(memory_format=torch.contiguous_format).view(-1)
+                raw = memoryview(flat.view(torch.uint8).numpy())
+                while raw:
+                    raw = raw[file.write(raw) :]
 
 
 class Done(NamedTuple):
@@ -137,9 +226,9 @@ class _Work:
                     made = self._computed(self.block(own, other), inputs, job.state, masked)
                     self._add([state[0], *states[other][1:]] if job.backward else state, made)
             if not job.backward:
-                self._leave(own, state)
+                job.leave(self._unit, own, state)
         for chunk, state in states.items():
-            self._leave(chunk, state)
+            job.leave(self._unit, chunk, state)
         return used
 
     def merge(self, tasks: Sequence[int]) -> list[torch.Tensor]:
@@ -149,11 +238,8 @@ class _Work:
         if self._sinks is not None and not self._job.backward:
             total[1].copy_(self._sinks[slice(*self.block().heads)][:, None])
         for task in tasks:
-            self._add(total, read_state(self._job.state_path(self._unit, task, chunk), total))
+            self._add(total, self._job.read_state(self._unit, task))
         return total
-
-    def _leave(self, chunk: int, state: Sequence[torch.Tensor]) -> None:
-        write_state(self._job.state_path(self._unit, self._unit.number, chunk), state)
 
     def _pairs(self) -> dict[tuple[int, int], _Masked]:
         """The pairs of chunks (of queries, of keys) that the task computes, with their masks."""
@@ -176,7 +262,7 @@ class _Work:
         """A block's parts of inputs."""
         cut, inputs = self._call.cut, self._inputs
         return {
-            name: moved(cut(inputs[name], block, of_keys=name in OF_KEYS), place)
+            name: moved(cut(inputs[name], block, of_keys=name in _OF_KEYS), place)
             for name in names
             if name in inputs
         }
@@ -204,7 +290,7 @@ class _Work:
         """The state of a chunk without any pair."""
         block, state = self.block(chunk, chunk), self._job.state
         query, key, value = (
-            self._call.cut(self._inputs[name], block, of_keys=name in OF_KEYS)
+            self._call.cut(self._inputs[name], block, of_keys=name in _OF_KEYS)
             for name in ("query", "key", "value")
         )
         if self._job.backward:
@@ -257,4 +343,15 @@ def _keeps_nothing(block: Block, mask: AttnMask, is_causal: bool) -> bool:
     return all(one.verdict(every) == EMPTY for one in resolve(mask, sizes, is_causal).geometries)
 
 
-__all__ = ["Done", "compute"]
+def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """A tensor on a device or in host memory; between them through page-locked memory, which torch
+    keeps, and fills from a mapped file with all its threads."""
+    if tensor.device == place or tensor.numel() == 0:
+        return tensor.to(place)
+    if on_host(tensor.device):
+        return tensor.pin_memory().to(place, non_blocking=True)
+    locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
+    return locked.copy_(tensor)
+
+
+__all__ = ["Done", "Job", "compute"]

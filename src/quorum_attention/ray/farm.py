@@ -12,25 +12,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.gradients import given_of
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.options import Written
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import real_number, whole_number
 from quorum_attention.devices.buffers import InFile, in_file
 from quorum_attention.devices.report import PoolPass, PoolReport
-from quorum_attention.devices.request import request_of_parts
+from quorum_attention.devices.request import check_options, sendable
+from quorum_attention.files.call import GRADIENTS, FileCall, file_call, written_as
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.ray.cluster import Cluster
-from quorum_attention.ray.data import Job
+from quorum_attention.ray.compute import Job
 from quorum_attention.ray.units import Head, cut_of
 from quorum_attention.sizes import parse_bytes
 
 _Value = TypeVar("_Value")
-_GRADIENTS = ("grad_query", "grad_key", "grad_value")
 
 
 class Farm:
@@ -141,22 +139,14 @@ class Farm:
             NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
             RuntimeError: a unit has lost four workers.
         """
-        said = _said(
-            attn_mask, is_causal, scale, enable_gqa, dropout_p=dropout_p,
-            dropout_seed=dropout_seed, out=_given(out, "out"), depth=depth, kernel=kernel,
+        call = _call(
+            {"query": query, "key": key, "value": value}, attn_mask,
+            Written(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
-        pass_ = _Pass("attention", (query, key, value), said, chunks)
-        request, (query, key, value, mask, _) = pass_.request, pass_.tensors
-        results = {"out": _given(request.out, "out")}
-        if lse is not None:
-            lse = request.with_heads(as_tensor(lse, "lse", written=True), 1)
-            dtype = request.work.state_dtype
-            check_result(lse, tuple(query.shape[:-1]), "lse", query.device, dtype)
-            read = {"query": query, "key": key, "value": value, "attn_mask": mask, **results}
-            check_apart({"lse": lse}, read)
-            results["lse"] = lse
-        self._run(pass_, {}, results, report)
-        return _given(out, "out")
+        results = {"out": _given(out, "out")} | ({} if lse is None else {"lse": lse})
+        self._all(call, results, chunks, report)
+        return results["out"]
 
     def attention_with_lse(
         self, *call: Any, lse: torch.Tensor | None = None, **options: Any
@@ -176,180 +166,140 @@ class Farm:
         value: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        *more: Any,
+        attn_mask: torch.Tensor | Mask | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         chunks: int | None = None,
+        depth: int | str = "auto",
+        kernel: str = "auto",
         report: PoolReport | None = None,
-        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``quorum_attention.attention_backward`` from files to files.
 
         Args:
             grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
-            more, options: ``attn_mask`` and so on, as in ``attention``.
+            attn_mask and so on: as in ``attention``.
         """
+        call = _call(
+            {"query": query, "key": key, "value": value, "grad_out": grad_out, "out": out,
+             "lse": lse}, attn_mask,
+            Written(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
         grads = _given(grads, "grads")
-        given = (("query", query), ("key", key), ("value", value))
-        three = tuple(as_tensor(tensor, name) for name, tensor in given)
-        pass_ = _Pass("attention_backward", three, _said(*more, **options), chunks)
-        found = given_of(
-            pass_.tensors, pass_.request, grad_out, out, lse, grads, False, None, three
-        )
-        rest = {"grad_out": found.grad_out, "out": found.out, "lse": found.lse}
-        self._run(pass_, rest, dict(zip(_GRADIENTS, found.grads or (), strict=True)), report)
+        self._all(call, dict(zip(GRADIENTS, grads, strict=True)), chunks, report)
         return grads
 
+    def _all(
+        self,
+        call: FileCall,
+        results: dict[str, torch.Tensor],
+        chunks: int | None,
+        report: PoolReport | None,
+    ) -> None:
+        ran, work = PoolPass(), call.work
+        if report is not None:
+            setattr(report, "backward" if call.backward else "forward", ran)
+        results = {n: as_tensor(result, n, written=True) for n, result in results.items()}
+        for name, (shape, dtype) in call.results(lse="lse" in results).items():
+            home, exact = call.tensors["query"].device, dtype if name == "lse" else None
+            check_result(results[name], shape, name, home, exact)
+        mask = call.whole.mask
+        bias = mask.bias if isinstance(mask, Mask) else mask
+        check_apart(results, {**call.tensors, "attn_mask": bias})
+        heads = list(product(range(work.batch), range(work.kv_heads)))
+        for _ in self.by_heads(call, written_as(call, results), heads, chunks=chunks, report=ran):
+            pass
+
     @uncompiled
+    @torch.no_grad()
     def by_heads(
         self,
-        inputs: Mapping[str, torch.Tensor],
+        call: FileCall,
         results: Mapping[str, torch.Tensor],
         heads: Collection[Head],
-        said: Arguments,
         *,
         chunks: int | None = None,
         report: PoolPass,
     ) -> Iterator[Head]:
-        """A pass over some heads, from tensors to tensors, for who keeps book of what is done.
+        """A call over some heads, for who keeps book of what is done.
 
         Args:
-            inputs: query, key and value, each (..., heads, rows, dim); grad_out, out and lse
-                as well for a backward.
-            results: out, and lse if wanted; or grad_query, grad_key and grad_value.
+            results: out, and lse if wanted; or dq, dk and dv; with a dimension of heads.
             heads: batch entries (through all batch dimensions) and key/value heads to compute.
-            said: what else the call says.
             report: filled with what happened.
 
         Yields:
             each head whose results are complete.
         """
-        rest = dict(inputs)
-        three = tuple(rest.pop(name) for name in ("query", "key", "value"))
-        with torch.no_grad():
-            function = "attention_backward" if rest else "attention"
-            pass_ = _Pass(function, three, said, chunks)
-        yield from pass_.run(self._cluster, self._budget, rest, results, heads, report)
-
-    def _run(
-        self,
-        pass_: _Pass,
-        rest: Mapping[str, torch.Tensor],
-        results: Mapping[str, torch.Tensor],
-        report: PoolReport | None,
-    ) -> None:
-        one = PoolPass()
-        if report is not None:
-            setattr(report, "backward" if rest else "forward", one)
-        for _ in pass_.run(self._cluster, self._budget, rest, results, None, one):
-            pass
-
-
-def _said(
-    attn_mask: torch.Tensor | Mask | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    out: torch.Tensor | None = None,
-    depth: int | str = "auto",
-    kernel: str = "auto",
-) -> Arguments:
-    written = Written(depth=depth, kernel=kernel)
-    return Arguments(
-        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None, written
-    )
-
-
-def _given(value: _Value | None, name: str) -> _Value:
-    if value is None:
-        raise ValueError(f"{name} must be given: a farm writes to files")
-    return value
-
-
-class _Pass:
-    """A pass whose arguments are checked.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: what does not fit, or a farm cannot do, by name.
-    """
-
-    def __init__(
-        self, function: str, three: tuple[Any, ...], said: Arguments, chunks: int | None
-    ) -> None:
-        self._chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
-        self.tensors, self.request, mask = request_of_parts(function, *three, *said)
-        if self.request.records:
-            raise NotImplementedError(
-                "query, key, value and attn_mask must require no gradient: a farm computes "
-                "gradients from files, by attention_backward"
-            )
-        sinks = self.tensors.sinks
-        if sinks is not None:
-            mask = replace(mask or Mask(), sinks=sinks.detach().cpu().clone())
-        work = self.request.work
-        self._call = WholeCall(
-            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
-            work.is_causal, self.request.scale, self.request.dropout,
-        )  # fmt: skip
-        written = said.written
-        self._options = {"depth": written.depth, "kernel": written.kernel}
-
-    def run(
-        self,
-        cluster: Cluster,
-        budget: int | None,
-        rest: Mapping[str, torch.Tensor],
-        results: Mapping[str, torch.Tensor],
-        heads: Collection[Head] | None,
-        report: PoolPass,
-    ) -> Iterator[Head]:
-        """Compute some heads, or all.
-
-        Args:
-            rest: grad_out, out and lse of a backward.
-
-        Yields:
-            each head whose results are complete.
-        """
-        work, mappings = self.request.work, Mappings.now()
-        if heads is None:
-            heads = list(product(range(work.batch), range(work.kv_heads)))
-        query, key, value, *_ = self.tensors
-        named = {"query": query, "key": key, "value": value, **rest}
-        inputs = {
-            name: _located(name, tensor, mappings, False) if tensor.numel() else tensor.detach()
-            for name, tensor in named.items()
+        chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
+        check_options(call.written)
+        work, mappings = call.work, Mappings.now()
+        inputs: dict[str, torch.Tensor | InFile] = {
+            name: _located(name, tensor, mappings, False) if tensor.numel() else tensor
+            for name, tensor in call.tensors.items()
         }
-        if self.tensors.mask is not None:
-            bias = self.tensors.mask.detach()
-            inputs["bias"] = in_file(bias, mappings, written=False) or bias.clone()
-        dtype = next(tensor.dtype for name, tensor in results.items() if name != "lse")
         files = {
             name: _located(name, tensor, mappings, True)
             for name, tensor in results.items()
             if tensor.numel()
         }
+        whole, bias, sinks = _sent(call.whole)
+        if bias is not None:
+            inputs["bias"] = in_file(bias, mappings, written=False) or bias.clone()
         torch.autograd.graph.increment_version(list(results.values()))
         if not heads:
             return
         if not work.n_queries * work.n_keys or not files:
             for name, tensor in results.items():
                 tensor.fill_(-torch.inf if name == "lse" else 0.0)
-            if "lse" in results and self.tensors.sinks is not None:
-                results["lse"].copy_(self.tensors.sinks[:, None])
+            if "lse" in results and sinks is not None:
+                results["lse"].copy_(sinks[:, None])
             yield from heads
             return
         head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
-        cut = cut_of(self._call, len(heads), cluster.workers, head_bytes, self._chunks)
+        cut = cut_of(whole, len(heads), self._cluster.workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
             job = Job(
-                cut, inputs, files, states, work.state_dtype, dtype, self._options, budget,
-                cluster.cpus, cluster.gpus,
+                cut, inputs, files, states, work.state_dtype, next(iter(results.values())).dtype,
+                {"depth": call.written.depth, "kernel": call.written.kernel}, self._budget,
+                self._cluster.cpus, self._cluster.gpus,
             )  # fmt: skip
-            yield from cluster.run(job, heads, report)
+            yield from self._cluster.run(job, heads, report)
+
+
+def _call(
+    tensors: Mapping[str, Any], mask: torch.Tensor | Mask | None, written: Written, **said: Any
+) -> FileCall:
+    """A call of ``Farm.attention``. This process computes nothing of it."""
+    check_options(written)
+    given = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
+    here = Written(depth=written.depth, devices="cpu")
+    return replace(file_call(given, mask, here, **said), written=written)
+
+
+def _sent(whole: WholeCall) -> tuple[WholeCall, torch.Tensor | None, torch.Tensor | None]:
+    """A call as it is sent, its tensors in memory of their own; its bias, which may be in a file;
+    its sinks."""
+    if not isinstance(whole.mask, Mask):
+        return replace(whole, mask=None), whole.mask, None
+    bias, sinks = whole.mask.bias, whole.mask.sinks
+    if sinks is not None:
+        sinks = sinks.detach().cpu().clone()
+    mask = replace(sendable(whole.mask), bias=None, sinks=sinks)
+    return replace(whole, mask=mask), None if bias is None else bias.detach(), sinks
+
+
+def _given(value: _Value | None, name: str) -> _Value:
+    if value is None:
+        raise ValueError(f"{name} must be given: a farm writes to files")
+    return value
 
 
 def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile:
