@@ -1,7 +1,7 @@
-"""The page of results: the paper's tables beside ours, from files alone.
+"""The tables of figures in README and on the page of results, from raw files alone.
 
-    python benchmarks/tables.py            writes docs/results.md
-    python benchmarks/tables.py --check    fails where the page is not what the files say
+    python benchmarks/tables.py            writes docs/results.md, and README's table
+    python benchmarks/tables.py --check    fails where they are not what the raw files say
 
 The paper's figures are in docs/data/paper.json, ours in benchmarks/results; the census is counted
 anew. Nothing is measured here.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,42 +19,101 @@ from statistics import mean, median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "results.md"
+PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PAPER: dict[str, Any] = json.loads((ROOT / "docs" / "data" / "paper.json").read_text("utf-8"))
-NOT_MEASURED = "Ours: not measured yet.\n"
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
+LETTERS = dict(zip(GRADIENTS, ("dQ", "dK", "dV"), strict=True))
 METHODS = {
     "flash": "FlashAttention-2 (torch)", "cudnn": "cuDNN (torch)",
     "efficient": "memory-efficient (torch)", "quorum": "ours, as planned",
     "quorum-device": "ours, inputs on the device", "quorum-depth-1": "ours, depth 1",
     "quorum-depth-2": "ours, depth 2",
 }  # fmt: skip
+# Cases of run.py plain: what they are called, and their budgets.
+CASES = {
+    "65536": ("65,536 tokens", "1GiB"), "65536-128MiB": ("65,536 tokens", "128MiB"),
+    "262144": ("262,144 tokens", "1GiB"),
+    "262144-gqa": ("262,144 tokens, 32 heads over 8 of 128, bf16", "2GiB"),
+    "262144-gqa-512MiB": ("262,144 tokens, 32 heads over 8 of 128, bf16", "512MiB"),
+    "65536-gqa": ("65,536 tokens, 32 heads over 8 of 128, bf16", "1GiB"),
+    "524288x128": ("524,288 tokens, heads of 128", "1GiB"),
+    "1048576": ("1,048,576 tokens", "1GiB"), "1048576-512MiB": ("1,048,576 tokens", "512MiB"),
+    "1048576-256MiB": ("1,048,576 tokens", "256MiB"),
+    "1048576-128MiB": ("1,048,576 tokens", "128MiB"),
+    "1048576-device": ("1,048,576 tokens, on the device", "none"),
+    "window": ("a window of 4,096 in 262,144 tokens, on the device, bf16", "none"),
+    "window-gqa": ("the same window, 32 heads over 8 of 128", "none"),
+}  # fmt: skip
+# Of targets.json, which an earlier script wrote.
+EARLIER = {("gqa", "2GiB"): "262144-gqa"}
+Pair = tuple[float, float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    text = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text("utf-8") != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: python benchmarks/tables.py")
+    check = parser.parse_args().check
+    for path, text in ((PAGE, page()), (README, readme())):
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text("utf-8") != text:
+            sys.exit(f"{path.name} is out of date: python benchmarks/tables.py")
 
 
 def page() -> str:
     """The whole page."""
     sections = (
-        head(), accuracy(), long_accuracy(), cost(), recovery(), budgets(), census(), wrapped(),
-        more(),
+        head(), accuracy(), long_accuracy(), cost(), budgets(), beside_fa4(), steps(), windows(),
+        native(), small(), first(), census(), wrapped(),
     )  # fmt: skip
     return "\n".join(sections)
 
 
+def readme() -> str:
+    """README, with the table between its markers."""
+    found, source = plain_calls()
+    fa4 = later(loaded("h200-fa4-plain.json")["cases"]["1048576"])
+    errors = loaded("h200-accuracy-1048576.json")["errors"]["last"]
+    _, *ours = errors["quorum"]
+    _, *flash = errors["flash"]
+    step = loaded("h200-train-long.json")
+    longest, long = step["longest"], step["long"]
+    million, tight = found["1048576"], found["1048576-128MiB"]
+    plain = "run.py plain --alone cudnn,fa2", source
+    rows = [
+        ("1,048,576 tokens in 1 GiB, against cuDNN", over(million, "cudnn"), *plain),
+        ("the same, against FlashAttention-2", over(million, "fa2"), *plain),
+        ("the same in 128 MiB, against FlashAttention-2", over(tight, "fa2"), *plain),
+        ("1,048,576 tokens in 1 GiB, with FlashAttention-4 inside, against it alone",
+         over(fa4, "fa4"), "run.py plain --alone fa4", "h200-fa4-plain.json"),
+        ("error of dQ and dV at 1,048,576 tokens, last 8,192 rows, over FlashAttention-2's",
+         f"{ours[0] / flash[0]:.2f}; {ours[2] / flash[2]:.2f}", "run.py accuracy",
+         "h200-accuracy-1048576.json"),
+        (f"{step['shape']}'s shape, LoRA: longest step in {gib(longest['memory'])} as it comes; a "
+         f"step of {long['tokens']:,} tokens with everything",
+         f"{longest['ways']['sdpa']['tokens']:,} tokens; {long['seconds']:.0f} s in "
+         f"{gib(long['steps'][-1]['peak'])}", "run.py step", "h200-train-long.json"),
+    ]  # fmt: skip
+    lines = [
+        (case, figures, f"[`python benchmarks/{command}`](benchmarks/results/{raw})")
+        for case, figures, command, raw in rows
+    ]
+    text = table(["case", "forward; forward+backward", "raw"], lines)
+    return between(README.read_text("utf-8"), text)
+
+
+def between(page: str, text: str) -> str:
+    """``page`` with ``text`` between the markers."""
+    return re.sub(
+        r"(<!-- results: [^\n]*-->\n).*?(<!-- end of results -->)",
+        lambda found: f"{found[1]}{text}{found[2]}", page, flags=re.DOTALL,
+    )  # fmt: skip
+
+
 def loaded(name: str) -> Any:
-    """A file of raw results; None if there is none."""
-    path = RESULTS / name
-    return json.loads(path.read_text("utf-8")) if path.exists() else None
+    """A file of raw results."""
+    return json.loads((RESULTS / name).read_text("utf-8"))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -61,43 +121,85 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def machine(about: dict[str, Any], name: str) -> str:
-    """Where figures come from, as words in brackets."""
+def origin(name: str, command: str, about: dict[str, Any] | None = None) -> str:
+    """Where figures come from: machine, versions, command and raw file."""
+    about = about or loaded(name)
+    where = about.get("device") or about["machine"]
     cudnn = f", cuDNN {about['cudnn']}" if "cudnn" in about else ""
-    where = f"{about['device']}, torch {about['torch']}{cudnn}, {about['date']}"
-    return f"{where}; raw: `benchmarks/results/{name}`"
+    commit = f", commit {about['commit']}" if "commit" in about else ""
+    raw = f"[raw](../benchmarks/results/{name})"
+    return f"{where}, torch {about['torch']}{cudnn}, {about['date']}{commit}: `{command}`, {raw}"
+
+
+def later(case: dict[str, Any]) -> dict[str, Pair]:
+    """By method, medians of the calls after the first: forward, and forward+backward."""
+    found = {}
+    for name, calls in case.items():
+        if name != "peak_bytes":
+            forward, backward = (median(part) for part in zip(*(calls[1:] or calls), strict=True))
+            found["ours" if name == "now" else name] = (forward, forward + backward)
+    return found
+
+
+def plain_calls() -> tuple[dict[str, dict[str, Any]], str]:
+    """Cases of run.py plain, by name: pairs of each method, and "peak"; and the raw file. Until that
+    is there, from what an earlier script measured, which had its results allocated beforehand."""
+    name = "h200-plain.json"
+    if (RESULTS / name).exists():
+        cases = loaded(name)["cases"]
+        return {c: {**later(f), "peak": f.get("peak_bytes")} for c, f in cases.items()}, name
+    found: dict[str, dict[str, Any]] = {}
+    for case, methods in loaded("h200-targets.json")["cases"].items():
+        for budget, ours in methods["quorum"].items():
+            plain = EARLIER.get((case, budget)) or (
+                case if budget == "1GiB" else f"{case}-{budget}"
+            )
+            pairs = {"ours": ours, "cudnn": methods["cudnn"], "fa2": methods["flash"]}
+            found[plain] = {
+                n: (p["forward"], p["forward"] + p["backward"]) for n, p in pairs.items()
+            } | {"peak": ours["peak_bytes"]}
+    return found, "h200-targets.json"
+
+
+def over(case: dict[str, Any], other: str) -> str:
+    """Ratios of ours to another method: forward; forward+backward."""
+    return "; ".join(f"{a / b:.2f}" for a, b in zip(case["ours"], case[other], strict=True))
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.0f} GiB"
+
+
+def mib(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f} MiB"
 
 
 def head() -> str:
-    return f"""# The paper's tables and ours
+    return f"""# Results
 
 <!-- Written by benchmarks/tables.py from docs/data/paper.json and benchmarks/results: do not edit. -->
 
-The paper: *{PAPER["source"].split(";")[0]}*. Its figures are of {PAPER["machine"]}. Ratios carry over between
-machines, seconds do not. Ours are of the machine that each table names, fp16, causal, unless it says otherwise.
-"theirs" is the method of the paper's authors, as they measured it. How to repeat ours: [bench.md](bench.md), and
-the scripts that a table names.
+The paper: *{PAPER["source"].split(";")[0]}*. Its figures are of {PAPER["machine"]}. Ratios carry over between machines,
+seconds do not. Ours are of the machine that each table names, fp16, causal, unless it says otherwise. "theirs" is the method of the paper's authors,
+as they measured it. Figures without a commit were measured before the code was made smaller in November 2026.
 """
 
 
 def accuracy() -> str:
-    theirs = PAPER["accuracy"]
+    theirs, name = PAPER["accuracy"], "h200-bench-accuracy.json"
     rows = [
-        [f"paper: {name}", *(f"{error:.3e}" for error in errors)]
-        for name, errors in theirs["rows"].items()
+        [f"paper: {what}", *(f"{error:.3e}" for error in errors)]
+        for what, errors in theirs["rows"].items()
     ]
-    name = "h200-bench-accuracy.json"
     found = loaded(name)
-    note = NOT_MEASURED
-    if found is not None:
-        note = f"Ours: {machine(found['about'], name)}.\n"
-        methods = list(dict.fromkeys(m["spec"]["method"] for m in found["measurements"]))
-        rows += [[f"here: {METHODS.get(m, m)}", *errors_of(found, m)] for m in methods]
+    methods = dict.fromkeys(m["spec"]["method"] for m in found["measurements"])
+    rows += [[f"here: {METHODS.get(m, m)}", *errors_of(found, m)] for m in methods]
     return f"""## Accuracy at {theirs["tokens"]:,} tokens
 
-Relative error against float64 on the same inputs (norm of the difference over the norm), mean of
-{theirs["draws"]} draws; backward: mean of the three gradients. Less is better. Theirs returns float32. Ours returns the inputs' 16 bits here, as torch's kernels do; cut by force (such a call
-fits uncut, which is what is planned), it merges partial results that those kernels have rounded. {note}
+Relative error against float64 on the same inputs (norm of the difference over the norm), mean of {theirs["draws"]} draws; backward: mean of the
+three gradients. Less is better. Theirs returns float32, ours the inputs' 16 bits, as torch's kernels do. Cut by force (such a call fits uncut), ours
+merges partial results that those kernels have rounded. {origin(name, "quorum-attention bench --only accuracy", found["about"])}.
+
 {table(["", *theirs["columns"]], rows)}"""
 
 
@@ -121,51 +223,37 @@ def errors_of(found: Any, method: str) -> list[str]:
 def long_accuracy() -> str:
     name = "h200-accuracy-1048576.json"
     found = loaded(name)
-    if found is None:
-        return ""
     words = {"last": "of the last 8,192", "random": "from anywhere"}
     rows = [
-        [words[which], METHODS[method], *(f"{error:.2e}" for error in errors)]
+        [words[which], METHODS.get(method, method), *(f"{error:.2e}" for error in errors)]
         for which, methods in sorted(found["errors"].items())
         for method, errors in methods.items()
     ]
     return f"""## Accuracy at {found["tokens"]:,} tokens
 
-Not in the paper. Relative error against float64 on sampled rows, fp16: gradients of long sequences fall below what
-fp16 can hold inside other kernels, and are scaled here. {machine(found, name)}; repeat with
-`python benchmarks/accuracy.py`.
+Relative error against float64 on sampled rows, fp16: gradients of long sequences fall below what fp16 can hold inside other kernels, and are
+scaled here. {origin(name, "python benchmarks/run.py accuracy")}.
 
 {table(["rows", "", "out", "dQ", "dK", "dV"], rows)}"""
 
 
 def cost() -> str:
     theirs = PAPER["cost"]
-    ours = our_costs()
-    columns = [
-        "tokens",
-        "ours, forward",
-        "ours, both",
-        *(f"theirs: {c}" for c in theirs["columns"]),
-    ]
-    rows = [
-        [f"{int(tokens):,}", *ours.get(int(tokens), ("", "")), *map(ratio_cell, cells)]
-        for tokens, cells in theirs["rows"].items()
-    ]
-    found = loaded("h200-targets.json")
-    sources = [machine(found, "h200-targets.json")] if found else []
-    bench = loaded("h200-bench-cost.json")
-    tail = ""
-    if bench is not None:
-        tail = bench_costs(bench)
+    found, source = plain_calls()
+    rows = []
+    for tokens, cells in theirs["rows"].items():
+        ours = found.get(tokens)
+        mine = ["", ""] if ours is None else [over(ours, "fa2"), mib(ours["peak"])]
+        rows.append([f"{int(tokens):,}", *mine, *map(ratio_cell, cells)])
+    columns = ["tokens", "ours, 1 GiB", "peak", *(f"theirs: {c}" for c in theirs["columns"])]
     return f"""## Cost against FlashAttention-2
 
-Theirs: {theirs["what"]}; "deep": cut as deep as needed, accumulators in host memory; "oom": out of
-memory. Ours: time over that of torch's FlashAttention-2 on the same GPU, and the measured peak of device memory, with a
-budget of 1 GiB whatever the length (no figure: not measured). Inputs and results of ours are in page-locked host memory;
-FlashAttention-2 has all on the device. {"; ".join(sources)}; repeat with
-`python benchmarks/targets.py`.
+Theirs: {theirs["what"]}; "deep": cut as deep as needed, accumulators in host memory; "oom": out of memory. Ours: time
+over that of torch's FlashAttention-2 on the same GPU, forward; forward+backward, and the measured peak, with a budget of 1 GiB whatever the length (no
+figure: not measured). Inputs and results of ours are in page-locked host memory; FlashAttention-2 has all on the device.
+{origin(source, "python benchmarks/run.py plain --alone cudnn,fa2")}.
 
-{table(columns, rows)}{tail}"""
+{table(columns, rows)}"""
 
 
 def ratio_cell(cell: Any) -> str:
@@ -174,110 +262,127 @@ def ratio_cell(cell: Any) -> str:
     return cell if isinstance(cell, str) else f"{cell[0]:.3g}, {cell[1]:.2f}"
 
 
-def our_costs() -> dict[int, tuple[str, str]]:
-    """By tokens: forward and forward+backward over FlashAttention-2's, with the peak."""
-    found = loaded("h200-targets.json")
-    cells = {}
-    for case, methods in found["cases"].items() if found else ():
-        if not case.isdigit() or "1GiB" not in methods.get("quorum", {}):
-            continue
-        ours, flash = methods["quorum"]["1GiB"], methods["flash"]
-        peak = f"{ours['peak_bytes'] / 2**20:.0f} MiB"
-        forward = ours["forward"] / flash["forward"]
-        both = seconds(ours) / seconds(flash)
-        cells[int(case)] = (f"{forward:.2f}, {peak}", f"{both:.2f}, {peak}")
-    return cells
-
-
-def seconds(one: dict[str, float]) -> float:
-    return one["forward"] + one["backward"]
-
-
-def bench_costs(found: Any) -> str:
-    """Seconds and memory of every method, as `quorum-attention bench` measured them."""
-    answers = {
-        (m["spec"]["tokens"], m["spec"]["backward"], m["spec"]["method"]): m["answer"]
-        for m in found["measurements"]
-    }
-    methods = list(dict.fromkeys(key[2] for key in answers))
-    rows = []
-    for tokens in sorted({key[0] for key in answers}):
-        for backward in (False, True):
-            cells = [bench_cell(answers, tokens, backward, method, "flash") for method in methods]
-            if any(cells):
-                rows.append([f"{tokens:,}", "forward+backward" if backward else "forward", *cells])
-    words = machine(found["about"], "h200-bench-cost.json")
-    return f"""
-By `quorum-attention bench --only cost`, without a budget: milliseconds, time and peak device memory (inputs on the
-device included) over FlashAttention-2's. {words}.
-
-{table(["tokens", "", *(METHODS.get(m, m) for m in methods)], rows)}"""
-
-
-def bench_cell(answers: Any, tokens: int, backward: bool, method: str, against: str) -> str:
-    answer, other = (answers.get((tokens, backward, name)) for name in (method, against))
-    if answer is None:
-        return ""
-    if answer["status"] != "ok":
-        return str(answer["status"])
-    mine, memory = spent(answer)
-    text = f"{mine * 1000:.3g}"
-    if other is not None and other["status"] == "ok" and method != against:
-        theirs, held = spent(other)
-        text += f": {mine / theirs:.3g}x, {memory / held:.2f}x memory"
-    return text
-
-
-def spent(answer: Any) -> tuple[float, int]:
-    """Seconds (medians) and bytes of a measurement."""
-    total = 0.0
-    for name in ("forward_seconds", "backward_seconds"):
-        total += median(answer[name]) if answer[name] else 0.0
-    return total, (answer["peak_bytes"] or 0) + answer["input_bytes"]
-
-
-def recovery() -> str:
-    theirs = PAPER["recovery"]
-    rows = [
-        [name, *("oom" if c is None else c for c in cells)]
-        for name, cells in theirs["rows"].items()
-    ]
-    return f"""## Where memory ends
-
-The paper's: {theirs["what"]}. What their recovery takes grows with the length all the same; of ours at these lengths
-there are no raw figures kept yet ([the planner](planner.md#measured-against-the-aims) has single calls of 4 and 8
-million tokens, inside 1 GiB).
-
-{table(["", *theirs["columns"]], rows)}"""
-
-
 def budgets() -> str:
-    found = loaded("h200-targets.json")
-    if found is None:
-        return ""
+    found, source = plain_calls()
     rows = []
-    for case, methods in found["cases"].items():
-        for budget, ours in methods["quorum"].items():
-            cells = [f"{ours['forward']:.3g}; {seconds(ours):.3g}"]
-            for name in ("flash", "cudnn"):
-                other = methods[name]
-                forward, both = ours["forward"] / other["forward"], seconds(ours) / seconds(other)
-                cells.append(f"{forward:.2f}; {both:.2f}")
-            peak = f"{ours['peak_bytes'] / 2**20:.0f} MiB"
-            rows.append([CASES.get(case, f"{case}"), budget, peak, *cells])
-    words = machine(found, "h200-targets.json")
+    for name, case in found.items():
+        what, budget = CASES[name]
+        seconds = "; ".join(f"{t:.3g}" for t in case["ours"])
+        ratios = [over(case, other) if other in case else "" for other in ("fa2", "cudnn")]
+        rows.append([what, budget, mib(case["peak"]), seconds, *ratios])
+    columns = ["call", "budget", "measured peak", "seconds", "over FlashAttention-2", "over cuDNN"]
     return f"""## Less and less memory
 
-Not in the paper, whose memory grows with the length at every setting: ours is the budget. Seconds, and time over
-the monolithic kernels', which have all on the device; forward; forward+backward. {words}.
+The paper's memory grows with the length at every setting: ours is the budget. Seconds, and time over that of kernels that have all on the device;
+forward; forward+backward. {origin(source, "python benchmarks/run.py plain --alone cudnn,fa2")}.
 
-{table(["tokens", "budget", "measured peak", "seconds", "over FlashAttention-2", "over cuDNN"], rows)}"""
+{table(columns, rows)}"""
 
 
-CASES = {
-    "65536": "65,536", "262144": "262,144", "1048576": "1,048,576",
-    "524288x128": "524,288, heads of 128", "gqa": "262,144, 32 heads over 8, of 128, bf16",
-}  # fmt: skip
+def beside_fa4() -> str:
+    name = "h200-fa4-plain.json"
+    cases = {case: later(calls) for case, calls in loaded(name)["cases"].items()}
+    rows = [[*CASES.get(case, (case, "")), over(found, "fa4")] for case, found in cases.items()]
+    return f"""## Plain calls with FlashAttention-4
+
+Results made by the call, gradients by autograd, page-locked host memory unless it says otherwise, over FlashAttention-4 alone with everything on
+the device; later calls, forward; forward+backward. {origin(name, "python benchmarks/run.py plain --alone fa4")}.
+
+{table(["call", "budget", "ratio"], rows)}"""
+
+
+def steps() -> str:
+    name = "h200-train-long.json"
+    found = loaded(name)
+    equal, long, longest = found["equal"], found["long"], found["longest"]
+    ways = ((way["what"], f"{way['gradients_off']:.4f}") for way in equal["ways"])
+    last = long["steps"][-1]
+    how = "extrapolated" if long["extrapolated"] else "all run"
+    seconds = [
+        f"{one['seconds']:.1f} s with {one['layers']} of {long['of_layers']} layers"
+        for one in long["steps"]
+    ]
+    seconds.append(f"**{long['seconds']:.0f} s with {long['of_layers']}, {how}**")
+    texts = [
+        f"{way}: {one['tokens']:,}{'' if one['ran'] else ' (by the line, not run)'}"
+        for way, one in longest["ways"].items()
+    ]
+    memory = f"{last['peak'] / 2**30:.1f} GiB; attention's own {mib(long['attention_bytes'])}"
+    rows = [
+        [f"{equal['tokens']:,} tokens: gradients, distance from SDPA's (flash)",
+         ", ".join(map(" ".join, ways))],
+        [f"a step of {long['tokens']:,} tokens, everything", ", ".join(seconds)],
+        ["device memory there", memory],
+        [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
+    ]  # fmt: skip
+    return f"""## A training step
+
+{found["shape"]}'s shape with random weights, LoRA, bf16. {origin(name, "python benchmarks/run.py step --layers 1,3")}.
+
+{table(["", ""], rows)}"""
+
+
+def windows() -> str:
+    name = "h200-windows.json"
+    rows = [
+        [f"window of 4,096, {row['what']}, {row['calls']} in a row",
+         f"{row['seconds']['after'] / row['seconds']['flex']:.2f}"]
+        for row in loaded(name)["rows"] if "flex" in row["seconds"]
+    ]  # fmt: skip
+    other = "h200-flex.json"
+    flex = loaded(other)
+    for mask in ("causal", "window"):
+        ratios = flex[mask]["ratios"]
+        for way in ("uncut", "depth 1", "slots"):
+            both = "; ".join(f"{ratios[f'{way}, {what}']:.2f}" for what in ("forward", "both"))
+            rows.append([f"{mask}, FlexAttention recovered, {way}: forward; both", both])
+    return f"""## Windows, and FlexAttention recovered
+
+262,144 tokens on the device, over torch's compiled FlexAttention with block lists made beforehand. "depth 1": 7 chunks, in place; "slots": the same
+through slots. {origin(name, "python benchmarks/run.py window")}; [raw](../benchmarks/results/{other}) of recovered FlexAttention.
+
+{table(["call", "ratio"], rows)}"""
+
+
+def native() -> str:
+    name = "h200-native.json"
+    kernels = loaded(name)["kernels"]
+    rows = []
+    for width in (64, 128):
+        mine = kernels[f"native, {width}"]
+        cells = (
+            " / ".join(f"{a / b:.2f}" for a, b in zip(mine, kernels[f"{o}, {width}"], strict=True))
+            for o in ("flash", "cudnn")
+        )
+        rows.append([str(width), *cells])
+    columns = ["head dimension", "over FlashAttention-2", "over cuDNN"]
+    return f"""## Our own kernel
+
+131,072 tokens, 8 heads, on the device, forward / backward. {origin(name, "python benchmarks/run.py plain --kernel native --alone cudnn,fa2")}.
+
+{table(columns, rows)}"""
+
+
+def small() -> str:
+    name = "cpu-small-calls.json"
+    rows = [
+        [row["case"], *(f"{row[what]['beyond']:+.0f}" for what in ("forward", "forward+backward"))]
+        for row in loaded(name)["microseconds"]
+        if "64 x 64" in row["case"] or "1 x 1000" in row["case"]
+    ]
+    return f"""## Small calls on a CPU
+
+Microseconds beyond torch's own call; one thread. {origin(name, "python benchmarks/run.py small --cpu-time")}.
+
+{table(["batch x heads x queries x keys", "forward", "forward+backward"], rows)}"""
+
+
+def first() -> str:
+    return """## First calls
+
+Seconds of first and later calls in new processes, with and without caches on disk: `python benchmarks/run.py first`,
+[raw](../benchmarks/results/h200-first-calls.txt).
+"""
 
 
 def census() -> str:
@@ -299,54 +404,41 @@ def census() -> str:
     columns = ["tokens", "chunks", "paper", "ours, the paper's layout", "mixed, our own layout"]
     return f"""## Tiles of the score square
 
-Per cent of the 128 x 128 tiles of a task that are {" / ".join(PAPER["census"]["columns"])}; causal. Counted
-from the plan, when this page is written (`Plan.census`). A mixed tile is one that a kernel has to mask; our own layout
-puts the borders of chunks on those of tiles.
+Per cent of the 128 x 128 tiles of a task that are {" / ".join(PAPER["census"]["columns"])}; causal. Counted when this page is written (`Plan.census`).
+A mixed tile is one that a kernel has to mask; our own layout puts the borders of chunks on those of tiles.
 
 {table(columns, rows)}"""
 
 
 def wrapped() -> str:
-    theirs = PAPER["wrapped"]
-    name = "h200-bench-wrapped.json"
+    theirs, name = PAPER["wrapped"], "h200-bench-wrapped.json"
     found = loaded(name)
-    note = NOT_MEASURED
-    if found is not None:
-        apart = [m["answer"]["differences"] for m in found["measurements"] if m["spec"]["itself"]]
-        draws = max(len(each) for one in apart for each in one.values())
-        note = f"Ours, {draws} draws:\n{machine(found['about'], name)}.\n"
-    ours = differences(found) if found is not None else {}
+    apart = [m["answer"]["differences"] for m in found["measurements"] if m["spec"]["itself"]]
+    draws = max(len(each) for one in apart for each in one.values())
+    ours = differences(found)
     rows = [
         [case, *(f"{x:.1e}" for x in numbers), *ours.get(case, ("",) * 3)]
         for case, numbers in theirs["rows"].items()
     ]
-    columns = ["kernel", *(f"paper: {n}" for n in ("dQ", "dK", "dV"))]
-    columns += [f"ours: {n}" for n in ("dQ", "dK", "dV")]
+    columns = ["kernel", *(f"{who}: {n}" for who in ("paper", "ours") for n in ("dQ", "dK", "dV"))]
     return f"""## Other kernels, recovered
 
-{theirs["what"]}: {theirs["tokens"]:,} tokens, inputs times {theirs["inputs_times"]}, {theirs["draws"]}
-draws. The paper's LongNet and ours are different implementations with settings of their own. {note}
+{theirs["what"]}: {theirs["tokens"]:,} tokens, inputs times {theirs["inputs_times"]}, {theirs["draws"]} draws. The paper's LongNet and ours are
+different implementations with settings of their own. Ours, {draws} draws: {origin(name, "quorum-attention bench --only wrapped", found["about"])}.
+
 {table(columns, rows)}"""
 
 
-def differences(found: Any) -> dict[str, tuple[str, ...]]:
+def differences(document: Any) -> dict[str, tuple[str, ...]]:
     """By kernel and dtype: the largest differences of dQ, dK and dV."""
     cells = {}
-    for measured in found["measurements"]:
-        spec, apart = measured["spec"], measured["answer"]["differences"]
+    for measured in document["measurements"]:
+        spec, found = measured["spec"], measured["answer"]["differences"]
+        apart = {LETTERS.get(name, name): pairs for name, pairs in found.items()}
         if spec["itself"] and all(apart.get(name) for name in ("dQ", "dK", "dV")):
             largest = (max(pair[0] for pair in apart[name]) for name in ("dQ", "dK", "dV"))
             cells[f"{spec['method'].lower()} {spec['dtype']}"] = tuple(f"{x:.1e}" for x in largest)
     return cells
-
-
-def more() -> str:
-    return """## More of ours
-
-[The planner](planner.md#measured-against-the-aims) has what was aimed at and missed, and why; [kernels](kernels.md),
-[our own kernel](native.md) and [the kit](kit.md) theirs; [random calls](random-calls.md) what a hundred thousand of
-them found.
-"""
 
 
 if __name__ == "__main__":

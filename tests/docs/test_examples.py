@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
-import math
 import os
 import re
 import subprocess
@@ -146,59 +144,3 @@ def test_train_long(
     monkeypatch.setattr(sys, "argv", ["x", "--text", "text"])
     with pytest.raises(SystemExit):
         example.main()
-
-
-def test_a_long_step_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All three parts on a text so short that it takes seconds."""
-    pytest.importorskip("transformers")
-    example = loaded(ROOT / "benchmarks" / "long_step.py")
-    sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
-    monkeypatch.setitem(example.SHAPES, "small", {**example.SHAPES["small"], **sizes})
-    file = tmp_path / "found.json"
-    asked = {"--device": "cpu", "--equal-at": "96", "--tokens": "256", "--layers": "1,2",
-             "--first": "32", "--most": "256", "--memory": "20MiB", "--tile": "64", "--longer": "4",
-             "--json": str(file)}  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["x", *(word for pair in asked.items() for word in pair)])
-    example.main()
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert found["equal"]["equal"], found["equal"]
-    # Of random weights: as likely one token as another.
-    assert found["equal"]["loss"] == pytest.approx(math.log(4096), rel=0.2)
-    assert [step["layers"] for step in found["long"]["steps"]] == [1, 2]
-    assert not found["long"]["extrapolated"]
-    ways = found["longest"]["ways"]
-    assert ways["sdpa"]["ran"]
-    assert ways["sdpa"]["points"][-1]["peak"] <= 20 << 20
-    # Without the fused loss of this torch less is saved.
-    everything = hasattr(torch.nn, "LinearCrossEntropyOptions")
-    assert ways["everything"]["tokens"] > (4 if everything else 1.2) * ways["sdpa"]["tokens"]
-    assert "by the line: not run" in capsys.readouterr().out
-
-
-def test_a_long_step_says_what_is_extrapolated(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    example = loaded(ROOT / "benchmarks" / "long_step.py")
-    asked = ["x", "--device", "cpu", "--only", "long", "--tokens", "64", "--layers", "1,3"]
-    monkeypatch.setattr(sys, "argv", asked)
-    options = example.asked()
-    found = example.long(options)
-    assert found["extrapolated"]
-    first, last = found["steps"]
-    a_layer = (last["seconds"] - first["seconds"]) / 2
-    assert found["seconds"] == pytest.approx(last["seconds"] + a_layer)  # the fourth
-    assert "4 layers: " in capsys.readouterr().out
-
-
-def test_a_long_step_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("transformers")
-    example = loaded(ROOT / "benchmarks" / "long_step.py")
-    points = [{"tokens": n, "peak": n << 20} for n in (256, 512)]
-    way = {"points": points, "tokens": 2048, "ran": False}
-    found = {"shape": "small", "longest": {"memory": 2 << 30, "ways": {"sdpa": way}}}
-    example.plot(found, str(tmp_path / "drawn.svg"))
-    assert (tmp_path / "drawn.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")

@@ -1,14 +1,12 @@
-"""The page of results is what the files of figures say, and its script reads them right."""
+"""The tables of results are what the files of figures say."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from helpers_docs import ROOT
@@ -26,21 +24,29 @@ def tables() -> ModuleType:
     return module
 
 
-def test_the_page_is_up_to_date(tables: ModuleType) -> None:
-    written = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert tables.page() == written, "python benchmarks/tables.py"
+def test_the_script_runs_as_it_says() -> None:
+    """And the page and README are up to date."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
-def test_a_page_that_is_not_fails(tables: ModuleType, tmp_path: Path, monkeypatch) -> None:
-    stale = tmp_path / "docs" / "results.md"
-    stale.parent.mkdir()
-    stale.write_text("old")
-    monkeypatch.setattr(tables, "PAGE", stale)
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
+@pytest.mark.parametrize(("page", "figure"), [("README", "0.86; 0.92"), ("PAGE", "3.64e-04")])
+def test_a_figure_typed_by_hand_fails(
+    page: str, figure: str, tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(tables, page).read_text(encoding="utf-8")
+    if figure not in right:  # measured anew
+        figure = next(word for word in right.split() if word.startswith("0."))
+    typed = tmp_path / "page.md"
+    typed.write_text(right.replace(figure, "0.01", 1))
+    monkeypatch.setattr(tables, page, typed)
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     with pytest.raises(SystemExit, match="out of date"):
         tables.main()
-    assert stale.read_text() == "old"
+    assert "0.01" in typed.read_text()
 
 
 def test_the_papers_figures_are_all_on_the_page(tables: ModuleType) -> None:
@@ -48,56 +54,26 @@ def test_the_papers_figures_are_all_on_the_page(tables: ModuleType) -> None:
     for error in ("2.689e-04", "1.356e-03", "2.980e-03"):
         assert error in page
     assert "| 84, 0.36 |" in page
-    assert "15847, 70.4" in page
     assert "38.8 / 58.9 / 2.3" in page
 
 
-def measurement(method: str, **more: Any) -> dict[str, Any]:
-    spec = {
-        "method": method,
-        "tokens": 65536,
-        "dtype": "float16",
-        "backward": True,
-        "itself": False,
-    }
-    answer = {
-        "status": "ok", "forward_seconds": [0.2, 0.1, 0.3], "backward_seconds": [0.4],
-        "peak_bytes": 100, "input_bytes": 28, "errors": {}, "differences": {},
-    }  # fmt: skip
-    for name, value in more.items():
-        (spec if name in spec else answer)[name] = value
-    return {"spec": spec, "answer": answer}
+def test_every_raw_file_is_read_or_linked(tables: ModuleType) -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), SCRIPT, ROOT / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    for file in tables.RESULTS.iterdir():
+        assert file.name in text or file.name.endswith("-random-calls.json"), file.name
 
 
-def written(folder: Path, name: str, measurements: list[dict[str, Any]]) -> None:
-    about = {"device": "a GPU", "torch": "2", "date": "today"}
-    text = json.dumps({"about": about, "measurements": measurements})
-    (folder / name).write_text(text)
-
-
-def test_files_of_bench_are_read(tables: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_calls_measured_anew_take_the_place_of_earlier_ones(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = '{"fa2": [[9, 9], [2, 4]], "cudnn": [[9, 9], [4, 4]], "now": [[9, 9], [1, 2]]'
+    (tmp_path / "h200-plain.json").write_text(
+        f'{{"cases": {{"1048576": {calls}, "peak_bytes": 104857600}}}}}}'
+    )
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert "not measured yet" in tables.accuracy()
-    assert "not measured yet" in tables.wrapped()
-    errors = {"out": [1e-4, 3e-4], "grad_query": [1e-3], "grad_key": [2e-3], "grad_value": [3e-3]}
-    written(tmp_path, "h200-bench-accuracy.json", [measurement("quorum", errors=errors)])
-    assert "| here: ours, as planned | 2.000e-04 | - | 2.000e-03 | - |" in tables.accuracy()
-    times = [
-        measurement("flash"), measurement("quorum", backward_seconds=[0.1], peak_bytes=36),
-        measurement("cudnn", status="oom"),
-    ]  # fmt: skip
-    written(tmp_path, "h200-bench-cost.json", times)
-    assert "| 65,536 | forward+backward | 600 | 300: 0.5x, 0.50x memory | oom |" in tables.cost()
-    apart = {"out": [[1, 0]], "dQ": [[1e-9, 0], [3e-9, 0]], "dK": [[2e-9, 0]], "dV": [[4e-6, 0]]}
-    measured = measurement("LongNet", itself=True, dtype="float32", differences=apart)
-    written(tmp_path, "h200-bench-wrapped.json", [measured])
-    line = "| longnet float32 | 1.3e-09 | 5.4e-09 | 3.2e-06 | 3.0e-09 | 2.0e-09 | 4.0e-06 |"
-    assert line in tables.wrapped()
-
-
-def test_the_script_runs_as_it_says() -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False,
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    found, source = tables.plain_calls()
+    assert source == "h200-plain.json"
+    assert found["1048576"]["peak"] == 104857600
+    assert tables.over(found["1048576"], "fa2") == "0.50; 0.50"
+    assert tables.over(found["1048576"], "cudnn") == "0.25; 0.38"

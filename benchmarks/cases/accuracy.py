@@ -1,0 +1,151 @@
+"""Errors against float64 of a long causal call, ours and other kernels', on sampled rows.
+
+One head, because heads are alike. Everything is drawn from a normal distribution. Rows are sampled
+twice over: at random from the whole call, and from its last 8,192, where a row sums the most
+(queries) or the fewest (keys) products. An error is the norm of the difference over the norm of
+what is right, over all sampled rows together. --late takes the last ones alone, whose right answer
+takes no minute. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import quorum_attention as qa
+from quorum_attention.kernels import kernels
+from quorum_attention.kernels.protocol import Call, Saved
+
+NAMES = ("out", "dQ", "dK", "dV")
+_BLOCK = 8192
+
+
+def expected(
+    tensors: list[torch.Tensor], rows: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """Float64 rows of out, dQ, dK and dV of a causal call, tensors (n, d).
+
+    Rows before the first of ``rows`` have no part in any of that.
+    """
+    query, key, value, grad = (t.double() for t in tensors)
+    n = query.shape[0]
+    lse = torch.empty(n, dtype=torch.float64, device=query.device)
+    delta = torch.empty_like(lse)
+    outs, grads_query = [], []
+    wanted = set(rows.tolist())
+    grad_key = torch.zeros(len(rows), query.shape[1], dtype=torch.float64, device=query.device)
+    grad_value = torch.zeros(len(rows), value.shape[1], dtype=torch.float64, device=query.device)
+    step = max(1, (1 << 28) // n)
+    for start in range(int(rows.min()) // step * step, n, step):
+        stop = min(n, start + step)
+        at = torch.arange(start, stop, device=query.device)
+        scores = query[start:stop] @ key[:stop].mT * scale
+        later = at[None] > at[:, None]
+        scores[:, start:].masked_fill_(later, float("-inf"))
+        lse[start:stop] = torch.logsumexp(scores, 1)
+        p = scores.sub_(lse[start:stop, None]).exp_()
+        out = p @ value[:stop]
+        delta[start:stop] = (out * grad[start:stop]).sum(1)
+        mine = [i - start for i in range(start, stop) if i in wanted]
+        if mine:
+            outs.append(out[mine])
+            ds = p[mine] * (
+                grad[start:stop][mine] @ value[:stop].mT - delta[start:stop][mine, None]
+            )
+            grads_query.append(ds @ key[:stop] * scale)
+        earlier = rows < stop
+        chosen = rows[earlier]
+        p = p[:, chosen]
+        ds = p * (grad[start:stop] @ value[chosen].mT - delta[start:stop, None])
+        grad_value[earlier] += p.mT @ grad[start:stop]
+        grad_key[earlier] += ds.mT @ query[start:stop] * scale
+    return torch.cat(outs), torch.cat(grads_query), grad_key, grad_value
+
+
+def errors(
+    got: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...], rows: torch.Tensor
+) -> list[float]:
+    """Relative errors of (1, 1, n, d) results."""
+    found = []
+    for mine, wanted in zip(got, right, strict=True):
+        difference = mine[0, 0].to(wanted.device)[rows].double() - wanted
+        found.append(float(difference.norm() / wanted.norm()))
+    return found
+
+
+def monolithic(name: str, scale: float) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A kernel on the device."""
+    kernel: Any = kernels()[name]
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> Any:
+        call = Call(query, key, value, True, scale)
+        out, lse = kernel.rectangle_forward(call)
+        grads = kernel.rectangle_backward(call, Saved(grad, out, lse))
+        return out, *grads[:3]
+
+    return run
+
+
+def ours(budget: str, kernel: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The same by quorum attention, host to host."""
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> Any:
+        host = [t.cpu().pin_memory() for t in (query, key, value, grad)]
+        options: dict[str, Any] = {"is_causal": True, "budget": budget, "kernel": kernel}
+        out, lse = qa.attention_with_lse(*host[:3], **options)
+        return out, *qa.attention_backward(host[3], *host[:3], out, lse, **options)
+
+    return run
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--budget", default="256MiB", help="of one head")
+    parser.add_argument("--kernel", default="auto", help="our inner kernel")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--late", action="store_true", help="the last rows alone")
+    parser.add_argument("--beside", default="flash,cudnn", help="kernels alone, by commas")
+
+
+def run(args: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A line for each sample and method."""
+    torch.manual_seed(0)
+    n, scale = args.tokens, args.head_dim**-0.5
+    shape = (1, 1, n, args.head_dim)
+    tensors = [torch.randn(shape, dtype=torch.float16, device="cuda") for _ in range(4)]
+    samples = {
+        "random": torch.randperm(n, device="cuda")[: args.rows].sort().values,
+        "last": n - _BLOCK + torch.randperm(_BLOCK, device="cuda")[: args.rows].sort().values,
+    }
+    if args.late:
+        del samples["random"]
+    flat = [t[0, 0] for t in tensors]
+    every = torch.unique(torch.cat(list(samples.values())))
+    of_every = expected(flat, every, scale)
+    right = {
+        name: tuple(part[torch.searchsorted(every, rows)] for part in of_every)
+        for name, rows in samples.items()
+    }
+    torch.cuda.empty_cache()
+    beside = args.beside.split(",")
+    methods = {name: monolithic(name, scale) for name in beside}
+    methods["quorum"] = ours(args.budget, args.kernel)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in samples}
+    for method, attend in methods.items():
+        got = attend(*tensors)
+        for name, rows in samples.items():
+            found[name][method] = mine = errors(got, right[name], rows)
+            first = found[name][beside[0]]
+            cells = [
+                f"{label} {a:.3g} ({a / b if b else math.nan:.3f})"
+                for label, a, b in zip(NAMES, mine, first, strict=True)
+            ]
+            print(f"{name:8} {method:8} {', '.join(cells)} of {beside[0]}'s", flush=True)
+        del got
+        torch.cuda.empty_cache()
+    yield {"tokens": n, "errors": found}

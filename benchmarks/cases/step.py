@@ -1,0 +1,345 @@
+"""A step of ``examples/train_long.py``: as it comes, with attention recovered, with everything.
+
+On a GPU the model has the published shape of Qwen3-8B, in bf16, and random weights; on a CPU a
+small shape runs in a minute. Three parts, --only chooses some:
+
+equal: loss and gradients of one text through SDPA with Transformers' own checkpoints, through
+another of torch's kernels (how far two right answers are apart), with attention recovered, and
+with everything that recipes.long_context switches on.
+
+long: a step on a longer text with everything: seconds, device memory, and what attention alone
+takes beyond q, k, v, o and their gradients. --layers 2,4 runs so many layers of the model, with
+all weights in memory, and says of the whole model what the difference comes to: said to be
+extrapolated.
+
+longest: the longest text that fits, each way: memory is measured at two lengths and the line
+through them followed; the length found is then run, and a shorter one where it does not fit, unless
+it is more than --most tokens. (With everything, checkpoints are in host memory, so --layers
+counts there as well: the device has the same to hold, whatever the number of layers that run. The
+host holds 2 x hidden bytes a token and layer. And attention's budget has to hold what it returns.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from measure import ROOT, Watched, timed
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import quorum_attention as qa
+from quorum_attention.recipes import long_context
+from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
+
+sys.path.insert(0, str(ROOT / "examples"))
+from train_long import SHAPES, library, new_model
+
+# By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens of a tile
+# of an MLP; and of ``longest`` the most tokens that it runs, those it begins with, and how many
+# times as many with everything.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "5GiB",
+             "tile": 8192, "most": 32_768, "first": 4096, "longer": 32},
+    "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
+            "most": 4096, "first": 256, "longer": 8},
+}  # fmt: skip
+WAYS = {
+    "sdpa": "SDPA, as it comes",
+    "attention": "attention recovered",
+    "everything": "everything",
+}
+
+
+def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
+    """``model`` as it comes, or changed in place."""
+    if way == "attention":
+        long_context(
+            model, budget=options.budget, checkpoints=None, mlp_tile=None, chunked_loss=False
+        )
+    if way == "everything":
+        print(long_context(model, budget=options.budget, mlp_tile=options.tile), flush=True)
+    return model
+
+
+def step(model: Any, ids: torch.Tensor) -> float:
+    """Forward and backward; gradients are left in the adapters."""
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of a model's parameters."""
+    return sum(p.nbytes for p in model.parameters())
+
+
+def gradients(model: Any) -> torch.Tensor:
+    """Of all adapters, in one row, float32."""
+    found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(found)
+
+
+def equal(options: argparse.Namespace) -> dict[str, Any]:
+    """Loss and gradients, each way, of one text: distances from SDPA's."""
+    model = new_model(options.shape, options.rank, options.device)
+    ids = library(options.equal_at, options.device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    other = SDPBackend.CUDNN_ATTENTION if options.device == "cuda" else SDPBackend.MATH
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        loss = step(model, ids)
+    wanted = gradients(model)
+    size = wanted.norm()
+    rows: list[dict[str, Any]] = []
+
+    def held_against(name: str) -> None:
+        took, found = timed(lambda: step(model, ids))
+        far = ((gradients(model) - wanted).norm() / size).item()
+        rows.append(
+            {"what": name, "loss": found, "loss_off": abs(found - loss) / loss,
+             "gradients_off": far, "seconds": took}
+        )  # fmt: skip
+        print(
+            f"{name}: loss {found:.6f}, gradients {far:.2e} from SDPA's, {took:.1f} s", flush=True
+        )
+
+    print(f"{options.equal_at:,} tokens; SDPA (flash): loss {loss:.6f}", flush=True)
+    with sdpa_kernel(other):
+        held_against(f"SDPA ({other.name.lower()})")
+    from quorum_attention.integrations.transformers import register
+
+    model.set_attn_implementation(register(budget=options.budget))
+    held_against(WAYS["attention"])
+    prepared(model, "everything", options)
+    held_against(WAYS["everything"])
+    # As near as two of torch's kernels are to each other, or a few roundings of a loss summed in
+    # another order.
+    room = max(2 * rows[0]["gradients_off"], 1e-5 if options.device == "cpu" else 1e-2)
+    agree = all(row["gradients_off"] <= room for row in rows[1:])
+    print("equal" if agree else "NOT EQUAL", flush=True)
+    return {"tokens": options.equal_at, "layers": len(model.model.layers), "loss": loss,
+            "ways": rows, "room": room, "equal": agree}  # fmt: skip
+
+
+@contextmanager
+def first_layers(model: Any, count: int) -> Iterator[None]:
+    """The model with its first layers alone; the others stay in memory."""
+    every = model.model.layers
+    model.model.layers = every[:count]
+    model.config.num_hidden_layers = count
+    try:
+        yield
+    finally:
+        model.model.layers = every
+        model.config.num_hidden_layers = len(every)
+
+
+def long(options: argparse.Namespace) -> dict[str, Any]:
+    """A step of everything on a long text: seconds and memory, of some layers or of all."""
+    model = new_model(options.shape, options.rank, options.device)
+    prepared(model, "everything", options)
+    ids, every = library(options.tokens, options.device), len(model.model.layers)
+    rows: list[dict[str, Any]] = []
+    counts, weights = options.layers or [every], weight_bytes(model)
+    with first_layers(model, max(counts)):
+        step(model, ids)  # kernels are compiled, and memory is page-locked
+    for count in counts:
+        with first_layers(model, count), Watched(options.device, weights) as watched:
+            loss = step(model, ids)
+        rows.append(
+            {"layers": count, "seconds": watched.seconds, "peak": watched.peak, "loss": loss}
+        )
+        print(f"{options.tokens:,} tokens, {count} of {every} layers: {watched.seconds:.1f} s, "
+              f"{format_bytes(watched.peak)}", flush=True)  # fmt: skip
+    found: dict[str, Any] = {"tokens": options.tokens, "of_layers": every, "steps": rows}
+    last = rows[-1]
+    if last["layers"] == every:
+        found |= {"seconds": last["seconds"], "extrapolated": False}
+    elif len(rows) > 1:
+        a_layer = (last["seconds"] - rows[0]["seconds"]) / (last["layers"] - rows[0]["layers"])
+        whole = last["seconds"] + (every - last["layers"]) * a_layer
+        found |= {"seconds": whole, "seconds_a_layer": a_layer, "extrapolated": True}
+        print(f"{every} layers: {whole:.0f} s (extrapolated, {a_layer:.2f} s a layer)", flush=True)
+    del model
+    found["attention_bytes"] = attention_alone(options)
+    print(f"attention takes {format_bytes(found['attention_bytes'])} beyond q, k, v, o and their "
+          "gradients", flush=True)  # fmt: skip
+    return found
+
+
+def attention_alone(options: argparse.Namespace) -> int:
+    """Bytes of one attention, forward and backward, beyond its inputs, output and gradients."""
+    shape = SHAPES[options.shape]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    q, k, v, grad = (
+        torch.randn(1, h, options.tokens, shape["head_dim"], device=options.device, dtype=dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    inputs = sum(t.nbytes for t in (q, k, v, grad))
+    with Watched(options.device, inputs) as watched:
+        out = qa.attention(q, k, v, is_causal=True, enable_gqa=True, budget=options.budget)
+        out.backward(grad)
+    # The output, and the gradients of q, k and v.
+    return watched.peak - inputs - q.nbytes - sum(t.nbytes for t in (q, k, v))
+
+
+def longest(options: argparse.Namespace) -> dict[str, Any]:
+    """The longest text of each way, by a line through what two lengths take."""
+    found = {}
+    for way in WAYS:
+        model = prepared(new_model(options.shape, options.rank, options.device), way, options)
+        weights, count = weight_bytes(model), len(model.model.layers)
+        if way == "everything" and options.layers:
+            count = max(options.layers)
+        with first_layers(model, count):
+            found[way] = {"layers": count, **followed(model, way, weights, options)}
+        del model
+        emptied(options.device)
+    return {"memory": options.memory, "ways": found}
+
+
+def reach(points: list[dict[str, Any]], memory: int, grain: int) -> int:
+    """Tokens at which the line through the last two points reaches ``memory``."""
+    a, b = points[-2:]
+    slope = (b["peak"] - a["peak"]) / (b["tokens"] - a["tokens"])
+    return int(b["tokens"] + (memory - b["peak"]) / slope) // grain * grain
+
+
+def with_long(found: dict[str, Any]) -> None:
+    """Let ``longest`` know what the step of ``long`` took, if that was a longer text."""
+    if "long" not in found or "longest" not in found:
+        return
+    way, tokens = found["longest"]["ways"]["everything"], found["long"]["tokens"]
+    if tokens > way["points"][-1]["tokens"]:
+        step_of = found["long"]["steps"][-1]
+        way["points"].append({"tokens": tokens, "peak": step_of["peak"]})
+        way["tokens"] = reach(way["points"], found["longest"]["memory"], 512)
+        print(f"{WAYS['everything']}: with the long step's, {way['tokens']:,} tokens by the line")
+
+
+def followed(model: Any, way: str, weights: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The memory of two lengths, and what the line through them comes to."""
+
+    def point(tokens: int) -> dict[str, Any]:
+        ids = library(tokens, options.device)
+        with Watched(options.device, weights) as watched:
+            step(model, ids)
+        print(f"{WAYS[way]}: {tokens:,} tokens, {format_bytes(watched.peak)}", flush=True)
+        return {"tokens": tokens, "peak": watched.peak, "seconds": watched.seconds}
+
+    first, grain = (
+        options.first * (options.longer if way == "everything" else 1),
+        options.first // 8,
+    )
+    points = [point(first), point(2 * first)]
+    best, ran = reach(points, options.memory, grain), False
+    while not ran and 2 * first < best <= options.most:
+        try:
+            points.append(point(best))
+        except torch.OutOfMemoryError:
+            print(f"{WAYS[way]}: {best:,} tokens did not fit", flush=True)
+            best = best * 19 // 20 // grain * grain
+            continue
+        ran = points[-1]["peak"] <= options.memory
+        if not ran:
+            best = min(reach(points, options.memory, grain), best - grain)
+    print(f"{WAYS[way]}: {best:,} tokens in {format_bytes(options.memory)}"
+          f"{'' if ran else ' by the line: not run'}", flush=True)  # fmt: skip
+    return {"points": points, "tokens": best, "ran": ran}
+
+
+def plot(found: dict[str, Any], path: str) -> None:
+    """Length against memory, for the three ways."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    memory = found["longest"]["memory"]
+    for way, one in found["longest"]["ways"].items():
+        points = sorted(one["points"], key=lambda point: point["tokens"])
+        lengths = [point["tokens"] for point in points]
+        # The first two lie on each other: one is broad.
+        drawn = axes.plot(
+            lengths, [p["peak"] / 2**30 for p in points], "o-", label=WAYS[way],
+            linewidth=6 if way == "sdpa" else 1.5, alpha=0.4 if way == "sdpa" else 1,
+        )  # fmt: skip
+        if one["tokens"] > lengths[-1]:
+            ends = [points[-1]["peak"] / 2**30, memory / 2**30]
+            axes.plot([lengths[-1], one["tokens"]], ends, ":", color=drawn[0].get_color())
+        if way != "attention" or one["tokens"] != found["longest"]["ways"]["sdpa"]["tokens"]:
+            axes.annotate(
+                f"{one['tokens']:,}", (one["tokens"], memory / 2**30), ha="center",
+                xytext=(0, 5), textcoords="offset points",
+            )  # fmt: skip
+    axes.axhline(memory / 2**30, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(top=memory / 2**30 * 1.5)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+    axes.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
+    axes.set_xlabel("tokens of one text")
+    axes.set_ylabel("memory of a step, GiB")
+    axes.set_title(f"{found['shape']}'s shape, random weights (dotted: by the line, not run)")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+def emptied(device: str) -> None:
+    """Let go of what nobody holds: a model that was changed in place refers to itself."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only", default="equal,long,longest", help="parts; none draws what --json has"
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"])
+    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")
+    parser.add_argument("--tokens", type=parse_count, help="tokens of the long step")
+    parser.add_argument("--layers", type=lambda s: [int(n) for n in s.split(",")])
+    parser.add_argument("--budget", help="of an attention call, with what it returns")
+    parser.add_argument("--tile", type=parse_count, help="tokens of an MLP at a time")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--memory", type=parse_bytes, help="that the longest text may take")
+    parser.add_argument("--first", type=parse_count, help="shortest text of longest")
+    parser.add_argument("--longer", type=int, help="times that, with everything")
+    parser.add_argument("--most", type=parse_count, help="longest text that longest runs")
+    parser.add_argument("--plot", metavar="FILE", help="a picture, .png or .svg")
+
+
+def complete(options: argparse.Namespace) -> None:
+    """Defaults for the device."""
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in DEFAULTS[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if not options.memory and options.device == "cuda":
+        # All but what CUDA itself needs.
+        options.memory = torch.cuda.get_device_properties(0).total_memory - (3 << 30)
+    options.memory = options.memory or 256 << 20
+
+
+def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts that are asked for; ``found`` has what earlier ones found."""
+    complete(options)
+    print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}", flush=True)
+    for part in (equal, long, longest):
+        if part.__name__ in options.only.split(","):
+            found |= {"shape": options.shape, part.__name__: part(options)}
+            with_long(found)
+            yield found
+            emptied(options.device)
+    with_long(found)
+    if options.plot and "longest" in found:
+        plot(found, options.plot)

@@ -1,0 +1,100 @@
+"""The cases of ``benchmarks/run.py`` run, and write what they say."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_docs import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import run
+
+
+@pytest.mark.parametrize("name", run.CASES)
+def test_every_case_says_how_it_is_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "step":
+        pytest.importorskip("transformers")
+    with pytest.raises(SystemExit, match="0"):
+        run.main([name, "--help"])
+    assert f"run.py {name}" in capsys.readouterr().out
+    assert (ROOT / "benchmarks" / "cases" / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["small", "--case=1 x 8 x 16 x 16 float16", "--seconds=0.01"],
+        ["versions", f"--before={ROOT / 'src'}", "--cases=small", "--rounds=1"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    file.write_text('{"earlier": 1}')
+    run.main([*arguments, f"--json={file}"])
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert {"earlier", "device", "torch", "date", "commit"} < set(found)
+    assert found["command"].startswith(f"python benchmarks/run.py {arguments[0]}")
+    if arguments[0] == "small":
+        assert 0.2 < found["microseconds"][0]["forward"]["ratio"] < 50
+    else:
+        assert all(0.1 < ratio < 10 for ratio in found["cases"]["small"]["ratios"])
+
+
+def test_a_long_step_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All three parts on a text so short that it takes seconds."""
+    pytest.importorskip("transformers")
+    step = importlib.import_module("cases.step")
+    sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
+    monkeypatch.setitem(step.SHAPES, "small", {**step.SHAPES["small"], **sizes})
+    file = tmp_path / "found.json"
+    asked = "equal-at=96 tokens=256 layers=1,2 first=32 most=256 memory=20MiB tile=64 longer=4"
+    run.main(["step", "--device=cpu", *(f"--{word}" for word in asked.split()), f"--json={file}"])
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["equal"]["equal"], found["equal"]
+    # Of random weights: as likely one token as another.
+    assert found["equal"]["loss"] == pytest.approx(math.log(4096), rel=0.2)
+    assert [one["layers"] for one in found["long"]["steps"]] == [1, 2]
+    assert not found["long"]["extrapolated"]
+    ways = found["longest"]["ways"]
+    assert ways["sdpa"]["ran"]
+    assert ways["sdpa"]["points"][-1]["peak"] <= 20 << 20
+    # Without the fused loss of this torch less is saved.
+    everything = hasattr(torch.nn, "LinearCrossEntropyOptions")
+    assert ways["everything"]["tokens"] > (4 if everything else 1.2) * ways["sdpa"]["tokens"]
+    assert "by the line: not run" in capsys.readouterr().out
+
+
+def test_a_long_step_says_what_is_extrapolated(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    step = importlib.import_module("cases.step")
+    parser = argparse.ArgumentParser()
+    step.add_options(parser)
+    options = parser.parse_args(["--device=cpu", "--tokens=64", "--layers=1,3"])
+    step.complete(options)
+    found = step.long(options)
+    assert found["extrapolated"]
+    first, last = found["steps"]
+    a_layer = (last["seconds"] - first["seconds"]) / 2
+    assert found["seconds"] == pytest.approx(last["seconds"] + a_layer)  # the fourth
+    assert "4 layers: " in capsys.readouterr().out
+
+
+def test_a_long_step_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    step = importlib.import_module("cases.step")
+    points = [{"tokens": n, "peak": n << 20} for n in (256, 512)]
+    way = {"points": points, "tokens": 2048, "ran": False}
+    found = {"shape": "small", "longest": {"memory": 2 << 30, "ways": {"sdpa": way}}}
+    step.plot(found, str(tmp_path / "drawn.svg"))
+    assert (tmp_path / "drawn.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
