@@ -142,22 +142,6 @@ def _kill_workers(pool: Pool) -> None:
         assert len({one.device for one in report.forward.ran}) == 2
 
 
-def test_a_worker_joins_while_a_pass_runs() -> None:
-    q = torch.randn(1, 6, 300, 8).share_memory_()
-    report = PoolReport()
-    with Pool("cpu", threads=1) as pool, Pool("cpu", threads=1) as other:
-
-        def told(done: int, total: int, label: str) -> None:
-            if len(pool.workers) == 1:
-                pool._workers.append(other._workers.pop())
-
-        out = pool.attention(q, q, q, progress=told, report=report)
-    assert torch.allclose(out, qa.attention(q, q, q), atol=1e-5)
-    assert report.forward is not None
-    assert {one.device for one in report.forward.ran} == {0, 1}
-    assert len(report.forward.devices) == 2
-
-
 def test_a_closed_pool() -> None:
     pool = Pool("cpu", threads=1)
     processes = [worker.process for worker in pool._workers]

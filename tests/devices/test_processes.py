@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any
 
@@ -15,7 +14,7 @@ from helpers_processes import run_python
 
 from quorum_attention.devices import Pool, processes
 from quorum_attention.devices.messages import Begin, End, Ended
-from quorum_attention.devices.processes import PassWorker, Worker, end, end_after, start
+from quorum_attention.devices.processes import Worker, end, end_after, start
 
 UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 
@@ -53,7 +52,7 @@ def test_a_start_that_is_broken_off_leaves_no_process(
 ) -> None:
     made: list[Worker] = []
 
-    def begin(device: str, threads: Any, work: Any, begun: list[Worker]) -> None:
+    def begin(device: str, threads: Any, begun: list[Worker]) -> None:
         if at == "_begin" and made:
             raise error
         made.append(worker())
@@ -139,66 +138,46 @@ class Given:
         self.released += 1
 
 
-@dataclass
-class Fake:
-    """A worker that is there, with the other end of its pipe in ``other``."""
-
-    pipe: Any = None
-    other: Any = None
-    alive: bool = True
-    sent: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pipe, self.other = Pipe()
-
-    def send(self, message: object) -> bool:
-        self.sent.append(message)
-        return self.alive
-
-    def kill(self) -> None:
-        self.alive = False
-
-
 @pytest.mark.parametrize("fate", ["lets go", "is gone", "was killed", "hangs"])
 def test_the_end_of_a_pass(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quorum_attention.devices.processes._CONFIRM_SECONDS", 0.05)
-    worker, given = Fake(), Given()
-    hired = PassWorker(worker, None)  # type: ignore[arg-type]
-    hired._given.append(given)  # type: ignore[arg-type]
+    given, (ours, other) = Given(), Pipe()
+    one: Any = Worker("cpu", Process(), ours, given=[given])  # type: ignore[list-item]
     match fate:
         case "lets go":
-            worker.other.send("what it had still to say")
-            worker.other.send(Ended(3))
+            other.send("what it had still to say")
+            other.send(Ended(3))
         case "is gone":
-            worker.alive = False
+            ours.close()
         case "was killed":
-            worker.other.close()
-    assert hired.send(End(3)) == (fate == "lets go")
-    assert worker.sent == [End(3, confirm=True)]
+            other.close()
+    one.end(End(3))
     assert given.released == (fate != "lets go")
-    assert worker.alive == (fate == "lets go")
-    hired.kill()
+    assert one.alive == (fate == "lets go")
+    one.kill()
     assert given.released == (fate != "lets go")  # never twice
+    if fate == "lets go":
+        assert other.recv() == End(3, confirm=True)
 
 
 def test_nothing_is_waited_for_where_nothing_was_given() -> None:
-    worker = Fake()
-    assert PassWorker(worker, None).send(End(1))  # type: ignore[arg-type]
-    assert worker.sent == [End(1)]
+    ours, other = Pipe()
+    Worker("cpu", Process(), ours).end(End(1))
+    assert other.recv() == End(1)
 
 
 def test_a_worker_says_that_it_has_let_go() -> None:
     with Pool(["cpu"]) as pool:
-        (worker,) = pool.workers
-        hired, given = PassWorker(worker, None), Given()
-        for _ in range(2):
-            number = pool.number()
-            hired.send(Begin(number, False, None, {}, {}))
-            hired._given.append(given)  # type: ignore[arg-type]
-            assert hired.send(End(number))
+        (worker,), given = pool.workers, Given()
+        for number in range(2):
+            worker.begin(Begin(number, False, None, {}, {}), None)
+            worker.given.append(given)  # type: ignore[arg-type]
+            worker.end(End(number))
+            assert worker.alive
         assert given.released == 0
-        hired.send(Begin(9, False, None, {}, {}))
-        hired._given.append(given)  # type: ignore[arg-type]
+        worker.begin(Begin(9, False, None, {}, {}), None)
+        worker.given.append(given)  # type: ignore[arg-type]
         os.kill(worker.process.pid, signal.SIGKILL)
-        assert not hired.send(End(9))
+        worker.end(End(9))
+        assert not worker.alive
         assert given.released == 1

@@ -13,9 +13,8 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices import Pool
-from quorum_attention.devices.buffers import Shared, made_for
 from quorum_attention.devices.partition import Sizes, partition
-from quorum_attention.devices.sums import Buffers, MaskSum, Sums
+from quorum_attention.devices.sums import Buffers, Sums
 
 BOUND = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 5e-3}
 
@@ -83,36 +82,20 @@ def test_without_autograd(pool: Pool, heads: int, given: bool) -> None:
         near(one, other)
 
 
-@pytest.mark.parametrize(
-    ("shape", "alone"), [((1, 4, 50, 50), True), ((1, 1, 50, 50), False), ((1, 4, 1, 50), True)]
-)
-def test_nothing_is_added_up_that_need_not_be(shape: tuple[int, ...], alone: bool) -> None:
-    sizes = Sizes(1, 4, 4, 50, 50, False)
-    result = made_for(shape, torch.float16, torch.device("cpu"))
-    target = Shared.made(result)
-    blocks = [block for home in partition(sizes, [1.0, 1.0]) for block in home]
-    call = WholeCall((1,), 4, 4, 50, 50)
-    total = MaskSum(sizes, call, blocks, torch.empty(shape).half(), result, (1,), target)
-    assert (total.target is not None) == alone
-    buffers = [total.buffer(block) for block in blocks]
-    assert all(buffer is None for buffer in buffers) == alone
-    assert all(buffer is None or buffer.dtype == torch.float32 for buffer in buffers)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> None:
     draw = random.Random(seed)
     sizes = Sizes(2, 6, 2, 1000, 1000, True)
-    key = torch.randn(2, 2, 1000, 4).half()
+    key, call = torch.randn(2, 2, 1000, 4).half(), WholeCall((2,), 6, 2, 1000, 1000)
     homes = partition(sizes, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
     made: list[tuple[Block, Buffers]] = []
     for block in (block for home in homes for block in home):
-        buffers = Sums(sizes, key, key).buffers(block)
+        buffers = Sums(sizes, call, key, key).buffers(block)
         if buffers is not None:
             made.append((block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()}))
     found = []
     for _ in range(3):
-        sums, grads = Sums(sizes, key, key), torch.zeros(2, 2, 2, 1000, 4)
+        sums, grads = Sums(sizes, call, key, key), torch.zeros(2, 2, 2, 1000, 4)
         draw.shuffle(made)
         for one in made:
             sums.add(*one)

@@ -19,7 +19,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool, worker
 from quorum_attention.devices.mapped import MappedBuffers
 from quorum_attention.devices.messages import Begin, Compute, Done, End, Failed
-from quorum_attention.devices.processes import PassWorker
+from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.worker import _Pass, answer
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.cpu import Cpu
@@ -53,9 +53,9 @@ def test_a_pool_that_was_interrupted_as_it_spoke_loses_no_worker_and_no_memory(
     monkeypatch: pytest.MonkeyPatch, said: type
 ) -> None:
     """Some have heard that a pass begins or ends, and others have not."""
-    send, heard = PassWorker.send, [0]
+    send, heard = Worker.send, [0]
 
-    def interrupted(self: PassWorker, message: object) -> bool:
+    def interrupted(self: Worker, message: object) -> bool:
         if isinstance(message, said):
             heard[0] += 1
             if heard[0] == 2:
@@ -65,7 +65,7 @@ def test_a_pool_that_was_interrupted_as_it_spoke_loses_no_worker_and_no_memory(
     with Pool(["cpu", "cpu"], threads=1) as pool:
         before: list[Any] = [worker.process.pid for worker in pool.workers]
         q = torch.randn(1, 4, 100, 8)
-        monkeypatch.setattr(PassWorker, "send", interrupted)
+        monkeypatch.setattr(Worker, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             qa.attention(q, q, q, devices=pool)
         monkeypatch.undo()

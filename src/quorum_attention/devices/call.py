@@ -6,12 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import WholeCall
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.request import Request, Tensors
@@ -20,222 +19,179 @@ from quorum_attention.devices.mapped import Prefault
 from quorum_attention.devices.messages import Begin
 from quorum_attention.devices.partition import Sizes
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
-from quorum_attention.devices.sums import MaskSum, Sums
+from quorum_attention.devices.sums import Sums
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.workload import state_dtype
-from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import progress_of
 
 if TYPE_CHECKING:
     from quorum_attention.devices.pool import Pool
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Options of a call as its workers get them.
-
-    Attributes:
-        budgets: one for each device of the pool; None: what is free there.
-        depth, kernel, accumulator: as in ``api.attention``.
-        mask: what is masked beside a mask tensor; no bias and no sinks are in it.
-    """
-
-    budgets: tuple[int | None, ...]
-    depth: int | str
-    kernel: str | InnerKernel
-    accumulator: str
-    mask: Mask | None
+# Of a result: where the caller wants it, else its shape and dtype.
+_Wanted = tuple[torch.Tensor | None, Sequence[int], torch.dtype]
+_PER_ROW = ("lse", "grad_lse")
 
 
 class PoolCall:
     """A call on a pool: runs the passes of a ``Request`` there.
 
     Inputs that had to be copied into shared memory stay there until the backward.
+
+    Args:
+        pool_of: gives the pool, for each pass.
+        budgets: one for each device of the pool; None: what is free there.
+        options: depth, kernel and accumulator, as in ``api.attention``.
+        mask: what is masked beside a mask tensor; no bias and no sinks are in it.
+        report: filled beside the call's own.
     """
 
     def __init__(
-        self, pool_of: Callable[[], Pool], asked: Asked, report: PoolReport | None = None
+        self,
+        pool_of: Callable[[], Pool],
+        budgets: tuple[int | None, ...],
+        options: dict[str, Any],
+        mask: Mask | None,
+        report: PoolReport | None = None,
     ) -> None:
-        self._pool_of, self._asked = pool_of, asked
+        self._pool_of, self._budgets, self._options, self._mask = pool_of, budgets, options, mask
         self._report = PoolReport() if report is None else report
         self._watched = report is not None
         self._kept: dict[str, Shared] = {}
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and lse; in shared memory, or on the inputs' device."""
-        query, key, value = (t.detach() for t in tensors[:3])
-        given, rows = request.out, query.shape[:-1]
-        pool = self._pool()
-        with self._told(request, backward=False) as report, torch.no_grad():
-            mappings = Mappings.now()
-            flattened = {"query": flat(query), "key": flat(key), "value": flat(value)}
-            handles = self._inputs(pool, report, mappings, flattened, tensors, request)
-            results = _Results(query.device, pool.pins)
-            lse = results.make(rows, state_dtype(query.dtype))
-            if given is None:
-                out = results.make((*rows, value.shape[-1]), request.out_dtype)
-                target = Shared.made(flat(out))
-            else:
-                out, target = given.detach(), Shared.written(flat(given.detach()), mappings)
-                torch.autograd.graph.increment_version(given)
-            handles |= {"out": target, "lse": Shared.made(flat(lse, 2))}
-            homes = self._partition(pool, request, backward=False)
-            self._run(pool, homes, request, report, handles, query, None, results.fresh)
-            if target.tensor.data_ptr() != out.data_ptr():
-                out.copy_(target.tensor.reshape(out.shape))
-        return (out if given is None else given), lse
+        query, key, value = tensors[:3]
+        rows = query.shape[:-1]
+        wanted: dict[str, _Wanted] = {
+            "out": (request.out, (*rows, value.shape[-1]), request.out_dtype),
+            "lse": (None, rows, state_dtype(query.dtype)),
+        }
+        inputs = {"query": query, "key": key, "value": value}
+        out, lse = self._run(tensors, request, inputs, wanted)
+        return out, lse
 
     def backward(
         self, tensors: Tensors, request: Request, given: Given
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, and of the mask if it is wanted; in shared memory,
         or on the inputs' device."""
-        pool = self._pool()
-        three = query, key, value = tuple(t.detach() for t in tensors[:3])
-        with self._told(request, backward=True) as report, torch.no_grad():
-            mappings = Mappings.now()
-            inputs = {
-                "query": flat(query), "key": flat(key), "value": flat(value),
-                "grad_out": flat(given.grad_out.detach()), "out": flat(given.out.detach()),
-                "lse": flat(given.lse.detach(), 2),
-            }  # fmt: skip
-            if given.grad_lse is not None:
-                inputs["grad_lse"] = flat(given.grad_lse.detach(), 2)
-            names = ("grad_query", "grad_key", "grad_value")
-            try:
-                handles = self._inputs(pool, report, mappings, inputs, tensors, request)
-                results = _Results(query.device, pool.pins)
-                if given.grads is None:
-                    made = [results.make(t.shape, t.dtype) for t in three]
-                    targets = [Shared.made(flat(t)) for t in made]
-                else:
-                    made = list(given.grads)
-                    targets = [Shared.written(flat(t.detach()), mappings) for t in made]
-                    torch.autograd.graph.increment_version(made)
-                handles |= dict(zip(names, targets, strict=True))
-                homes = self._partition(pool, request, backward=True)
-                of_mask = self._of_mask(homes, mappings, results, tensors, request, given)
-                if of_mask is not None:
-                    made.append(of_mask.result)
-                    if of_mask.target is not None:
-                        handles["grad_mask"] = of_mask.target
-                        targets.append(of_mask.target)
-                sums = Sums(self.sizes(request), flat(key), flat(value), of_mask)
-                self._run(pool, homes, request, report, handles, query, sums, results.fresh)
-                sums.store(targets[1].tensor, targets[2].tensor)
-                for result, target in zip(made, targets, strict=False):
-                    if target.tensor.data_ptr() != result.data_ptr():
-                        result.detach().copy_(target.tensor.reshape(result.shape))
-            finally:
-                for name in ("grad_out", "out", "lse", "grad_lse"):
-                    self._kept.pop(name, None)
-        return tuple(made)
+        inputs = dict(zip(("query", "key", "value"), tensors[:3], strict=True))
+        inputs |= {"grad_out": given.grad_out, "out": given.out, "lse": given.lse}
+        if given.grad_lse is not None:
+            inputs["grad_lse"] = given.grad_lse
+        grads = given.grads or (None,) * 3
+        names = ("grad_query", "grad_key", "grad_value")
+        wanted: dict[str, _Wanted] = {
+            name: (grad, t.shape, t.dtype)
+            for name, grad, t in zip(names, grads, tensors[:3], strict=True)
+        }
+        mask, batch = tensors.mask if given.of_mask else None, request.work.batch_shape
+        likes = flat(tensors.key), flat(tensors.value)
+        flattened = None if mask is None else flat_mask(mask.detach(), batch)
+        sums = Sums(self._sizes(request), self._whole(request), *likes, flattened)
+        try:
+            made = self._run(tensors, request, inputs, wanted, sums)
+        finally:
+            for name in ("grad_out", "out", "lse", "grad_lse"):
+                self._kept.pop(name, None)
+        if mask is None:
+            return made
+        result = given.grad_mask
+        if result is None:
+            result = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
+        with torch.no_grad():
+            sums.store_mask(result, batch)
+        return (*made, result)
 
-    def sizes(self, request: Request) -> Sizes:
-        """The sizes of the call, and how it may be cut."""
-        work, described = request.work, self._asked.mask is not None
-        # Dropped pairs are counted in positions of the whole sequence.
-        rows = request.dropout is None
-        return Sizes(
-            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal,
-            rows, all_keys=described or work.mask is not None,
-        )  # fmt: skip
-
-    def _pool(self) -> Pool:
-        pool = self._pool_of()
-        pool.check_open()
-        return pool
-
-    def _of_mask(
+    def _run(
         self,
-        homes: Sequence[Sequence[Block]],
-        mappings: Mappings,
-        results: _Results,
         tensors: Tensors,
         request: Request,
-        given: Given,
-    ) -> MaskSum | None:
-        """The gradient of the mask, if it is wanted."""
-        mask = tensors.mask
-        if not given.of_mask or mask is None:
-            return None
-        batch, result = request.work.batch_shape, given.grad_mask
-        if result is None:
-            result = results.make(mask.shape, mask.dtype)
-            target = Shared.made(flat_mask(result, batch))
-        else:
-            torch.autograd.graph.increment_version(result)
-            target = Shared.written(flat_mask(result.detach(), batch), mappings)
-        flattened = flat_mask(mask.detach(), batch)
-        # Where the mask is expanded over some batch dimensions, each entry adds to it.
-        viewed = flattened.numel() == mask.numel()
-        blocks = [block for home in homes for block in home]
-        return MaskSum(
-            self.sizes(request), self._whole(request), blocks, flattened, result, batch,
-            target if viewed else None,
+        inputs: dict[str, torch.Tensor],
+        wanted: dict[str, _Wanted],
+        sums: Sums | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A pass; its results."""
+        pool, home = self._pool_of(), tensors.query.device
+        pool.check_open()
+        with self._told(request, backward=sums is not None) as report, torch.no_grad():
+            mappings = Mappings.now()
+            handles = self._inputs(pool, report, mappings, inputs, tensors, request)
+            results: list[tuple[torch.Tensor, Shared]] = []
+            fresh: list[torch.Tensor] = []
+            for name, (given, shape, dtype) in wanted.items():
+                if given is None:
+                    made, touched = _result(shape, dtype, home, pool.pins)
+                    fresh += [] if touched else [made]
+                    handles[name] = Shared.made(flat(made, 2 if name in _PER_ROW else 3))
+                else:
+                    made = given
+                    handles[name] = Shared.written(flat(given.detach()), mappings)
+                    torch.autograd.graph.increment_version(given)
+                results.append((made, handles[name]))
+            begin = Begin(
+                next(pool.numbers), sums is not None, self._whole(request),
+                {name: one.handle for name, one in handles.items()}, self._options,
+                self._watched or request.report is not None, len(set(self._budgets)) > 1,
+            )  # fmt: skip
+            # Others do not know this process's streams.
+            backend_of(home).synchronize(home)
+            fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
+            with Prefault(fresh), progress_of(request) as progress:
+                pool.run(
+                    begin, self._sizes(request), report, sums, self._left(pool, request, home),
+                    (request.work.dtype, request.work.head_dim),
+                    steady=self._mask is None or not self._mask.is_structured, progress=progress,
+                )  # fmt: skip
+            if sums is not None:
+                sums.store(handles["grad_key"].tensor, handles["grad_value"].tensor)
+            for made, target in results:
+                if target.tensor.data_ptr() != made.data_ptr():
+                    made.detach().copy_(target.tensor.reshape(made.shape))
+        return tuple(made for made, _ in results)
+
+    def _sizes(self, request: Request) -> Sizes:
+        """The sizes of the call, and how it may be cut."""
+        work = request.work
+        # Dropped pairs are counted in positions of the whole sequence.
+        return Sizes(
+            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal,
+            rows_may_be_cut=request.dropout is None,
+            all_keys=self._mask is not None or work.mask is not None,
         )  # fmt: skip
 
     def _whole(self, request: Request) -> WholeCall:
         work = request.work
         return WholeCall(
             (work.batch,), work.heads, work.kv_heads, work.n_queries, work.n_keys,
-            self._asked.mask, work.is_causal, request.scale, request.dropout, request.records,
+            self._mask, work.is_causal, request.scale, request.dropout, request.records,
             request.mask_grad,
         )  # fmt: skip
 
-    def _partition(self, pool: Pool, request: Request, backward: bool) -> list[list[Block]]:
-        kind = _kind(request, backward)
-        return pool.partition(self.sizes(request), self._asked.budgets, kind, self._steady)
-
-    @property
-    def _steady(self) -> bool:
-        """Whether blocks take as long as their pairs say: nothing but later keys is masked."""
-        return self._asked.mask is None or not self._asked.mask.is_structured
-
-    def _run(
-        self,
-        pool: Pool,
-        homes: Sequence[Sequence[Block]],
-        request: Request,
-        report: PoolPass,
-        tensors: dict[str, Shared],
-        query: torch.Tensor,
-        sums: Sums | None,
-        fresh: Sequence[torch.Tensor],
-    ) -> None:
-        """A pass; ``fresh``: results that nobody has written to."""
-        asked, backward, home = self._asked, sums is not None, query.device
-        begin = Begin(
-            pool.number(), backward, self._whole(request),
-            {name: one.handle for name, one in tensors.items()},
-            {"depth": asked.depth, "kernel": asked.kernel, "accumulator": asked.accumulator},
-            self._watched or request.report is not None, len(set(asked.budgets)) > 1,
-        )  # fmt: skip
-        # Others do not know this process's streams.
-        backend_of(home).synchronize(home)
-        budgets = [
-            None if b is None else max(0, b - (request.cast_bytes if name == str(home) else 0))
-            for b, name in zip(asked.budgets, (w.device for w in pool.workers), strict=False)
-        ]
-        fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
-        with Prefault(fresh), progress_of(request) as progress:
-            pool.run(
-                begin, self.sizes(request), homes, report, sums, budgets, _kind(request, backward),
-                self._steady, progress,
-            )  # fmt: skip
+    def _left(self, pool: Pool, request: Request, home: torch.device) -> list[int | None]:
+        """Budgets, less what inputs that were cast take on their device."""
+        return [
+            None if budget is None
+            else max(0, budget - (request.cast_bytes if worker.device == str(home) else 0))
+            for budget, worker in zip(self._budgets, pool.workers, strict=False)
+        ]  # fmt: skip
 
     def _inputs(
         self,
         pool: Pool,
         report: PoolPass,
         mappings: Mappings,
-        flattened: dict[str, torch.Tensor],
+        inputs: dict[str, torch.Tensor],
         tensors: Tensors,
         request: Request,
     ) -> dict[str, Shared]:
         """Inputs as workers get them."""
         begun, make = time.perf_counter(), (lambda *of: kept_room(*of)[0]) if pool.pins else None
+        flattened = {
+            name: flat(tensor.detach(), 2 if name in _PER_ROW else 3)
+            for name, tensor in inputs.items()
+        }
         if tensors.mask is not None:
             flattened["mask"] = flat_mask(tensors.mask.detach(), request.work.batch_shape)
         if tensors.sinks is not None:
@@ -269,31 +225,14 @@ class PoolCall:
             )  # fmt: skip
 
 
-class _Results:
-    """Results of a pass, on one device.
-
-    Attributes:
-        fresh: those that nobody has touched.
-    """
-
-    def __init__(self, device: torch.device, keep: bool) -> None:
-        self._device, self._keep = device, keep
-        self.fresh: list[torch.Tensor] = []
-
-    def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """One more."""
-        if not (self._keep and on_host(self._device)):
-            made, fresh = made_for(shape, dtype, self._device), True
-        else:
-            made, fresh = kept_room(shape, dtype)
-        if fresh:
-            self.fresh.append(made)
-        return made
-
-
-def _kind(request: Request, backward: bool) -> tuple[bool, torch.dtype, int]:
-    """What the speed of a device depends on most."""
-    return backward, request.work.dtype, request.work.head_dim
+def _result(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, keep: bool
+) -> tuple[torch.Tensor, bool]:
+    """A result that workers can write to, and whether its pages were made before."""
+    if keep and on_host(device):
+        made, fresh = kept_room(shape, dtype)
+        return made, not fresh
+    return made_for(shape, dtype, device), False
 
 
 def flat(tensor: torch.Tensor, last: int = 3) -> torch.Tensor:
@@ -310,4 +249,4 @@ def flat_mask(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
 
 
-__all__ = ["Asked", "PoolCall", "flat", "flat_mask"]
+__all__ = ["PoolCall", "flat", "flat_mask"]

@@ -22,15 +22,7 @@ from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
 from quorum_attention.devices.messages import Begin
 from quorum_attention.devices.partition import Sizes, partition
-from quorum_attention.devices.processes import (
-    PassWorker,
-    Turn,
-    Worker,
-    end,
-    end_after,
-    listen,
-    start,
-)
+from quorum_attention.devices.processes import Turn, Worker, end, end_after, start
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.devices.request import request_on_several
 from quorum_attention.devices.scheduler import Coordinator, Schedule
@@ -40,8 +32,6 @@ from quorum_attention.execution.device.lookup import backend_of, every_device, o
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
-# An order that took less says nothing of a device's speed.
-_TELLING_SECONDS = 0.05
 _NO_WORKER = "the pool has no worker: it was closed, or all of them were lost"
 
 
@@ -99,8 +89,8 @@ class Pool(Several):
         self._threads = count
         self._workers = start(names, count)
         end_after(self, self._workers)
-        self._passes = count_from(1)
         self._turn = Turn()
+        self.numbers = count_from(1)  # of passes
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -123,8 +113,8 @@ class Pool(Several):
         return any(backend_of(torch.device(device)).pins for device in self.devices)
 
     def join(self, device: str | torch.device) -> None:
-        """Start a worker for one more device, or for one whose worker was lost. It takes part in a
-        pass that is running."""
+        """Start a worker for one more device, or for one whose worker was lost. It takes part from
+        the next pass on."""
         self._workers.extend(start(names_of([device]), self._threads))
 
     def mend(self) -> None:
@@ -207,40 +197,24 @@ class Pool(Several):
         )  # fmt: skip
         return attend(tensors, request, out)[0]
 
-    def partition(
-        self, sizes: Sizes, budgets: Sequence[int | None], kind: tuple[Any, ...], steady: bool
-    ) -> list[list[Block]]:
-        """The blocks of each worker; none of those that are gone.
-
-        Args:
-            budgets, kind, steady: as for ``run``.
-        """
-        here = self._here()
-        speeds = self._speeds(kind, here)
-        own = steady and self._alike(here, budgets)
-        found = partition(sizes, [speeds[n] for n in here] or [1.0], 1 if own else PIECES)
-        homes = dict(zip(here, found, strict=False))
-        return [homes.get(n, []) for n in range(len(self._workers))] if here else found
-
     def run(
         self,
         begin: Begin,
         sizes: Sizes,
-        homes: Sequence[Sequence[Block]],
         report: PoolPass,
         sums: Sums | None,
         budgets: Sequence[int | None],
-        kind: tuple[Any, ...],
-        steady: bool = True,
-        progress: Callable[[int, int, str], None] | None = None,
+        kind: tuple[torch.dtype, int],
+        *,
+        steady: bool,
+        progress: Callable[[int, int, str], None] | None,
     ) -> None:
         """Run a pass on the workers; see ``Coordinator``.
 
         Args:
-            homes: the blocks of each worker.
             sums: adds up gradients; None in a forward.
             budgets: of each worker; those beyond have the last one's.
-            kind: what the speed of a device depends on; with it speeds are remembered.
+            kind: dtype and head_dim, on which the speed of a device depends.
             steady: whether blocks take as long as their pairs say.
             progress: told blocks that are done.
         """
@@ -252,69 +226,28 @@ class Pool(Several):
             if progress is not None:
                 progress(len(report.ran), report.parts, label)
 
-        def buffers(part: Block) -> Any:
-            return None if sums is None else sums.buffers(part)
-
         with self._turn.taken():
-            here = self._here()
-            if not here:  # another thread has closed it meanwhile
+            # Another thread may close the pool at any time, or start one more worker.
+            workers = list(self._workers)
+            here = [n for n, worker in enumerate(workers) if worker.alive]
+            if not here:
                 raise RuntimeError(_NO_WORKER)
-            numbers = {unit: n for n, unit in enumerate(unit for home in homes for unit in home)}
-            report.devices = [worker.label for worker in self._workers]
-            report.parts = len(numbers)
-            hired: list[PassWorker] = []
-
-            def recruits(wait: bool = False) -> list[PassWorker]:
-                """Workers that have joined since it was asked last."""
-                found = [
-                    PassWorker(worker, budgets[min(number, len(budgets) - 1)])
-                    for number, worker in enumerate(self._workers[len(hired) :], len(hired))
-                ]
-                hired.extend(found)
-                return found
-
-            speeds = self._speeds(kind, dict(enumerate(self._workers)))
-            alike = self._alike(here, budgets)
-            overlap = all(backend_of(torch.device(w.device)).overlaps for w in here.values())
-            at_once = alike and steady and overlap
+            each = [budgets[min(n, len(budgets) - 1)] for n in range(len(workers))]
+            speeds = {
+                n: expected_speed(
+                    workers[n].device, workers[n].name, *kind, backward=begin.backward
+                )
+                for n in here
+            }
+            alike = len({(workers[n].name, each[n]) for n in here}) == 1
+            blocks = partition(sizes, list(speeds.values()), 1 if steady and alike else PIECES)
+            homes = [blocks[here.index(n)] if n in here else [] for n in range(len(workers))]
+            overlap = all(backend_of(torch.device(workers[n].device)).overlaps for n in here)
             schedule = Schedule(
-                homes, sizes.pairs, sizes.joined, list(speeds.values()), alike, at_once
+                homes, sizes.pairs, sizes.joined, speeds, alike, alike and steady and overlap
             )
-            Coordinator(
-                recruits(), begin, schedule, numbers, buffers, done, report, listen, recruits,
-                steady,
-            ).run()  # fmt: skip
-            for number, speed in schedule.seen.items():
-                worker = self._workers[number]
-                if report.worked(number) >= _TELLING_SECONDS:
-                    # The most that was seen: something may have held up other passes.
-                    worker.speeds[kind] = max(speed, worker.speeds.get(kind, 0.0))
-
-    def _alike(self, here: dict[int, Worker], budgets: Sequence[int | None]) -> bool:
-        """Whether workers are of one name and one budget."""
-        kinds = {(one.name, budgets[min(n, len(budgets) - 1)]) for n, one in here.items()}
-        return len(kinds) <= 1
-
-    def _speeds(self, kind: tuple[Any, ...], here: dict[int, Worker]) -> dict[int, float]:
-        """Pairs a second of workers, by number: as seen where all are unlike and were seen, else as
-        expected. Those that are alike stay so, and have the same blocks in every call."""
-        backward, dtype, head_dim = kind
-        if len({one.name for one in here.values()}) > 1 and all(
-            kind in one.speeds for one in here.values()
-        ):
-            return {n: one.speeds[kind] for n, one in here.items()}
-        return {
-            n: expected_speed(one.device, one.name, dtype, head_dim, backward=backward)
-            for n, one in here.items()
-        }
-
-    def _here(self) -> dict[int, Worker]:
-        """Workers that are alive, by number; another thread may close the pool at any time."""
-        return {n: worker for n, worker in enumerate(self._workers) if worker.alive}
-
-    def number(self) -> int:
-        """A number for a pass."""
-        return next(self._passes)
+            buffers = (lambda part: None) if sums is None else sums.buffers
+            Coordinator(workers, begin, schedule, buffers, done, report, each, steady).run()
 
 
 # A process that was forked off has the pools of its parent, and may not use them.

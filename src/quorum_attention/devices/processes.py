@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -73,8 +73,8 @@ def check_process(owner: int) -> None:
     """
     if os.getpid() != owner:
         raise RuntimeError(
-            "these workers belong to the process that this one was forked from: open a Pool or a "
-            "Farm here, or give the devices by name"
+            "these workers belong to the process that this one was forked from: open a Pool here, "
+            "or give the devices by name"
         )
 
 
@@ -119,17 +119,17 @@ class _Pickler(ForkingPickler):
         return pickle.loads, (pickle.dumps(found.detach().clone()),)  # not all that it is a view of
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
-    """A worker process.
+    """A worker process, and the memory of devices that it has been handed for a pass.
 
     Attributes:
         device: as torch writes it.
         process, pipe: to talk to it.
         name: the device's own name.
         alive: whether it has not ended, nor been given up.
-        speeds: pairs a second, the most that were seen, by kind of pass.
         owner: number of the process that started it.
+        given: memory of devices that it has been given in this pass.
         closing: held by who ends it.
     """
 
@@ -138,9 +138,9 @@ class Worker:
     pipe: Connection
     name: str = ""
     alive: bool = True
-    speeds: dict[Any, float] = field(default_factory=dict)
     owner: int = field(default_factory=os.getpid)
-    closing: Any = field(default_factory=RLock, repr=False, compare=False)
+    given: list[Handed] = field(default_factory=list)
+    closing: Any = field(default_factory=RLock, repr=False)
 
     @property
     def label(self) -> str:
@@ -163,8 +163,38 @@ class Worker:
             return False
         return True
 
+    def begin(self, message: Begin, budget: int | None) -> bool:
+        """Begin a pass; False if the worker is gone.
+
+        Args:
+            budget: bytes that each of its parts may take on its device; None: what is free.
+        """
+        tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
+        return self.send(replace(message, tensors=tensors, budget=budget))
+
+    def compute(self, message: Compute) -> bool:
+        """Have a part computed; False if the worker is gone."""
+        sums = {name: self._given_to(one) for name, one in (message.sums or {}).items()}
+        return self.send(replace(message, sums=sums))
+
+    def end(self, message: End) -> None:
+        """End a pass. Afterwards no memory of a device that this worker was given counts as taken:
+        it has let go of it, or is ended."""
+        if not self.given:
+            self.send(message)
+            return
+        limit = time.monotonic() + _CONFIRM_SECONDS
+        with suppress(EOFError, OSError):  # it was killed before it had let go
+            if self.send(replace(message, confirm=True)):
+                while self.pipe.poll(max(0.0, limit - time.monotonic())):
+                    if self.pipe.recv() == Ended(message.number):
+                        self.given.clear()
+                        return
+        self.kill()
+
     def kill(self) -> None:
-        """End it at once, if it is this process's."""
+        """End it at once, if it is this process's; what it had of devices' memory counts as given
+        back."""
         self.alive = False
         if os.getpid() != self.owner:
             return
@@ -175,68 +205,9 @@ class Worker:
                 self.process.kill()
             self.process.join()
             self.pipe.close()
-
-
-class PassWorker:
-    """A worker in one pass: tensors are handed over for it, and taken back if it is lost.
-
-    Args:
-        worker: of the pool.
-        budget: bytes that each of its parts may take on its device; None: what is free.
-    """
-
-    def __init__(self, worker: Worker, budget: int | None) -> None:
-        self._worker, self._budget = worker, budget
-        self._given: list[Handed] = []
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not ended, nor been given up."""
-        return self._worker.alive
-
-    @property
-    def label(self) -> str:
-        """Its device, for people."""
-        return self._worker.label
-
-    @property
-    def pipe(self) -> Any:
-        """To listen to it."""
-        return self._worker.pipe
-
-    def send(self, message: object) -> bool:
-        """Send a message; False if the worker is gone. After the last one of a pass no memory of a
-        device that this worker was given counts as taken: it has let go of it, or is ended."""
-        if isinstance(message, End) and self._given:
-            return self._end(message)
-        if isinstance(message, Begin):
-            tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
-            message = replace(message, tensors=tensors, budget=self._budget)
-        elif isinstance(message, Compute) and message.sums is not None:
-            sums = {name: self._given_to(one) for name, one in message.sums.items()}
-            message = replace(message, sums=sums)
-        return self._worker.send(message)
-
-    def _end(self, message: End) -> bool:
-        limit = time.monotonic() + _CONFIRM_SECONDS
-        try:
-            if self._worker.send(replace(message, confirm=True)):
-                while self.pipe.poll(max(0.0, limit - time.monotonic())):
-                    if self.pipe.recv() == Ended(message.number):
-                        self._given.clear()
-                        return True
-        except (EOFError, OSError):
-            pass  # it was killed before it had let go
-        self.kill()
-        return False
-
-    def kill(self) -> None:
-        """End it at once. What it had of devices' memory counts as given back."""
-        self._worker.kill()
-        for one in self._given:
-            with suppress(Exception):
-                one.release()
-        self._given.clear()
+            while self.given:
+                with suppress(Exception):
+                    self.given.pop().release()
 
     def _given_to(self, handle: Handle) -> Handle:
         if not isinstance(handle, torch.Tensor):
@@ -244,18 +215,12 @@ class PassWorker:
         if on_host(handle.device):
             return Shared.made(handle).handle
         made = Handed.of(handle)
-        self._given.append(made)
+        self.given.append(made)
         return made
 
 
-def start(
-    devices: Sequence[str], threads: int | None, work: Callable[..., None] = work
-) -> list[Worker]:
+def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
     """A worker for each device, ready to compute.
-
-    Args:
-        work: what its process does: says ``Ready``, and then obeys. Its arguments are a device, the
-            threads and a pipe.
 
     Raises:
         RuntimeError: one did not start, and all are ended; or this process may start none.
@@ -264,7 +229,7 @@ def start(
     workers: list[Worker] = []
     try:
         for device in devices:
-            _begin(device, threads, work, workers)
+            _begin(device, threads, workers)
         limit = time.monotonic() + _START_SECONDS
         for worker in workers:
             _wait_for(worker, max(0.0, limit - time.monotonic()))
@@ -275,9 +240,7 @@ def start(
     return workers
 
 
-def _begin(
-    device: str, threads: int | None, work: Callable[..., None], begun: list[Worker]
-) -> None:
+def _begin(device: str, threads: int | None, begun: list[Worker]) -> None:
     """Begin the process of a worker, which is one of ``begun`` even if that is interrupted."""
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -365,30 +328,29 @@ def _check_may_start() -> None:
         )
 
 
-def listen(workers: Sequence[Any], seconds: float | None) -> list[tuple[Any, Done | Failed | None]]:
-    """What workers say next; None instead of an answer from one that is gone.
+def listen(
+    workers: dict[int, Worker], seconds: float | None
+) -> list[tuple[int, Done | Failed | None]]:
+    """What workers say next, by number; None instead of an answer from one that is gone.
 
     Empty if nobody says anything for so many seconds.
     """
-    sources: dict[Any, Any] = {worker.pipe: worker for worker in workers}
-    heard: list[tuple[Any, Done | Failed | None]] = []
+    numbers: dict[Any, int] = {worker.pipe: number for number, worker in workers.items()}
+    heard: list[tuple[int, Done | Failed | None]] = []
     try:
-        ready = wait(list(sources), seconds)
+        ready = wait(list(numbers), seconds)
     except (OSError, ValueError):
         # Another thread has closed the pool meanwhile.
-        heard = [(worker, None) for worker in workers if not worker.alive]
+        heard = [(number, None) for number, worker in workers.items() if not worker.alive]
         if not heard:
             raise
         return heard
     for pipe in ready:
-        worker = sources[pipe]
         try:
-            heard.append((worker, worker.pipe.recv()))
+            heard.append((numbers[pipe], workers[numbers[pipe]].pipe.recv()))
         except Exception:  # it is gone, it says what nobody understands, or another thread ended it
-            heard.append((worker, None))
+            heard.append((numbers[pipe], None))
     return heard
 
 
-__all__ = [
-    "PassWorker", "Turn", "Worker", "check_process", "end", "end_after", "listen", "start",
-]  # fmt: skip
+__all__ = ["Turn", "Worker", "check_process", "end", "end_after", "listen", "start"]

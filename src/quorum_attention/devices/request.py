@@ -14,7 +14,7 @@ from quorum_attention.call.options import Budget, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import shown
-from quorum_attention.devices.call import Asked, PoolCall
+from quorum_attention.devices.call import PoolCall
 from quorum_attention.devices.messages import Rule, with_functions
 from quorum_attention.devices.report import PoolReport
 from quorum_attention.execution.device.lookup import on_host
@@ -54,8 +54,8 @@ def request_on_several(
         sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
         place = request.options.device
         mask = with_functions(mask, lambda keeps: Rule(keeps, Sample.draw(keeps, sizes, place)))
-    asked = Asked(budgets, written.depth, written.kernel, written.accumulator, mask)
-    return tensors, replace(request, runner=PoolCall(pool_of, asked, pool_report))
+    options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
+    return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
 
 
 def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask | None]:

@@ -13,32 +13,34 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from types import MappingProxyType
+from typing import Any, NoReturn
 
-from quorum_attention.devices.messages import Compute, Done, End, Failed
+from quorum_attention.devices.messages import Begin, Compute, Done, End, Failed
+from quorum_attention.devices.processes import Worker, listen
 from quorum_attention.devices.report import PoolPass, ran
 from quorum_attention.errors import OutOfMemoryError
 
-# The share that a device takes at once of what it will presumably do; and where it may be slower
-# than it is thought to be.
+# The share that a device takes at once of what it will presumably do; where it may be slower than
+# expected, of which it has not told yet, a smaller one.
 _SHARE, _UNSURE_SHARE = 0.6, 0.25
 # No order takes much longer: a device that is lost loses all of its order.
 _LONGEST_SECONDS = 5.0
 # A worker hangs if an order takes so many times what its last one, or those of others, make it; and
 # at least so many seconds.
 _HUNG_TIMES, _HUNG_SECONDS, _HOUR = 20.0, 60.0, 3600.0
-# Seconds after which it is asked again whether workers have come, where some may.
-_ASK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Units that a device computes at once; ``part`` is all of them, as one."""
+    """Units that a device computes at once; ``part`` is all of them, as one, ``index`` the number
+    of the first."""
 
     part: Any
     units: tuple[Any, ...]
+    index: int
     work: float
     begun: float
 
@@ -47,7 +49,7 @@ class Schedule:
     """What waits and what runs. It knows neither workers nor a clock.
 
     Args:
-        units: of each device, in the order in which it should begin them; one list is everybody's.
+        units: of each device, in the order in which it should begin them.
         work: how much a unit is.
         join: two units as one; None where they are none. No function: units stay as they are.
         speeds: work a second that is expected of each device.
@@ -55,6 +57,7 @@ class Schedule:
         at_once: whether a device takes all of its units, in equal orders that are not too long.
 
     Attributes:
+        numbers: of all units.
         running: the order of each device that has one.
         devices: those that take part.
         seen: work a second of each, in this pass.
@@ -65,7 +68,7 @@ class Schedule:
         units: Sequence[Sequence[Any]],
         work: Callable[[Any], float],
         join: Callable[[Any, Any], Any] | None = None,
-        speeds: Sequence[float] = (),
+        speeds: Mapping[int, float] = MappingProxyType({}),
         alike: bool = False,
         at_once: bool = False,
     ) -> None:
@@ -73,8 +76,9 @@ class Schedule:
         self._place = {
             unit: (home, n) for home, every in enumerate(units) for n, unit in enumerate(every)
         }
+        self.numbers = {unit: number for number, unit in enumerate(self._place)}
         self._waiting = [deque(every) for every in units]
-        self._expected, self.seen = dict(enumerate(speeds)), dict[int, float]()
+        self._expected, self.seen = speeds, dict[int, float]()
         self.running: dict[int, Order] = {}
         self.devices: set[int] = set()
 
@@ -85,13 +89,13 @@ class Schedule:
 
     def take(self, device: int, now: float) -> Order | None:
         """What an idle device does next; None: nothing."""
-        left = [sum(map(self.work, units)) for units in self._waiting]
-        home = max(range(len(left)), key=left.__getitem__, default=0)
-        if device < len(left) and self._waiting[device]:
-            home = device
         if not any(self._waiting):
             return None
-        own = home == device or len(left) == 1
+        left = [sum(map(self.work, units)) for units in self._waiting]
+        home = max(range(len(left)), key=lambda n: (bool(self._waiting[n]), left[n]))
+        if device < len(left) and self._waiting[device]:
+            home = device
+        own = home == device
         waiting = self._waiting[home]
         if self._hinders(device, self.work(waiting[0 if own else -1]), sum(left), now):
             return None
@@ -107,8 +111,13 @@ class Schedule:
                 units.append(waiting.popleft())
             else:
                 units.appendleft(waiting.pop())
-        order = self.running[device] = Order(part, tuple(units), self.work(part), now)
+        order = Order(part, tuple(units), self.numbers[units[0]], self.work(part), now)
+        self.running[device] = order
         return order
+
+    def shares(self, order: Order) -> list[tuple[int, float]]:
+        """Number and work of each of an order's units."""
+        return [(self.numbers[unit], self.work(unit)) for unit in order.units]
 
     def done(self, device: int, seconds: float) -> Order:
         """A device has done its order."""
@@ -166,66 +175,40 @@ class Schedule:
         return work / self._speed(device) > rest
 
 
-class Hand(Protocol):
-    """A worker, as far as the coordinator knows it."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not ended, nor been given up."""
-
-    @property
-    def label(self) -> str:
-        """Its device, for people."""
-
-    def send(self, message: object) -> bool:
-        """Send a message; False if the worker is gone."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
-Listen = Callable[[Sequence[Any], "float | None"], Sequence[tuple[Any, "Done | Failed | None"]]]
-
-
 class Coordinator:
-    """Runs one pass. It computes nothing, and does not know how one talks to a worker.
+    """Runs one pass; it computes nothing itself.
 
     A worker that ends, hangs or runs out of memory at every depth leaves the pass; its order goes
     back and others compute it.
 
     Args:
         workers: those that are gone take no part.
-        begin: what they have to know of the pass; it has a number.
+        begin: what they have to know of the pass.
         schedule: its units.
-        numbers: of the units.
         sums: where gradients of a part go that have to be added up.
         done: called with each part that is done, and with what ``sums`` had returned for it.
         report: what happened.
-        listen: what workers say next, as ``processes.listen``.
-        recruits: workers that have come since it was asked last; asked with True, when the last one
-            is about to leave, it waits for one as long as one may come. None: nobody comes.
+        budgets: bytes that a part may take on each worker's device; None: what is free.
         steady: whether parts take as long as their work says; if not, each may take an hour.
     """
 
     def __init__(
         self,
-        workers: Sequence[Hand],
-        begin: Any,
+        workers: Sequence[Worker],
+        begin: Begin,
         schedule: Schedule,
-        numbers: dict[Any, int],
         sums: Callable[[Any], Any],
         done: Callable[[Any, Any], None],
         report: PoolPass,
-        listen: Listen,
-        recruits: Callable[[bool], Sequence[Hand]] | None = None,
+        budgets: Sequence[int | None] = (None,),
         steady: bool = True,
     ) -> None:
         self._workers, self._begin, self._schedule = list(workers), begin, schedule
-        self._numbers, self._sums, self._done, self._report = numbers, sums, done, report
-        self._listen, self._recruits, self._steady = listen, recruits, steady
+        self._sums, self._done, self._report = sums, done, report
+        self._budgets, self._steady = budgets, steady
         self._running = schedule.running
         self._targets: dict[int, Any] = {}
-        # Seconds for a unit of work of each worker's last order, and all its waiting.
+        # Seconds for a unit of work of each worker's last order, with all waiting.
         self._lasted: dict[int, float] = {}
         self._errors: list[str] = []
 
@@ -237,63 +220,43 @@ class Coordinator:
             RuntimeError: no worker is left; the message says what was done.
             Exception: what a worker raised.
         """
-        for _ in self.steps():
-            pass
-
-    def steps(self) -> Iterator[None]:
-        """``run``, which stops after each answer; if it is not continued workers are ended."""
         self._began = time.perf_counter()
-        schedule = self._schedule
+        schedule, report = self._schedule, self._report
+        report.devices = [worker.label for worker in self._workers]
+        report.parts = len(schedule.numbers)
         try:
             for number, worker in enumerate(self._workers):
                 if worker.alive:
-                    self._enter(number)
+                    schedule.devices.add(number)
+                    budget = self._budgets[min(number, len(self._budgets) - 1)]
+                    if not worker.begin(self._begin, budget):
+                        self._lost(number, "its worker has ended")
             while not schedule.finished:
-                self._join()
-                if not schedule.devices:
-                    self._join(wait=True)
                 if not schedule.devices:
                     self._give_up()
                 for number in sorted(schedule.devices - set(self._running)):
                     self._launch(number)
                 if self._running:
                     self._hear()
-                    yield
         except Exception:
             self._drain()
             raise
-        except BaseException:
-            self._stop()
-            raise
         finally:
+            self._stop()
             for worker in self._workers:
                 if worker.alive:
-                    worker.send(End(self._begin.number))
-            self._report.seconds = time.perf_counter() - self._began
-
-    def _enter(self, number: int) -> None:
-        self._schedule.devices.add(number)
-        if not self._workers[number].send(self._begin):
-            self._lost(number, "its worker has ended")
-
-    def _join(self, wait: bool = False) -> None:
-        """Take in workers that have come."""
-        for worker in self._recruits(wait) if self._recruits is not None else ():
-            self._workers.append(worker)
-            self._report.devices.append(worker.label)
-            if worker.alive:
-                self._enter(len(self._workers) - 1)
+                    worker.end(End(self._begin.number))
+            report.seconds = time.perf_counter() - self._began
 
     def _launch(self, number: int) -> None:
         """An order for an idle device, if there is one for it."""
         order = self._schedule.take(number, time.perf_counter())
         if order is None:
             return
-        index = self._numbers[order.units[0]]
         try:
             target = self._targets[number] = self._sums(order.part)
-            sent = self._workers[number].send(
-                Compute(self._begin.number, index, order.part, target)
+            sent = self._workers[number].compute(
+                Compute(self._begin.number, order.index, order.part, target)
             )
         except Exception:
             # No memory for sums, say. Nobody waits for an answer to what was never sent.
@@ -304,17 +267,13 @@ class Coordinator:
 
     def _hear(self) -> None:
         """Take in what workers say; those that say nothing for too long are given up."""
-        numbers = {id(self._workers[number]): number for number in self._running}
         ends = {number: self._limit(number) + one.begun for number, one in self._running.items()}
         soonest = min(ends.values())
         seconds = None if math.isinf(soonest) else max(0.0, soonest - time.perf_counter())
-        if self._recruits is not None:
-            seconds = _ASK_SECONDS if seconds is None else min(seconds, _ASK_SECONDS)
-        heard = self._listen([self._workers[n] for n in self._running], seconds)
+        heard = listen({number: self._workers[number] for number in self._running}, seconds)
         # What is done first: a failure may end the pass.
-        error: Failed | None = None
-        for worker, answer in sorted(heard, key=lambda one: not isinstance(one[1], Done)):
-            number = numbers[id(worker)]
+        error: tuple[int, Failed] | None = None
+        for number, answer in sorted(heard, key=lambda one: not isinstance(one[1], Done)):
             if answer is None:
                 self._lost(number, "its worker has ended")
             elif answer.number != self._begin.number:
@@ -329,13 +288,14 @@ class Coordinator:
                 self._lost(number, "out of memory at every depth", end=False)
             else:
                 self._schedule.put_back(number)
-                error = answer
-                where = self._report.devices[number]
+                error = number, answer
         if error is not None:
-            there = RuntimeError(f"in the worker of {where}:\n{error.trace}")
-            if isinstance(error.error, BaseException):
-                raise error.error from there
-            raise RuntimeError(error.error) from there
+            number, failed = error
+            there = f"in the worker of {self._report.devices[number]}:\n{failed.trace}"
+            raised = failed.error
+            if not isinstance(raised, BaseException):
+                raised = RuntimeError(raised)
+            raise raised from RuntimeError(there)
         now = time.perf_counter()
         for number in [n for n in ends if not heard and n in self._running and ends[n] <= now]:
             self._lost(number, f"no answer for {now - self._running[number].begun:.0f} s")
@@ -352,10 +312,9 @@ class Coordinator:
     def _finished(self, number: int, answer: Done) -> None:
         now = time.perf_counter()
         order = self._schedule.done(number, answer.seconds)
-        assert answer.index == self._numbers[order.units[0]], "another order was meant"
+        assert answer.index == order.index, "another order was meant"
         self._lasted[number] = (now - order.begun) / max(1, order.work)
-        shares = [(self._numbers[unit], self._schedule.work(unit)) for unit in order.units]
-        began = self._began
+        began, shares = self._began, self._schedule.shares(order)
         self._report.ran += ran(
             number, shares, order.begun - began, now - began, answer.report, answer.seconds
         )
@@ -379,20 +338,15 @@ class Coordinator:
     def _drain(self) -> None:
         """Let workers finish the orders they have, so that they can be used again."""
         limit = time.monotonic() + _HUNG_SECONDS
-        try:
-            while self._running and time.monotonic() < limit:
-                working = {id(self._workers[n]): n for n in self._running}
-                for worker, answer in self._listen([self._workers[n] for n in self._running], 1.0):
-                    if answer is not None and answer.number != self._begin.number:
-                        continue
-                    self._schedule.put_back(working[id(worker)])
-                    if answer is None:
-                        worker.kill()
-        finally:
-            self._stop()
+        while self._running and time.monotonic() < limit:
+            for number, answer in listen({n: self._workers[n] for n in self._running}, 1.0):
+                if answer is None:
+                    self._workers[number].kill()
+                if answer is None or answer.number == self._begin.number:
+                    self._schedule.put_back(number)
 
     def _give_up(self) -> NoReturn:
-        done, all_ = len(self._report.ran), len(self._numbers)
+        done, all_ = len(self._report.ran), self._report.parts
         said = "; ".join(self._report.history) or "all had ended before, or were closed"
         message = f"no device is left after {done} of {all_} parts: {said}"
         if self._errors:
@@ -400,4 +354,4 @@ class Coordinator:
         raise RuntimeError(message)
 
 
-__all__ = ["Coordinator", "Hand", "Order", "Schedule"]
+__all__ = ["Coordinator", "Order", "Schedule"]

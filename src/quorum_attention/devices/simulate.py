@@ -89,13 +89,12 @@ def simulate(
     names, speeds = [name for name, _ in devices], [speed for _, speed in devices]
     alike = len(set(devices)) == 1
     homes = partition(sizes, speeds, 1 if alike else PIECES)
-    numbers = {unit: n for n, unit in enumerate(unit for home in homes for unit in home)}
-    rate = max((sizes.pairs(unit) / seconds(unit) for unit in list(numbers)[:1]), default=1.0)
-    schedule = Schedule(
-        homes, sizes.pairs, sizes.joined, [speed * rate for speed in speeds], alike, alike
-    )
-    schedule.devices |= set(range(len(devices)))
-    report = PoolPass(devices=names, parts=len(numbers))
+    first = next((unit for home in homes for unit in home), None)
+    rate = 1.0 if first is None else sizes.pairs(first) / seconds(first)
+    expected = {number: speed * rate for number, speed in enumerate(speeds)}
+    schedule = Schedule(homes, sizes.pairs, sizes.joined, expected, alike, alike)
+    schedule.devices |= set(expected)
+    report = PoolPass(devices=names, parts=len(schedule.numbers))
     events: list[tuple[float, int, float]] = []
     idle, now = set(schedule.devices), 0.0
     while not schedule.finished:
@@ -107,8 +106,7 @@ def simulate(
                 heapq.heappush(events, (now + takes, device, now))
         now, device, begun = heapq.heappop(events)
         order = schedule.done(device, now - begun)
-        shares = [(numbers[unit], sizes.pairs(unit)) for unit in order.units]
-        report.ran += ran(device, shares, begun, now, Report())
+        report.ran += ran(device, schedule.shares(order), begun, now, Report())
         idle.add(device)
     report.seconds = now
     return report

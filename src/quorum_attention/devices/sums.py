@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.buffers import Shared, made_for
+from quorum_attention.devices.buffers import made_for
 from quorum_attention.devices.partition import Sizes
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.workload import state_dtype
@@ -18,83 +18,11 @@ from quorum_attention.execution.workload import state_dtype
 Buffers = dict[str, torch.Tensor]
 
 
-def _buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    made = made_for(shape, state_dtype(like.dtype), like.device)
-    # Its memory may have been a sum that is still being read; the worker would not wait for it.
-    backend_of(made.device).synchronize(made.device)
-    return made
-
-
-class MaskSum:
-    """The gradient of a mask tensor.
-
-    Where no two blocks contribute to an element, workers write to the result itself.
-
-    Args:
-        flat: the mask with one batch dimension, (batch or 1, heads or 1, n_queries or 1, n_keys or
-            1).
-        result: the gradient, of the shape of the caller's mask.
-        batch: batch dimensions of the call.
-        target: ``result`` as workers get it, with the shape of ``flat``; None where there is no
-            such view.
-    """
-
-    def __init__(
-        self,
-        sizes: Sizes,
-        call: WholeCall,
-        blocks: Sequence[Block],
-        flat: torch.Tensor,
-        result: torch.Tensor,
-        batch: tuple[int, ...],
-        target: Shared | None,
-    ) -> None:
-        self._call, self._flat, self.result, self._batch = call, flat, result, batch
-
-        def alone(block: Block) -> bool:
-            """Whether no other block contributes to the elements that this one does."""
-            every = (
-                sizes.batch == 1,
-                block.heads == (0, sizes.heads),
-                block.rows == (0, sizes.n_queries),
-            )
-            return all(n != 1 or whole for n, whole in zip(flat.shape, every, strict=False))
-
-        apart = target is not None and all(map(alone, blocks))
-        self.target = target if apart else None
-        self._total: torch.Tensor | None = None
-        if not apart:
-            self._total = torch.zeros(flat.shape, dtype=state_dtype(flat.dtype), device=flat.device)
-
-    def buffer(self, block: Block) -> torch.Tensor | None:
-        """Where a worker puts a block's gradient; None: in the result."""
-        if self._total is None:
-            return None
-        return _buffer(self._call.cut_bias(self._total, block).shape, self._flat)
-
-    def add(self, block: Block, made: torch.Tensor | None) -> None:
-        """Add the gradient of a block that is done."""
-        if self._total is not None and made is not None:
-            self._call.cut_bias(self._total, block).add_(made)
-
-    def store(self) -> None:
-        """Put the sum where it belongs."""
-        if self._total is None:
-            return
-        if self._flat.shape[0] == 1:
-            self.result.copy_(self._total.reshape(self.result.shape))
-        else:
-            every = self._total.reshape(*self._batch, *self._total.shape[1:])
-            self.result.copy_(every.sum_to_size(self.result.shape))
-
-
 class _HeadSum:
     """The gradients of one key/value head's keys and values; its first query head is ``first``."""
 
     def __init__(self, like: Sequence[torch.Tensor], first: int) -> None:
-        self.both = [
-            torch.zeros(t.shape[2:], dtype=state_dtype(t.dtype), device=t.device) for t in like
-        ]
+        self.both = [_zeros(t.shape[2:], t) for t in like]
         # Query head and row of what is added next, and what has come before its turn.
         self._next = first, 0
         self.early: dict[tuple[int, int], tuple[Block, list[torch.Tensor]]] = {}
@@ -115,14 +43,21 @@ class Sums:
     """The gradients of keys and values of heads that are cut, and that of a mask.
 
     Args:
+        call: the whole call, with one batch dimension.
         key, value: (batch, kv_heads, n_keys, width); the gradients are like them.
-        mask: the gradient of the mask, if it is wanted.
+        mask: (batch or 1, heads or 1, n_queries or 1, n_keys or 1), if its gradient is wanted.
     """
 
     def __init__(
-        self, sizes: Sizes, key: torch.Tensor, value: torch.Tensor, mask: MaskSum | None = None
+        self,
+        sizes: Sizes,
+        call: WholeCall,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> None:
-        self._sizes, self._like, self._mask = sizes, (key, value), mask
+        self._sizes, self._call, self._like = sizes, call, (key, value)
+        self._mask = None if mask is None else _zeros(mask.shape, mask)
         self._heads: dict[tuple[int, int], _HeadSum] = {}
 
     def buffers(self, block: Block) -> Buffers | None:
@@ -132,9 +67,8 @@ class Sums:
         if not self._sizes.is_whole(block):
             for name, like in zip(("grad_key", "grad_value"), self._like, strict=True):
                 found[name] = _buffer((1, 1, block.keys.length, like.shape[3]), like)
-        of_mask = None if self._mask is None else self._mask.buffer(block)
-        if of_mask is not None:
-            found["grad_mask"] = of_mask
+        if self._mask is not None:
+            found["grad_mask"] = _buffer(self._call.cut_bias(self._mask, block).shape, self._mask)
         return found or None
 
     def add(self, block: Block, made: Buffers | None) -> None:
@@ -142,7 +76,7 @@ class Sums:
         if made is None:
             return
         if self._mask is not None:
-            self._mask.add(block, made.get("grad_mask"))
+            self._call.cut_bias(self._mask, block).add_(made["grad_mask"])
         if "grad_key" not in made:
             return
         head = self._sizes.key_heads(block).start
@@ -153,12 +87,31 @@ class Sums:
         self._heads[place].add(block, rows, self._sizes.n_queries)
 
     def store(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
-        """Put the sums where they belong."""
+        """Put the sums of keys and values where they belong."""
         for (entry, head), found in self._heads.items():
             assert not found.early, "a block is missing"
             grad_key[entry, head], grad_value[entry, head] = found.both
-        if self._mask is not None:
-            self._mask.store()
+
+    def store_mask(self, result: torch.Tensor, batch: tuple[int, ...]) -> None:
+        """Put the mask's where it belongs, a tensor of the caller's shape; ``batch``: dimensions
+        of the call."""
+        assert self._mask is not None
+        if self._mask.shape[0] == 1:
+            result.copy_(self._mask.reshape(result.shape))
+        else:
+            every = self._mask.reshape(*batch, *self._mask.shape[1:])
+            result.copy_(every.sum_to_size(result.shape))
 
 
-__all__ = ["MaskSum", "Sums"]
+def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(shape, dtype=state_dtype(like.dtype), device=like.device)
+
+
+def _buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    made = made_for(shape, state_dtype(like.dtype), like.device)
+    # Its memory may have been a sum that is still being read; the worker would not wait for it.
+    backend_of(made.device).synchronize(made.device)
+    return made
+
+
+__all__ = ["Sums"]
