@@ -190,15 +190,6 @@ def test_autocast_and_compile(pool: Pool) -> None:
     near(compiled(q), qa.attention(q * 2, q, q))
 
 
-def test_a_report_is_of_the_last_call(pool: Pool) -> None:
-    q, report = torch.randn(1, 2, 100, 8), qa.Report()
-    qa.attention(q, q, q, devices=pool, report=report)
-    assert report.pool is not None
-    qa.attention(q, q, q, report=report)
-    assert report.pool is None
-    assert report.total.forwards == 2
-
-
 def test_results_of_any_layout(pool: Pool) -> None:
     q = torch.randn(2, 3, 4, 60, 8)
     out = torch.empty(60, 3, 2, 4, 8).permute(2, 1, 3, 0, 4)

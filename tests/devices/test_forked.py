@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import multiprocessing
 import os
 import subprocess
@@ -16,9 +15,8 @@ import pytest
 import torch
 
 from quorum_attention import attention
-from quorum_attention.devices import Pool, processes
+from quorum_attention.devices import Pool
 from quorum_attention.devices import pool as kept
-from quorum_attention.devices.processes import Turn
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
@@ -111,65 +109,6 @@ def test_a_call_within_a_call_of_the_same_pool(pool: Pool) -> None:
     assert call(pool)
 
 
-def test_turns_follow_each_other() -> None:
-    turn, order = Turn(), list[int]()
-
-    def takes(number: int) -> None:
-        for _ in range(50):
-            with turn.taken():
-                order.extend([number, number])
-
-    threads = [threading.Thread(target=takes, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert order[::2] == order[1::2]
-    assert len(order) == 400
-
-
-def test_an_interrupt_at_any_moment_keeps_no_turn() -> None:
-    """Python raises KeyboardInterrupt where a function begins, and after calls. Each of these
-    places has its turn here."""
-
-    def interrupted(at: int) -> bool:
-        left, last = at, -1
-
-        def trace(frame: Any, event: str, argument: object) -> Any:
-            nonlocal left, last
-            if frame.f_code.co_filename != processes.__file__:
-                return None
-            frame.f_trace_opcodes = True
-            code = frame.f_code.co_code
-            may = event == "call" or (last >= 0 and dis.opname[code[last]].startswith("CALL"))
-            last = frame.f_lasti if event == "opcode" else -1
-            left -= may
-            if may and left < 0:
-                raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            with turn.taken():
-                pass
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-    turn = Turn()
-    for at in range(100):
-        more = interrupted(at)
-        assert not turn._lock._is_owned(), f"at place {at}"  # type: ignore[attr-defined]
-        with turn.taken():
-            assert turn._within
-        if not more:
-            break
-    assert 3 < at < 99
-
-
 def test_a_pool_that_is_closed_while_a_call_waits_for_its_turn() -> None:
     said = list[str]()
 
@@ -188,13 +127,6 @@ def test_a_pool_that_is_closed_while_a_call_waits_for_its_turn() -> None:
             made.close()
         thread.join(60)
     assert said == ["the pool has no worker: it was closed, or all of them were lost"]
-
-
-def test_gradients_that_torch_maps_over_are_refused(pool: Pool) -> None:
-    query = torch.randn(1, 2, 200, 8, requires_grad=True)
-    out = attention(query, query, query, devices=pool)
-    with pytest.raises(NotImplementedError, match="is_grads_batched"):
-        torch.autograd.grad(out, query, torch.randn(3, *out.shape), is_grads_batched=True)
 
 
 _SCRIPT = """

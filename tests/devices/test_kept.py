@@ -71,19 +71,6 @@ def test_a_call_from_progress_is_told_so_while_another_thread_waits_for_its_turn
     assert found == [pool]
 
 
-def test_others_get_a_pool_while_one_is_at_work() -> None:
-    pool = kept.kept_pool(NAMES)
-    with pool._turn.taken():
-        waiting, found = in_a_thread(lambda: kept.kept_pool(NAMES))
-        assert pool.mending.wait(SECONDS)  # type: ignore[attr-defined]
-        thread, others = in_a_thread(lambda: kept.kept_pool(["cpu"]))
-        thread.join(SECONDS)
-        assert isinstance(others[0], Without)
-        assert not found
-    waiting.join(SECONDS)
-    assert found == [pool]
-
-
 def test_a_pool_that_is_closed_meanwhile_is_not_handed_out() -> None:
     pool = kept.kept_pool(NAMES)
     with pool._turn.taken():

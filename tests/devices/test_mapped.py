@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quorum_attention.devices import mapped as pool_mapped
-from quorum_attention.devices.buffers import InFile, Shared, room
-from quorum_attention.devices.mapped import MappedBuffers
+from quorum_attention.devices import buffers as pool_mapped
+from quorum_attention.devices.buffers import InFile, MappedBuffers, Shared, room
 from quorum_attention.execution.device.page_locks import Locker, addresses
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
@@ -142,21 +141,6 @@ def test_a_result_that_nobody_has_touched_is_not_locked_as_a_whole() -> None:
     assert driver.covers(there)
 
 
-def test_results_that_change_places_are_locked_when_they_come_again() -> None:
-    """Four results of a step lie in four places, another one in each from step to step: a forward
-    has one, a backward reads that and has three. In the second step all are locked."""
-    driver = Driver()
-    openings = driver.openings()
-    places = [room(HEAD, torch.uint8) for _ in range(4)]
-    for step in range(2):
-        out, *grads = places[step:] + places[:step]
-        openings.lock([], begun(openings, out))
-        there = begun(openings, out, *grads)
-        openings.lock(there[:1], there[1:])
-    assert len(driver.locked) == 4
-    assert driver.asked == 4
-
-
 def test_what_is_locked_stays_for_a_few_passes() -> None:
     before, driver = mapped(), Driver()
     openings = driver.openings()
@@ -175,31 +159,6 @@ def test_what_is_locked_stays_for_a_few_passes() -> None:
     openings.forget_gone()
     gc.collect()
     assert mapped() == before
-
-
-def test_not_more_than_so_much_is_locked() -> None:
-    driver = Driver()
-    openings = driver.openings(most_bytes=5 << 20)
-    first, second, third = (room(HEAD, torch.uint8) for _ in range(3))
-    openings.lock(begun(openings, first), [])
-    there = begun(openings, second, third)
-    openings.lock(there, [])  # the first one has to go
-    assert [driver.covers(t) for t in there] == [True, True]
-    assert sum(driver.locked.values()) == 4 << 20
-    there = begun(openings, first, second, third)
-    openings.lock(there, [])  # it stays as it is
-    assert sum(driver.covers(t) for t in there) == 2
-
-
-def test_a_refusal_is_not_asked_for_again() -> None:
-    driver = Driver()
-    openings = driver.openings()
-    (there,) = begun(openings, room(HEAD, torch.uint8))
-    driver.refuses = {there.data_ptr()}
-    openings.lock([there], [])
-    openings.lock([there], [])
-    assert driver.asked == 1
-    assert not driver.covers(there)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -59,15 +59,6 @@ def test_a_rule_arrives_with_its_function_and_its_answers() -> None:
     check_rules(read)
 
 
-def test_a_rule_that_says_something_else_where_it_arrives_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read = pickle.loads(pickle.dumps(with_rules(Mask(keeps=near) & Mask(causal=True))))
-    monkeypatch.setitem(globals(), "width", 9)
-    with pytest.raises(RuntimeError, match=r"near.* keeps other pairs than in the process"):
-        check_rules(read)
-
-
 def test_workers_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module's number is changed in this process alone, before a call and before a backward."""
     given = [torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3)]
@@ -87,14 +78,6 @@ def test_workers_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(globals(), "width", 5)
         got = qa.attention(*given, Mask(keeps=near), devices=pool)
     assert torch.allclose(got, out, atol=1e-6)
-
-
-def test_a_rule_that_is_not_there_says_so_when_it_is_asked(absent: Keeps) -> None:
-    sent = pickle.dumps(Rule(absent, Sample((), ())))
-    del sys.modules["made_up_rules"]
-    read = pickle.loads(sent)
-    with pytest.raises(NotImplementedError, match=r"Mask.keeps .*later.* cannot be \(ModuleNot"):
-        read(0, 0, 0, 0)
 
 
 def test_a_pool_refuses_it_by_name_and_goes_on(absent: Keeps) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -42,39 +41,6 @@ def compare(pool: Pool, tensors: list[torch.Tensor], **options: object) -> PoolR
     return report
 
 
-def drawn(draw: random.Random, causal: bool) -> list[torch.Tensor]:
-    batch, kv_heads, share = draw.randint(1, 2), draw.randint(1, 3), draw.choice([1, 1, 3])
-    n = draw.choice([1, 65, 300, 700])
-    m = n if causal else draw.choice([1, 200, 650])
-    dtype = draw.choice([torch.float64, torch.float32, torch.float16])
-    shapes = [
-        (kv_heads * share, n, 8),
-        (kv_heads, m, 8),
-        (kv_heads, m, 16),
-        (kv_heads * share, n, 16),
-    ]
-    return [torch.randn(batch, *shape).to(dtype) for shape in shapes]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_as_on_one_device(pool: Pool, seed: int) -> None:
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    causal = draw.random() < 0.6
-    tensors = drawn(draw, causal)
-    options: dict[str, object] = {"is_causal": causal}
-    if not causal and draw.random() < 0.5:
-        n, m = tensors[0].shape[2], tensors[1].shape[2]
-        heads = draw.choice([1, tensors[0].shape[1]])
-        options["attn_mask"] = torch.randn(heads, n, m).to(tensors[0].dtype)
-    report = compare(pool, tensors, **options)
-    assert report.forward is not None
-    assert report.backward is not None
-    assert report.forward.copied_bytes == sum(t.nbytes for t in tensors[:3]) + (
-        options["attn_mask"].nbytes if "attn_mask" in options else 0  # type: ignore[attr-defined]
-    )
-
-
 def test_what_others_can_have_is_not_copied(pool: Pool, tmp_path: Path) -> None:
     shape = (1, 2, 300, 16)
     q = torch.randn(shape).share_memory_()
@@ -87,26 +53,6 @@ def test_what_others_can_have_is_not_copied(pool: Pool, tmp_path: Path) -> None:
     assert report.forward.copied_bytes == 0
     assert torch.allclose(got, qa.attention(q, k, k, is_causal=True), atol=1e-5)
     assert torch.equal(torch.from_numpy(np.fromfile(tmp_path / "out", np.float32)), out.flatten())
-
-
-def test_workers_say_how_long_they_were_at_it(pool: Pool) -> None:
-    report = PoolReport()
-    q = torch.randn(1, 5, 700, 16)
-    pool.attention(q, q, q, report=report)
-    one = report.forward
-    assert one is not None
-    for device in range(2):
-        assert 0 < one.worked(device) <= one.busy(device) <= one.seconds
-    assert sum(ran["worked"] for ran in one.to_dict()["ran"]) == pytest.approx(
-        one.worked(0) + one.worked(1)
-    )
-
-
-def test_an_ordinary_result(pool: Pool) -> None:
-    q = torch.randn(1, 3, 200, 8)
-    out = torch.empty(1, 3, 200, 8)
-    assert pool.attention(q, q, q, out=out).data_ptr() == out.data_ptr()
-    assert torch.allclose(out, qa.attention(q, q, q), atol=1e-5)
 
 
 def test_errors_come_through(pool: Pool) -> None:
@@ -158,14 +104,6 @@ def test_a_pool_that_is_closed_as_a_call_begins(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(made, "check_open", made.close)
         with pytest.raises(RuntimeError, match="the pool has no worker"):
             made.attention(*(torch.randn(1, 2, 100, 8) for _ in range(3)))
-
-
-def test_a_pool_that_is_closed_before_the_backward() -> None:
-    q = torch.randn(1, 1, 10, 8, requires_grad=True)
-    with Pool("cpu", threads=1) as pool:
-        out = pool.attention(q, q, q)
-    with pytest.raises(RuntimeError, match="no worker"):
-        out.sum().backward()
 
 
 @pytest.mark.parametrize(

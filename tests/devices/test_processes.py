@@ -160,12 +160,6 @@ def test_the_end_of_a_pass(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.recv() == End(3, confirm=True)
 
 
-def test_nothing_is_waited_for_where_nothing_was_given() -> None:
-    ours, other = Pipe()
-    Worker("cpu", Process(), ours).end(End(1))
-    assert other.recv() == End(1)
-
-
 def test_a_worker_says_that_it_has_let_go() -> None:
     with Pool(["cpu"]) as pool:
         (worker,), given = pool.workers, Given()

@@ -13,8 +13,8 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices import Pool
+from quorum_attention.devices.call import Buffers, Sums
 from quorum_attention.devices.partition import Sizes, partition
-from quorum_attention.devices.sums import Buffers, Sums
 
 BOUND = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 5e-3}
 

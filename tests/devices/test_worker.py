@@ -17,7 +17,7 @@ import quorum_attention as qa
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool, worker
-from quorum_attention.devices.mapped import MappedBuffers
+from quorum_attention.devices.buffers import MappedBuffers
 from quorum_attention.devices.messages import Begin, Compute, Done, End, Failed
 from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.worker import _Pass, answer
@@ -176,7 +176,7 @@ def opened_by(watched: Watched) -> int:
 def test_after_the_device_has_done_its_work(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quorum_attention.devices.mapped.opened", lambda handle: handle)
+    monkeypatch.setattr("quorum_attention.devices.buffers.opened", lambda handle: handle)
     one, message, sums, wanted = backward()
     said = answer(one, message)
     assert isinstance(said, Done), said
@@ -195,7 +195,7 @@ def test_also_where_a_part_fails(
     def fails(*given: Any, **more: Any) -> None:
         raise kind("no")
 
-    monkeypatch.setattr("quorum_attention.devices.mapped.opened", watched.open)
+    monkeypatch.setattr("quorum_attention.devices.buffers.opened", watched.open)
     monkeypatch.setattr(worker, "compute_block", fails)
     one, message, _, _ = backward()
     said = answer(one, message)

@@ -164,6 +164,17 @@ def test_the_same_heads_go_to_the_same_device_from_call_to_call() -> None:
         assert len({device for device, _ in found}) == 2
 
 
+@pytest.mark.parametrize("where", ["cpu", "cuda:1"])
+def test_devices_that_are_not_alike(pool: Pool, where: str) -> None:
+    """Many parts, also those whose gradients are added up."""
+    for _ in range(4):
+        three = inputs(3, 1, 5000, where)
+        report = compare(pool, three, is_causal=True, budget=["1GiB", "2GiB"])
+        for found in (report.pool.forward, report.pool.backward):
+            assert sorted(one.index for one in found.ran) == list(range(found.parts))
+            assert not found.history
+
+
 @pytest.mark.parametrize("where", ["cuda:0", "cuda:1"])
 def test_sums_in_allocations_of_their_own(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A worker closes such an allocation with the last of its tensors: not while its kernels, or
@@ -173,11 +184,12 @@ def test_sums_in_allocations_of_their_own(monkeypatch: pytest.MonkeyPatch, where
         whole = torch.empty(16 << 20, dtype=dtype, device=device)
         return whole[: math.prod(shape)].view(shape)
 
-    monkeypatch.setattr("quorum_attention.devices.sums.made_for", apart)
+    monkeypatch.setattr("quorum_attention.devices.call.made_for", apart)
     with Pool(["cuda:0", "cuda:1"]) as made:
         before = [worker.process.pid for worker in made.workers]
         for turn in range(12):
-            report = compare(made, inputs(3, 1, 3000 + 1000 * turn, where), is_causal=True)
+            three, budget = inputs(3, 1, 3000 + 1000 * turn, where), ["1GiB", "2GiB"]
+            report = compare(made, three, is_causal=True, budget=budget)
             assert not report.pool.backward.history
         assert [worker.process.pid for worker in made.workers if worker.alive] == before
 

@@ -1,36 +1,179 @@
-"""A call on several devices: its tensors where workers can have them, and its two passes."""
+"""A call on several devices, checked; its tensors where workers can have them; its two passes.
+
+Gradients that several blocks contribute to are added up here, in fp32 (fp64), and rounded once: the
+rows of a gradient in the order of the blocks, whatever the order of arrival.
+"""
 
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quorum_attention.call.block import WholeCall
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.mapped import Mappings
-from quorum_attention.call.request import Request, Tensors
-from quorum_attention.devices.buffers import Shared, kept_room, made_for
-from quorum_attention.devices.mapped import Prefault
-from quorum_attention.devices.messages import Begin
+from quorum_attention.call.options import Budget, Written
+from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.validation import as_tensor
+from quorum_attention.counts import shown
+from quorum_attention.devices.buffers import Prefault, Shared, kept_room, made_for
+from quorum_attention.devices.messages import Begin, Rule, with_functions
 from quorum_attention.devices.partition import Sizes
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
-from quorum_attention.devices.sums import Sums
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.workload import state_dtype
-from quorum_attention.mask import Mask
+from quorum_attention.kernels.kit.functions import Sample
+from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
+from quorum_attention.kernels.masked.resolve import resolve
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes import progress_of
+from quorum_attention.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from quorum_attention.devices.pool import Pool
 
+Buffers = dict[str, torch.Tensor]
 # Of a result: where the caller wants it, else its shape and dtype.
 _Wanted = tuple[torch.Tensor | None, Sequence[int], torch.dtype]
 _PER_ROW = ("lse", "grad_lse")
+
+
+def request_on_several(
+    function: str,
+    *call: Any,
+    count: int,
+    pool_of: Callable[[], Pool],
+    pool_report: PoolReport | None = None,
+) -> tuple[Tensors, Request]:
+    """``request_of``, for several devices.
+
+    Args:
+        call: its other arguments.
+        count: how many devices there are.
+        pool_of: gives their pool, for each pass.
+        pool_report: filled with what happened, beside the call's own report.
+
+    Raises:
+        Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
+    """
+    written: Written = call[-1]
+    budgets = _budgets(written.budget, count)
+    tensors, request, mask = request_of_parts(function, *call)
+    if mask is not None:
+        work = request.work
+        sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
+        place = request.options.device
+        mask = with_functions(mask, lambda keeps: Rule(keeps, Sample.draw(keeps, sizes, place)))
+    options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
+    return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
+
+
+def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask | None]:
+    """``request_of``, for a call whose parts other processes compute; its budget is theirs.
+
+    Returns:
+        the tensors, the request, and what is masked beside the tensors' bias and sinks, as it is
+        sent.
+
+    Raises:
+        Errors as of ``request_of``; NotImplementedError: what cannot be sent or cut, by name.
+    """
+    query, key, value, attn_mask, *numbers, out, out_dtype, written = call
+    check_options(written)
+    attn_mask = as_mask(attn_mask, as_tensor(query, "query"), as_tensor(key, "key"))
+    described = attn_mask if isinstance(attn_mask, Mask) else None
+    if described is not None:
+        attn_mask = Mask(bias=described.bias, sinks=described.sinks)
+        described = replace(described, bias=None, sinks=None)
+    # This process computes nothing: its own request is of where the inputs are.
+    home = as_tensor(query, "query").device
+    here = written._replace(budget=None, kernel="auto", devices="cpu" if on_host(home) else home)
+    every: tuple[Any, ...] = (query, key, value, attn_mask, *numbers, out, out_dtype, here)
+    tensors, request = request_of(function, *every)
+    work = request.work
+    if described is not None and not (described.is_structured or described.softcap):
+        described = None
+    if described is not None:
+        sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
+        resolve(described, sizes, work.is_causal)
+        with_functions(described, _check_sent)
+    return tensors, request, None if described is None else sendable(described)
+
+
+def check_options(written: Written) -> None:
+    """Raise NotImplementedError for options that several devices cannot have."""
+    if written.plan is not None:
+        raise NotImplementedError(
+            "plan is for one device; several plan their parts by themselves: give budget, depth "
+            "or kernel"
+        )
+    kernel = written.kernel
+    if not isinstance(kernel, str):
+        raise NotImplementedError(
+            f"kernel must be a name where several devices compute, got {shown(kernel)}: other "
+            "processes do not have the object"
+        )
+    if kernel != "auto":
+        named = get_kernel(kernel)
+        if named.own_attention or named.probed_as is not None:
+            raise NotImplementedError(
+                f"kernel {kernel!r} computes another attention, of positions in the whole call; "
+                "several devices have parts of it: name one device"
+            )
+
+
+def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
+    """A budget for each device.
+
+    Raises:
+        ValueError, TypeError: it makes no sense.
+    """
+    if budget is None:
+        return (None,) * count
+    if isinstance(budget, (list, tuple)):
+        if len(budget) != count:
+            raise ValueError(
+                f"budget must be one number of bytes or one for each of the {count} devices, got "
+                f"{len(budget)}"
+            )
+        return tuple(parse_bytes(one) for one in budget)
+    return (parse_bytes(budget),) * count
+
+
+def _check_sent(keeps: Keeps) -> Keeps:
+    try:
+        pickle.dumps(keeps)
+    except Exception as error:
+        raise NotImplementedError(
+            f"Mask.keeps must be sent to other processes where several devices compute, and "
+            f"{shown(keeps)} cannot be ({type(error).__name__}: {error}): use a function of a "
+            "module, not one made inside another function"
+        ) from None
+    return keeps
+
+
+def sendable(mask: Mask) -> Mask:
+    """The mask with tensors in host memory of their own: a caller's may be written to."""
+
+    def copied(value: Any) -> Any:
+        return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+    changes: dict[str, Any] = {}
+    for name in ("documents", "key_lengths", "key_padding"):
+        value = getattr(mask, name)
+        changes[name] = tuple(map(copied, value)) if isinstance(value, tuple) else copied(value)
+    for name in ("either", "every"):
+        changes[name] = tuple(sendable(one) for one in getattr(mask, name))
+    return replace(mask, **changes)
 
 
 class PoolCall:
@@ -249,4 +392,102 @@ def flat_mask(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
 
 
-__all__ = ["PoolCall", "flat", "flat_mask"]
+class _HeadSum:
+    """The gradients of one key/value head's keys and values; its first query head is ``first``."""
+
+    def __init__(self, like: Sequence[torch.Tensor], first: int) -> None:
+        self.both = [_zeros(t.shape[2:], t) for t in like]
+        # Query head and row of what is added next, and what has come before its turn.
+        self._next = first, 0
+        self.early: dict[tuple[int, int], tuple[Block, list[torch.Tensor]]] = {}
+
+    def add(self, block: Block, made: list[torch.Tensor], n_queries: int) -> None:
+        """Add what a block makes of them, in the order of query heads and rows. Blocks have some
+        rows of one query head, or all of several."""
+        self.early[block.heads.start, block.rows.start] = block, made
+        while self._next in self.early:
+            (_, heads, rows, _), parts = self.early.pop(self._next)
+            for total, part in zip(self.both, parts, strict=True):
+                total[: part.shape[0]] += part
+            at_end = rows.stop == n_queries
+            self._next = (heads.stop, 0) if at_end else (heads.start, rows.stop)
+
+
+class Sums:
+    """The gradients of keys and values of heads that are cut, and that of a mask.
+
+    Args:
+        call: the whole call, with one batch dimension.
+        key, value: (batch, kv_heads, n_keys, width); the gradients are like them.
+        mask: (batch or 1, heads or 1, n_queries or 1, n_keys or 1), if its gradient is wanted.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        call: WholeCall,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        self._sizes, self._call, self._like = sizes, call, (key, value)
+        self._mask = None if mask is None else _zeros(mask.shape, mask)
+        self._heads: dict[tuple[int, int], _HeadSum] = {}
+
+    def buffers(self, block: Block) -> Buffers | None:
+        """Where a worker puts those of a block's gradients that are added up, by name; None: all
+        are results themselves."""
+        found: Buffers = {}
+        if not self._sizes.is_whole(block):
+            for name, like in zip(("grad_key", "grad_value"), self._like, strict=True):
+                found[name] = _buffer((1, 1, block.keys.length, like.shape[3]), like)
+        if self._mask is not None:
+            found["grad_mask"] = _buffer(self._call.cut_bias(self._mask, block).shape, self._mask)
+        return found or None
+
+    def add(self, block: Block, made: Buffers | None) -> None:
+        """Add the gradients of a block that is done."""
+        if made is None:
+            return
+        if self._mask is not None:
+            self._call.cut_bias(self._mask, block).add_(made["grad_mask"])
+        if "grad_key" not in made:
+            return
+        head = self._sizes.key_heads(block).start
+        place = block.entries.start, head
+        if place not in self._heads:
+            self._heads[place] = _HeadSum(self._like, head * self._sizes.share)
+        rows = [made[name][0, 0] for name in ("grad_key", "grad_value")]
+        self._heads[place].add(block, rows, self._sizes.n_queries)
+
+    def store(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
+        """Put the sums of keys and values where they belong."""
+        for (entry, head), found in self._heads.items():
+            assert not found.early, "a block is missing"
+            grad_key[entry, head], grad_value[entry, head] = found.both
+
+    def store_mask(self, result: torch.Tensor, batch: tuple[int, ...]) -> None:
+        """Put the mask's where it belongs, a tensor of the caller's shape; ``batch``: dimensions
+        of the call."""
+        assert self._mask is not None
+        if self._mask.shape[0] == 1:
+            result.copy_(self._mask.reshape(result.shape))
+        else:
+            every = self._mask.reshape(*batch, *self._mask.shape[1:])
+            result.copy_(every.sum_to_size(result.shape))
+
+
+def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(shape, dtype=state_dtype(like.dtype), device=like.device)
+
+
+def _buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    made = made_for(shape, state_dtype(like.dtype), like.device)
+    # Its memory may have been a sum that is still being read; the worker would not wait for it.
+    backend_of(made.device).synchronize(made.device)
+    return made
+
+
+__all__ = [
+    "PoolCall", "Sums", "check_options", "flat", "flat_mask", "request_on_several", "sendable",
+]  # fmt: skip

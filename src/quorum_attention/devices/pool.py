@@ -20,14 +20,13 @@ from quorum_attention.call.options import Budget, Several, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
+from quorum_attention.devices.call import Sums, request_on_several
 from quorum_attention.devices.messages import Begin
 from quorum_attention.devices.partition import Sizes, partition
 from quorum_attention.devices.processes import Turn, Worker, end, end_after, start
 from quorum_attention.devices.report import PoolPass, PoolReport
-from quorum_attention.devices.request import request_on_several
 from quorum_attention.devices.scheduler import Coordinator, Schedule
 from quorum_attention.devices.simulate import PIECES, expected_speed
-from quorum_attention.devices.sums import Sums
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask

@@ -17,8 +17,7 @@ import torch
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
 from quorum_attention.call.options import Written
-from quorum_attention.devices.buffers import InFile, of_host, opened
-from quorum_attention.devices.mapped import MappedBuffers, Prefault
+from quorum_attention.devices.buffers import InFile, MappedBuffers, Prefault, of_host, opened
 from quorum_attention.devices.messages import (
     Begin,
     Compute,

@@ -34,10 +34,10 @@ from quorum_attention.distributed.calls import (
     ShardedReport,
     kernel_of_parts,
 )
-from quorum_attention.distributed.heads import ByHeads, Exchanged, Swap, Turn, turns_of
+from quorum_attention.distributed.heads import Exchanged, Swap, Turn, turns_of
 from quorum_attention.distributed.masks import Shards, checked_mask, signature_of, whole_mask
 from quorum_attention.distributed.partition import Assignment, Sequences, choose, forward_bytes
-from quorum_attention.distributed.run import Sharded, backward, forward
+from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.protocol import InnerKernel
@@ -194,15 +194,14 @@ def _computed(
     if mask is not None:
         sinks = mask.sinks
         bias = mask.bias if mask.bias is not None and mask.bias.requires_grad else None
-    function: Any = _Attention
-    call: Any = None
     if decided.assignment.whole_heads:
-        function, swap = ByHeads, Swap(group, sizes)
-        call = Exchanged(swap, decided.turns, calls, side_by_side and calls.unlimited)
+        swap = Swap(group, sizes)
+        call: Any = Exchanged(swap, decided.turns, calls, side_by_side and calls.unlimited)
     else:
         calls = replace(calls, partial=units == "pairs")
         call = Sharded(decided.assignment, weakref.ref(group), calls, decided.kept)
-    out: torch.Tensor = function.apply(*flat, bias, sinks, call)
+    apply: Any = _Attention.apply
+    out: torch.Tensor = apply(*flat, bias, sinks, call)
     return out.to(query.dtype).reshape(*shape[:-1], value.shape[-1])
 
 
@@ -289,37 +288,30 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        call: Sharded,
+        call: Sharded | Exchanged,
     ) -> torch.Tensor:
+        keep = any(ctx.needs_input_grad)
         with exchanging(call.group):
-            out, lse, kept = forward(call, query, key, value)
-        if any(ctx.needs_input_grad):
-            rest = kept if call.kept else [query, key, value, out, lse]
+            out, saved = call.forward(query, key, value, keep)
+        if keep:
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
-            rest = rest or [out.new_empty(0)]
-            ctx.save_for_backward(*rest, *call.calls.read())
-            ctx.count = len(rest)
-        ctx.call = call
-        ctx.like = [(t.shape, t.dtype, t.device) for t in (query, key, value)]
+            saved = saved or [out.new_empty(0)]
+            ctx.save_for_backward(*saved, *call.calls.read())
+            ctx.count = len(saved)
+        ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
         return out
 
     @staticmethod
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        call: Sharded = ctx.call
+        call: Sharded | Exchanged = ctx.call
         group, calls = call.group, call.calls
         with exchanging(group):  # other ranks may have begun
-            rest = ctx.saved_tensors[: ctx.count]
-        if call.kept:
-            # Only their sizes are used: one element each.
-            inputs = [torch.empty((), dtype=d, device=w).expand(s) for s, d, w in ctx.like]
-        else:
-            inputs, rest = list(rest[:3]), rest[3:]
+            saved = ctx.saved_tensors[: ctx.count]
         of_mask = MaskGradients.of(calls.mask, *ctx.needs_input_grad[3:5])
         calls.compare_backward(group, grad_out)
-        query, key, value = inputs
         with exchanging(group):
-            made = backward(call, grad_out.contiguous(), query, key, value, rest, of_mask)
+            made = call.backward(grad_out, ctx.shapes, saved, of_mask)
         return (*made, *of_mask.found(calls.mask), None)
 
 

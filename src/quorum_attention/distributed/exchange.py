@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,90 +18,101 @@ from quorum_attention.distributed.partition import Needed, Piece
 _ALIGNMENT = 16
 
 
-@dataclass(slots=True)
-class Parcel:
-    """A tensor on its way.
+class Moving(NamedTuple):
+    """Rows that move, of several tensors.
 
     Attributes:
-        source, target: ranks of the group.
-        shape, dtype: of the tensor.
-        content: the tensor, at its source; anything elsewhere.
+        likes: of each tensor its sizes (batch, any heads, any rows, ...) and its dtype.
+        content: the rows of the n-th tensor, asked for at their source.
     """
 
-    source: int
-    target: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    content: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in a message."""
-        exact = math.prod(self.shape) * self.dtype.itemsize
-        return -(-exact // _ALIGNMENT) * _ALIGNMENT
-
-    def read(self, message: torch.Tensor, at: int) -> torch.Tensor:
-        """The parcel's tensor in a message of bytes, from byte ``at``."""
-        exact = math.prod(self.shape) * self.dtype.itemsize
-        return message[at : at + exact].view(self.dtype).view(self.shape)
+    piece: Piece
+    likes: Sequence[torch.Tensor]
+    content: Callable[[int], torch.Tensor]
 
 
-class Delivery:
-    """Parcels that are under way.
+# Where a tensor is in the message of a rank: its first byte, shape and dtype.
+_Place = tuple[int, int, tuple[int, ...], torch.dtype]
 
-    Made by all ranks of the group together, of the same parcels in the same order; a rank may leave
+
+class Transfer:
+    """Rows that are under way, in one message to each rank.
+
+    Made by all ranks of the group together, of the same rows in the same order; a rank may leave
     out those that it neither sends nor gets.
 
     Args:
         device: of the messages.
+        back: from who computed them to who owns them; else from the owner.
+        state: dtype of rows that come back and have to be added up.
 
     Attributes:
-        inbox, outbox: the messages.
+        coming: the pieces that this rank gets.
         received_bytes: from other ranks.
     """
 
     def __init__(
         self,
-        parcels: Sequence[Parcel],
+        every: Iterable[Moving],
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
+        back: bool = False,
+        state: torch.dtype | None = None,
     ) -> None:
         here, ranks = group.rank(), group.size()
-        self._here = here
-        self._parcels = [p for p in parcels if p.target == here]
-        outgoing = [p for p in parcels if p.source == here and p.target != here]
-        self._incoming = [p for p in self._parcels if p.source != here]
-        self._incoming.sort(key=lambda p: p.source)
-        sent = [sum(p.nbytes for p in outgoing if p.target == rank) for rank in range(ranks)]
-        got = [sum(p.nbytes for p in self._incoming if p.source == rank) for rank in range(ranks)]
-        self.received_bytes = sum(got)
-        self.inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
-        self.outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+        outgoing: list[list[tuple[_Place, torch.Tensor]]] = [[] for _ in range(ranks)]
+        sent, got = [0] * ranks, [0] * ranks
+        self._slots: list[list[torch.Tensor | _Place]] = []
+        self.coming: list[Piece] = []
+        for piece, likes, content in every:
+            source, target = (piece.rank, piece.owner) if back else (piece.owner, piece.rank)
+            slots: list[torch.Tensor | _Place] = []
+            for number, like in enumerate(likes):
+                shape = (like.shape[0], piece.heads.length, piece.rows.length, *like.shape[3:])
+                dtype = state if back and not piece.alone and state is not None else like.dtype
+                n_bytes = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+                if source == target == here:
+                    slots.append(content(number))
+                elif source == here:
+                    outgoing[target].append(((target, sent[target], shape, dtype), content(number)))
+                    sent[target] += n_bytes
+                elif target == here:
+                    slots.append((source, got[source], shape, dtype))
+                    got[source] += n_bytes
+            if target == here:
+                self.coming.append(piece)
+                self._slots.append(slots)
+        self.received_bytes, self._starts = sum(got), [0, *accumulate(got)]
+        self._inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
+        self._outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
         starts = [0, *accumulate(sent)]
-        for parcel in outgoing:
-            assert parcel.content is not None
-            parcel.read(self.outbox, starts[parcel.target]).copy_(parcel.content)
-            starts[parcel.target] += parcel.nbytes
-        messages = self.inbox, self.outbox, got, sent
+        for place, tensor in (one for each in outgoing for one in each):
+            _read(self._outbox, starts, place).copy_(tensor)
+        messages = self._inbox, self._outbox, got, sent
         self._work: Any = dist.all_to_all_single(*messages, group=group, async_op=True)
 
-    def contents(self) -> list[torch.Tensor]:
-        """What came for this rank, in the order of the parcels; its own parcels as they are.
+    def arrived(self) -> list[list[torch.Tensor]]:
+        """The tensors of each piece that came; this rank's own as they are.
 
         On a GPU the current stream waits for it.
         """
         self._work.wait()
-        arrived: dict[int, torch.Tensor] = {}
-        at = 0
-        for parcel in self._incoming:
-            arrived[id(parcel)] = parcel.read(self.inbox, at)
-            at += parcel.nbytes
-        found = []
-        for parcel in self._parcels:
-            own = parcel.content if parcel.source == self._here else arrived[id(parcel)]
-            assert own is not None
-            found.append(own)
-        return found
+        return [
+            [
+                slot if isinstance(slot, torch.Tensor) else _read(self._inbox, self._starts, slot)
+                for slot in slots
+            ]
+            for slots in self._slots
+        ]
+
+
+def _read(message: torch.Tensor, starts: Sequence[int], place: _Place) -> torch.Tensor:
+    """The tensor at a place of a message of bytes; ``starts``: of each rank's part."""
+    rank, at, shape, dtype = place
+    first = starts[rank] + at
+    exact = math.prod(shape) * dtype.itemsize
+    return message[first : first + exact].view(dtype).view(shape)
 
 
 @dataclass(slots=True)
@@ -164,4 +175,4 @@ class Gathered:
         raise ValueError(f"row {row} is not in {self.needed.rows}")
 
 
-__all__ = ["Delivery", "Gathered", "Parcel"]
+__all__ = ["Gathered", "Moving", "Transfer"]

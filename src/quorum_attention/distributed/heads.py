@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.agreement import alive, exchanging
+from quorum_attention.distributed.agreement import alive
 from quorum_attention.distributed.calls import Calls, MaskGradients
 from quorum_attention.execution.device.cuda import TwoStreams
-from quorum_attention.kernels.torch_private import first_derivative
 
 # Into how many calls a rank's heads are cut. On one stream the end of each leaves most of the
 # device idle for a while: on H200s that takes longer than what more calls hide of the messages.
@@ -242,141 +241,105 @@ class Exchanged:
     calls: Calls
     side_by_side: bool
 
-    def numbers(self, turn: Turn) -> tuple[Interval, Interval]:
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group."""
+        return self.swap.group
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Output of this rank's rows, and what the backward needs.
+
+        Args:
+            query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
+        """
+        swap = self.swap
+        coming = [
+            swap.to_heads([(query, t.heads), (key, t.kv_heads), (value, t.kv_heads)])
+            for t in self.turns
+        ]
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
+        lanes, kept, going = TwoStreams(query.device, self.side_by_side), [], list[ToRows]()
+        for number, (turn, now) in enumerate(zip(self.turns, coming, strict=True)):
+            lanes.reads(number, now.inbox, now.outbox)
+            with lanes.turn(number):
+                rows, keys, values = now.arrived()
+                part, lse = self.calls.forward(rows, keys, values, *self._numbers(turn))
+                going.append(swap.to_rows(part, out, turn.heads[0]))
+            lanes.leaves(part, lse, going[-1].inbox, going[-1].message)
+            if keep:
+                kept += [now.inbox, part, lse]
+        lanes.meet()
+        for one in going:
+            one.written()
+        if self.calls.report is not None:
+            self.calls.report.forward_bytes = swap.received_bytes([query, key, value], [out])
+        return out, kept
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        shapes: Sequence[torch.Size],
+        saved: Sequence[torch.Tensor],
+        of_mask: MaskGradients,
+    ) -> list[torch.Tensor]:
+        """The gradients of this rank's rows of query, key and value.
+
+        Args:
+            shapes: of the three.
+            saved: what the forward returned.
+            of_mask: to which the gradients of the mask's own tensors are added, of what is computed
+                here.
+        """
+        swap = self.swap
+        coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in self.turns]
+        grads = [grad_out.new_empty(shape) for shape in shapes]
+        lanes, going = TwoStreams(grad_out.device, self.side_by_side), list[ToRows]()
+        for number, (turn, now) in enumerate(zip(self.turns, coming, strict=True)):
+            held = saved[3 * number : 3 * number + 3]
+            lanes.reads(number, now.inbox, now.outbox, *held)
+            with lanes.turn(number):
+                (upstream,) = now.arrived()
+                back = self._turned_back(turn, upstream, held, grads, of_mask)
+            for one in back:
+                lanes.leaves(one.inbox, one.message)
+            going += back
+        lanes.meet()
+        for one in going:
+            one.written()
+        if self.calls.report is not None:
+            self.calls.report.backward_bytes = swap.received_bytes([grad_out], grads)
+        return grads
+
+    def _numbers(self, turn: Turn) -> tuple[Interval, Interval]:
         """Heads and rows of a turn in the whole call."""
         first = self.swap.rank * (self.calls.whole.heads // self.swap.ranks)
         start, stop = turn.heads
         return Interval(first + start, first + stop), Interval(0, self.swap.tokens)
 
-
-def forward(
-    call: Exchanged, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Output of this rank's rows, and what the backward needs.
-
-    Args:
-        query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
-    """
-    swap = call.swap
-    coming = [
-        swap.to_heads([(query, t.heads), (key, t.kv_heads), (value, t.kv_heads)])
-        for t in call.turns
-    ]
-    out = query.new_empty((*query.shape[:3], value.shape[3]))
-    lanes, kept, going = TwoStreams(query.device, call.side_by_side), [], []
-    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
-        lanes.reads(number, now.inbox, now.outbox)
-        with lanes.turn(number):
-            rows, keys, values = now.arrived()
-            part, lse = call.calls.forward(rows, keys, values, *call.numbers(turn))
-            going.append(swap.to_rows(part, out, turn.heads[0]))
-        lanes.leaves(part, lse, going[-1].inbox, going[-1].message)
-        if keep:
-            kept += [now.inbox, part, lse]
-    lanes.meet()
-    for one in going:
-        one.written()
-    if call.calls.report is not None:
-        call.calls.report.forward_bytes = swap.received_bytes([query, key, value], [out])
-    return out, kept
+    def _turned_back(
+        self,
+        turn: Turn,
+        upstream: torch.Tensor,
+        held: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        of_mask: MaskGradients,
+    ) -> list[ToRows]:
+        """The gradients of a turn, on their way to ``grads``; ``held``: what the forward kept."""
+        inbox, out, lse = held
+        ranges = turn.heads, turn.kv_heads, turn.kv_heads
+        sizes = [(stop - start, g.shape[3]) for (start, stop), g in zip(ranges, grads, strict=True)]
+        query, key, value = opened(inbox, sizes)
+        inputs = {
+            "grad_out": upstream, "query": query, "key": key, "value": value, "out": out,
+            "lse": lse,
+        }  # fmt: skip
+        made = self.calls.backward(inputs, *self._numbers(turn), of_mask)
+        return [
+            self.swap.to_rows(grad, target, start)
+            for grad, target, (start, _) in zip(made, grads, ranges, strict=True)
+        ]
 
 
-def backward(
-    call: Exchanged,
-    grad_out: torch.Tensor,
-    shapes: Sequence[torch.Size],
-    kept: Sequence[torch.Tensor],
-    of_mask: MaskGradients,
-) -> list[torch.Tensor]:
-    """The gradients of this rank's rows of query, key and value.
-
-    Args:
-        shapes: of the three.
-        kept: what the forward returned.
-        of_mask: to which the gradients of the mask's own tensors are added, of what is computed
-            here.
-    """
-    swap = call.swap
-    coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
-    grads = [grad_out.new_empty(shape) for shape in shapes]
-    lanes, going = TwoStreams(grad_out.device, call.side_by_side), list[ToRows]()
-    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
-        held = kept[3 * number : 3 * number + 3]
-        lanes.reads(number, now.inbox, now.outbox, *held)
-        with lanes.turn(number):
-            (upstream,) = now.arrived()
-            back = _turned_back(call, turn, upstream, held, grads, of_mask)
-        for one in back:
-            lanes.leaves(one.inbox, one.message)
-        going += back
-    lanes.meet()
-    for one in going:
-        one.written()
-    if call.calls.report is not None:
-        call.calls.report.backward_bytes = swap.received_bytes([grad_out], grads)
-    return grads
-
-
-def _turned_back(
-    call: Exchanged,
-    turn: Turn,
-    upstream: torch.Tensor,
-    held: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    of_mask: MaskGradients,
-) -> list[ToRows]:
-    """The gradients of a turn, on their way to ``grads``.
-
-    Args:
-        held: what the forward kept of the turn.
-    """
-    inbox, out, lse = held
-    ranges = turn.heads, turn.kv_heads, turn.kv_heads
-    sizes = [(stop - start, g.shape[3]) for (start, stop), g in zip(ranges, grads, strict=True)]
-    query, key, value = opened(inbox, sizes)
-    inputs = {
-        "grad_out": upstream, "query": query, "key": key, "value": value, "out": out, "lse": lse,
-    }  # fmt: skip
-    made = call.calls.backward(inputs, *call.numbers(turn), of_mask)
-    return [
-        call.swap.to_rows(grad, target, start)
-        for grad, target, (start, _) in zip(made, grads, ranges, strict=True)
-    ]
-
-
-class ByHeads(torch.autograd.Function):
-    """A call whose heads are exchanged, with its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        call: Exchanged,
-    ) -> torch.Tensor:
-        """Output of this rank's rows."""
-        with exchanging(call.swap.group):
-            out, kept = forward(call, query, key, value, any(ctx.needs_input_grad))
-        ctx.save_for_backward(*kept, *call.calls.read())
-        ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
-        return out
-
-    @staticmethod
-    @first_derivative("quorum_attention.distributed.attention")
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        """The gradients of this rank's rows; of bias and sinks, of what is computed here."""
-        call: Exchanged = ctx.call
-        group = call.swap.group
-        with exchanging(group):  # other ranks may have begun
-            saved = ctx.saved_tensors
-        of_mask = MaskGradients.of(call.calls.mask, *ctx.needs_input_grad[3:5])
-        call.calls.compare_backward(group, grad_out)
-        with exchanging(group):
-            made = backward(call, grad_out, ctx.shapes, saved, of_mask)
-        return (*made, *of_mask.found(call.calls.mask), None)
-
-
-__all__ = ["ByHeads", "Exchanged", "Swap", "Turn", "backward", "forward", "opened", "turns_of"]
+__all__ = ["Exchanged", "Swap", "Turn", "opened", "turns_of"]

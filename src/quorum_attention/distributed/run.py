@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.agreement import alive
-from quorum_attention.distributed.calls import Calls, MaskGradients, ShardedReport
-from quorum_attention.distributed.exchange import Delivery, Gathered, Parcel
+from quorum_attention.distributed.calls import Calls, MaskGradients
+from quorum_attention.distributed.exchange import Gathered, Moving, Transfer
 from quorum_attention.distributed.partition import Assignment, Block, Piece
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.merge import add_, empty_, merge_
@@ -41,91 +41,150 @@ class Sharded:
         return alive(self._group)
 
     @property
-    def report(self) -> ShardedReport | None:
-        """To be filled."""
-        return self.calls.report
-
-    @property
     def rank(self) -> int:
         """The number of this process in the group."""
         return self.group.rank()
 
-    @property
-    def start(self) -> int:
-        """The first row of this rank's shard."""
-        return self.assignment.of.starts[self.rank]
-
     def own(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
         """A piece of a tensor of this rank's shard."""
-        rows = tensor.narrow(2, piece.rows.start - self.start, piece.rows.length)
+        start = piece.rows.start - self.assignment.of.starts[self.rank]
+        rows = tensor.narrow(2, start, piece.rows.length)
         return rows.narrow(1, piece.heads.start, piece.heads.length)
 
-    def mine(self, pieces: Sequence[Piece], stage: int) -> list[Piece]:
-        """The pieces of a stage that this rank sends or receives."""
-        here = self.rank
-        return [p for p in pieces if p.stage == stage and here in (p.rank, p.owner)]
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Output of this rank's rows, and what the backward needs.
+
+        Args:
+            query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
+        """
+        state = state_dtype(query.dtype)
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
+        lse = torch.empty(query.shape[:3], dtype=state, device=query.device)
+        kept: list[torch.Tensor] = []
+        backs, received = list[Transfer](), 0
+        for stage, (queries, (keys, values), n_bytes) in enumerate(
+            _arriving(self, (query,), (key, value))
+        ):
+            received += n_bytes
+            results = [
+                _statistics(self, stage, rows, keys, values, out.dtype, state)
+                for (rows,) in queries
+            ]
+            if self.kept and keep and results:
+                kept += [keys.tensor, values.tensor]
+                for (rows,), parts in zip(queries, results, strict=True):
+                    kept += [rows.tensor, *(part.tensor for part in parts)]
+            pieces = self.assignment.query_pieces
+            backs.append(_sent_back(self, stage, pieces, results, (out, lse), state))
+        _merged(self, backs, out, lse, state)
+        if self.calls.report is not None:
+            self.calls.report.forward_bytes = received + sum(one.received_bytes for one in backs)
+        return out, kept if self.kept else [query, key, value, out, lse]
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        shapes: Sequence[torch.Size],
+        saved: Sequence[torch.Tensor],
+        of_mask: MaskGradients,
+    ) -> list[torch.Tensor]:
+        """The gradients of this rank's rows.
+
+        Args:
+            shapes: of query, key and value.
+            saved: what the forward returned.
+            of_mask: to which the gradients of the mask's own tensors are added, of the pairs
+                computed here.
+        """
+        assignment, state = self.assignment, state_dtype(grad_out.dtype)
+        grad_out = grad_out.contiguous()
+        by_query: tuple[torch.Tensor, ...] = (grad_out,)
+        by_key: tuple[torch.Tensor, ...] = ()
+        if not self.kept:
+            query, key, value, out, lse = saved
+            by_query, by_key = (grad_out, query, out, lse), (key, value)
+        grads = [grad_out.new_empty(shape) for shape in shapes]
+        of_queries, of_keys = list[Transfer](), list[Transfer]()
+        held, received = iter(saved), 0
+        for stage, (queries, gathered, n_bytes) in enumerate(_arriving(self, by_query, by_key)):
+            received += n_bytes
+            if self.kept:
+                queries, gathered = _held(self, stage, queries, held)
+            made = _Gradients(self, stage, queries, gathered, state, of_mask)
+            for backs, pieces, results, likes in (
+                (of_queries, assignment.query_pieces, made.queries, grads[:1]),
+                (of_keys, assignment.key_pieces, made.keys, grads[1:]),
+            ):
+                backs.append(_sent_back(self, stage, pieces, results, likes, state))
+        _summed(self, of_queries, grads[:1], state)
+        _summed(self, of_keys, grads[1:], state)
+        if self.calls.report is not None:
+            received += sum(one.received_bytes for one in (*of_queries, *of_keys))
+            self.calls.report.backward_bytes = received
+        return grads
 
 
-class Inward:
-    """The rows of a stage on their way to who computes with them.
+def _of_stage(call: Sharded, pieces: Sequence[Piece], stage: int) -> list[Piece]:
+    """The pieces of a stage that this rank sends or receives."""
+    here = call.rank
+    return [p for p in pieces if p.stage == stage and here in (p.rank, p.owner)]
+
+
+def _arriving(
+    call: Sharded, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[tuple[Gathered, ...]], list[Gathered], int]]:
+    """By stage: by heads of queries, the tensors ``by_query``; the tensors ``by_key``; received
+    bytes. The next stage is on its way meanwhile.
 
     Args:
         by_query: tensors of the shard with a row for each query; ``by_key`` likewise.
     """
+    assignment, rank = call.assignment, call.rank
 
-    def __init__(
-        self,
-        call: Sharded,
-        stage: int,
-        by_query: Sequence[torch.Tensor],
-        by_key: Sequence[torch.Tensor],
-    ) -> None:
-        self._call, self._stage = call, stage
-        self._by_query, self._by_key = by_query, by_key
-        assignment = call.assignment
-        self._pieces = [(p, by_query) for p in call.mine(assignment.query_pieces, stage)]
-        self._pieces += [(p, by_key) for p in call.mine(assignment.key_pieces, stage)]
-        parcels = []
-        for piece, tensors in self._pieces:
-            for tensor in tensors:
-                shape = (tensor.shape[0], piece.heads.length, piece.rows.length, *tensor.shape[3:])
-                parcel = Parcel(piece.owner, piece.rank, shape, tensor.dtype)
-                if piece.owner == call.rank:
-                    parcel.content = call.own(tensor, piece)
-                parcels.append(parcel)
-        self._delivery = Delivery(parcels, call.group, by_query[0].device)
-        self.received_bytes = self._delivery.received_bytes
-
-    def arrived(self) -> tuple[list[tuple[Gathered, ...]], list[Gathered]]:
-        """By heads of queries, the tensors ``by_query``; and the tensors ``by_key``."""
-        contents = iter(self._delivery.contents())
-        got: dict[int, list[list[tuple[Piece, torch.Tensor]]]] = {
-            id(t): [[] for _ in t] for t in (self._by_query, self._by_key)
-        }
-        for piece, tensors in self._pieces:
-            if piece.rank != self._call.rank:
-                continue
-            for number in range(len(tensors)):
-                got[id(tensors)][number].append((piece, next(contents)))
-        assignment, rank = self._call.assignment, self._call.rank
-        queries = []
-        for needed in assignment.queries(rank, self._stage):
-            parts = got[id(self._by_query)]
-            queries.append(
-                tuple(
-                    Gathered.of(needed, [(p, c) for p, c in part if p.heads == needed.heads], like)
-                    for part, like in zip(parts, self._by_query, strict=True)
-                )
+    def sent(stage: int) -> Transfer:
+        every = [
+            Moving(piece, tensors, lambda n, p=piece, some=tensors: call.own(some[n], p))  # type: ignore[misc]
+            for pieces, tensors in (
+                (assignment.query_pieces, by_query),
+                (assignment.key_pieces, by_key),
             )
-        needed = assignment.keys(rank, self._stage)
-        parts = got[id(self._by_key)]
-        keys = [
-            Gathered.of(needed, part, like) for part, like in zip(parts, self._by_key, strict=True)
+            for piece in _of_stage(call, pieces, stage)
         ]
-        return queries, keys
+        return Transfer(every, call.group, by_query[0].device)
+
+    following = sent(0) if assignment.n_stages else None
+    for stage in range(assignment.n_stages):
+        now, following = following, sent(stage + 1) if stage + 1 < assignment.n_stages else None
+        assert now is not None
+        came = list(zip(now.coming, now.arrived(), strict=True))
+        count = sum(p.rank == rank for p in _of_stage(call, assignment.query_pieces, stage))
+        queries = [
+            tuple(
+                Gathered.of(
+                    needed, [(p, t[n]) for p, t in came[:count] if p.heads == needed.heads], like
+                )
+                for n, like in enumerate(by_query)
+            )
+            for needed in assignment.queries(rank, stage)
+        ]
+        needed = assignment.keys(rank, stage)
+        keys = [
+            Gathered.of(needed, [(p, t[n]) for p, t in came[count:]], like)
+            for n, like in enumerate(by_key)
+        ]
+        yield queries, keys, now.received_bytes
 
 
-class Back:
+def _sent_back(
+    call: Sharded,
+    stage: int,
+    pieces: Sequence[Piece],
+    results: Sequence[tuple[Gathered, ...]],
+    likes: Sequence[torch.Tensor],
+    state: torch.dtype,
+) -> Transfer:
     """Results of a stage on their way to the ranks that hold their rows.
 
     Args:
@@ -134,126 +193,12 @@ class Back:
         likes: a tensor of the shard for each of the results: sizes, and the dtype of rows that are
             complete; others travel in ``state``.
     """
-
-    def __init__(
-        self,
-        call: Sharded,
-        stage: int,
-        pieces: Sequence[Piece],
-        results: Sequence[tuple[Gathered, ...]],
-        likes: Sequence[torch.Tensor],
-        state: torch.dtype,
-    ) -> None:
-        self._pieces = call.mine(pieces, stage)
-        self._count = len(likes)
-        by_heads = {one[0].needed.heads: one for one in results}
-        parcels = []
-        for piece in self._pieces:
-            for number, like in enumerate(likes):
-                shape = (like.shape[0], piece.heads.length, piece.rows.length, *like.shape[3:])
-                dtype = like.dtype if piece.alone else state
-                parcel = Parcel(piece.rank, piece.owner, shape, dtype)
-                if piece.rank == call.rank:
-                    parcel.content = by_heads[piece.heads][number].at(piece.rows)
-                parcels.append(parcel)
-        self._delivery = Delivery(parcels, call.group, likes[0].device)
-        self.received_bytes = self._delivery.received_bytes
-
-        self.owned = [p for p in self._pieces if p.owner == call.rank]
-
-    def arrived(self) -> list[tuple[Piece, list[torch.Tensor]]]:
-        """The pieces of this rank's shard, and their tensors in the order of the results."""
-        contents = iter(self._delivery.contents())
-        return [(piece, [next(contents) for _ in range(self._count)]) for piece in self.owned]
-
-
-def _arriving(
-    call: Sharded, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
-) -> Iterator[tuple[list[tuple[Gathered, ...]], list[Gathered], int]]:
-    """By stage, what ``Inward.arrived`` returns, and its bytes; the next stage is on its way."""
-    stages = range(call.assignment.n_stages)
-    coming = [Inward(call, stage, by_query, by_key) for stage in stages[:1]]
-    for stage in stages:
-        coming += [Inward(call, later, by_query, by_key) for later in stages[stage + 1 : stage + 2]]
-        now = coming.pop(0)
-        yield *now.arrived(), now.received_bytes
-
-
-def forward(
-    call: Sharded, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Output and lse of this rank's rows, and the tensors that are kept for the backward.
-
-    Args:
-        query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
-    """
-    assignment, state = call.assignment, state_dtype(query.dtype)
-    out = query.new_empty((*query.shape[:3], value.shape[3]))
-    lse = torch.empty(query.shape[:3], dtype=state, device=query.device)
-    kept: list[torch.Tensor] = []
-    backs = []
-    received = 0
-    for stage, (queries, (keys, values), nbytes) in enumerate(
-        _arriving(call, (query,), (key, value))
-    ):
-        received += nbytes
-        results = [
-            _statistics(call, stage, rows, keys, values, out.dtype, state) for (rows,) in queries
-        ]
-        if call.kept and results:
-            kept += [keys.tensor, values.tensor]
-            for (rows,), (part, part_lse) in zip(queries, results, strict=True):
-                kept += [rows.tensor, part.tensor, part_lse.tensor]
-        backs.append(Back(call, stage, assignment.query_pieces, results, (out, lse), state))
-    _merged(call, backs, out, lse, state)
-    if call.report is not None:
-        call.report.forward_bytes = received + sum(back.received_bytes for back in backs)
-    return out, lse, kept
-
-
-def backward(
-    call: Sharded,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rest: Sequence[torch.Tensor],
-    of_mask: MaskGradients,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of this rank's rows.
-
-    Args:
-        of_mask: to which the gradients of the mask's own tensors are added, of the pairs computed
-            here.
-        query, key, value: of this rank's shard; where inputs were kept only their sizes are used.
-        rest: output and lse of this rank's rows; or the tensors that the forward kept.
-    """
-    assignment, state = call.assignment, state_dtype(query.dtype)
-    by_query = (grad_out,) if call.kept else (grad_out, query, rest[0], rest[1])
-    by_key = () if call.kept else (key, value)
-    grads = [
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
+    by_heads = {one[0].needed.heads: one for one in results}
+    every = [
+        Moving(piece, likes, lambda n, p=piece: by_heads[p.heads][n].at(p.rows))  # type: ignore[misc]
+        for piece in _of_stage(call, pieces, stage)
     ]
-    backs: list[tuple[Back, Back]] = []
-    held, received = iter(rest), 0
-    for stage, (queries, gathered, nbytes) in enumerate(_arriving(call, by_query, by_key)):
-        received += nbytes
-        if call.kept:
-            queries, gathered = _held(call, stage, queries, held)
-        made = _Gradients(call, stage, queries, gathered, state, of_mask)
-        backs.append(
-            (
-                Back(call, stage, assignment.query_pieces, made.queries, grads[:1], state),
-                Back(call, stage, assignment.key_pieces, made.keys, grads[1:], state),
-            )
-        )
-    _summed(call, [pair[0] for pair in backs], grads[:1], state)
-    _summed(call, [pair[1] for pair in backs], grads[1:], state)
-    if call.report is not None:
-        call.report.backward_bytes = received + sum(
-            b.received_bytes for pair in backs for b in pair
-        )
-    return grads[0], grads[1], grads[2]
+    return Transfer(every, call.group, likes[0].device, back=True, state=state)
 
 
 def _statistics(
@@ -294,15 +239,19 @@ def _statistics(
 
 
 def _merged(
-    call: Sharded, backs: Sequence[Back], out: torch.Tensor, lse: torch.Tensor, state: torch.dtype
+    call: Sharded,
+    backs: Sequence[Transfer],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    state: torch.dtype,
 ) -> None:
     """Bring the statistics of this rank's rows together, in ``out`` and ``lse``."""
-    partial = [p for back in backs for p in back.owned if not p.alone]
+    partial = [p for back in backs for p in back.coming if not p.alone]
     if partial:
         total = torch.zeros(out.shape, dtype=state, device=out.device)
         lse.fill_(-torch.inf)
     for back in backs:
-        for piece, (part, part_lse) in back.arrived():
+        for piece, (part, part_lse) in zip(back.coming, back.arrived(), strict=True):
             if piece.alone:
                 call.own(out, piece).copy_(part)
                 call.own(lse, piece).copy_(part_lse)
@@ -313,20 +262,18 @@ def _merged(
 
 
 def _summed(
-    call: Sharded, backs: Sequence[Back], grads: Sequence[torch.Tensor], state: torch.dtype
+    call: Sharded, backs: Sequence[Transfer], grads: Sequence[torch.Tensor], state: torch.dtype
 ) -> None:
-    """Add up the gradients of this rank's rows, in ``grads``; rows that nobody needed get 0."""
-    partial = [p for back in backs for p in back.owned if not p.alone]
-    totals: Sequence[torch.Tensor] = ()
-    if partial:
-        totals = [torch.zeros(g.shape, dtype=state, device=g.device) for g in grads]
+    """Add up the gradients of this rank's rows, in ``grads``."""
+    partial = [p for back in backs for p in back.coming if not p.alone]
+    totals = [torch.zeros(g.shape if partial else 0, dtype=state, device=g.device) for g in grads]
     for back in backs:
-        for piece, parts in back.arrived():
-            for number, part in enumerate(parts):
+        for piece, parts in zip(back.coming, back.arrived(), strict=True):
+            for grad, total, part in zip(grads, totals, parts, strict=True):
                 if piece.alone:
-                    call.own(grads[number], piece).copy_(part)
+                    call.own(grad, piece).copy_(part)
                 else:
-                    add_(call.own(totals[number], piece), part)
+                    add_(call.own(total, piece), part)
     for piece in partial:
         for grad, total in zip(grads, totals, strict=True):
             call.own(grad, piece).copy_(call.own(total, piece))
@@ -406,7 +353,7 @@ def _held(
     upstream: Sequence[tuple[Gathered, ...]],
     held: Iterator[torch.Tensor],
 ) -> tuple[list[tuple[Gathered, ...]], list[Gathered]]:
-    """What the forward kept of a stage, with the upstream gradient, in the order of ``Inward``."""
+    """What the forward kept of a stage, with the upstream gradient, as it is gathered otherwise."""
     if not upstream:
         return [], []
     needed = call.assignment.keys(call.rank, stage)
@@ -418,4 +365,4 @@ def _held(
     return queries, keys
 
 
-__all__ = ["Sharded", "backward", "forward"]
+__all__ = ["Sharded"]

@@ -18,8 +18,8 @@ from quorum_attention.call.options import Written
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import real_number, whole_number
 from quorum_attention.devices.buffers import InFile, in_file
+from quorum_attention.devices.call import check_options, sendable
 from quorum_attention.devices.report import PoolPass, PoolReport
-from quorum_attention.devices.request import check_options, sendable
 from quorum_attention.files.call import GRADIENTS, FileCall, file_call, written_as
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
