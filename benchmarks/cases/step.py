@@ -146,8 +146,8 @@ def long(options: argparse.Namespace) -> dict[str, Any]:
     ids, every = library(options.tokens, options.device), len(model.model.layers)
     rows: list[dict[str, Any]] = []
     counts, weights = options.layers or [every], weight_bytes(model)
-    with first_layers(model, max(counts)):
-        step(model, ids)  # kernels are compiled, and memory is page-locked
+    with first_layers(model, 1):
+        step(model, ids)  # kernels are compiled; the steps that count page-lock their memory
     for count in counts:
         with first_layers(model, count), Watched(options.device, weights) as watched:
             loss = step(model, ids)
