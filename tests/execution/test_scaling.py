@@ -108,16 +108,6 @@ def test_only_tasks_that_overflow_are_run_again() -> None:
     assert report.backward.units == 2 * 7 / (report.backward.heads_per_group)
 
 
-def test_gradients_beyond_fp16_come_out_in_fp32() -> None:
-    tensors = inputs()
-    sink(tensors)
-    tensors[3] = torch.full_like(tensors[3], 1000.0)
-    right = exact(tensors, True)
-    assert right[2].abs().max() > 65_504
-    got = computed(tensors, True, torch.float32)
-    torch.testing.assert_close(got[2].double(), right[2], rtol=2e-3, atol=1.0)
-
-
 def test_extremes_of_fp16() -> None:
     tensors = inputs()
     tensors[2] = tensors[2].sign() * 60_000

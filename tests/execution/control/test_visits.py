@@ -82,12 +82,3 @@ def test_state_is_made_once_handed_on_and_finished_once(tasks, carry, data) -> N
     assert set(finished) == set(last_visit)
     assert set(finished.values()) <= {1}
     assert set(fresh.values()) <= {1}
-
-
-@given(start=st.integers(0, 50), length=st.integers(1, 50), n=st.integers(0, 120))
-def test_rows_below_a_limit(start: int, length: int, n: int) -> None:
-    rows = Rows(start, start + length, 7)
-    expected = [p for p in positions(rows) if p[0] < n]
-    part = rows.within(0, n)
-    assert ([] if part is None else positions(part)) == expected
-    assert part is None or part.stop > part.start
