@@ -34,7 +34,7 @@ def passing(
     backward. Its own decomposition takes over if that fails."""
     work, place = plan.work, plan.place
     stays = "key" if plan.backward else "query"
-    route = Streaming(stays, queries, keys, Slots(1, "host"), n_cap)
+    route = Streaming(n_cap, stays=stays, queries=queries, keys=keys, instead=Slots(1, "host"))
     schedule = schedule_of(work, plan.decomposition, GroupSize(1, group), route)
     case = Case(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
     machine = assumed(place.device_type, work.dtype, work.head_dim)

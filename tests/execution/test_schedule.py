@@ -68,7 +68,7 @@ def test_what_makes_no_sense_cannot_be_made(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "route", [Whole(Slots(2, "host")), Blockwise(2), PerTask(), Slots(3, "host", 2)], ids=repr
+    "route", [Whole(2, "host"), Blockwise(streams=2), PerTask(), Slots(3, "host", 2)], ids=repr
 )
 def test_every_route_goes_through_slots_where_it_cannot_run(route: Route) -> None:
     """Through slots it has the same levels; a whole call that ran out of memory gets one more. It

@@ -58,36 +58,36 @@ class Route(ABC):
         measured: whether the report measures its stages.
         whole_groups: whether its units are whole head groups, so that a failed group begins anew.
         recovery: what failed where ``fallback`` is taken, and what is done instead, in words.
+        n_cap: slots, i.e. tasks resident at once.
+        accumulator: where the state lives between the visits of a task.
+        streams: kernel calls of a task in flight at once.
+        trimmed: sizes of the trimmed tasks; None: they are not trimmed, or it is not known.
+
+    Raises:
+        ValueError: a field has a value that is not allowed.
     """
 
     measured: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
     recovery: ClassVar[tuple[str, str]] = "", ""
 
-    @property
-    def n_cap(self) -> int:
-        """Slots, i.e. tasks resident at once."""
-        return 1
+    n_cap: int = 1
+    accumulator: Home = "device"
+    streams: int = 1
+    trimmed: Tally | None = None
 
-    @property
-    def accumulator(self) -> Home:
-        """The home of the state between visits, on the route through slots."""
-        return "device"
+    def __post_init__(self) -> None:
+        if self.n_cap < 1 or self.streams < 1:
+            raise ValueError(
+                f"n_cap and streams must be at least 1, got {self.n_cap} and {self.streams}"
+            )
+        if self.accumulator not in ("device", "host"):
+            raise ValueError(f"accumulator must be 'device' or 'host', got {self.accumulator!r}")
 
     @property
     def accumulators(self) -> str:
         """The home of the state, for reports: "device", "host", or "none"."""
         return self.accumulator
-
-    @property
-    def streams(self) -> int:
-        """Kernel calls of a task in flight at once."""
-        return 1
-
-    @property
-    def trimmed(self) -> Tally | None:
-        """The sizes of trimmed tasks; None if tasks are not trimmed, or their sizes not known."""
-        return None
 
     @property
     @abstractmethod

@@ -112,7 +112,9 @@ def refitted(
         found = price(schedule, case_there, kernel_hardware(case, hardware), planned.why)
     # An uncut schedule goes through no slots where one call can run a head group as it lies.
     if not found.schedule.decomposition.depth and isinstance(found.schedule.route, Slots):
-        whole = replace(found.schedule, route=Whole(found.schedule.route))
+        whole = replace(
+            found.schedule, route=Whole(found.schedule.n_cap, found.schedule.accumulator)
+        )
         found = replace(found, schedule=whole) if whole.runs(case) else found
     return found
 
@@ -364,7 +366,9 @@ def _schedules(
         if not shape.depth:
             # No ``max_pairs``: a monolithic call is one rectangle under a mask too, as in torch.
             for size, slots in product(sizes, tuple(Slots.offered(replace(choice, streams=(1,))))):
-                made = schedule_of(work, shape, size, Whole(slots), pinned=pinned)
+                made = schedule_of(
+                    work, shape, size, Whole(slots.n_cap, slots.accumulator), pinned=pinned
+                )
                 yield made if made.runs(case) else made.through_slots(work)
             continue
         trimmed = _trimmed_tally(shape, pairs, case) if shape.n_tasks <= few else None
@@ -554,10 +558,11 @@ def _streamed(
         if group.batch > 1:
             continue
         made = replace(instead, group=group)
-        if not Streaming(stays, 1, 1, route).runs(made, case):
+        if not Streaming(stays=stays, instead=route).runs(made, case):
             return
         for chunk in _stream_chunks(group, length, case, hardware):
-            found = _largest_block(made, Streaming(stays, chunk, chunk, route), budget, case)
+            streaming = Streaming(stays=stays, queries=chunk, keys=chunk, instead=route)
+            found = _largest_block(made, streaming, budget, case)
             if found is not None:
                 yield found
 

@@ -13,7 +13,6 @@ from helpers_fake_device import FakeDevice, FakeEvent, FakeMover, FakeStream
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.kernels.cpu import CpuKernel
 
@@ -173,9 +172,9 @@ def test_any_call_may_run_out_of_memory(backward: bool) -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     for queries, keys, n_cap in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match="at least 1"):
-            Streaming("query", queries, keys, Slots(), n_cap)
+            Streaming(n_cap, queries=queries, keys=keys)
     with pytest.raises(ValueError, match="'query' or 'key'"):
-        Streaming("both", 1, 1, Slots())  # type: ignore[arg-type]
+        Streaming(stays="both")  # type: ignore[arg-type]
     made = plan(60, 20, 20, backward=False)
     with pytest.raises(ValueError, match="one batch entry"):
         made.schedule.route.check(made.decomposition, replace(made.schedule.group, batch=2))

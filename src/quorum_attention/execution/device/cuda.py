@@ -272,12 +272,6 @@ class TwoStreams:
             for tensor in tensors:
                 tensor.record_stream(self._main)
 
-    def catch_up(self, number: int) -> None:
-        """Turn ``number`` goes on when all turns before it are done."""
-        if self._main is not None:
-            ahead, behind = (self._side, self._main) if number % 2 else (self._main, self._side)
-            ahead.wait_stream(behind)
-
     def meet(self) -> None:
         """The current stream goes on when all turns are done."""
         if self._main is not None:

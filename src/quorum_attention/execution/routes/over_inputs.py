@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product, starmap
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -44,11 +44,9 @@ from quorum_attention.execution.case import (
     state_bytes,
 )
 from quorum_attention.execution.control.controller import RecoveryController
-from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import Ask, GroupScaling, all_finite, asking, scales
 from quorum_attention.execution.schedule import Choice, Route, Schedule
-from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import (
     Axis,
     Group,
@@ -80,6 +78,11 @@ def all_rectangles(
 class OverInputs(Route):
     """A route over the inputs as they lie."""
 
+    def slots(self, **changes: Any) -> Slots:
+        """Slots with the same fields, changed."""
+        fields = (self.n_cap, self.accumulator, self.streams, self.trimmed)
+        return replace(Slots(*fields), **changes)
+
     @abstractmethod
     def computing(
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
@@ -104,28 +107,12 @@ class OverInputs(Route):
 
 @dataclass(frozen=True, slots=True)
 class Whole(OverInputs):
-    """One kernel call for each head group, or for all of them together; no sequence is cut.
-
-    Attributes:
-        otherwise: the slots that the pass goes through where it cannot run this way.
-    """
-
-    otherwise: Slots = field(default_factory=Slots)
+    """One kernel call for each head group, or for all of them together; no sequence is cut."""
 
     words = "inputs in place, nothing to merge"
     recovery = "monolithic call out of memory", "depth 0 -> 1"
     accumulators = "none"
     measured = False
-
-    @property
-    def n_cap(self) -> int:
-        """Slots of ``otherwise``."""
-        return self.otherwise.n_cap
-
-    @property
-    def accumulator(self) -> Home:
-        """Where the travelling state of ``otherwise`` lives."""
-        return self.otherwise.accumulator
 
     def check(self, shape: Decomposition, group: GroupSize) -> None:
         """Refuse a decomposition into several tasks."""
@@ -186,10 +173,6 @@ class Whole(OverInputs):
         """Kernel calls, and nothing else."""
         units = count_groups(case.work, schedule.group)
         return Load(units=units, uncut=True, merges=False)
-
-    def slots(self, **changes: Any) -> Slots:
-        """Those of ``otherwise``."""
-        return self.otherwise.slots(**changes)
 
     def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
         """One level of tasks, through one slot."""
@@ -447,23 +430,18 @@ class Blockwise(_Tasks):
     """All tasks of a head group as one.
 
     Attributes:
-        streams: kernel calls in flight at once.
         pieces: how their rectangles are laid out.
     """
 
-    streams: int = 1
     pieces: Pieces = "halves"
 
     words = "inputs in place, all tasks of a head group at once"
 
-    def __post_init__(self) -> None:
-        if self.streams < 1:
-            raise ValueError(f"streams must be at least 1, got {self.streams}")
-
     @classmethod
     def offered(cls, choice: Choice) -> Iterator[Blockwise]:
         """Those that a search tries: every combination."""
-        return starmap(cls, product(choice.streams, choice.pieces))
+        for streams, pieces in product(choice.streams, choice.pieces):
+            yield cls(streams=streams, pieces=pieces)
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Halved rectangles are as they come; others have a chunk of queries, or of both."""
@@ -498,10 +476,6 @@ class Blockwise(_Tasks):
         """Each head group is one unit."""
         units = count_groups(case.work, schedule.group)
         return Load(units=units, at_once=self.pieces, begun=units)
-
-    def slots(self, **changes: Any) -> Slots:
-        """One slot, with as many calls in flight."""
-        return Slots(1, "device", self.streams).slots(**changes)
 
     def computing(
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
@@ -614,20 +588,14 @@ def rectangles_in_place(
 
 @dataclass(frozen=True, slots=True)
 class PerTask(_Tasks):
-    """The tasks of a head group one after the other.
-
-    Attributes:
-        trimmed: sizes of the tasks trimmed by the kernel's mask; None: they are not trimmed.
-    """
-
-    trimmed: Tally | None = None
+    """The tasks of a head group one after the other."""
 
     words = "inputs in place, task by task"
 
     @classmethod
     def offered(cls, choice: Choice) -> Iterator[PerTask]:
         """The only one that a search tries."""
-        yield cls(choice.trimmed)
+        yield cls(trimmed=choice.trimmed)
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Rows from the first token of a task to its last, for the task with most of them."""
@@ -660,10 +628,6 @@ class PerTask(_Tasks):
             copies=4,
             begun=units,
         )
-
-    def slots(self, **changes: Any) -> Slots:
-        """One slot, for the same tasks."""
-        return Slots(1, "device", 1, self.trimmed).slots(**changes)
 
     def computing(
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools

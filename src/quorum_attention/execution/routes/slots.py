@@ -28,7 +28,7 @@ from quorum_attention.execution.case import (
 from quorum_attention.execution.control.controller import RecoveryController, UnitDone
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.residency import Home, Residency
+from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.scaling import UnitScaling
 from quorum_attention.execution.schedule import Attempt, Choice, Route, Schedule
@@ -43,39 +43,16 @@ from quorum_attention.execution.slot_rows import (
     moved_tensors,
     slot_layout,
 )
-from quorum_attention.execution.trimming import Tally, task_rows
+from quorum_attention.execution.trimming import task_rows
 from quorum_attention.execution.workload import GroupSize, Workload, count_groups
 from quorum_attention.quorums import quorum_size
 
 
 @dataclass(frozen=True, slots=True)
 class Slots(Route):
-    """One task after the other, through slots carved from one arena.
-
-    Attributes:
-        n_cap: slots, i.e. tasks resident at once.
-        accumulator: where the travelling state lives between visits.
-        streams: kernel calls of a task in flight at once.
-        trimmed: sizes of the trimmed tasks; None: they are not trimmed, or it is not known.
-
-    Raises:
-        ValueError: a field has a value that is not allowed.
-    """
-
-    n_cap: int = 1
-    accumulator: Home = "device"
-    streams: int = 1
-    trimmed: Tally | None = None
+    """One task after the other, through slots carved from one arena."""
 
     whole_groups = False
-
-    def __post_init__(self) -> None:
-        if self.n_cap < 1 or self.streams < 1:
-            raise ValueError(
-                f"n_cap and streams must be at least 1, got {self.n_cap} and {self.streams}"
-            )
-        if self.accumulator not in ("device", "host"):
-            raise ValueError(f"accumulator must be 'device' or 'host', got {self.accumulator!r}")
 
     @property
     def words(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -75,11 +75,11 @@ class Streaming(Route):
         n_cap: blocks resident at once.
     """
 
-    stays: Axis
-    queries: int
-    keys: int
-    instead: Slots
     n_cap: int = 2
+    stays: Axis = "query"
+    queries: int = 1
+    keys: int = 1
+    instead: Slots = field(default_factory=Slots)
 
     recovery = "streaming: failed", "through slots"
 
