@@ -352,65 +352,6 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 _LSE = "lse"
 
 
-@dataclass(slots=True)
-class Results:
-    """The results of a pass: given by the caller, or made when they are needed.
-
-    Attributes:
-        spec: which pass.
-        work: the call's sizes.
-        dtype: of the results, except those whose state is the result (the log-sum-exp).
-        device: where the inputs are; results are made there.
-        compute: the device that computes.
-        tensors: the results that exist, by name.
-    """
-
-    spec: PassSpec
-    work: Workload
-    dtype: torch.dtype
-    device: torch.device
-    compute: torch.device
-    tensors: dict[str, torch.Tensor]
-
-    def dtype_of(self, state: StateSpec) -> torch.dtype:
-        """The dtype of the result of ``state``."""
-        return self.work.state_dtype if state.over is None else self.dtype
-
-    def make(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
-        """All results, in the order of the pass's states; allocates those that do not exist.
-
-        Args:
-            home: where to allocate results that are their own state; None is where the inputs are.
-
-        Raises:
-            OutOfMemoryError: host memory cannot hold them.
-        """
-        for state in self.spec.states:
-            if state.name not in self.tensors:
-                where = self.device if state.over is not None or home is None else home
-                shape, dtype = state.shape(self.work), self.dtype_of(state)
-                self.tensors[state.name] = Residency(where).result(
-                    shape, dtype, state.words, self.compute
-                )
-        return tuple(self.tensors[state.name] for state in self.spec.states)
-
-    def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
-        that the caller gave tensors for, or that have another dtype."""
-        lies_so = len(self.work.batch_shape) == 1
-        found = []
-        for state, part in zip(self.spec.states, parts, strict=True):
-            result = part if lies_so else part.reshape(state.shape(self.work))
-            given = self.tensors.get(state.name)
-            if given is not None:
-                result = given.copy_(result)
-            elif result.dtype != (dtype := self.dtype_of(state)):
-                result = result.to(dtype)
-            found.append(result)
-            self.tensors[state.name] = result
-        return tuple(found)
-
-
 class ProgressStoppedError(Exception):
     """A StopIteration of the caller's progress, which generators on its way would take for their
     own; ``run_pass`` raises the original again."""
@@ -428,7 +369,8 @@ class Job:
         call: the inputs, and what to run them with.
         spec: which pass.
         tensors: the tensors it reads, by name: (*batch, heads, n, d); lse is (*batch, heads, n).
-        results: the results it makes.
+        results: the results that exist, by name: given by the caller, or made.
+        result_dtype: of the results, except those whose state is the result (the log-sum-exp).
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
         upstream: the upstream gradient of a backward; None in a forward.
@@ -437,7 +379,8 @@ class Job:
     call: Call
     spec: PassSpec
     tensors: dict[str, torch.Tensor]
-    results: Results
+    results: dict[str, torch.Tensor]
+    result_dtype: torch.dtype
     report: PassReport | None = None
     progress: Progress | None = None
     upstream: Upstream | None = None
@@ -452,11 +395,11 @@ class Job:
             device.type,
             here,
             False,
-            self.results.dtype,
+            self.result_dtype,
             call.in_place,
             divided=0 if self.is_divided else None,
             lse_here="lse" not in self.tensors or self.tensors["lse"].device == device,
-            lse_given="lse" in self.results.tensors,
+            lse_given="lse" in self.results,
         )
         return Case(call.work, call.kernel, self.spec, place)
 
@@ -491,9 +434,45 @@ class Job:
             found[item.name] = part
         return found
 
+    def dtype_of(self, state: StateSpec) -> torch.dtype:
+        """The dtype of the result of ``state``."""
+        return self.call.work.state_dtype if state.over is None else self.result_dtype
+
+    def make_results(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
+        """All results, in the order of the pass's states; allocates those that do not exist.
+
+        Args:
+            home: where to allocate results that are their own state; None is where the inputs are.
+
+        Raises:
+            OutOfMemoryError: host memory cannot hold them.
+        """
+        call = self.call
+        for state in self.spec.states:
+            if state.name not in self.results:
+                here = call.query.device
+                where = Residency(here if state.over is not None or home is None else home)
+                shape, dtype = state.shape(call.work), self.dtype_of(state)
+                self.results[state.name] = where.result(shape, dtype, state.words, call.device)
+        return tuple(self.results[state.name] for state in self.spec.states)
+
+    def take_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
+        that the caller gave tensors for, or that have another dtype."""
+        work = self.call.work
+        for state, part in zip(self.spec.states, parts, strict=True):
+            result = part if len(work.batch_shape) == 1 else part.reshape(state.shape(work))
+            given = self.results.get(state.name)
+            if given is not None:
+                result = given.copy_(result)
+            elif result.dtype != (dtype := self.dtype_of(state)):
+                result = result.to(dtype)
+            self.results[state.name] = result
+        return tuple(self.results[state.name] for state in self.spec.states)
+
     def targets(self, group: Group) -> list[torch.Tensor]:
         """A head group's part of each result, as views; of one batch entry."""
-        states = zip(self.spec.states, self.results.make(), strict=True)
+        states = zip(self.spec.states, self.make_results(), strict=True)
         return [group_part(result, group, state.axis) for state, result in states]
 
     def computed(self, group: Group, gradients: Sequence[torch.Tensor]) -> Computed:
@@ -594,8 +573,7 @@ def forward_job(
     given = {} if out is None else {"out": out}
     if lse is not None:
         given["lse"] = lse
-    results = Results(FORWARD, call.work, out_dtype, call.query.device, call.device, given)
-    return Job(call, FORWARD, _inputs(call), results, report, progress)
+    return Job(call, FORWARD, _inputs(call), given, out_dtype, report, progress)
 
 
 def backward_job(
@@ -622,8 +600,7 @@ def backward_job(
     dtype = call.work.dtype if grads is None else grads[0].dtype
     tensors = _inputs(call)
     tensors.update(out=out, grad_out=upstream.tensor, lse=lse)
-    results = Results(BACKWARD, call.work, dtype, call.query.device, call.device, given)
-    return Job(call, BACKWARD, tensors, results, report, progress, upstream)
+    return Job(call, BACKWARD, tensors, given, dtype, report, progress, upstream)
 
 
 def _inputs(call: Call) -> dict[str, torch.Tensor]:

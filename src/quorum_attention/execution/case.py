@@ -327,7 +327,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkCounts:
     """The work of a pass in counts; the planner turns it into seconds (planner/cost.py).
 
     Attributes:

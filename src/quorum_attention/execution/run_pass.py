@@ -59,7 +59,7 @@ def run_pass(
         raise stopped.error from None
     finally:
         report.seconds = time.perf_counter() - started
-    return job.results.make()
+    return job.make_results()
 
 
 def _controller(job: Job, schedule: Schedule, guessed: bool) -> RecoveryController:

@@ -15,7 +15,7 @@ from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.case import Bytes, Case, Load
+from quorum_attention.execution.case import Bytes, Case, WorkCounts
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed_tasks, written
@@ -119,11 +119,11 @@ class Route(ABC):
         """Whether the route can run the pass ``case``."""
 
     @abstractmethod
-    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
         """Most device bytes that it takes."""
 
     @abstractmethod
-    def load(self, schedule: Schedule, case: Case) -> Load:
+    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
         """The work it makes, in counts, for the planner's cost model."""
 
     @abstractmethod

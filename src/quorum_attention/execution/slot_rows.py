@@ -492,8 +492,8 @@ def moved_tensors(
         made_at: where results that are their own state are made; None: where the inputs are.
     """
     call, spec = job.call, job.spec
-    given = {id(result) for result in job.results.tensors.values()}
-    results = job.results.make(made_at)
+    given = {id(result) for result in job.results.values()}
+    results = job.make_results(made_at)
     inputs, states, copied = [], [], []
     for item in spec.inputs:
         tensor = _with_columns(job.tensors[item.name], item)
@@ -504,7 +504,7 @@ def moved_tensors(
         final = RowTensor(_with_columns(result, state), state.axis)
         copied.append(Copied(result, is_result=True, fresh=id(result) not in given))
         at = final
-        own = job.results.dtype_of(state) == call.work.state_dtype
+        own = job.dtype_of(state) == call.work.state_dtype
         if not own and state.axis in waiting:
             at = RowTensor(_accumulator(job, group, state, home), state.axis, of_group=True)
             copied.append(Copied(at.tensor))

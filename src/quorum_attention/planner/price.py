@@ -59,7 +59,7 @@ class Footprint:
 def footprint_of(schedule: Schedule, case: Case) -> Footprint:
     """Device bytes of a pass. What a backward reads of its forward is not counted: it is allocated
     when the pass begins."""
-    taken = schedule.route.takes(schedule, case)
+    taken = schedule.route.memory_use(schedule, case)
     tensors = [size for size in (taken.slots, *taken.accumulators, *taken.results) if size > 0]
     # A workspace is counted with one fixed rounding: the kernel's bound includes the rest.
     rounding = ROUNDING_BYTES if taken.workspace > 0 else 0
@@ -333,7 +333,7 @@ def _rate(hardware: HardwareModel, spec: PassSpec) -> float:
 def cost(schedule: Schedule, case: Case, hardware: HardwareModel) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
     work, spec, kernel = case.work, case.spec, case.kernel
-    group, load = schedule.group, schedule.route.load(schedule, case)
+    group, load = schedule.group, schedule.route.work_counts(schedule, case)
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = schedule.limits if group.batch == 1 else None
     if load.calls is None:

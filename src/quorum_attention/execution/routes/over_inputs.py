@@ -33,7 +33,7 @@ from quorum_attention.execution.call import Job, Tools, flat_batch, operand
 from quorum_attention.execution.case import (
     Bytes,
     Case,
-    Load,
+    WorkCounts,
     bytes_before,
     copied_bytes,
     corrected_bytes,
@@ -139,7 +139,7 @@ class Whole(OverInputs):
         _, rectangles = all_rectangles(work, schedule.decomposition)
         return [(r.n_queries, r.n_keys) for r in rectangles] == [(work.n_queries, work.n_keys)]
 
-    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
         """Results take nothing more where the kernel's own are returned: those of all head groups
         in one call, in the right dtype."""
         work = case.work
@@ -169,10 +169,10 @@ class Whole(OverInputs):
         given = (*bytes_before(case), *copied_bytes(case, schedule.group))
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
 
-    def load(self, schedule: Schedule, case: Case) -> Load:
+    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
         """Kernel calls, and nothing else."""
         units = count_groups(case.work, schedule.group)
-        return Load(units=units, uncut=True, merges=False)
+        return WorkCounts(units=units, uncut=True, merges=False)
 
     def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
         """One level of tasks, through one slot."""
@@ -213,7 +213,7 @@ class Whole(OverInputs):
                 job.repeated(1)
                 _scaled(job, schedule, group, controller, tools)
             elif alone is None:
-                job.results.take(parts)
+                job.take_results(parts)
             else:
                 for target, part in zip(job.targets(group), parts, strict=True):
                     target.copy_(part)
@@ -256,7 +256,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         parts = _materialised(job, lse, mask)
     else:
         parts = _of_call(job, None, lse, call.work.is_causal, mask)
-    return None if parts is None else job.results.take(parts)
+    return None if parts is None else job.take_results(parts)
 
 
 def materialises(work: Workload, kernel: InnerKernel) -> bool:
@@ -343,7 +343,7 @@ def _of_call(
     one = Call(
         given["query"], given["key"], given["value"], causal, call.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
-        work.state_dtype if joins else job.results.dtype, dropout,
+        work.state_dtype if joins else job.result_dtype, dropout,
     )  # fmt: skip
     parts = job.spec.of_call(call.kernel, one, given)
     if joins and call.sinks is not None:
@@ -377,7 +377,7 @@ def _scaled(
     here = job.tensors["lse"].to(job.call.device)
     job = replace(job, tensors={**job.tensors, "lse": here})
     task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
-    job.results.make()
+    job.make_results()
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
             one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
@@ -457,7 +457,7 @@ class Blockwise(_Tasks):
         maskless = case.work.mask is None or self.pieces != "halves"
         return maskless and case.place.in_place and case.place.lse_here
 
-    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
         """The states of one head group, and the results of all."""
         states = scaled_bytes if case.scaled else merged_bytes
         return Bytes(
@@ -472,16 +472,16 @@ class Blockwise(_Tasks):
         small = self.pieces != "halves" and case.kernel.any_upstream
         return schedule.max_queries if small else None
 
-    def load(self, schedule: Schedule, case: Case) -> Load:
+    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
         """Each head group is one unit."""
         units = count_groups(case.work, schedule.group)
-        return Load(units=units, at_once=self.pieces, begun=units)
+        return WorkCounts(units=units, at_once=self.pieces, begun=units)
 
     def computing(
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
     ) -> Callable[[Group], Iterable[int]]:
         """All tasks as one."""
-        job.results.make()
+        job.make_results()
         task, rectangles = all_rectangles(job.call.work, schedule.decomposition, self.pieces)
         copied = self.rows_copied(schedule, job.case) is None
 
@@ -607,7 +607,7 @@ class PerTask(_Tasks):
         here = _Tasks.runs(self, schedule, case) and not case.place.is_divided
         return here and takes_tasks(case.kernel, case.work)
 
-    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
         """Besides the results, only rows that several tasks have need a state."""
         shared = None if self.trimmed is None else self.trimmed.shared
         return Bytes(
@@ -617,10 +617,10 @@ class PerTask(_Tasks):
             self.results(schedule, case),
         )
 
-    def load(self, schedule: Schedule, case: Case) -> Load:
+    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
         """Each task is a unit: its results are copied once more, by a few copies."""
         units = count_groups(case.work, schedule.group) * schedule.n_tasks
-        return Load(
+        return WorkCounts(
             units=units,
             merges=False,
             rewritten=schedule.visits(case.work) * moved_bytes(case)[1],
@@ -633,7 +633,7 @@ class PerTask(_Tasks):
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
     ) -> Callable[[Group], Iterable[int]]:
         """Task by task."""
-        job.results.make()
+        job.make_results()
         whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
 
         def compute(group: Group) -> Iterator[int]:
@@ -788,7 +788,7 @@ class HeldRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class RowOwners:
     """The rows of all tasks.
 
     Attributes:
@@ -802,13 +802,13 @@ class Shares:
     nobody: tuple[slice, ...]
 
 
-def row_owners(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
+def row_owners(spans: Sequence[tuple[int, int] | None], n: int) -> RowOwners:
     """The rows of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
     return _row_owners(tuple(spans), n)
 
 
 @lru_cache(maxsize=64)
-def _row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
+def _row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> RowOwners:
     cells = Cells([0, n, *(edge for span in spans if span is not None for edge in span)])
     holders: list[list[tuple[int, int]]] = [[] for _ in range(len(cells))]
     for index, span in enumerate(spans):
@@ -827,7 +827,7 @@ def _row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
             tasks[index].append(HeldRows(_holder(turn, len(holding)), where, n_shared))
         n_shared += stop - start if len(holding) > 1 else 0
     held = (tuple(joined(rows, HeldRows.continued)) for rows in tasks)
-    return Shares(tuple(held), n_shared, tuple(nobody))
+    return RowOwners(tuple(held), n_shared, tuple(nobody))
 
 
 def _holder(number: int, count: int) -> Holder:

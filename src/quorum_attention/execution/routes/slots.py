@@ -18,7 +18,7 @@ from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.case import (
     Bytes,
     Case,
-    Load,
+    WorkCounts,
     bytes_before,
     final_bytes,
     moved_bytes,
@@ -91,7 +91,7 @@ class Slots(Route):
         """Always true."""
         return True
 
-    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
         """The arena, workspace, results, and the accumulators if the budget counts them."""
         work, place, group = case.work, case.place, schedule.group
         rows = schedule.task_rows(work)
@@ -108,7 +108,7 @@ class Slots(Route):
             (*bytes_before(case), *result_bytes(case)),
         )
 
-    def load(self, schedule: Schedule, case: Case) -> Load:
+    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
         """Inputs are copied in at every visit of a row, states in and out."""
         units = count_groups(case.work, schedule.group) * schedule.n_tasks
         inputs, states = moved_bytes(case)
@@ -118,7 +118,7 @@ class Slots(Route):
             # Trimmed tasks may leave out rows altogether, so there may be less than one visit.
             up += max(0.0, visits - 1.0) * states
             down = visits * states
-        return Load(
+        return WorkCounts(
             units=units,
             up=up,
             down=down,
@@ -169,7 +169,7 @@ class Slots(Route):
 
 
 def _layout(job: Job, schedule: Schedule) -> SlotLayout:
-    work, dtype = job.call.work, job.results.dtype
+    work, dtype = job.call.work, job.result_dtype
     rows = schedule.task_rows(work)
     return slot_layout(job.spec, work, schedule.group, rows, dtype, scaled=job.scaled)
 

@@ -27,8 +27,8 @@ from quorum_attention.execution.case import (
     Bytes,
     Case,
     InputSpec,
-    Load,
     StateSpec,
+    WorkCounts,
     bytes_before,
     final_bytes,
     result_bytes,
@@ -152,7 +152,7 @@ class Streaming(Route):
         dtype, group = case.place.result_dtype, schedule.group
         return slot_layout(case.spec, work, group, (most, most), dtype, axis=axis)
 
-    def takes(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
         """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
         results and states."""
         homes: tuple[int, ...] = ()
@@ -169,7 +169,7 @@ class Streaming(Route):
             (*bytes_before(case), *result_bytes(case)),
         )
 
-    def load(self, schedule: Schedule, case: Case) -> Load:
+    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
         """What stays is copied once; what streams by, for every chunk that it meets."""
         work, spec = case.work, case.spec
         passage, groups = self.passage(work), count_groups(work, schedule.group)
@@ -184,7 +184,7 @@ class Streaming(Route):
         down = results + max(0.0, visits - 1) * states
         # Between two chunks nothing computes while results are stored and inputs loaded.
         alone = inputs[self.stays] + results
-        return Load(
+        return WorkCounts(
             units=groups * units,
             calls=_calls(passage),
             up=up,
