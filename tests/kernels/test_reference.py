@@ -27,8 +27,8 @@ from quorum_attention.kernels import (
     reference,
 )
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.masked.parts import Tiles
 from quorum_attention.kernels.protocol import Call, Saved
-from quorum_attention.kernels.reference import Tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,6 +129,5 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
             if backward:
                 sums = [torch.zeros(t.shape, dtype=work) for t in (query, key, value)]
                 run = partial(kernel.backward, task, Gradients(grad_out, grad_out, lse, *sums))
-        name = "bytes" if isinstance(kernel, Tiles) else "workspace_bytes"
-        bound = getattr(kernel, f"{'backward' if backward else 'forward'}_{name}")
+        bound = getattr(kernel, f"{'backward' if backward else 'forward'}_workspace_bytes")
         assert usage(run).peak <= bound(call, extent), (call, extent)

@@ -193,16 +193,16 @@ class RectangleKernel(Kernel):
         """Merge the task's kept pairs into ``state``, in place."""
         lanes = task.lanes
         with nullcontext() if lanes is None else lanes.task():
-            for number, batch in enumerate(self._calls(task, backward=False)):
+            for number, batch in enumerate(self.calls(task, backward=False)):
                 with nullcontext() if lanes is None else lanes.call(number):
                     self._forward_batch(task, batch, state, number)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         lanes = task.lanes
-        lse = _shifted_lse(grads.lse, grads.scaling.shift)
+        lse = shifted_lse(grads.lse, grads.scaling.shift)
         with nullcontext() if lanes is None else lanes.task():
-            for number, batch in enumerate(self._calls(task, backward=True)):
+            for number, batch in enumerate(self.calls(task, backward=True)):
                 with nullcontext() if lanes is None else lanes.call(number):
                     self._backward_batch(task, batch, grads, lse, number)
 
@@ -210,7 +210,7 @@ class RectangleKernel(Kernel):
         self, task: TaskTensors, batch: Batch, state: Statistics, number: int
     ) -> None:
         # One call in a function of its own: its mask is freed before the next one is made.
-        for pick, call in self._of_heads(task, batch):
+        for pick, call in self.of_heads(task, batch):
             out, lse = self.whole_forward(call)
             rows = (query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch))
             with _merging(task, number):
@@ -226,7 +226,7 @@ class RectangleKernel(Kernel):
         number: int,
     ) -> None:
         dtype = task.query.dtype
-        for pick, call in self._of_heads(task, batch):
+        for pick, call in self.of_heads(task, batch):
             piece = _BackwardPiece(
                 replace(call, stored=grads.grad_query.dtype),
                 Saved(
@@ -243,7 +243,7 @@ class RectangleKernel(Kernel):
             for part in self._parts(piece):
                 self._add_gradients(part, task, grads.scaling, number)
 
-    def _of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[tuple[Pick, Call]]:
+    def of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[tuple[Pick, Call]]:
         """A call for the query heads that one call takes, with what selects them."""
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
@@ -253,7 +253,7 @@ class RectangleKernel(Kernel):
             query = query_rows(pick(task.query), batch)
             yield pick, Call(query, key, value, batch.first.causal, task.scale, mask)
 
-    def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
+    def calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
         if 0 in task.query.shape[:2]:
             return
@@ -471,7 +471,7 @@ def _pick_bias(pick: Pick, bias: torch.Tensor, query_heads: int) -> torch.Tensor
     return pick(bias) if bias.shape[1] == query_heads and query_heads > 1 else bias
 
 
-def _shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:
+def shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:
     """``lse - shift ln 2``, with 0 for rows without keys: exp(-inf - 0) = 0, where -inf is NaN."""
     shifted = lse - shift * math.log(2.0)
     return shifted.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)

@@ -6,7 +6,6 @@ Batch entries of different geometry are computed one after the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -42,7 +41,7 @@ from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.reference import whole_task, work_dtype
 from quorum_attention.kernels.tensors import Pick
 
-_BY_ENTRY = ("grad_out", "out", "grad_query", "grad_key", "grad_value")
+_BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
 
 
 class MaskedKernel(Kernel):
@@ -189,33 +188,29 @@ class MaskedKernel(Kernel):
         """Merge the task's kept pairs into ``state``, in place."""
         task = self._told(task)
         for entries, geometry in self._by_geometry(task.entries):
-            one, given = _entries_of(task, entries), (state.out[entries], state.lse[entries])
+            one = _entries_of(task, entries)
+            mine = Statistics(state.out[entries], state.lse[entries])
             if self._by_parts(drops=task.dropout is not None):
-                self._parts.forward(one, geometry, *given)
+                self._parts.forward(one, geometry, mine)
             else:
-                self._native[geometry].forward(one, Statistics(*given))
+                self._native[geometry].forward(one, mine)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         task = self._told(task)
-        lse, by_parts = grads.lse, self._by_parts(drops=task.dropout is not None)
-        if by_parts:
-            shift = grads.scaling.shift * math.log(2.0)
-            lse = (lse - shift).masked_fill_(lse == -torch.inf, 0.0)
         for entries, geometry in self._by_geometry(task.entries):
             one = _entries_of(task, entries)
             scaling = grads.scaling
             mine = replace(
                 grads,
                 **{name: getattr(grads, name)[entries] for name in _BY_ENTRY},
-                lse=lse[entries],
                 scaling=replace(
                     scaling,
                     unscale=_rows_of_entries(scaling.unscale, entries),
                     overflow=_rows_of_entries(scaling.overflow, entries),
                 ),
             )
-            if by_parts:
+            if self._by_parts(drops=task.dropout is not None):
                 self._parts.backward(one, geometry, mine)
             else:
                 self._native[geometry].backward(one, mine)
