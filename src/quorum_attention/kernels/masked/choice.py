@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from quorum_attention.kernels.fa4 import Fa4Kernel
+from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
@@ -49,14 +50,17 @@ def kernel_for_mask(
         return found.is_causal, wanted
     base = None
     if wanted == "auto" and found.few_bands:
-        base = _by_bands(found.kept_pairs * sizes.heads, call, device, mask.softcap, tried=tried)
+        pairs = found.kept_pairs * sizes.batch * sizes.heads
+        base = _by_bands(pairs, call, device, mask.softcap, tried=tried)
     if base is None:
         base = _base(wanted, call, device, mask.softcap, tried=tried)
-    return found.is_causal, found.kernel(base)
+    if id(base) not in found.kernels:
+        found.kernels[id(base)] = MaskedKernel(found, base)
+    return found.is_causal, found.kernels[id(base)]
 
 
 def _by_bands(
-    pairs: int, call: CallShape, device: torch.device, softcap: float | None, *, tried: bool
+    pairs: float, call: CallShape, device: torch.device, softcap: float | None, *, tried: bool
 ) -> InnerKernel | None:
     """The preferred kernel of a call that keeps so many pairs in all heads, if it takes bands."""
     flops = 2.0 * (call.head_dim + call.value_dim) * pairs

@@ -24,6 +24,7 @@ from quorum_attention.kernels.kit.functions import results_at, tensors
 from quorum_attention.kernels.masked.by_blocks import NativeByBlocks
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.parts import ByParts
+from quorum_attention.kernels.masked.resolve import ResolvedMask
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
     Call,
@@ -45,15 +46,13 @@ _BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
 
 
 class MaskedKernel(Kernel):
-    """Attention under a mask's geometry; made by ``masked_kernel``.
+    """Attention under a mask.
 
     Args:
-        geometries: one for each batch entry, or one for all of them.
-        batch, n_queries, n_keys: of the calls it is for; torch.vmap may add entries, which are
-            those of the batch over and over.
-        base: what computes the parts: an operator, or ``dense``, for which ``Tiles`` stands in.
-        functions: the user's functions in the geometries.
-        softcap: of scores; ``base`` has it if it is an operator other than ``Tiles``.
+        mask: for the sizes of the calls it is for; torch.vmap may add entries, which are those of
+            the batch over and over.
+        base: what computes the parts: an operator, or ``dense``, for which ``Tiles`` stands in. Its
+            scores are capped already if it is an operator other than ``Tiles``.
     """
 
     own_attention = True
@@ -61,21 +60,11 @@ class MaskedKernel(Kernel):
     pairwise = True
     whole_calls = True
 
-    def __init__(
-        self,
-        geometries: tuple[Geometry, ...],
-        batch: int,
-        n_queries: int,
-        n_keys: int,
-        base: Kernel,
-        functions: Sequence[Callable[..., torch.Tensor]],
-        softcap: float | None,
-    ) -> None:
-        self.geometries, self.base = geometries, base
-        self.batch, self.n_queries, self.n_keys = batch, n_queries, n_keys
-        self._functions = tuple(functions)
-        self._distinct = tuple(dict.fromkeys(geometries))
-        self._parts = ByParts(self._distinct, base, softcap)
+    def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
+        self.mask, self.base, self._functions = mask, base, mask.functions
+        self.geometries = mask.geometries
+        self._distinct = tuple(dict.fromkeys(mask.geometries))
+        self._parts = ByParts(self._distinct, base, mask.softcap)
         by_operator = self._parts.by_operator
         self.name = base.name if by_operator else self._parts.tiles.name
         # By geometry: one launch of these runs a whole task, or some do where there are rules.
@@ -86,8 +75,7 @@ class MaskedKernel(Kernel):
                 for g in self._distinct
             }
         self._ruled = any(g.rules for g in self._distinct)
-        kept = sum(g.count(n_queries, n_keys) for g in geometries) / len(geometries)
-        self._share = kept / max(1, n_queries * n_keys)
+        self._share = mask.kept_pairs / max(1, mask.sizes.n_queries * mask.sizes.n_keys)
         self._verdict = _Verdict(self._distinct)
         self.whole_tasks = bool(self._native)
         # A task is several calls, though they take no turns on streams.
@@ -267,9 +255,10 @@ class MaskedKernel(Kernel):
 
     def _own(self, entries: tuple[int, ...]) -> tuple[int, ...]:
         """The numbers of entries among those of the batch."""
-        if max(entries, default=0) < self.batch:
+        batch = self.mask.sizes.batch
+        if max(entries, default=0) < batch:
             return entries
-        return tuple(entry % self.batch for entry in entries)
+        return tuple(entry % batch for entry in entries)
 
     def _told(self, task: TaskTensors) -> TaskTensors:
         """A task with numbers of entries that functions know."""

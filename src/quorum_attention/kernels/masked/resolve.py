@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.functions import over_pairs
+from quorum_attention.kernels.kit.functions import TensorVersion, over_pairs
 from quorum_attention.kernels.kit.masks import BlockMask
 from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Rule
-from quorum_attention.kernels.masked.kernel import MaskedKernel
-from quorum_attention.kernels.protocol import Indices, InnerKernel
+from quorum_attention.kernels.protocol import Indices, Kernel
 from quorum_attention.kernels.torch_private import has_modes, has_transforms, outside
 from quorum_attention.mask import Mask
 
@@ -42,33 +41,35 @@ class Sizes(NamedTuple):
 
 
 class ResolvedMask:
-    """A mask with the sizes of a call: its geometries, and the kernels made for them.
+    """A mask with the sizes of a call, its bias and its sinks left aside.
 
     Attributes:
         geometries: one for each batch entry, or one for all of them.
+        sizes: of the call.
+        softcap: of scores, or None.
+        functions: the user's, in the geometries.
         is_causal: whether no query keeps a later key (counted from the first query and the first
             key), so that tasks need not have them.
         keeps_all: whether nothing else is masked.
+        kernels: those made for it (``choice.py``), by the id of the kernel that each computes with.
     """
 
     def __init__(self, mask: Mask, sizes: Sizes, is_causal: bool) -> None:
         self.geometries = geometries(mask, sizes, is_causal)
+        self.sizes, self.softcap, self.functions = sizes, mask.softcap, tuple(_functions(mask))
         bands = [g.band for g in self.geometries]
         self.is_causal = all(band.high is not None and band.high <= 0 for band in bands)
         below = Band(None, 0) if self.is_causal else Band()
         self.keeps_all = all(
             g.band == below and g.blocks is None and not g.rules for g in self.geometries
         )
-        self._sizes, self._softcap = sizes, mask.softcap
-        self._functions = _functions(mask)
-        self._kernels: dict[int, MaskedKernel] = {}
+        self.kernels: dict[int, Kernel] = {}
 
     @property
-    def kept_pairs(self) -> int:
-        """Pairs of a head that all batch entries keep, with those that rules leave out."""
-        entries = self._sizes.batch if len(self.geometries) == 1 else 1
-        lengths = self._sizes.n_queries, self._sizes.n_keys
-        return entries * sum(g.count(*lengths) for g in self.geometries)
+    def kept_pairs(self) -> float:
+        """Pairs of a head that a batch entry keeps, with those that rules leave out; the mean."""
+        counts = [g.count(self.sizes.n_queries, self.sizes.n_keys) for g in self.geometries]
+        return sum(counts) / len(counts)
 
     @property
     def few_bands(self) -> bool:
@@ -77,15 +78,6 @@ class ResolvedMask:
             not g.rules and (g.blocks is None or len(g.blocks) <= _FEW_BANDS)
             for g in self.geometries
         )
-
-    def kernel(self, base: InnerKernel) -> MaskedKernel:
-        """The kernel that computes with ``base``; the same one every time."""
-        if id(base) not in self._kernels:
-            self._kernels[id(base)] = MaskedKernel(
-                self.geometries, self._sizes.batch, self._sizes.n_queries, self._sizes.n_keys, base,
-                self._functions, self._softcap,
-            )  # fmt: skip
-        return self._kernels[id(base)]
 
 
 def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
@@ -100,8 +92,8 @@ def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
 
     def make() -> _Known:
         # Before they are read: what another thread writes meanwhile is a change.
-        versions = [(ref(tensor), TensorVersion(tensor)) for tensor in tensors]
-        return _Known(key, versions, ResolvedMask(mask, sizes, is_causal))
+        snapshots = [_Snapshot(tensor) for tensor in tensors]
+        return _Known(key, snapshots, ResolvedMask(mask, sizes, is_causal))
 
     if _functions(mask):
         # It holds them: in the cache of all they would outlive their mask.
@@ -120,47 +112,38 @@ class _Known(NamedTuple):
     """What was resolved, and of which tensors."""
 
     key: Hashable
-    versions: list[tuple[ref[torch.Tensor], TensorVersion]]
+    snapshots: list[_Snapshot]
     resolved: ResolvedMask
 
     def is_for(self, key: Hashable, tensors: list[torch.Tensor]) -> bool:
         """Whether these are its tensors (an id may be used again), and none has been written to."""
-        return self.key == key and all(
-            was() is tensor and version.is_same(tensor)
-            for (was, version), tensor in zip(self.versions, tensors, strict=True)
-        )
+        both = zip(self.snapshots, tensors, strict=True)
+        return self.key == key and all(snapshot.is_of(tensor) for snapshot, tensor in both)
 
 
 _BY_MASK: WeakKeyDictionary[Mask, _Known] = WeakKeyDictionary()
 _SHARED: Cache[_Known] = Cache(64, lambda known: 1)
 
 
-class TensorVersion:
-    """What a tensor held when it was read: whether it has been written to since.
+class _Snapshot:
+    """What a tensor held when it was read.
 
-    Torch counts what is written to a tensor, and that is all there is to ask of one on a GPU, for
-    whose numbers the host would have to wait. It does not count what is written through ``.data``,
-    nor what NumPy or another library writes to memory that it shares. In host memory numbers are
-    compared instead: 0.05 ms for the ids of 262,144 tokens.
+    On a GPU that is its version: the host would have to wait for its numbers. torch counts what is
+    written, but not through ``.data``, nor by NumPy or another library in memory that it shares. In
+    host memory numbers are compared: 0.05 ms for the ids of 262,144 tokens.
     """
 
-    __slots__ = ("_numbers", "_version")
-
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._numbers: NDArray[np.generic] | None = None
-        self._version: tuple[int, int] | None = None
+        self._held: NDArray[np.generic] | TensorVersion = TensorVersion(tensor)
         if tensor.is_cpu or tensor.is_inference():  # which has no version
-            self._numbers = _numbers(tensor).copy()
-        else:
-            self._version = tensor._version, tensor.data_ptr()
+            self._held = _numbers(tensor).copy()
 
-    def is_same(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, the one of then, has not been written to since, as far as can be
-        told."""
-        if self._numbers is None:
-            return self._version == (tensor._version, tensor.data_ptr())
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is the one of then, or holds the same, as far as can be told."""
+        if isinstance(self._held, TensorVersion):
+            return self._held == TensorVersion(tensor)
         found = _numbers(tensor)
-        return found.dtype == self._numbers.dtype and np.array_equal(found, self._numbers)
+        return found.dtype == self._held.dtype and np.array_equal(found, self._held)
 
 
 def _numbers(tensor: torch.Tensor) -> NDArray[np.generic]:
