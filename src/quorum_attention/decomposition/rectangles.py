@@ -22,8 +22,6 @@ from operator import attrgetter, itemgetter
 
 from quorum_attention.decomposition.intervals import joined, ones
 
-# Of more rectangles of one size only neighbours are joined: the longest batches take too long.
-_MANY = 512
 # Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where possible.
 _TILE = 128
 
@@ -283,9 +281,6 @@ def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
     found: list[Batch] = []
     for alike in shapes.values():
         left = sorted(alike, key=lambda r: (r.query_start, r.key_start))
-        if len(left) > _MANY:
-            found += _in_line(left)
-            continue
         while left:
             batch = _longest(left)
             found.append(batch)
@@ -293,22 +288,6 @@ def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
             left = [r for r in left if r not in taken]
     place = {r: number for number, r in enumerate(rectangles)}
     return tuple(sorted(found, key=lambda batch: place[batch.first]))
-
-
-def _in_line(alike: list[Rectangle]) -> list[Batch]:
-    """Batches of neighbours in order, in linear time."""
-    found = [Batch(alike[0])]
-    for r in alike[1:]:
-        last = found[-1]
-        down, along = r.query_start - last.first.query_start, r.key_start - last.first.key_start
-        next_steps = last.count * last.query_step, last.count * last.key_step
-        if last.count == 1 and down >= r.n_queries and along >= r.n_keys:
-            found[-1] = Batch(last.first, 2, down, along)
-        elif last.count > 1 and (down, along) == next_steps:
-            found[-1] = replace(last, count=last.count + 1)
-        else:
-            found.append(Batch(r))
-    return found
 
 
 def _longest(alike: list[Rectangle]) -> Batch:

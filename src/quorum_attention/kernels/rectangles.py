@@ -46,6 +46,8 @@ from quorum_attention.kernels.tensors import (
 # log2 of about what a factor usually is, and the most that one is multiplied by.
 _USUAL_FACTOR = -3
 _MOST_LIFT = 24
+# Of more small rectangles than this only neighbours are joined to one call.
+_MANY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +399,26 @@ def _batched(pieces: list[Rectangle], sizes: TaskSizes) -> Iterator[Batch]:
     rows, keys = sizes.max_queries // 2, sizes.max_keys // 2
     alone = [bool(rows) and (r.n_queries > rows or r.n_keys > keys) for r in pieces]
     yield from (Batch(r) for r, single in zip(pieces, alone, strict=True) if single)
-    yield from batches(tuple(r for r, single in zip(pieces, alone, strict=True) if not single))
+    several = tuple(r for r, single in zip(pieces, alone, strict=True) if not single)
+    # The longest batches of many take too long to find.
+    yield from batches(several) if len(several) <= _MANY else _in_line(several)
+
+
+def _in_line(pieces: tuple[Rectangle, ...]) -> list[Batch]:
+    """Batches of neighbours in the list, in linear time."""
+    found = [Batch(pieces[0])]
+    for r in pieces[1:]:
+        last, first = found[-1], found[-1].first
+        down, along = r.query_start - first.query_start, r.key_start - first.key_start
+        same = (r.n_queries, r.n_keys, r.causal) == (first.n_queries, first.n_keys, first.causal)
+        steps = last.count * last.query_step, last.count * last.key_step
+        if same and last.count == 1 and down >= r.n_queries and along >= r.n_keys:
+            found[-1] = Batch(first, 2, down, along)
+        elif same and last.count > 1 and (down, along) == steps:
+            found[-1] = replace(last, count=last.count + 1)
+        else:
+            found.append(Batch(r))
+    return found
 
 
 def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
