@@ -24,7 +24,6 @@ from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.page_locks import Copied
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.kernels import merge
 from quorum_attention.kernels.merge import add_all_, merge_
 from quorum_attention.kernels.scaling import divide_gradient_
 
@@ -161,30 +160,6 @@ def all_four(gpu: torch.device, width: int) -> list[torch.Tensor]:
     divide_gradient_(part, part.clone(), factors, 5)
     torch.cuda.synchronize()
     return [state, lse, part, factors, flags]
-
-
-def test_what_is_compiled_ahead_is_what_is_launched(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is compiled again when merging, adding and dividing begin."""
-    jit = pytest.importorskip("triton.runtime.jit")
-    if not hasattr(jit.JITFunction, "_do_compile"):
-        pytest.skip("another Triton")
-    compiled: list[str] = []
-    compile_ = jit.JITFunction._do_compile
-
-    def noted(self, *of, **more):  # type: ignore[no-untyped-def]
-        compiled.append(self.fn.__name__)
-        return compile_(self, *of, **more)
-
-    monkeypatch.setattr(jit.JITFunction, "_do_compile", noted)
-    # A width that nothing else here uses.
-    width = 48
-    merge.compile_ahead(gpu, torch.float16, width, width, True)
-    merge._warming[-1].join()
-    assert sorted(compiled) == sorted(KERNELS)
-    all_four(gpu, width)
-    assert sorted(compiled) == sorted(KERNELS)
 
 
 def test_a_kernel_is_launched_from_any_thread_stream_and_graph(gpu: torch.device) -> None:

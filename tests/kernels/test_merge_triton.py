@@ -18,14 +18,7 @@ SCRIPT = """
 import sys
 import torch
 from quorum_attention.kernels.merge import _average_, _update_lse_
-from quorum_attention.kernels.merge import launch, to_add, to_merge
-from quorum_attention.kernels.merge import add_
-
-def merge_triton_(*of):
-    launch(to_merge(*of))
-
-def add_triton_(*of):
-    launch(to_add(*of))
+from quorum_attention.kernels.merge import add_, launch_add, launch_merge
 
 device = sys.argv[1]
 torch.manual_seed(0)
@@ -51,11 +44,11 @@ for shape in shapes:
         # Into 16 bits: computed in fp32, rounded once.
         narrow, its_lse = out.half(), lse.clone()
         in_fp32, wide_lse = narrow.float(), lse.clone()
-        merge_triton_(narrow, its_lse, out_i, lse_i)
-        merge_triton_(in_fp32, wide_lse, out_i, lse_i)
+        launch_merge(narrow, its_lse, out_i, lse_i)
+        launch_merge(in_fp32, wide_lse, out_i, lse_i)
         assert torch.equal(narrow, in_fp32.half())
         assert torch.equal(its_lse, wide_lse)
-        merge_triton_(out, lse, out_i, lse_i)
+        launch_merge(out, lse, out_i, lse_i)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
         assert torch.equal(base[:, :, :3], before[:, :, :3])
@@ -64,7 +57,7 @@ for shape in shapes:
         factor = 2.0 ** torch.randint(-9, 9, (1, h), device=device).float()
         wanted, flag = target.double(), torch.zeros(3, h, dtype=torch.int32, device=device)
         wanted += 0.25 * factor[:, :, None, None].double() * out_i.double()
-        add_triton_((target,), (out_i,), 0.25, factor, flag[1:2])
+        launch_add((target,), (out_i,), 0.25, factor, flag[1:2])
         torch.testing.assert_close(target.double(), wanted, atol=1e-5, rtol=1e-5)
         assert not flag.any()
         for broken in (torch.inf, -torch.inf, torch.nan):
@@ -72,7 +65,7 @@ for shape in shapes:
                 poisoned = out_i.clone()
                 poisoned[-1, -1, -1, -1] = broken
                 flag.zero_()
-                add_triton_((target,), (poisoned,), 0.25, None, flag[1:2])
+                launch_add((target,), (poisoned,), 0.25, None, flag[1:2])
                 # Of the head at fault alone, and nothing beside the flags.
                 assert flag.nonzero().tolist() == [[1, h - 1]]
                 reference = torch.zeros(1, h, dtype=torch.int32)
@@ -85,7 +78,7 @@ for large_first in (True, False):
               torch.full((1, 1, 1), score, device=device))
              for value, score in ((30_000.0, 0.0), (2.0**-10, 18.0))]
     (out, lse), (out_i, lse_i) = parts if large_first else parts[::-1]
-    merge_triton_(out, lse, out_i, lse_i)
+    launch_merge(out, lse, out_i, lse_i)
     weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
     exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
     assert ((out.cpu().double() - exact).abs() < 1e-6 * exact).all(), out
@@ -104,7 +97,7 @@ for flagged in (None, 0, 1, 2):
     if flagged is not None:
         sources[flagged][1, -1, -1, -1] = torch.inf
     flag = torch.zeros(2, 2, dtype=torch.int32, device=device)
-    add_triton_(targets, sources, 0.5, unscale, flag)
+    launch_add(targets, sources, 0.5, unscale, flag)
     assert flag.tolist() == [[0, 0], [0, int(flagged is not None)]]
     for number, (target, expected) in enumerate(zip(targets, wanted)):
         if number != flagged:

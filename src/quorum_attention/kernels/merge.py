@@ -14,13 +14,12 @@ import importlib.util
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
-from quorum_attention.kernels.torch_private import outside
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
@@ -66,7 +65,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
             f"into {tuple(out.shape)}, {tuple(lse.shape)}"
         )
     if out.is_cuda and _triton_can_merge(out, out_i, rounded=True):
-        launch(to_merge(out, lse, out_i, lse_i))
+        launch_merge(out, lse, out_i, lse_i)
         return
     if out.dtype.itemsize == 2:
         wide = out.float()
@@ -107,7 +106,7 @@ def add_(
             finite; None: not checked.
     """
     if target.is_cuda and _triton_can_merge(target, source):
-        launch(to_add((target,), (source,), alpha, unscale, overflow))
+        launch_add((target,), (source,), alpha, unscale, overflow)
         return
     if unscale is None and overflow is None and source.dtype == target.dtype:
         target.add_(source, alpha=alpha)
@@ -134,7 +133,7 @@ def add_all_(
     pairs = list(zip(targets, sources, strict=True))
     one_dtype = len({source.dtype for source in sources}) == 1
     if one_dtype and all(t.is_cuda and _triton_can_merge(t, s) for t, s in pairs):
-        launch(to_add(targets, sources, alpha, unscale, overflow))
+        launch_add(targets, sources, alpha, unscale, overflow)
         return
     for target, source in pairs:
         add_(target, source, alpha, unscale, overflow)
@@ -285,74 +284,6 @@ _READ_ELEMENTS = 8192
 _READ_PROGRAMS = 1024
 # The largest unit of strides, in elements: a power of two.
 _LARGEST_UNIT = 16
-# Rows of the tensors that kernels are compiled for ahead.
-_ROWS = 128
-
-
-# Held while the thread compiles a kernel, and by launches meanwhile: none is compiled twice.
-_compiling = threading.Lock()
-_warming: list[threading.Thread] = []
-
-
-class Launch(NamedTuple):
-    """One launch of a kernel.
-
-    Attributes:
-        kernel: "merge", "add", "norm" or "divide".
-        programs: how many; 0: there is nothing to do.
-        arguments: tensors and numbers in the order of the kernel's parameters.
-        constants: what is compiled in; the parameters after the arguments.
-    """
-
-    kernel: str
-    programs: int
-    arguments: list[Any]
-    constants: tuple[object, ...]
-
-
-def launch(what: Launch) -> None:
-    """Launch it on the current stream of its tensors' device."""
-    if not what.programs:
-        return
-    # What is launched may be what the thread is compiling.
-    waits = any(thread.is_alive() for thread in _warming)
-    with torch.cuda.device_of(what.arguments[0]), _compiling if waits else nullcontext():
-        _kernel(what.kernel)[(what.programs,)](*what.arguments, *what.constants)
-
-
-def compile_ahead(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, scaled: bool | None
-) -> None:
-    """Begin to compile what merges and adds on ``device`` in a thread, beside what the caller does.
-
-    What fails is left to the launch, which fails in the same way.
-
-    Args:
-        dtype: of the inputs.
-        head_dim, value_dim: of query and key, and of value.
-        scaled: whether the backward that is to follow is scaled; None: there is none.
-    """
-    if device.type != "cuda" or not torch.cuda.is_available() or not triton_available():
-        return
-    with outside():
-        kernels = _kinds(dtype, head_dim, value_dim, scaled)
-
-    def work() -> None:
-        with suppress(Exception), torch.cuda.device(device):
-            for what in kernels:
-                compile_for(what)
-
-    thread = threading.Thread(target=work, name="compiles Triton kernels")
-    with suppress(RuntimeError):  # no more threads: launches compile
-        thread.start()
-        _warming[:] = [*(t for t in _warming if t.is_alive()), thread]
-
-
-def compile_for(what: Launch) -> None:
-    """Have Triton compile it and load it onto the current device; nothing is launched."""
-    with _compiling:
-        compiled = _kernel(what.kernel).warmup(*what.arguments, *what.constants, grid=(1,))
-        _ = compiled.run  # here Triton loads it, and makes what launches it
 
 
 @functools.cache
@@ -369,29 +300,35 @@ def _kernel(name: str) -> Any:
     return getattr(merge_triton, f"_{name}_kernel")
 
 
-def to_merge(
+def _launch(kernel: str, programs: int, *arguments: Any) -> None:
+    """Launch a kernel on the current stream of its first tensor's device."""
+    if programs:
+        with torch.cuda.device_of(arguments[0]):
+            _kernel(kernel)[(programs,)](*arguments)
+
+
+def launch_merge(
     out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
-) -> Launch:
-    """Merge (out_i, lse_i) into (out, lse); see ``merge.merge_``."""
+) -> None:
+    """Merge (out_i, lse_i) into (out, lse); see ``merge_``."""
     batch, heads, rows, width = out.shape
     block_rows, block_width = _block(width)
     blocks = -(-rows // block_rows)
     unit, strides = _strides(out, out_i)
-    arguments = [
-        out, lse, out_i, lse_i, heads, rows, blocks, *strides, *lse.stride(), *lse_i.stride(),
-    ]  # fmt: skip
-    constants = (unit, width, block_rows, block_width)
-    return Launch("merge", batch * heads * blocks, arguments, constants)
+    _launch(
+        "merge", batch * heads * blocks, out, lse, out_i, lse_i, heads, rows, blocks, *strides,
+        *lse.stride(), *lse_i.stride(), unit, width, block_rows, block_width,
+    )  # fmt: skip
 
 
-def to_add(
+def launch_add(
     targets: tuple[torch.Tensor, ...],
     sources: tuple[torch.Tensor, ...],
     alpha: float,
     unscale: torch.Tensor | None,
     overflow: torch.Tensor | None,
-) -> Launch:
-    """Add up to three pairs; see ``merge.add_all_``."""
+) -> None:
+    """Add up to three pairs; see ``add_all_``."""
     by_head = unscale if overflow is None else overflow
     factors_b = factors_h = factors_heads = 0
     if by_head is not None:
@@ -420,10 +357,10 @@ def to_add(
     factors = targets[0] if unscale is None else unscale
     flags = targets[0] if overflow is None else overflow
     arguments += (blocks[0], blocks[0] + blocks[1], factors, flags, float(alpha))
-    return Launch("add", sum(blocks), arguments, tuple(constants))
+    _launch("add", sum(blocks), *arguments, *constants)
 
 
-def over_runs(kernel: str, tensor: torch.Tensor, groups: int, *arguments: Any) -> Launch:
+def launch_over_runs(kernel: str, tensor: torch.Tensor, groups: int, *arguments: Any) -> None:
     """Of each of ``groups`` equal runs of the rows of ``tensor`` (b, h, n, d): "norm" finds the
     largest norm, "divide" divides by the power of two that follows from norms (``scaling.py``)."""
     width = tensor.shape[3]
@@ -431,8 +368,8 @@ def over_runs(kernel: str, tensor: torch.Tensor, groups: int, *arguments: Any) -
     block_width = _block(width)[1]
     block_rows = max(1, _READ_ELEMENTS // block_width)
     programs = min(-(-rows // block_rows), max(1, _READ_PROGRAMS // max(1, groups)))
-    everything = [tensor, *arguments, rows, programs]
-    return Launch(kernel, groups * programs, everything, (width, block_rows, block_width))
+    constants = (width, block_rows, block_width)
+    _launch(kernel, groups * programs, tensor, *arguments, rows, programs, *constants)
 
 
 # These run several times for each rectangle, where the host may be the limit.
@@ -461,22 +398,3 @@ def _strides(one: torch.Tensor, other: torch.Tensor) -> tuple[int, tuple[int, ..
     return unit, (
         b // unit, h // unit, r // unit, b_i // unit, h_i // unit, r_i // unit,
     )  # fmt: skip
-
-
-def _kinds(dtype: torch.dtype, head_dim: int, value_dim: int, scaled: bool | None) -> list[Launch]:
-    """Launches like those that calls of a kind will need, in that order; on tensors of the CPU."""
-
-    def empty(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="cpu")
-
-    out, lse = empty(1, 1, _ROWS, value_dim), empty(1, 1, _ROWS)
-    found = [to_merge(out, lse, out.to(dtype), lse)]
-    if scaled is not None:
-        sums = tuple(empty(1, 1, _ROWS, width) for width in (head_dim, head_dim, value_dim))
-        flags = (empty(1, 1), empty(1, 1, of=torch.int32)) if scaled else (None, None)
-        found.append(to_add(sums, tuple(t.to(dtype) for t in sums), 1.0, *flags))
-    if scaled:
-        rows, norms = empty(1, 1, _ROWS, value_dim, of=dtype), empty(2, 1, 1)
-        found.append(over_runs("norm", rows, 1, norms[0]))
-        found.append(over_runs("divide", rows, 1, norms, norms[0], 1, 0))
-    return found

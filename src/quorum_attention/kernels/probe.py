@@ -234,12 +234,6 @@ _FILE = "kernels.json"
 _MOST = 400
 
 
-def read_memo() -> None:
-    """Read what is remembered, and the files that its names depend on."""
-    _sources()
-    _memo()
-
-
 @functools.cache
 def _memo() -> list[str]:
     return _entries(load(_FILE))

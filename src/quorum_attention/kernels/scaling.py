@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.kernels.merge import launch, over_runs, triton_available
+from quorum_attention.kernels.merge import launch_over_runs, triton_available
 from quorum_attention.kernels.tensors import row_blocks
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
@@ -83,7 +83,7 @@ def _norms_by_launch(value: torch.Tensor) -> torch.Tensor:
     batch, key_heads = value.shape[:2]
     norms = torch.zeros((2, batch, key_heads), dtype=torch.float32, device=value.device)
     if norms.numel():
-        launch(over_runs("norm", value, batch * key_heads, norms[1]))
+        launch_over_runs("norm", value, batch * key_heads, norms[1])
     return norms
 
 
@@ -102,9 +102,9 @@ def _divide_by_launches_(
         norms = _norms_by_launch(value)
     else:
         norms[0].zero_()
-    launch(over_runs("norm", grad_out, groups, norms[0]))
+    launch_over_runs("norm", grad_out, groups, norms[0])
     excess = shift - LOG2_LARGEST
-    launch(over_runs("divide", grad_out, groups, norms, unscale, groups, excess))
+    launch_over_runs("divide", grad_out, groups, norms, unscale, groups, excess)
 
 
 def largest_norm(tensor: torch.Tensor) -> float:
