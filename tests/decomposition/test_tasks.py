@@ -9,7 +9,7 @@ from helpers_decomposition import decompositions, positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.decomposition import tokens_of
 
 
 @settings(max_examples=100, deadline=None)

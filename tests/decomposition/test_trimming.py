@@ -18,7 +18,7 @@ from quorum_attention.decomposition import (
     Task,
     Verdict,
 )
-from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
 
 MASKS = {

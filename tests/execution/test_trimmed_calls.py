@@ -10,7 +10,7 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL
-from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution import slot_rows
 from quorum_attention.execution.case import FORWARD
 from quorum_attention.execution.device.cpu import Cpu

@@ -1,11 +1,16 @@
 """Chunks into tasks, spans, group bits and rectangles. Plain integers, no torch."""
 
-from quorum_attention.decomposition.census import Census, census
-from quorum_attention.decomposition.decomposition import Decomposition, Layout
+from quorum_attention.decomposition.decomposition import (
+    Census,
+    Decomposition,
+    Layout,
+    Span,
+    Task,
+    census,
+)
 from quorum_attention.decomposition.intervals import Interval, Rows
 from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.rectangles import Rectangle
-from quorum_attention.decomposition.tasks import Span, Task
 
 __all__ = [
     "EMPTY",

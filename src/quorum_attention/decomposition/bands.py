@@ -121,7 +121,7 @@ class Band:
         q0, q1, k0, k1 = least.query_start, least.query_stop, least.key_start, least.key_stop
         beyond, short = k1 - 1 - q0 > high, k0 - (q1 - 1) < low
         if beyond and short:
-            yield from self._both_edges(q0, q1, k0, k1, low, high)
+            yield from self._both_edges(least, low, high)
             return
         parts = [Part(q0, q1, k0, k1)]
         if beyond:
@@ -134,9 +134,8 @@ class Band:
             parts = [Part(q0, q1, last, k1), Part(q0, corner, k0, last), square]
         yield from (part for part in parts if part.n_queries > 0 and part.n_keys > 0)
 
-    def _both_edges(
-        self, q0: int, q1: int, k0: int, k1: int, low: int, high: int
-    ) -> Iterator[Part]:
+    def _both_edges(self, least: Part, low: int, high: int) -> Iterator[Part]:
+        q0, q1, k0, k1 = least.query_start, least.query_stop, least.key_start, least.key_stop
         width = high - low
         if width < _NARROW:
             for a in range(q0, q1, _RAGGED_ROWS):

@@ -1,25 +1,195 @@
-"""Cuts a sequence into chunks, and chunks into tasks, level by level.
+"""Cuts a sequence into chunks, and chunks into tasks, level by level, without arrays over tokens.
 
-This is the paper's BuildSubseq, without arrays over tokens.
+A task is the tokens of one subsequence, as spans with group bits (paper, section 3.3); making them
+is the paper's BuildSubseq.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quorum_attention.counts import whole_number
-from quorum_attention.decomposition.census import Census, census
-from quorum_attention.decomposition.intervals import joined
-from quorum_attention.decomposition.pairs import Pairs
-from quorum_attention.decomposition.tasks import Span, Task
+from quorum_attention.decomposition.intervals import Interval, Rows, joined, union
+from quorum_attention.decomposition.pairs import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Pairs,
+    Ranges,
+    Verdict,
+    quarters,
+    walk,
+)
+from quorum_attention.decomposition.rectangles import Rectangle, clip, cover, cut
 from quorum_attention.quorums import interest_set, quorum_size
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 Layout = Literal["aligned", "balanced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A maximal run of consecutive tokens of a task with the same group bits.
+
+    Attributes:
+        start, stop: global token positions, [start, stop).
+        bits: one bit for each non-owner chunk it lies in, over all levels; a pair (q, k) is kept
+            where bits[q] & bits[k] == 0.
+    """
+
+    start: int
+    stop: int
+    bits: int
+
+    def continued(self, after: Span) -> Span | None:
+        """Both as one if ``after`` comes next and has the same bits; else None."""
+        if after.start != self.stop or after.bits != self.bits:
+            return None
+        return Span(self.start, after.stop, self.bits)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One subsequence task. Local positions number its tokens in ascending order from 0.
+
+    Attributes:
+        path: owner chunk at each level, () for the monolithic task.
+        spans: ascending, disjoint.
+    """
+
+    path: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def local_starts(self) -> tuple[int, ...]:
+        """Local start of every span, and as the last entry the number of tokens."""
+        starts = [0]
+        for span in self.spans:
+            starts.append(starts[-1] + span.stop - span.start)
+        return tuple(starts)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the task."""
+        return self.local_starts[-1]
+
+    @cached_property
+    def runs(self) -> tuple[Rows, ...]:
+        """The task's tokens as runs of consecutive positions; a run may have several spans."""
+        rows = (
+            Rows(s.start, s.stop, at) for s, at in zip(self.spans, self.local_starts, strict=False)
+        )
+        return tuple(joined(rows, Rows.continued))
+
+    def count_below(self, n: int) -> int:
+        """The number of tokens at global positions below ``n``; they come first in the task."""
+        return sum(max(0, min(span.stop, n) - span.start) for span in self.spans)
+
+    def between(self, local_start: int, local_stop: int, bit: int = 0) -> Iterator[Span]:
+        """The parts of the task's spans at the local positions [local_start, local_stop), with
+        ``bit`` added to their group bits."""
+        starts = self.local_starts
+        for at in range(bisect_right(starts, local_start) - 1, len(self.spans)):
+            span = self.spans[at]
+            low, high = max(local_start, starts[at]), min(local_stop, starts[at + 1])
+            if low >= high:
+                return
+            offset = span.start - starts[at]
+            yield Span(low + offset, high + offset, span.bits | bit)
+
+    def segments(self, local_start: int, local_stop: int) -> list[Rows]:
+        """The local positions [local_start, local_stop), as runs of consecutive tokens."""
+        found = []
+        for start, stop, local in self.runs:
+            low, high = max(local, local_start), min(local + stop - start, local_stop)
+            if low < high:
+                found.append(Rows(low + start - local, high + start - local, low))
+        return found
+
+    def contiguous(self, r: Rectangle) -> Iterator[tuple[Rows, Rows, bool]]:
+        """Cuts a rectangle into parts whose tokens are consecutive in the whole sequence too.
+
+        Yields:
+            (queries, keys, causal) of every part; the rows of each in both positions.
+        """
+        columns = self.segments(r.key_start, r.key_stop)
+        for queries in self.segments(r.query_start, r.query_stop):
+            for keys in columns:
+                if not r.causal:
+                    yield queries, keys, False
+                elif keys.start <= queries.start:
+                    yield queries, keys, keys.start == queries.start
+
+    def rectangles(
+        self,
+        is_causal: bool,
+        n_queries: int | None = None,
+        n_keys: int | None = None,
+        max_queries: int | None = None,
+        max_keys: int | None = None,
+    ) -> tuple[Rectangle, ...]:
+        """The kept pairs as plain attention calls, in local positions; each pair in exactly one.
+
+        Args:
+            is_causal: keep only keys at or before the query (global positions, top-left).
+            n_queries, n_keys: leave out global positions from here on; None is no limit.
+            max_queries, max_keys: the largest rectangle allowed; None is no limit.
+
+        Raises:
+            TypeError: a count or limit is no whole number.
+            ValueError: a count is below 0 or a limit below 1.
+        """
+        tokens = self.n_tokens
+        rows, columns = (
+            tokens if n is None else self.count_below(whole_number(n, name, 0))
+            for name, n in (("n_queries", n_queries), ("n_keys", n_keys))
+        )
+        height, width = (
+            max(1, tokens) if n is None else whole_number(n, name, 1)
+            for name, n in (("max_queries", max_queries), ("max_keys", max_keys))
+        )
+        causal = bool(is_causal)
+        if causal not in self._covers:
+            bits = [span.bits for span in self.spans]
+            self._covers[causal] = tuple(cover(self.local_starts, bits, causal))
+        found = self._covers[causal]
+        if rows < tokens or columns < tokens:
+            found = tuple(clip(found, rows, columns))
+        if height < tokens or width < tokens:
+            found = tuple(cut(found, height, width))
+        return found
+
+    @cached_property
+    def _covers(self) -> dict[bool, tuple[Rectangle, ...]]:
+        """The rectangles without limits, by ``is_causal``; filled on first use."""
+        return {}
+
+    def mask(self) -> NDArray[np.bool_]:
+        """The CQS mask over the task's tokens, (n_tokens, n_tokens) bool, True is kept.
+
+        It is dense, so for small tasks only. Causality is not part of it.
+        """
+        import numpy as np
+
+        lengths = [span.stop - span.start for span in self.spans]
+        kept = [[a.bits & b.bits == 0 for b in self.spans] for a in self.spans]
+        small = np.array(kept, dtype=bool).reshape(len(self.spans), len(self.spans))
+        return np.repeat(np.repeat(small, lengths, axis=0), lengths, axis=1)
+
+
+def tokens_of(*tasks: Task) -> list[Interval]:
+    """The global positions of all tokens of ``tasks``."""
+    return union((start, stop) for task in tasks for start, stop, _ in task.runs)
 
 
 @dataclass(frozen=True)
@@ -179,3 +349,123 @@ class Decomposition:
     def census(self, is_causal: bool, tile: int = 128) -> Census:
         """Counts masked, clear and mixed tiles of all tasks (paper, Appendix A.2)."""
         return census(self.tasks(), Pairs(self.n_tokens, self.n_tokens, is_causal), tile)
+
+
+# --- The tile census: how many score tiles are masked, clear or mixed (paper, Appendix A.2) ------
+#
+# A tile is *clear* if its rows and its columns have no group bit in common, *masked* if one bit is
+# in all of its rows and all of its columns, else *mixed*. Two numbers for the rows and two for the
+# columns decide it: the bitwise OR and the bitwise AND of their group bits. Under a mask a tile has
+# to be kept by the mask as well.
+
+_Line = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Counts of score tiles, and their shares (fractions of one)."""
+
+    masked_tiles: int
+    clear_tiles: int
+    mixed_tiles: int
+
+    @property
+    def tiles(self) -> int:
+        """All tiles counted."""
+        return self.masked_tiles + self.clear_tiles + self.mixed_tiles
+
+    @property
+    def masked(self) -> float:
+        """Share of tiles in which no pair is kept."""
+        return self.masked_tiles / max(1, self.tiles)
+
+    @property
+    def clear(self) -> float:
+        """Share of tiles in which every pair is kept."""
+        return self.clear_tiles / max(1, self.tiles)
+
+    @property
+    def mixed(self) -> float:
+        """Share of tiles whose pairs have to be tested one by one."""
+        return self.mixed_tiles / max(1, self.tiles)
+
+
+def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
+    """Counts the tiles of all ``tasks`` together.
+
+    Args:
+        pairs: which pairs the call keeps; if causal, only tiles on or below the diagonal are
+            counted, and one on the diagonal is told by its other rules.
+        tile: tokens along each side of a tile.
+
+    Raises:
+        ValueError: ``tile`` is no whole number from 1.
+    """
+    tile = whole_number(tile, "tile", 1)
+    counts: Counter[Verdict] = Counter()
+    for task in tasks:
+        counts += _tiles_of(task, pairs, tile)
+    return Census(counts[EMPTY], counts[FULL], counts[PARTIAL])
+
+
+def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:
+    """The verdicts of a task's tiles by group bits and mask; blocks of tiles that the mask keeps
+    or leaves out as a whole are counted at once."""
+    counts: Counter[Verdict] = Counter()
+    kept = replace(pairs, is_causal=False).of
+    lines = [_line(task, at, at + tile) for at in range(0, task.n_tokens, tile)]
+
+    def verdict(block: Ranges) -> Verdict:
+        (r0, r1), (c0, c1) = block
+        if pairs.is_causal and c0 >= r1:
+            return EMPTY
+        if pairs.is_causal and c1 - 1 > r0:
+            return PARTIAL
+        rows, columns = (
+            task.segments(start * tile, min(stop * tile, task.n_tokens)) for start, stop in block
+        )
+        return kept(Ranges.of(rows[0].start, rows[-1].stop, columns[0].start, columns[-1].stop))
+
+    n = len(lines)
+    for ((r0, r1), (c0, c1)), found in walk(Ranges.of(0, n, 0, n), verdict, quarters) if n else ():
+        if pairs.is_causal and c0 >= r1:
+            continue  # above the diagonal
+        if found is FULL:
+            counts += _by_bits(lines[r0:r1], lines[c0:c1])
+        elif found is EMPTY:
+            counts[EMPTY] += (r1 - r0) * (c1 - c0)
+        else:
+            counts[_exactly(task, r0 * tile, c0 * tile, kept, tile)] += 1
+    return counts
+
+
+def _by_bits(rows: list[_Line], columns: list[_Line]) -> Counter[Verdict]:
+    """The verdicts of tiles by their group bits; equal lines are counted at once."""
+    counts: Counter[Verdict] = Counter()
+    for (some, every), n_rows in Counter(rows).items():
+        for (other_some, other_every), n_columns in Counter(columns).items():
+            clear = some & other_some == 0
+            found = FULL if clear else EMPTY if every & other_every else PARTIAL
+            counts[found] += n_rows * n_columns
+    return counts
+
+
+def _exactly(
+    task: Task, row: int, column: int, kept: Callable[[Ranges], Verdict], tile: int
+) -> Verdict:
+    """The verdict of one tile, by the runs of tokens with the same group bits in it."""
+    found = {
+        EMPTY if a.bits & b.bits else kept(Ranges.of(a.start, a.stop, b.start, b.stop))
+        for a in task.between(row, row + tile)
+        for b in task.between(column, column + tile)
+    }
+    return found.pop() if len(found) == 1 else PARTIAL
+
+
+def _line(task: Task, start: int, stop: int) -> _Line:
+    """(OR, AND) of the group bits of the task's tokens [start, stop)."""
+    some, every = 0, -1
+    for span in task.between(start, stop):
+        some |= span.bits
+        every &= span.bits
+    return some, every

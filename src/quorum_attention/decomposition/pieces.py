@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from quorum_attention.decomposition.decomposition import Decomposition
+from quorum_attention.decomposition.decomposition import Decomposition, Task
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.rectangles import Rectangle, clip, cut
-from quorum_attention.decomposition.tasks import Task
 
 Pieces = Literal["halves", "rows", "blocks"]
 """How the pairs of a sequence are laid out in rectangles: by halving it at chunks; a chunk of

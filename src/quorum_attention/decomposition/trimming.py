@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from quorum_attention.decomposition.decomposition import Span, Task, tokens_of
 from quorum_attention.decomposition.intervals import (
     Interval,
     below,
@@ -31,7 +32,6 @@ from quorum_attention.decomposition.pairs import (
     quarters,
     walk,
 )
-from quorum_attention.decomposition.tasks import Span, Task, tokens_of
 
 # A task is examined in about this many cells of tokens.
 _CELLS = 64

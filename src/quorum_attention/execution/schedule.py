@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.decomposition.pieces import Pieces
-from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.case import Bytes, Case, WorkCounts

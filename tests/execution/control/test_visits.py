@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition, Rows, Task
-from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.control.visits import visits
 
 LEVELS = st.sampled_from([(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 7), (7, 7)])

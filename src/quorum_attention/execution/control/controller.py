@@ -31,7 +31,7 @@ from itertools import tee
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from quorum_attention.decomposition import Task
-from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.control.visits import Visit, visits
 
 if TYPE_CHECKING:

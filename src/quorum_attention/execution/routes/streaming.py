@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Rows
+from quorum_attention.decomposition.decomposition import Span, Task
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pieces import Passage
-from quorum_attention.decomposition.tasks import Span, Task
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.case import (
     Bytes,
