@@ -9,7 +9,6 @@ import torch
 from helpers_attention import inputs
 
 import quorum_attention as qa
-from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.cpu import CpuKernel
 
 TORCHS = "ScaledDotProductFlashAttentionForCpuBackward0"
@@ -191,19 +190,6 @@ def test_where_memory_runs_out_it_is_tried_as_any_call(monkeypatch: pytest.Monke
     out = qa.attention(*given)
     assert made_by(out) == OURS
     assert torch.equal(out, wanted)
-
-
-def test_grouped_heads_need_an_operator_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quorum_attention.kernels import cpu
-    from quorum_attention.kernels.protocol import CallShape
-
-    call = CallShape("cpu", torch.float32, 4, 2, 8, 8, needs_grad=True)
-    kernel = get_kernel("cpu")
-    assert isinstance(kernel, CpuKernel)
-    monkeypatch.setattr(cpu, "_groups", lambda: False)
-    assert not kernel.takes_recorded(call)
-    monkeypatch.setattr(cpu, "_groups", lambda: True)
-    assert kernel.takes_recorded(call)
 
 
 def test_a_subclass_may_compute_something_else() -> None:

@@ -161,7 +161,7 @@ def test_inputs_that_are_broadcast_are_not_remembered() -> None:
 def test_where_memory_runs_out_the_call_is_made_as_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tensors = inputs(learned=False)
+    tensors = inputs(kv_heads=4, learned=False)
     want = qa.attention(*tensors, enable_gqa=True)
     assert len(direct._CACHE) == 1
     failures = []

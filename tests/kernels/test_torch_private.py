@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quorum_attention.kernels import get_kernel
-from quorum_attention.kernels.cpu import _groups
 from quorum_attention.kernels.kit.functions import depends_on_batch_head
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.torch_private import (
@@ -104,7 +103,6 @@ def test_no_anomalies_are_looked_for_in_there() -> None:
 
 CPU = torch.device("cpu")
 TRIED = {
-    "grouped heads": _groups.__wrapped__,
     "entries and heads of a mask": lambda: depends_on_batch_head(
         lambda b, h, q, k: q >= k * h, CPU
     ),

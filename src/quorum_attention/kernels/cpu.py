@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from quorum_attention.kernels.rectangles import (
     round_up,
     signed,
 )
-from quorum_attention.kernels.tensors import Pick, jth_of_group, pad_last, row_blocks
-from quorum_attention.kernels.torch_private import operator_reason, outside
+from quorum_attention.kernels.tensors import pad_last, row_blocks
+from quorum_attention.kernels.torch_private import operator_reason
 
 # Rows that are not finite are computed again so many at a time, by tiles of these limits.
 _MENDED = reference.TileLimits(1 << 15, 64, 128)
@@ -137,7 +138,7 @@ class CpuKernel(RectangleKernel):
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
-        """Any call: grouped heads go to the operator as views (``grouped.py``)."""
+        """Any call: grouped heads go to the operator as views."""
         return True
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +146,7 @@ class CpuKernel(RectangleKernel):
         finite."""
         if call.dropout is not None:
             return reference.whole_forward(call)
-        if call.query.shape[1] != call.key.shape[1] and not (call.causal and _groups()):
+        if call.query.shape[1] != call.key.shape[1]:
             return grouped_forward(self.whole_forward, call)
         out, lse = super().whole_forward(call)
         mend_odd_rows_(out, lse, call)
@@ -158,10 +159,7 @@ class CpuKernel(RectangleKernel):
         heads = _heads_widened(call)
         if heads:
             return _widened_gradients(self.whole_backward, heads, call, saved)
-        lanes = call.key.shape[0] * call.key.shape[1]
-        if call.query.shape[1] != call.key.shape[1] and not (
-            call.causal and sums_groups(call.query.element_size(), lanes)
-        ):
+        if call.query.shape[1] != call.key.shape[1]:
             return grouped_backward(self.whole_backward, call, saved)
         return super().whole_backward(call, saved)
 
@@ -172,10 +170,9 @@ class CpuKernel(RectangleKernel):
             return False
         if call.head_dim != call.value_dim or not call.positive_scale or call.dropout:
             return False
-        same = call.query_heads == call.key_heads
-        if call.needs_grad and call.dtype in (torch.float16, torch.bfloat16):
-            return same and call.dtype == torch.bfloat16
-        return same or _groups()
+        if call.needs_grad and call.dtype == torch.float16:
+            return False
+        return call.query_heads == call.key_heads
 
     def recorded_forward(self, call: Call) -> torch.Tensor | None:
         """See ``Kernel.recorded_forward``."""
@@ -304,53 +301,6 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return found
 
 
-@functools.cache
-@outside()
-def _groups() -> bool:
-    """Whether the operator takes fewer key heads than query heads, and is right: it does in some
-    versions of torch."""
-    g = torch.Generator().manual_seed(0)
-    query, grad_out = (_random(g, 5) for _ in range(2))
-    # An operator that does not count key heads reads as many as there are query heads, and writes
-    # the gradients of as many, in memory that is not its own. What it reads is here, so that a
-    # wrong forward tells, and there is no backward then.
-    key, value = (_random(g, 7)[:, :2] for _ in range(2))
-    every = [t.repeat_interleave(2, 1) for t in (key, value)]
-    try:
-        results = [_recorded(query, *keys) for keys in ((key, value), every)]
-        if not all(map(_alike, *results)):
-            return False
-        grouped, whole = (
-            _backward(grad_out, query, *keys, *found, 0.0, False)
-            for keys, found in zip(((key, value), every), results, strict=True)
-        )
-    except RuntimeError:
-        return False
-    summed = (whole[0], *(t.unflatten(1, (2, 2)).sum(2) for t in whole[1:]))
-    return all(map(_alike, grouped, summed))
-
-
-def _random(generator: torch.Generator, rows: int) -> torch.Tensor:
-    shape = (1, 4, rows, 8)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-5)
-
-
-def sums_groups(item: int, key_heads: int) -> bool:
-    """Whether the operator sums gradients of a causal call over query heads, without one for each,
-    as well and as quickly as we do: in 16 bits it rounds the sum after each of them, and each
-    thread takes whole key heads.
-
-    Args:
-        item: bytes of a number.
-        key_heads: of all of the batch.
-    """
-    return item > 2 and key_heads >= torch.get_num_threads() and _groups()
-
-
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
     sizes = RectangleSizes.of(call, extent, extent.direct)
     split = call.dtype == torch.float32 and not call.exact_scale
@@ -468,23 +418,19 @@ def _multiplies_fp16() -> bool:
         return False
 
 
-# Grouped heads.
+# Grouped heads, without expanding keys.
 #
-# Grouped heads for operators that need as many key heads as query heads, without expanding keys.
-#
-# There are three ways. Without a causal mask, the query heads that share a key/value head become
-# further rows of one head. Otherwise each key/value head becomes a batch entry: the query heads of
-# its group are the entry's heads, and all of them read its keys through a stride of 0. If batch and
-# key heads cannot be flattened without a copy, the operator is called once for every j, with the
-# j-th query head of every group.
+# Without a causal mask, the query heads that share a key/value head become further rows of one
+# head. Otherwise each key/value head becomes a batch entry: the query heads of its group are the
+# entry's heads, and all of them read its keys through a stride of 0. Where (batch, key heads)
+# cannot become one dimension without a copy, the batch entries are run one after the other.
 
 _FEW_ROWS = 64
 
-Forward = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
-Backward = Callable[[Call, Saved], Three]
 
-
-def grouped_forward(run: Forward, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def grouped_forward(
+    run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]], call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``run`` of a call with fewer key heads than query heads, by calls with as many."""
     query, key = call.query, call.key
     if _folds(call):
@@ -492,12 +438,12 @@ def grouped_forward(run: Forward, call: Call) -> tuple[torch.Tensor, torch.Tenso
     elif _flattens(call):
         out, lse = run(_by_group_of(call))
     else:
-        parts = [run(part) for part, _ in _parts(call)]
-        out, lse = (torch.stack(some, 2).flatten(1, 2) for some in zip(*parts, strict=True))
+        parts = [grouped_forward(run, one) for _, one in _entries(call)]
+        out, lse = (torch.cat(some) for some in zip(*parts, strict=True))
     return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
 
 
-def grouped_backward(run: Backward, call: Call, saved: Saved) -> Three:
+def grouped_backward(run: Callable[[Call, Saved], Three], call: Call, saved: Saved) -> Three:
     """The gradients of query, key and value, summed over the query heads that share a key head."""
     query, key, value = call.inputs
     if _folds(call) and _few_rows(query, key):
@@ -511,39 +457,27 @@ def grouped_backward(run: Backward, call: Call, saved: Saved) -> Three:
             found[1].sum(1).view(key.shape),
             found[2].sum(1).view(value.shape),
         )
-    queries: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
-    # Summed in fp32, as torch does: 16-bit partial sums would be rounded for every head.
-    wide = torch.promote_types(key.dtype, torch.float32)
-    for part, pick in _parts(call):
-        mine, *others = run(part, saved.mapped(pick))
-        queries.append(mine)
-        if sums:
-            for total, grad in zip(sums, others, strict=True):
-                total.add_(grad)
-        else:
-            sums = [grad.to(wide) for grad in others]
-    grad_key, grad_value = (total.to(key.dtype) for total in sums)
-    return torch.stack(queries, 2).flatten(1, 2), grad_key, grad_value
+    parts = [grouped_backward(run, one, saved.mapped(itemgetter(at))) for at, one in _entries(call)]
+    dq, dk, dv = (torch.cat(some) for some in zip(*parts, strict=True))
+    return dq, dk, dv
+
+
+def _entries(call: Call) -> Iterator[tuple[slice, Call]]:
+    """Each batch entry, and what selects it."""
+    for entry in range(call.key.shape[0]):
+        at, bias = slice(entry, entry + 1), call.bias
+        bias = bias if bias is None or bias.shape[0] == 1 else bias[at]
+        yield at, call.mapped(itemgetter(at), itemgetter(at), bias=bias)
 
 
 def _by_group_of(call: Call) -> Call:
     """Each key head as a batch entry, whose heads are the query heads of its group."""
-    key, shared = call.key, call.query.shape[1] // call.key.shape[1]
+    key, bias, shared = call.key, call.bias, call.query.shape[1] // call.key.shape[1]
     return call.mapped(
         lambda tensor: _by_group(tensor, key),
-        lambda tensor: _under(tensor, shared),
-        bias=_bias_by_group(call.bias, key),
+        lambda tensor: tensor.flatten(0, 1).unsqueeze(1).expand(-1, shared, -1, -1),
+        bias=bias if bias is None or bias.shape[1] == 1 else _by_group(bias, key),
     )
-
-
-def _parts(call: Call) -> Iterator[tuple[Call, Pick]]:
-    """The call of the j-th query head of every group, for each j, and what selects these heads."""
-    key_heads, bias = call.key.shape[1], call.bias
-    for j in range(call.query.shape[1] // key_heads):
-        pick = partial(jth_of_group, key_heads, j)
-        mask = bias if bias is None or bias.shape[1] == 1 else pick(bias)
-        yield replace(call, query=pick(call.query), bias=mask), pick
 
 
 def _folds(call: Call) -> bool:
@@ -580,12 +514,3 @@ def _by_group(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """(b, h, ...) as (b * hk, h / hk, ...); copied where its strides allow no view."""
     batch, heads = key.shape[:2]
     return tensor.reshape(batch * heads, tensor.shape[1] // heads, *tensor.shape[2:])
-
-
-def _under(tensor: torch.Tensor, shared: int) -> torch.Tensor:
-    """(b, hk, m, d) as (b * hk, shared, m, d), a view."""
-    return tensor.flatten(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
-
-
-def _bias_by_group(bias: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    return bias if bias is None or bias.shape[1] == 1 else _by_group(bias, key)
