@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any
 
 import quorum_attention
-from quorum_attention.cli.help import HelpFormatter
 from quorum_attention.cli.stopping import Stopped, stoppable
 from quorum_attention.cli.streams import complete_streams, nobody_reads
 from quorum_attention.progress.lines import line
@@ -29,7 +28,6 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="quorum-attention",
         description="Attention that never runs out of memory: exact, inside any memory budget.",
-        formatter_class=HelpFormatter,
     )
     top.add_argument("--version", action="version", version=quorum_attention.__version__)
     if "--version" in arguments[:1]:

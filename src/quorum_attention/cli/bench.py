@@ -28,52 +28,30 @@ def add_to(commands: Any) -> None:
         "--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), metavar="EXPERIMENT",
         help=f"some of {', '.join(EXPERIMENTS)} (default: all)",
     )  # fmt: skip
-    parser.add_argument(
-        "--methods", metavar="A,B", help="comma-separated (default: all that can run)"
-    )
-    for name, text in (
-        ("heads", "query heads (default: 8; 2 on a CPU)"),
-        ("kv-heads", "key/value heads (default: as --heads)"),
-        ("tokens", "of the accuracy tables, such as 8192 or 8K (default: 8K; 1K on a CPU)"),
-        ("min-tokens", "where sweeps begin (default: 8K, or 32K with --quick; 1K, 2K on a CPU)"),
-        ("max-tokens", "where sweeps end (default: 1M, or 64K with --quick; 16K, 4K on a CPU)"),
-        ("draws", "random inputs of an accuracy table (default: 10; 2 with --quick)"),
-    ):
-        parser.add_argument(f"--{name}", type=shared.count_of, metavar="N", help=text)
-    parser.add_argument(
-        "--head-dim", type=shared.count_of, default=64, metavar="N", help="numbers in a head"
-    )
-    parser.add_argument(
-        "--repeats", type=shared.count_of, default=3, metavar="N",
-        help="of every measurement; 1 with --quick",
+    n, of = shared.count_of, "of the accuracy tables, such as 8192 or 8K"
+    shared.add(
+        parser,
+        ("--methods A,B", str, "comma-separated (default: all that can run)"),
+        ("--heads", n, "query heads (default: 8; 2 on a CPU)"),
+        shared.KV_HEADS,
+        ("--tokens", n, f"{of} (default: 8K; 1K on a CPU)"),
+        ("--min-tokens", n, "of sweeps (default: 8K, or 32K with --quick; 1K, 2K on a CPU)"),
+        ("--max-tokens", n, "of sweeps (default: 1M, or 64K with --quick; 16K, 4K on a CPU)"),
+        ("--draws", n, "inputs of an accuracy table (default: 10; 2 with --quick)"),
+        shared.HEAD_DIM,
+        ("--repeats", n, "of every measurement; 1 with --quick", 3),
+        shared.DTYPE,
+        ("--budget", shared.bytes_of, "the capped budget, enforced (default: 1GiB, 64MiB with "
+         "--quick; 48MiB on a CPU)"),
+        ("--method-seconds S", _seconds, "a sweep ends where a method's next length should take "
+         "longer (default: 300; 20 with --quick)"),
+        ("--timeout S", _seconds, "of one measurement, seconds", 1800.0),
+        ("--quick", None, "a few methods, lengths and passes: some minutes"),
+        ("--output FOLDER", shared.name_of, "for results.json and report.md, which are replaced",
+         "bench-results"),
+        shared.DEVICE,
+        shared.JSON,
     )  # fmt: skip
-    parser.add_argument(
-        "--dtype", type=shared.dtype_of, metavar="DTYPE",
-        help=f"one of {', '.join(shared.DTYPES)} (default: float16; float32 on a CPU)",
-    )  # fmt: skip
-    shared.add_budget(
-        parser, "the capped budget, enforced (default: 1GiB, 64MiB with --quick; 48MiB on a CPU)"
-    )
-    parser.add_argument(
-        "--method-seconds", type=_seconds, metavar="S",
-        help="a sweep ends where a method's next length should take longer "
-        "(default: 300; 20 with --quick)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout", type=_seconds, default=1800.0, metavar="S", help="of one measurement, seconds"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few methods, lengths and passes: some minutes"
-    )
-    parser.add_argument(
-        "--output",
-        type=shared.name_of,
-        metavar="FOLDER",
-        default="bench-results",
-        help="for results.json and report.md, which are replaced",
-    )
-    shared.add_device(parser)
-    shared.add_json(parser)
     parser.set_defaults(run=_run)
 
 

@@ -15,12 +15,7 @@ def add_to(commands: Any) -> None:
     parser = shared.add_command(
         commands, "calibrate", "measure this machine for the planner", _DESCRIPTION
     )
-    shared.add_device(parser)
-    parser.add_argument(
-        "--dtype", type=shared.dtype_of, metavar="DTYPE",
-        help=f"one of {', '.join(shared.DTYPES)} (default: float16; float32 on a CPU)",
-    )  # fmt: skip
-    shared.add_json(parser)
+    shared.add(parser, shared.DEVICE, shared.DTYPE, shared.JSON)
     parser.set_defaults(run=_run)
 
 
@@ -38,15 +33,8 @@ def _run(options: argparse.Namespace) -> int:
     with status_line("measuring") as show:
         found = calibrate(device, options.dtype or shared.default_dtype(device.type), show)
     if options.json:
-        print_json(
-            {
-                "key": found.key,
-                "seconds": found.seconds,
-                "rounds": found.rounds,
-                "spread": found.spread,
-                **found.figures,
-            }
-        )
+        of_all = {name: getattr(found, name) for name in ("key", "seconds", "rounds", "spread")}
+        print_json({**of_all, **found.figures})
         return 0
     show_table(["figure", "median", "they differ by"], _rows(found), title=found.key)
     say(

@@ -30,24 +30,18 @@ def add_to(commands: Any) -> None:
         "returns (out, lse)",
     )
     usual = inspect.signature(check_kernel).parameters
-    for name, argument, text in (
-        ("tokens", "n_tokens", "number of queries and of keys"),
-        ("heads", "heads", "query heads"),
-        ("kv-heads", "kv_heads", "key/value heads (default: as --heads)"),
-        ("head-dim", "head_dim", "numbers in a head"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=shared.count_of, default=usual[argument].default, metavar="N",
-            help=text,
-        )  # fmt: skip
-    parser.add_argument(
-        "--dtype", type=shared.dtype_of, default="float32", metavar="DTYPE",
-        help=f"one of {', '.join(shared.DTYPES)}",
-    )  # fmt: skip
+    shared.add(
+        parser,
+        ("--tokens", shared.count_of, "number of queries and of keys", usual["n_tokens"].default),
+        ("--heads", shared.count_of, "query heads", usual["heads"].default),
+        shared.KV_HEADS,
+        ("--head-dim", shared.count_of, "numbers in a head", usual["head_dim"].default),
+        ("--dtype", shared.dtype_of, f"one of {', '.join(shared.DTYPES)}", "float32"),
+        ("--forward-only", None, "no gradients"),
+        shared.DEVICE,
+        shared.JSON,
+    )
     shared.add_flag(parser, "causal", "only causal calls (default: both kinds)", None)
-    parser.add_argument("--forward-only", action="store_true", help="no gradients")
-    shared.add_device(parser)
-    shared.add_json(parser)
     parser.set_defaults(run=_run)
 
 

@@ -30,7 +30,7 @@ _OPTIONAL = (
 def add_to(commands: Any) -> None:
     """Add the command."""
     parser = shared.add_command(commands, "doctor", "what this machine can run", __doc__)
-    shared.add_json(parser)
+    shared.add(parser, shared.JSON)
     parser.set_defaults(run=_run)
 
 

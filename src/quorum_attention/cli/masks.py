@@ -24,7 +24,12 @@ FILES = {
     "lengths": ("key_lengths", "lengths"),
     "sinks": ("sinks",),
 }
-_FILE = "FILE"
+_OF_FILES = {
+    "mask": "boolean or additive, broadcasts (default: none)",
+    "documents": "ids, (tokens,) or (batch, tokens) (default: none)",
+    "lengths": "keys of each entry, (batch,) (default: all)",
+    "sinks": "a logit of each head, (heads,) (default: none)",
+}
 _positive = shared.number_of("a number above 0", lambda number: number > 0)
 
 
@@ -35,44 +40,16 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
         files: whether also those that name a file.
     """
     shared.add_causal(parser)
-    parser.add_argument(
-        "--lower-right", action="store_true",
-        help="causal, and the last query sees the last key (queries that follow a cache)",
+    shared.add(
+        parser,
+        ("--lower-right", None, "causal, and the last query sees the last key"),
+        ("--offset N", _whole, "position of the first query (default: 0)"),
+        ("--window N", _window, "keys within N tokens, or LEFT,RIGHT; -1: no limit (default: all)"),
+        ("--chunk", shared.count_of, "only pairs in the same N tokens (default: all)"),
+        ("--softcap", _positive, "scores become X tanh(score / X) (default: none)"),
     )  # fmt: skip
-    parser.add_argument(
-        "--offset", type=_whole, metavar="N",
-        help="position of the first query, for --window and --chunk (default: 0)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--window", type=_window, metavar="N",
-        help="keys within N tokens of the query, or LEFT,RIGHT; -1 is no limit (default: all keys)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--chunk", type=shared.count_of, metavar="N",
-        help="only pairs in the same N tokens (default: all pairs)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--softcap", type=_positive, metavar="X",
-        help="scores become X * tanh(score / X) (default: they stay)",
-    )  # fmt: skip
-    if not files:
-        return
-    parser.add_argument(
-        "--mask", metavar=_FILE, help="boolean or additive, broadcast to the scores (default: none)"
-    )
-    parser.add_argument(
-        "--documents",
-        metavar=_FILE,
-        help="integers, (tokens,) or (batch, tokens): pairs of one id (default: all)",
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar=_FILE,
-        help="integers (batch,): the first so many keys of each entry (default: all)",
-    )
-    parser.add_argument(
-        "--sinks", metavar=_FILE, help="(heads,): a logit of each without a value (default: none)"
-    )
+    for name, text in _OF_FILES.items() if files else ():
+        shared.add(parser, (f"--{name} FILE", str, text))
 
 
 def _whole(text: str) -> int:

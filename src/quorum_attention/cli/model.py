@@ -25,30 +25,20 @@ from quorum_attention.recipes.step import (
 from quorum_attention.sizes import format_bytes
 
 WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
-_WHEN = {"always": "always", "layer": "in a layer's backward", "loss": "in the loss"}
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """The options that only make sense with ``--model``."""
-    parser.add_argument(
-        "--model", metavar="CONFIG.json",
-        help="what a training step of this model needs, by part, instead of one call: a "
-        "config.json as Hugging Face publishes it (default: one call)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory", type=shared.bytes_of,
-        help="with --model: the device's memory; says what to switch on to fit "
-        "(default: everything is switched on)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw",
-        help="with --model: adamw has two states in the weights' dtype, adamw-fp32 two and the "
-        "weights in float32 (default: adamw)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lora", type=shared.count_of, metavar="RANK",
-        help="with --model: train adapters of this rank on all linear layers, the rest frozen "
-        "(default: all weights)",
+    shared.add(
+        parser,
+        ("--model CONFIG.json", str, "what a training step of this model needs, by part, instead "
+         "of one call: a config.json as Hugging Face publishes it (default: one call)"),
+        ("--memory", shared.bytes_of, "with --model: the device's memory; says what to switch on "
+         "to fit (default: everything is switched on)"),
+        ("--optimizer", OPTIMIZERS, "with --model: adamw has two states in the weights' dtype, "
+         "adamw-fp32 two and the weights in float32 (default: adamw)", "adamw"),
+        ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
+         "layers, the rest frozen (default: all weights)"),
     )  # fmt: skip
     shared.add_flag(
         parser, "checkpointing", "with --model: layers are recomputed in the backward", True
@@ -67,15 +57,9 @@ def run(options: argparse.Namespace) -> int:
     masks.refuse(options, "--model")
     shape = read_shape(options.model)
     training = Training(
-        options.tokens,
-        options.batch,
-        options.dtype or torch.bfloat16,
-        options.optimizer,
-        options.lora,
-        options.checkpointing,
-        options.budget,
-        options.device or best_device().type,
-    )
+        options.tokens, options.batch, options.dtype or torch.bfloat16, options.optimizer,
+        options.lora, options.checkpointing, options.budget, options.device or best_device().type,
+    )  # fmt: skip
     if options.memory is None:
         if options.budget is None:
             budget = WORKING + returned_bytes(shape, training, backward=True)
@@ -85,14 +69,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         found, fits = switch_until_it_fits(shape, training, options.memory)
     if options.json:
-        print_json(
-            {
-                "model": asdict(shape),
-                "memory_bytes": options.memory,
-                "fits": fits,
-                **found.to_dict(),
-            }
-        )
+        asked = {"model": asdict(shape), "memory_bytes": options.memory, "fits": fits}
+        print_json({**asked, **found.to_dict()})
         return 0
     _show(options, shape, found)
     if fits is not None:
@@ -108,14 +86,13 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> 
     )
     switched = "all switched on" if options.memory is None else "with these on"
     rows = [
-        [p.name, _WHEN.get(p.when, f"in its {p.when}"), *map(format_bytes, (p.plain, p.bytes)),
-         p.switch if p.switch in found.on and p.switch else ""]
+        [p.name, *map(format_bytes, (p.plain, p.bytes)), p.switch if p.switch in found.on else ""]
         for p in found.parts
     ]  # fmt: skip
     totals = [format_bytes(found.plain_bytes), format_bytes(found.peak_bytes)]
-    rows.append(["at once, at most", "", *totals, ""])
-    columns = ["part", "when", "as it comes", switched, "switched on"]
-    show_table(columns, rows, title=title, left=("when", "switched on"))
+    rows.append(["at once, at most", *totals, ""])
+    columns = ["part", "as it comes", switched, "switched on"]
+    show_table(columns, rows, title=title, left=("switched on",))
     if found.host_bytes:
         say(f"in host memory: {format_bytes(found.host_bytes)}")
     say(

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options of the commands: how they are added, read and explained, the same way everywhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,27 @@ from typing import Any
 
 import torch
 
-from quorum_attention.cli.help import GLOSSARY, HelpFormatter
 from quorum_attention.execution.device.lookup import present
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.sizes import parse_bytes, parse_count
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_BYTES}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+GLOSSARY = (
+    "levels: chunk counts per level of cutting (none: uncut); unit: one task of one head group, "
+    "loaded, computed and stored at once; n_cap: most units on the device at a time."
+)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that names every default, once, and none where there is nothing to say."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.help or ""
+        silent = (None, False, argparse.SUPPRESS)
+        if any(action.default is value for value in silent) or "default" in said:
+            return action.help
+        return super()._get_help_string(action) if said else "default: %(default)s"
 
 
 def name_of(text: str) -> str:
@@ -80,43 +94,67 @@ def depth_of(text: str) -> int | str:
 
 def levels_of(text: str) -> tuple[int, ...]:
     """``7,7`` as (7, 7); an empty text, or ``none``, as the monolithic ()."""
-    if text in ("", "none"):
-        return ()
-    return tuple(count_of(part) for part in text.split(","))
+    return () if text in ("", "none") else tuple(count_of(part) for part in text.split(","))
+
+
+_METAVARS: dict[Any, str] = {
+    name_of: "FILE", dtype_of: "DTYPE", bytes_of: "BYTES", count_of: "N", str: "NAME"
+}  # fmt: skip
+Option = tuple[str, Any, str] | tuple[str, Any, str, Any]
 
 
 def add_command(commands: Any, name: str, summary: str, description: str) -> Any:
     """A parser for a command, which looks as all do."""
     return commands.add_parser(
-        name,
-        help=summary,
-        description=description.replace("``", ""),
-        formatter_class=HelpFormatter,
+        name, help=summary, description=description.replace("``", ""), formatter_class=HelpFormatter
     )
 
 
-def add_glossary(parser: argparse.ArgumentParser) -> None:
-    """What the words mean that plans and reports are written in."""
-    parser.epilog = GLOSSARY
+def add(parser: Any, *options: Option) -> None:
+    """Add options: name, kind, help and default.
+
+    A kind is what reads the text; a tuple, of which one is chosen; or None: the option is a switch.
+    A name may have what stands for the value in help after a blank.
+    """
+    for name, kind, text, *default in options:
+        name, _, metavar = name.partition(" ")
+        more: dict[str, Any] = {"help": text}
+        if kind is None:
+            more["action"] = "store_true"
+        elif isinstance(kind, tuple):
+            more["choices"] = kind
+        else:
+            more |= {"type": kind, "metavar": metavar or _METAVARS.get(kind, "X")}
+        if default:
+            more["default"] = default[0]
+        parser.add_argument(name, **more)
 
 
-def add_causal(parser: argparse.ArgumentParser) -> None:
-    """Whether queries see later keys: the same default everywhere, which is torch's."""
-    add_flag(parser, "causal", "query i sees keys up to i (default: not causal, as in torch)")
-
-
-def add_flag(
-    parser: argparse.ArgumentParser, name: str, text: str, default: bool | None = False
-) -> None:
+def add_flag(parser: Any, name: str, text: str, default: bool | None = False) -> None:
     """``--name`` and ``--no-name``."""
     parser.add_argument(f"--{name}", dest=name, action="store_true", default=default, help=text)
     parser.add_argument(
-        f"--no-{name}",
-        dest=name,
-        action="store_false",
-        default=argparse.SUPPRESS,
+        f"--no-{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
         help=f"not {name}",
-    )
+    )  # fmt: skip
+
+
+def add_causal(parser: Any) -> None:
+    """Whether queries see later keys: the same default everywhere, which is torch's."""
+    add_flag(parser, "causal", "queries see no later keys (default: not causal)")
+
+
+# Options of several commands.
+HEADS: Option = ("--heads", count_of, "query heads (default: 8)")
+KV_HEADS: Option = ("--kv-heads", count_of, "key/value heads (default: as --heads)")
+HEAD_DIM: Option = ("--head-dim", count_of, "numbers in a head", 64)
+DTYPE: Option = (
+    "--dtype", dtype_of, f"one of {', '.join(DTYPES)} (default: float16; float32 on a CPU)"
+)  # fmt: skip
+DEVICE: Option = ("--device", str, "cuda, cuda:1 or cpu (default: a GPU if there is one)")
+JSON: Option = ("--json", None, "print JSON for machines")
+KERNEL: Option = ("--kernel", str, "inner kernel", "auto")
+TOKENS = "number of queries and of keys: 100000, 1e6, or 1M, which is 1,048,576"
 
 
 def default_dtype(device: str) -> torch.dtype:
@@ -133,57 +171,6 @@ def kv_heads(heads: int, named: int | None) -> int:
     if named is not None and heads % named:
         raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {named}")
     return named or heads
-
-
-def add_sizes(
-    parser: argparse.ArgumentParser,
-    *,
-    tokens_required: bool,
-    usual_tokens: str = "",
-    usual_dtype: str = "float16; float32 on a CPU",
-    causal: bool = True,
-) -> None:
-    """The sizes of a call; ``causal``: and whether it is causal."""
-    parser.add_argument(
-        "--tokens", type=count_of, required=tokens_required, metavar="N",
-        help="number of queries and of keys: 100000, 1e6, or 1M, which is 1,048,576"
-        + (f" (default: {usual_tokens})" if usual_tokens else ""),
-    )  # fmt: skip
-    parser.add_argument("--heads", type=count_of, metavar="N", help="query heads (default: 8)")
-    parser.add_argument(
-        "--kv-heads", type=count_of, metavar="N", help="key/value heads (default: as --heads)"
-    )
-    parser.add_argument(
-        "--head-dim", type=count_of, default=64, metavar="N", help="numbers in a head"
-    )
-    parser.add_argument(
-        "--dtype", type=dtype_of, metavar="DTYPE",
-        help=f"one of {', '.join(DTYPES)} (default: {usual_dtype})",
-    )  # fmt: skip
-    if causal:
-        add_causal(parser)
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Where to compute."""
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
-
-
-def add_budget(parser: argparse.ArgumentParser, text: str) -> None:
-    """The memory budget."""
-    parser.add_argument("--budget", type=bytes_of, metavar="BYTES", help=text)
-
-
-def add_draw(parser: argparse.ArgumentParser, text: str, default: str | None = None) -> None:
-    """Where a picture goes."""
-    parser.add_argument(
-        "--draw", metavar="FILE", default=default, help=f"write a picture of {text} (.png, .svg)"
-    )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Output for machines."""
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
 
 
 def default_device(named: str | None) -> torch.device:

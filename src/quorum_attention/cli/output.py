@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -67,55 +67,66 @@ def show_table(
         red: numbers of rows that stand out.
     """
     out = console()
-    endless = out.options.update(width=1000)
     if title:
         say(title)
     styles = ["red" if number in red else None for number in range(len(rows))]
     words = [column == columns[0] or column in left for column in columns]
-    upright = _table(columns, rows, words, styles)
-    whole = Measurement.get(out, endless, upright)
-    if whole.maximum <= out.width:
-        out.print(upright)
-        return
-    if len(rows) <= _FEW:
-        turned = [list(line) for line in zip(columns, *rows, strict=True)]
-        sideways = _table(turned[0], turned[1:], [True] * len(turned[0]), beside=[None, *styles])
-        if Measurement.get(out, endless, sideways).minimum <= out.width:
-            out.print(sideways)
-            return
-    if whole.minimum <= out.width:
-        out.print(upright)
-        return
-    for row, style in zip(rows, styles, strict=True):
-        out.print(
-            _table((), list(zip(columns, row, strict=True)), [True, True], [style] * len(row))
-        )
+    turned = [list(line) for line in zip(columns, *rows, strict=True)]
+    upright = _table(out, columns, rows, words, styles)
+    sideways = _table(out, turned[0], turned[1:], [True] * len(turned[0]), beside=[None, *styles])
+    if upright.most <= out.width or (len(rows) > _FEW and upright.least <= out.width):
+        out.print(upright.table)
+    elif len(rows) <= _FEW and sideways.least <= out.width:
+        out.print(sideways.table)
+    elif upright.least <= out.width:
+        out.print(upright.table)
+    else:
+        for row, style in zip(rows, styles, strict=True):
+            pairs = list(zip(columns, row, strict=True))
+            out.print(_table(out, (), pairs, [True, True], [style] * len(row)).table)
+
+
+class _Fitted(NamedTuple):
+    """A table as wide as its console, at most; the width that it needs at least, and at most."""
+
+    table: Table
+    least: int
+    most: int
 
 
 def _table(
+    out: Console,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     words: Sequence[bool],
     styles: Sequence[str | None] = (),
     beside: Sequence[str | None] = (),
-) -> Table:
+) -> _Fitted:
     """A table whose lines break between words only; without columns, one without a heading.
 
     ``styles`` are of rows, ``beside`` of columns.
     """
     table = Table(show_header=bool(columns))
+    cells = [[*columns[n : n + 1], *(row[n] for row in rows)] for n in range(len(words))]
+    longest = [max(map(cell_len, " ".join(one).split()), default=0) for one in cells]
+    least = [min(n, _LONGEST_WORD) for n in longest]
+    most = [max(map(cell_len, one), default=0) for one in cells]
+    borders = 3 * len(words) + 1
+    spare = max(0, out.width - borders - sum(least))
+    widths = list(least)
+    for place in sorted(range(len(words)), key=words.__getitem__):  # numbers first
+        widths[place] += min(spare, most[place] - least[place])
+        spare -= widths[place] - least[place]
     for place, is_words in enumerate(words):
-        cells = [*columns[place : place + 1], *(row[place] for row in rows)]
-        longest = max((len(word) for cell in cells for word in cell.split()), default=0)
         table.add_column(
             columns[place] if columns else "",
             justify="left" if is_words else "right",
-            min_width=min(longest, _LONGEST_WORD),
+            width=widths[place],
             style=(beside[place] if beside else None) or "",
         )
     for row, style in zip_longest(rows, styles):
         table.add_row(*(Text(cell) for cell in row), style=style)
-    return table
+    return _Fitted(table, borders + sum(least), borders + sum(most))
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from quorum_attention.cli import cluster, masks, model
+from quorum_attention.cli import masks, model, plan_devices
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say
 from quorum_attention.execution.device.lookup import best_device, named_device
@@ -18,18 +18,18 @@ def add_to(commands: Any) -> None:
     """Add the command ``plan``."""
     parser = shared.add_command(commands, "plan", "describe and draw a plan", __doc__)
     _add_common(parser)
-    parser.add_argument(
-        "--levels", type=shared.levels_of,
-        help="chunk counts, e.g. 7 or 7,7; none is monolithic (default: the planner's choice)",
+    shared.add(
+        parser,
+        ("--levels", shared.levels_of, "chunk counts, e.g. 7 or 7,7; none is monolithic (default: "
+         "the planner's choice)"),
+        ("--layout", ("aligned", "balanced"), "chunks of whole tiles, or as equal as can be",
+         "aligned"),
+        ("--backward", None, "plan the backward pass"),
+        ("--census", None, "count tiles by verdict"),
+        ("--draw FILE", str, "write a picture of the coverage (.png, .svg)"),
+        ("--devices LIST", plan_devices.devices_of, "what several devices would do together, e.g. "
+         "8xH200,4xA100 or 2xNAME:SPEED (default: one device)"),
     )  # fmt: skip
-    parser.add_argument(
-        "--layout", choices=["aligned", "balanced"], default="aligned",
-        help="chunks of whole tiles, or as equal as can be",
-    )  # fmt: skip
-    parser.add_argument("--backward", action="store_true", help="plan the backward pass")
-    parser.add_argument("--census", action="store_true", help="count tiles by verdict")
-    shared.add_draw(parser, "the coverage")
-    cluster.add_to(parser)
     parser.set_defaults(run=_plan)
 
 
@@ -48,16 +48,20 @@ class Estimate:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    shared.add_sizes(parser, tokens_required=True, causal=False)
-    masks.add_to(parser, files=False)
-    parser.add_argument("--batch", type=shared.count_of, default=1, metavar="N", help="sequences")
-    shared.add_budget(parser, "device memory, e.g. 2GiB (default: what is free)")
     parser.add_argument(
-        "--device", help="cuda or cpu, also one that is not here (default: the best that is)"
+        "--tokens", type=shared.count_of, required=True, metavar="N", help=shared.TOKENS
     )
-    parser.add_argument("--kernel", default="auto", help="inner kernel")
-    shared.add_json(parser)
-    shared.add_glossary(parser)
+    shared.add(parser, shared.HEADS, shared.KV_HEADS, shared.HEAD_DIM, shared.DTYPE)
+    masks.add_to(parser, files=False)
+    shared.add(
+        parser,
+        ("--batch", shared.count_of, "sequences", 1),
+        ("--budget", shared.bytes_of, "device memory, e.g. 2GiB (default: what is free)"),
+        ("--device", str, "cuda or cpu, also one that is not here (default: the best that is)"),
+        shared.KERNEL,
+        shared.JSON,
+    )
+    parser.epilog = shared.GLOSSARY
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
@@ -79,21 +83,16 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 def summary(made: Plan) -> dict[str, Any]:
     """A plan in plain types."""
+    own = ["levels", "n_tasks", "n_groups", "kernel", "backward", "peak_bytes", "predicted_seconds"]
     schedule = made.schedule
     return {
         "kept": made.kept or "all pairs",
-        "levels": made.levels,
         "layout": made.decomposition.layout,
-        "n_tasks": made.n_tasks,
-        "max_task_tokens": made.schedule.largest_task,
-        "n_groups": made.n_groups,
+        "max_task_tokens": schedule.largest_task,
         "heads_per_group": schedule.group.kv_heads * made.work.queries_per_key_head,
         "n_cap": schedule.n_cap,
         "accumulator": schedule.accumulator,
-        "kernel": made.kernel,
-        "peak_bytes": made.peak_bytes,
-        "predicted_seconds": made.predicted_seconds,
-        "backward": made.backward,
+        **{name: getattr(made, name) for name in own},
     }
 
 
@@ -101,7 +100,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.draw is not None:
         check_drawable(options.draw)
     if options.devices is not None:
-        return cluster.run(options, _sizes(options))
+        return plan_devices.run(options, _sizes(options))
     made = plan(
         options.tokens,
         levels=options.levels,
@@ -112,12 +111,8 @@ def _plan(options: argparse.Namespace) -> int:
     result = {"is_causal": options.causal, **summary(made)}
     if options.census:
         census = made.census()
-        result["census"] = {
-            "masked": census.masked,
-            "clear": census.clear,
-            "mixed": census.mixed,
-            "tiles": census.tiles,
-        }
+        names = ("masked", "clear", "mixed", "tiles")
+        result["census"] = {name: getattr(census, name) for name in names}
     if options.draw is not None:
         made.draw(options.draw)
         result["picture"] = options.draw
@@ -141,12 +136,11 @@ def _estimate(options: argparse.Namespace) -> int:
         raise ValueError("--memory and --lora are for a model's step: give --model CONFIG.json too")
     found = estimate(options.tokens, **_sizes(options))
     if options.json:
+        of_all = ("budget_bytes", "fits_monolithic", "monolithic_bytes")
         print_json(
             {
                 "is_causal": options.causal,
-                "budget_bytes": found.budget_bytes,
-                "fits_monolithic": found.fits_monolithic,
-                "monolithic_bytes": found.monolithic_bytes,
+                **{name: getattr(found, name) for name in of_all},
                 "forward": summary(found.forward),
                 "backward": summary(found.backward),
                 "alternatives": [summary(other) for other in found.alternatives],

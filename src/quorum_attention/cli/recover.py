@@ -12,6 +12,7 @@ import math
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +53,25 @@ def add_to(commands: Any) -> None:
         "watch a call that runs out of memory come back with the exact answer",
         __doc__,
     )
-    shared.add_sizes(
+    shared.add(
         parser,
-        tokens_required=False,
-        usual_tokens="262,144; 16,384 on a CPU",
-    )
-    shared.add_budget(
-        parser, "the memory limit for both methods, e.g. 64MiB (default: too little for torch)"
-    )
-    shared.add_device(parser)
-    parser.add_argument(
-        "--qkv",
-        type=shared.name_of,
-        metavar="FILE",
-        help="safetensors file with your own tensors (default: random ones)",
-    )
-    parser.add_argument("--forward-only", action="store_true", help="no gradients")
-    shared.add_draw(parser, "it", "quorum-attention-out/recover.png")
-    parser.add_argument("--seed", type=int, default=0, help="of random inputs")
-    shared.add_json(parser)
-    shared.add_glossary(parser)
+        ("--tokens", shared.count_of, f"{shared.TOKENS} (default: 262,144; 16,384 on a CPU)"),
+        shared.HEADS,
+        shared.KV_HEADS,
+        shared.HEAD_DIM,
+        shared.DTYPE,
+        ("--budget", shared.bytes_of, "the memory limit for both methods, e.g. 64MiB (default: too "
+         "little for torch)"),
+        shared.DEVICE,
+        ("--qkv", shared.name_of, "safetensors file with your own tensors (default: random ones)"),
+        ("--forward-only", None, "no gradients"),
+        ("--draw FILE", str, "write a picture of it (.png, .svg)",
+         "quorum-attention-out/recover.png"),
+        ("--seed", int, "of random inputs", 0),
+        shared.JSON,
+    )  # fmt: skip
+    shared.add_causal(parser)
+    parser.epilog = shared.GLOSSARY
     parser.set_defaults(run=_run)
 
 
@@ -98,19 +98,11 @@ class _Setting:
         """A plan of the call."""
         *batch, heads, tokens, width = self.query.shape
         return plan(
-            tokens,
-            n_keys=self.key.shape[-2],
-            heads=heads,
-            kv_heads=self.key.shape[-3],
-            head_dim=width,
-            value_dim=self.value.shape[-1],
-            batch=max(1, torch.Size(batch).numel()),
-            dtype=self.query.dtype,
-            is_causal=self.is_causal,
-            device=self.device,
-            backward=backward,
-            **how,
-        )
+            tokens, n_keys=self.key.shape[-2], heads=heads, kv_heads=self.key.shape[-3],
+            head_dim=width, value_dim=self.value.shape[-1],
+            batch=max(1, torch.Size(batch).numel()), dtype=self.query.dtype,
+            is_causal=self.is_causal, device=self.device, backward=backward, **how,
+        )  # fmt: skip
 
 
 @dataclass
@@ -121,6 +113,15 @@ class _Outcome:
     answer: Answer
     results: str
     errors: Sampled | None = None
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """Of a first and a second call, by pass."""
+        first, answer = self.answer.first_seconds, self.answer
+        return {
+            "forward": first[:1] + answer.forward_seconds,
+            "backward": first[1:] + answer.backward_seconds,
+        }
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -178,51 +179,40 @@ def _refuse_too_small(setting: _Setting) -> None:
 
 def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
     device = shared.default_device(options.device)
-    if options.qkv:
-        given = {"--tokens": options.tokens, "--heads": options.heads, "--dtype": options.dtype}
-        named = [name for name, value in given.items() if value is not None]
-        if named:
-            raise ValueError(f"{named[0]} cannot be combined with --qkv, whose tensors have sizes")
-        inputs = options.qkv
-    else:
-        inputs = str(folder / "inputs.safetensors")
-        _random_inputs(options, device, inputs)
+    generator = torch.Generator().manual_seed(options.seed)
+    inputs = options.qkv or str(folder / "inputs.safetensors")
+    if not options.qkv:
+        heads, tokens = options.heads or 8, 262_144 if device.type == "cuda" else 16_384
+        dtype = options.dtype or shared.default_dtype(device.type)
+        kv_heads = shared.kv_heads(heads, options.kv_heads)
+        counts = {"query": heads, "key": kv_heads, "value": kv_heads}
+        size = options.tokens or tokens, options.head_dim
+        shapes = {name: ((1, n, *size), dtype) for name, n in counts.items()}
+        for tensor in create_tensors(inputs, shapes).values():
+            _fill(tensor, generator)
+    for name in ("tokens", "heads", "dtype") if options.qkv else ():
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} cannot be combined with --qkv, whose tensors have sizes")
     given = read_inputs([inputs]).tensors
     if "mask" in given:
         raise ValueError(f"{inputs} has a mask, which this command does not take")
     query, key, value = given["query"], given["key"], given["value"]
-    grad_out = None
-    # The output and one log-sum-exp a row are what torch's forward needs at least.
-    result = query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
+    shape, grad_out = (*query.shape[:-1], value.shape[-1]), None
     if not options.forward_only:
-        shape = (*query.shape[:-1], value.shape[-1])
         path = folder / "gradient.safetensors"
         grad_out = create_tensors(path, {"grad_out": (shape, query.dtype)})["grad_out"]
-        _fill(grad_out, torch.Generator().manual_seed(options.seed + 1))
+        _fill(grad_out, generator)
     budget = options.budget
     if budget is None:
+        # The output and one log-sum-exp a row are what torch's forward needs at least.
         least, share = (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
-        budget = max(least, int(share * result))
+        budget = max(least, int(share * math.prod(shape) * query.element_size()))
     return _Setting(folder, inputs, device, budget, options.causal, query, key, value, grad_out)
-
-
-def _random_inputs(options: argparse.Namespace, device: torch.device, path: str) -> None:
-    large = device.type == "cuda"
-    tokens = options.tokens or (262_144 if large else 16_384)
-    heads = options.heads or 8
-    dtype = options.dtype or shared.default_dtype(device.type)
-    kv_heads = shared.kv_heads(heads, options.kv_heads)
-    counts = {"query": heads, "key": kv_heads, "value": kv_heads}
-    shapes = {name: ((1, n, tokens, options.head_dim), dtype) for name, n in counts.items()}
-    generator = torch.Generator().manual_seed(options.seed)
-    for tensor in create_tensors(path, shapes).values():
-        _fill(tensor, generator)
 
 
 def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Standard normal numbers, a block of tokens at a time."""
-    flat = tensor.view(-1, *tensor.shape[-2:])
-    for head in flat:
+    for head in tensor.view(-1, *tensor.shape[-2:]):
         for block in head.split(_BLOCK_TOKENS):
             block.copy_(torch.randn(block.shape, generator=generator, device="cpu"))
 
@@ -254,17 +244,13 @@ def _measure(setting: _Setting, label: str, method: str, limited: bool, quiet: b
         wanted[f"grad_{name}"] = (tuple(tensor.shape), tensor.dtype)
     create_tensors(results, wanted)
     spec = Spec(
-        method=method,
-        backward=setting.grad_out is not None,
+        method, backward=setting.grad_out is not None,
         files=(setting.inputs, str(setting.folder / "gradient.safetensors"), results),
-        device=str(setting.device),
-        is_causal=setting.is_causal,
+        device=str(setting.device), is_causal=setting.is_causal,
         limit_bytes=setting.budget_bytes if limited else None,
         budget_bytes=max(0, setting.budget_bytes - setting.process_bytes),
-        repeats=1,
-        patience=PATIENCE_SECONDS,
-        progress=not quiet,
-    )
+        repeats=1, patience=PATIENCE_SECONDS, progress=not quiet,
+    )  # fmt: skip
     return _Outcome(label, run_child(spec), results)
 
 
@@ -308,9 +294,8 @@ def _affordable(setting: _Setting) -> bool:
 
 def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
     limited, ours, *free = outcomes
-    needed = _needed(setting)[0]
-    if limited.answer.ok or (free and free[0].answer.ok):
-        needed = (limited if limited.answer.ok else free[0]).answer.peak_bytes or 0
+    worked = [one.answer.peak_bytes or 0 for one in (limited, *free) if one.answer.ok]
+    needed = worked[0] if worked else _needed(setting)[0]
     verb = "took" if limited.answer.ok else "needs"
     bars = [
         (f"{limited.label} {verb}", needed, limited.answer.status, limited.answer.ok),
@@ -320,12 +305,9 @@ def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
     tokens = max(setting.query.shape[-2], setting.key.shape[-2])
     try:
         draw_recovery(
-            path,
-            decomposition=Decomposition(tokens, tuple(report.get("levels", ()))),
-            is_causal=setting.is_causal,
-            budget_bytes=setting.budget_bytes,
-            bars=bars,
-        )
+            path, decomposition=Decomposition(tokens, tuple(report.get("levels", ()))),
+            is_causal=setting.is_causal, budget_bytes=setting.budget_bytes, bars=bars,
+        )  # fmt: skip
     except ImportError:
         return None
     return path
@@ -336,27 +318,19 @@ def _as_json(
 ) -> dict[str, Any]:
     methods = []
     for outcome in outcomes:
-        answer = outcome.answer
+        answer, seconds = outcome.answer, outcome.seconds
         methods.append(
             {
-                "method": outcome.label,
-                "result": answer.status,
-                "stage": answer.stage,
-                "error": answer.reason,
-                "forward_seconds": answer.first_seconds[:1] + answer.forward_seconds,
-                "backward_seconds": answer.first_seconds[1:] + answer.backward_seconds,
-                "peak_bytes": answer.peak_bytes,
-                "report": answer.report,
+                "method": outcome.label, "result": answer.status, "stage": answer.stage,
+                "error": answer.reason, "peak_bytes": answer.peak_bytes, "report": answer.report,
+                "forward_seconds": seconds["forward"], "backward_seconds": seconds["backward"],
                 "errors": asdict(outcome.errors) if outcome.errors else None,
             }
-        )
+        )  # fmt: skip
     return {
-        "call": _headline(setting),
-        "budget_bytes": setting.budget_bytes,
-        "recovered": recovered,
-        "methods": methods,
-        "picture": picture,
-    }
+        "call": _headline(setting), "budget_bytes": setting.budget_bytes, "recovered": recovered,
+        "methods": methods, "picture": picture,
+    }  # fmt: skip
 
 
 def _print(
@@ -379,15 +353,11 @@ def _print(
     else:
         stage = f" in its {ours.stage}" if ours.stage else ""
         say(f"Quorum Attention {within}: failed{stage}: {ours.reason}")
-    labels, cells = [], []
-    for outcome in outcomes:
-        if outcome.answer.ok:
-            labels.append(outcome.label)
-            cells.append(_figures(setting, outcome))
-    if labels:
-        rows = [list(row) for row in zip(*cells, strict=True)]
-        show_table(["", *labels], [[name, *(cell for _, cell in row)] for row in rows
-                                   for name in [row[0][0]]])  # fmt: skip
+    worked = [outcome for outcome in outcomes if outcome.answer.ok]
+    if worked:
+        figures = [_figures(setting, outcome) for outcome in worked]
+        rows = [[name, *(one[name] for one in figures)] for name in figures[0]]
+        show_table(["", *(outcome.label for outcome in worked)], rows)
     for name, part in ours.report.items():
         if part:
             levels = " x ".join(map(str, part["levels"])) or "none"
@@ -400,23 +370,19 @@ def _print(
     say(f"picture: {drawn}")
 
 
-def _figures(setting: _Setting, outcome: _Outcome) -> list[tuple[str, str]]:
-    """What a table shows of a method that worked: headings and cells."""
-    answer, errors = outcome.answer, outcome.errors
-    seconds = {"forward": answer.first_seconds[:1] + answer.forward_seconds}
+def _figures(setting: _Setting, outcome: _Outcome) -> dict[str, str]:
+    """What a table shows of a method that worked."""
+    found = {"memory": format_bytes(outcome.answer.peak_bytes or 0)}
     names = {"out": "out"}
     if setting.grad_out is not None:
-        seconds["backward"] = answer.first_seconds[1:] + answer.backward_seconds
         names |= {"dQ": "grad_query", "dK": "grad_key", "dV": "grad_value"}
-    cells = [("memory", format_bytes(answer.peak_bytes or 0))]
-    for name, times in seconds.items():
-        for ordinal, spent in zip(("first", "second"), [*times, math.nan], strict=False):
-            shown = "-" if math.isnan(spent) else format_seconds(spent)
-            cells.append((f"{name}, {ordinal} call", shown))
+    for name, times in outcome.seconds.items():
+        for which, spent in zip_longest(("first", "second"), times) if times else ():
+            found[f"{name}, {which} call"] = "-" if spent is None else format_seconds(spent)
     for short, name in names.items():
-        error = None if errors is None else getattr(errors, name)
-        cells.append((f"error of {short}", "-" if error is None else f"{error:.1e}"))
-    return cells
+        error = None if outcome.errors is None else getattr(outcome.errors, name)
+        found[f"error of {short}"] = "-" if error is None else f"{error:.1e}"
+    return found
 
 
 __all__ = ["OK", "add_to"]

@@ -1,35 +1,28 @@
-"""``run``: attention, or its gradients, from files to files, inside a memory budget.
-
-Inputs are safetensors files, .npy files, or folders of .npy files; together they have tensors named
-query, key and value (or q, k, v), and a mask or attn_mask where there is one. A .npy file's tensor
-is called as the file is, or as NAME=FILE says. The last name is the output: a safetensors file with
-out (and lse, with --lse), a .npy file, or, with a slash at its end, a folder of .npy files.
-
-With --backward the inputs have grad_out, out and lse besides, and the output dq, dk and dv.
-
-The output is written in a folder beside its place, OUTPUT.run, so the disk must have room for it
-and for what it replaces. It takes its place when it is whole: a refused, failed or stopped call
-leaves what was there. What a stopped call has done is kept: the same command with --resume goes on.
+"""``run``: attention, or its gradients, from files to files, inside a memory budget. The output is
+whole or not there; what a stopped call has done is kept for --resume. docs/files.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import quorum_attention
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.options import Written
-from quorum_attention.cli import masks, ray_options
+from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, warn
+from quorum_attention.devices.report import PoolPass
 from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of
-from quorum_attention.files.call import FileCall, file_call
-from quorum_attention.files.compute import Compute, compute_here
+from quorum_attention.files.call import FileCall, file_call, written_as
+from quorum_attention.files.compute import Compute, Work, compute_here
 from quorum_attention.files.formats import is_npy
 from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.files.run import (
@@ -44,11 +37,13 @@ from quorum_attention.files.run import (
 from quorum_attention.kernels import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.pictures import check_drawable
+from quorum_attention.progress import progress_bar
 
+_amount = shared.number_of("a number of at least 0", lambda number: 0 <= number < 1e6)
 # What changes no number of the result, and may be another when a call is resumed.
 _ASIDE = (
     "run", "command", "input", "output", "json", "draw", "resume", "restart", "keep_every",
-    *ray_options.ASIDE,
+    "ray", "ray_workers", "ray_gpus", "ray_cpus",
 )  # fmt: skip
 
 
@@ -58,45 +53,42 @@ def add_to(commands: Any) -> None:
         commands, "run", "compute attention file to file under a budget", __doc__
     )
     parser.add_argument(
-        "input", nargs="+", help="files or folders with query, key, value (or q, k, v), and mask"
+        "input", nargs="+", help="safetensors or .npy files, or folders of .npy files"
     )
-    parser.add_argument("output", help="what to write: another than the inputs")
-    parser.add_argument(
-        "--backward", action="store_true", help="gradients; the inputs have grad_out, out, lse too"
-    )
+    parser.add_argument("output", help="a safetensors or .npy file; with a slash a folder")
+    shared.add(parser, ("--backward", None, "gradients, from grad_out, out and lse besides"))
     masks.add_to(parser, files=True)
-    parser.add_argument(
-        "--scale",
-        type=shared.number_of("a finite number"),
-        metavar="X",
-        help="of the scores (default: head_dim ** -0.5)",
-    )
-    parser.add_argument(
-        "--out-dtype", type=shared.dtype_of, metavar="DTYPE",
-        help="of out, or of the gradients (default: the query's)",
+    shared.add(
+        parser,
+        ("--scale", shared.number_of("a finite number"), "of the scores (default: head_dim ** "
+         "-0.5)"),
+        ("--out-dtype", shared.dtype_of, "of out, or of the gradients (default: the query's)"),
+        ("--lse", None, "write the log-sum-exp as well"),
+        shared.KERNEL,
+        ("--depth", shared.depth_of, "levels of cutting; 0 is uncut", "auto"),
+        ("--budget", shared.bytes_of, "device memory, e.g. 2GiB or 1e9 (default: what is free)"),
+        shared.DEVICE,
+        ("--keep-every N", shared.count_of, "key/value heads after which work is kept (default: "
+         "some seconds' work)"),
+        ("--draw FILE", str, "write a picture of the report (.png, .svg)"),
+        shared.JSON,
     )  # fmt: skip
-    parser.add_argument("--lse", action="store_true", help="write the log-sum-exp as well")
-    parser.add_argument("--kernel", default="auto", help="inner kernel")
-    parser.add_argument(
-        "--depth", type=shared.depth_of, default="auto", help="levels of cutting; 0 is uncut"
+    shared.add(
+        parser.add_mutually_exclusive_group(),
+        ("--resume", None, "go on with what a stopped call has left, if any"),
+        ("--restart", None, "remove what a stopped call has left, if any"),
     )
-    shared.add_budget(parser, "device memory, e.g. 2GiB or 1e9 (default: what is free)")
-    shared.add_device(parser)
-    unfinished = parser.add_mutually_exclusive_group()
-    unfinished.add_argument(
-        "--resume", action="store_true", help="go on with what a stopped call has left, if any"
-    )
-    unfinished.add_argument(
-        "--restart", action="store_true", help="remove what a stopped call has left, if any"
-    )
-    parser.add_argument(
-        "--keep-every", type=shared.count_of, metavar="HEADS",
-        help="key/value heads that are computed before they are kept (default: some seconds' work)",
+    shared.add(
+        parser.add_argument_group("on a Ray cluster"),
+        ("--ray ADDRESS", str, "local (a new cluster in this machine), HOST:PORT, or auto (the one "
+         "that runs here, whoever began it) (default: none)"),
+        ("--ray-workers", shared.count_of, "units at once (default: as many as it holds)"),
+        ("--ray-gpus", _amount, "GPUs of each (default: 1 if the cluster has any)"),
+        ("--ray-cpus", _amount, "CPUs of each", 1.0),
+        ("--chunks", shared.count_of, "tasks of a head: 1, 7, 13, 21, ... (default: as many as "
+         "keep all workers busy)"),
     )  # fmt: skip
-    shared.add_draw(parser, "the report")
-    ray_options.add_to(parser)
-    shared.add_json(parser)
-    shared.add_glossary(parser)
+    parser.epilog = shared.GLOSSARY
     parser.set_defaults(run=_run)
     _let_options_stand_between(parser)
 
@@ -118,13 +110,57 @@ def _let_options_stand_between(parser: Any) -> None:
 
 def _computer(options: argparse.Namespace) -> Compute:
     """What computes the parts of the call."""
-    return compute_here if options.ray is None else ray_options.computing(options)
+    if options.ray is None:
+        return compute_here
+    from quorum_attention.ray import Farm
+
+    def compute(work: Work, numbers: Sequence[int]) -> Iterator[int]:
+        call, parts, report = work.call, work.parts, PoolPass()
+        left = {number: _heads(call.whole, parts[number]) for number in numbers}
+        heads = {head: number for number, group in left.items() for head in group}
+        farm = Farm(
+            options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
+            num_gpus=options.ray_gpus, budget=options.budget,
+        )  # fmt: skip
+        with farm, progress_bar() as bar:
+            results = written_as(call, work.results)
+            for head in farm.by_heads(call, results, heads, chunks=options.chunks, report=report):
+                number = heads[head]
+                left[number].remove(head)
+                if left[number]:
+                    continue
+                del left[number]
+                yield number
+                if bar is not None:
+                    bar(len(numbers) - len(left), len(numbers), "parts on Ray")
+        if not options.json:
+            say(str(report))
+
+    return compute
+
+
+def _heads(whole: WholeCall, part: Block) -> set[tuple[int, int]]:
+    keys = whole.key_heads(part)
+    return {(entry, head) for entry in range(*part.entries) for head in range(*keys)}
+
+
+def _check_ray(options: argparse.Namespace) -> None:
+    """Refuse options that go with ``--ray`` only, or not with it."""
+    if options.ray is None:
+        for name, usual in (("ray_workers", None), ("ray_gpus", None), ("ray_cpus", 1.0),
+                            ("chunks", None)):  # fmt: skip
+            if getattr(options, name) != usual:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --ray only")
+    elif options.device is not None:
+        raise ValueError("--device does not go with --ray: workers have the devices Ray gives them")
+    elif options.draw is not None:
+        raise ValueError("--draw does not go with --ray")
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.backward and options.lse:
         raise ValueError("--lse is for a forward: a backward reads the log-sum-exp")
-    ray_options.check(options)
+    _check_ray(options)
     inputs = read_inputs(options.input, BACKWARD if options.backward else FORWARD)
     device = shared.default_device(options.device)
     if options.kernel != "auto":

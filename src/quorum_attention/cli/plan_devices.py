@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import suppress
 from typing import Any
 
 from quorum_attention.cli import masks
 from quorum_attention.cli.output import print_json, say
 from quorum_attention.devices.partition import Sizes
-from quorum_attention.devices.report import PoolPass
 from quorum_attention.devices.simulate import SPEEDS, predicted, simulate
 from quorum_attention.sizes import format_seconds
 
@@ -29,32 +29,21 @@ def devices_of(text: str) -> list[tuple[str, float]]:
             raise argparse.ArgumentTypeError(
                 f"{entry!r} is no entry such as 8xH200 or 2xNAME:SPEED"
             )
-        count, name, speed = match.groups()
-        known = SPEEDS.get(name.upper())
-        if speed is None and known is None:
+        count, name, said = match.groups()
+        if said is None and name.upper() not in SPEEDS:
             raise argparse.ArgumentTypeError(
                 f"the speed of {name!r} is not known ({', '.join(SPEEDS)} are): write "
                 f"{name}:SPEED, relative to an H200"
             )
-        try:
-            factor = float(speed) if speed is not None else float(known or 0.0)
-        except ValueError:
-            factor = 0.0
-        if not 0 < factor < 1000:
+        speed = SPEEDS[name.upper()] if said is None else 0.0
+        with suppress(ValueError):  # of several points
+            speed = speed if said is None else float(said)
+        if not 0 < speed < 1000:
             raise argparse.ArgumentTypeError(f"{entry!r} has no speed above 0")
         if not 1 <= int(count or 1) <= 4096:
             raise argparse.ArgumentTypeError(f"{entry!r} must be 1 to 4096 devices")
-        found += [(name, factor)] * int(count or 1)
+        found += [(name, speed)] * int(count or 1)
     return found
-
-
-def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
-    parser.add_argument(
-        "--devices", type=devices_of, metavar="LIST",
-        help="what several devices would do together, e.g. 8xH200,4xA100 or 2xNAME:SPEED "
-        "(default: one device)",
-    )  # fmt: skip
 
 
 def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
@@ -69,13 +58,15 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
             raise ValueError(f"--{name} does not go with --devices")
     masks.refuse(options, "--devices")
     devices: list[tuple[str, float]] = options.devices
-    kv_heads = sizes["kv_heads"] or sizes["heads"]
+    tokens, heads = options.tokens, sizes["heads"]
     of = Sizes(
-        sizes["batch"], sizes["heads"], kv_heads, options.tokens, options.tokens, sizes["is_causal"]
+        sizes["batch"], heads, sizes["kv_heads"] or heads, tokens, tokens, sizes["is_causal"]
     )
+    own = {"heads", "kv_heads", "batch", "is_causal"}
+    call = {name: value for name, value in sizes.items() if name not in own} | {"device": "cuda"}
     ran = {
-        "forward": _simulated(of, devices, options, sizes, backward=False),
-        "backward": _simulated(of, devices, options, sizes, backward=True),
+        name: simulate(of, devices, predicted(of, backward=name == "backward", **call))
+        for name in ("forward", "backward")
     }
     if options.draw is not None:
         from quorum_attention.pictures.gantt import draw_gantt
@@ -88,26 +79,18 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
             },
         )
     total = sum(speed for _, speed in devices)
-    shares = {
-        name: sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
-        for name, found in ran.items()
-    }
-    if options.json:
-        print_json(
-            {
-                "devices": [{"name": name, "speed": speed} for name, speed in devices],
-                "of_one_h200": total,
-                "passes": {
-                    name: {"seconds": found.seconds, "parts": found.parts, "busy": shares[name]}
-                    for name, found in ran.items()
-                },
-            }
-        )
-        return 0
+    passes = {}
     for name, found in ran.items():
+        busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
+        passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
+    if options.json:
+        named = [{"name": name, "speed": speed} for name, speed in devices]
+        print_json({"devices": named, "of_one_h200": total, "passes": passes})
+        return 0
+    for name, made in passes.items():
         say(
-            f"{name}: {format_seconds(found.seconds)}, {found.parts} parts, devices busy "
-            f"{shares[name]:.1%} of the time"
+            f"{name}: {format_seconds(made['seconds'])}, {made['parts']} parts, devices busy "
+            f"{made['busy']:.1%} of the time"
         )
     say(
         f"Predicted, not measured: {len(devices)} devices with the speed of {total:g} H200s, whose "
@@ -119,16 +102,4 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
     return 0
 
 
-def _simulated(
-    of: Sizes,
-    devices: list[tuple[str, float]],
-    options: argparse.Namespace,
-    sizes: dict[str, Any],
-    backward: bool,
-) -> PoolPass:
-    own = {"heads", "kv_heads", "batch", "is_causal", "n_keys"}
-    call = {name: value for name, value in sizes.items() if name not in own} | {"device": "cuda"}
-    return simulate(of, devices, predicted(of, backward=backward, **call))
-
-
-__all__ = ["SPEEDS", "add_to", "devices_of", "run"]
+__all__ = ["SPEEDS", "devices_of", "run"]
