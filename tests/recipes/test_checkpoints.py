@@ -190,3 +190,41 @@ def test_everything_has_a_place(
         assert kept + result > device + host
     if device:
         assert found.host_bytes == 0 or kept - found.host_bytes >= min(device, kept)
+
+
+def test_they_stay_where_a_trainer_switches_checkpoints_on(calls: list[int]) -> None:
+    """Transformers' Trainer and TRL's do so; ``every_n_layers`` leaves some layers as they are."""
+    plain, model = pair()
+    ids = torch.randint(VOCABULARY, (1, 100))
+    wanted = step(plain, ids)
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    enable = getattr(model, new, None) or getattr(model, old)
+    for more in ({}, {"every_n_layers": 3}):
+        enable({"use_reentrant": True}, **more)
+        calls.clear()
+        assert all(map(torch.equal, step(model, ids)[1], wanted[1]))
+        assert len(calls) == LAYERS
+        assert model.model.layers[0]._gradient_checkpointing_func.func._step is None
+
+
+def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
+    """Gradients of two texts, checkpoints saved, and an evaluation."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    texts = [{"input_ids": (ids := torch.randint(VOCABULARY, (60,))), "labels": ids}] * 4
+    losses = []
+    for runs, model in zip((2, 1), pair(), strict=True):
+        calls.clear()
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=2,
+            max_steps=2, use_cpu=True, gradient_checkpointing=True, logging_steps=1, save_steps=2,
+            report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=texts, eval_dataset=texts)  # type: ignore[arg-type]
+        trainer.train()
+        assert len(calls) == 2 * 2 * LAYERS * runs
+        losses.append([entry.get("loss") for entry in trainer.state.log_history])
+        losses[-1].append(trainer.evaluate()["eval_loss"])
+        assert any(tmp_path.iterdir())
+    assert losses[0] == losses[1]

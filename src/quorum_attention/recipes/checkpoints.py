@@ -36,31 +36,44 @@ class LayerCheckpoints:
     """Called by Transformers as ``(number, layer, *inputs)`` in place of torch's ``checkpoint``.
 
     Args:
-        decoder: whose layers call it.
+        model: whose decoder's layers call it.
         where: "auto", "device" or "host".
         shape: of the model; None where its configuration does not say.
         training: of which ``tokens`` and ``batch`` are those of each step.
     """
 
     def __init__(
-        self, decoder: torch.nn.Module, where: str, shape: ModelShape | None, training: Training
+        self, model: Any, where: str, shape: ModelShape | None, training: Training
     ) -> None:
-        self.decoder, self.where, self.shape, self.training = decoder, where, shape, training
+        self.model, self.where, self.shape, self.training = model, where, shape, training
         self._number = -1
         self._step: _Step | None = None
         self._before: _Layer | None = None
 
-    def install(self) -> int:
-        """Let the decoder's layers call this, and say how many there are."""
-        layers = self._layers()
-        for number, layer in enumerate(layers):
+    def install(self) -> bool:
+        """Switch the model's checkpoints on, these where its layers take them; False: none does.
+
+        They stay where others switch checkpoints on (again), as trainers do.
+        """
+        model = self.model
+        model._set_gradient_checkpointing = self.set
+        named = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # new, old
+        next(getattr(model, name) for name in named if hasattr(model, name))(
+            {"use_reentrant": False}
+        )
+        return bool(self._layers())
+
+    def set(self, *args: Any, **named: Any) -> None:
+        """In place of the model's method that Transformers calls."""
+        type(self.model)._set_gradient_checkpointing(self.model, *args, **named)
+        for number, layer in enumerate(self._layers()):
             layer._gradient_checkpointing_func = partial(self, number)
-        return len(layers)
 
     def _layers(self) -> list[Any]:
-        from transformers.modeling_layers import GradientCheckpointingLayer
+        from transformers.modeling_layers import GradientCheckpointingLayer as Layer
 
-        return [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        every = self.model.get_decoder().modules()
+        return [one for one in every if isinstance(one, Layer) and one.gradient_checkpointing]
 
     def __call__(self, number: int, layer: Callable[..., Any], *inputs: Any) -> Any:
         """What ``layer`` returns of its inputs."""
@@ -94,7 +107,7 @@ class LayerCheckpoints:
             training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
             if SWITCHES[0] in training.on:
                 checkpoint_bytes, result = kept_bytes(self.shape, training)
-            learned = (p for p in self.decoder.parameters() if p.requires_grad)
+            learned = (p for p in self.model.parameters() if p.requires_grad)
             later = sum(p.nbytes for p in learned if p.grad is None)
             free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
             room = max(0, free - transient_bytes(self.shape, training) - later)

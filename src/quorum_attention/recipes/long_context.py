@@ -98,13 +98,11 @@ def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Cha
         return left_out(CHECKPOINTS, "not asked for")
     if not getattr(model, "supports_gradient_checkpointing", False):
         return left_out(CHECKPOINTS, f"{type(model).__name__} has none")
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
     try:
         shape = read_shape(model.config.to_dict())
     except ValueError:  # sizes by other names: then all goes to host memory
         shape = None
-    if not LayerCheckpoints(model.get_decoder(), where, shape, training).install():
+    if not LayerCheckpoints(model, where, shape, training).install():
         return Change(CHECKPOINTS, True, "Transformers' own, on the device")
     return Change(CHECKPOINTS, True, f"torch's, with attention's results, {_PLACES[where]}")
 
