@@ -347,7 +347,9 @@ def kept_pairs(setting: Setting) -> int:
 
     case, starts = setting.case, (0, *accumulate(setting.sizes))
     units: Any = "pairs" if setting.mask is None else "rows"
-    of = Sequences(starts, case.heads, case.kv_heads, True, units)
+    # As distributed/attention.py has it: rows of windows and documents are alike.
+    leans = case.mask not in ("window", "documents")
+    of = Sequences(starts, case.heads, case.kv_heads, leans, units)
     sizes = forward_bytes(case.head_dim, case.head_dim, 2, 4)
     assignment = choose(of, sizes, 4.0 * case.head_dim)
     if setting.mask is None:

@@ -17,7 +17,6 @@ from quorum_attention.devices import buffers
 from quorum_attention.devices.buffers import (
     InFile,
     MappedBuffers,
-    Prefault,
     Shared,
     give_back,
     kept_room,
@@ -105,19 +104,6 @@ def test_ordinary_memory_is_copied() -> None:
 
 
 @LINUX
-def test_pages_are_made_and_nothing_is_written() -> None:
-    tensor = room((24 << 20,), torch.uint8)
-    tensor[12345] = 7
-    tensor[-1] = 9
-    with Prefault([tensor, torch.zeros(9 << 20, dtype=torch.uint8)[::2]]) as touching:
-        for thread in touching._threads:
-            thread.join()
-    assert tensor[12345] == 7
-    assert tensor[-1] == 9
-    assert int(tensor.count_nonzero()) == 2
-
-
-@LINUX
 @pytest.mark.parametrize("planted", ["file", "pipe", "link", "room"])
 def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
     tmp_path: Path, planted: str
@@ -200,22 +186,6 @@ def test_used_again_when_it_is_freed() -> None:
     assert file_of(again) == path
     again.fill_(3)
     assert (torch.from_file(path, True, 1 << 20, dtype=torch.float16) == 3).all()
-
-
-@pytest.mark.usefixtures("nothing_is_kept")
-def test_given_back() -> None:
-    def files() -> int:
-        return sum(
-            "memfd:quorum" in os.readlink(f"/proc/self/fd/{n}")
-            for n in os.listdir("/proc/self/fd")
-            if os.path.islink(f"/proc/self/fd/{n}")
-        )
-
-    before = files()
-    kept_room(SHAPE, torch.uint8)
-    assert files() > before
-    give_back()
-    assert files() == before
 
 
 @pytest.mark.parametrize("seed", range(5))

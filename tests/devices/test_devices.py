@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import socket
-import sys
-import threading
 from collections.abc import Iterator
 from multiprocessing import resource_sharer
 
@@ -237,49 +232,3 @@ def test_vmap_is_refused(pool: Pool) -> None:
     q = torch.randn(3, 1, 2, 9, 8)
     with pytest.raises(NotImplementedError, match="vmap"):
         torch.vmap(lambda t: qa.attention(t, t, t, devices=pool))(q)
-
-
-class Fatal:
-    """A rule that keeps all pairs. The worker that gets it dies as soon as it fetches an open file
-    of the pool's process, as one does that is killed in that moment."""
-
-    def __call__(self, b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return q > k - (1 << 30)
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        if os.getpid() != state["home"]:
-            sharer = resource_sharer._resource_sharer  # type: ignore[attr-defined]
-            sharer.get_connection = connect_and_die
-
-    def __getstate__(self) -> dict[str, int]:
-        return {"home": HOME}
-
-
-HOME = os.getpid()
-
-
-def connect_and_die(ident: tuple[str, int]) -> None:
-    with socket.socket(socket.AF_UNIX) as half:
-        half.connect(ident[0])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_worker_that_dies_while_it_reads_a_mask_is_no_error_of_pythons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A mask's tensors were fetched from a thread of this process, which said ``ConnectionReset``
-    on stderr where a worker died meanwhile, and kept the file that it had open for it."""
-    said: list[object] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *error: said.append(error[:2]))
-    monkeypatch.setattr(threading, "excepthook", lambda error: said.append(error.exc_value))
-    q = torch.randn(1, 2, 90, 8)
-    documents = qa.Mask(documents=torch.arange(90) // 25, key_lengths=torch.tensor([80]))
-    with Pool(["cpu", "cpu"], threads=1) as pool:
-        pool.attention(q, q, q, qa.Mask(keeps=Fatal()))
-        files = len(os.listdir("/proc/self/fd"))
-        out = pool.attention(q, q, q, documents)
-        assert len(pool.devices) == 2
-        assert len(os.listdir("/proc/self/fd")) <= files + 2, "the pages that results lie in"
-    assert torch.allclose(out, qa.attention(q, q, q, documents), atol=1e-5)
-    assert said == []
-    assert not resource_sharer._resource_sharer._cache  # type: ignore[attr-defined]

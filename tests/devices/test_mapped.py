@@ -23,50 +23,6 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:quorum-attention")
 
 
-def test_once_for_all_views() -> None:
-    before = mapped()
-    openings = MappedBuffers()
-    tensor = room((4, 3, 500, 8), torch.float16)
-    tensor.copy_(torch.randn(4, 3, 500, 8))
-    views = [tensor, tensor[1:3, 2], tensor[..., 7:].transpose(0, 2), tensor.view(torch.int16)]
-    there = [openings.open(Shared.made(view).handle) for view in views]
-    for one, other in zip(there, views, strict=True):
-        assert one.dtype == other.dtype
-        assert one.stride() == other.stride()
-        assert torch.equal(one, other)
-    assert mapped() == before + 2  # here, and once there
-    there[0][3, 1] = 5
-    assert (tensor[3, 1] == 5).all()
-
-
-def test_let_go_of() -> None:
-    gc.collect()
-    before = mapped()
-    openings = MappedBuffers()
-    first, second = (room((1 << 16,), torch.uint8) for _ in range(2))
-    assert mapped() == before + 2
-    kept = openings.open(Shared.made(first).handle)
-    openings.open(Shared.made(second).handle)
-    openings.forget_unused()  # the pass that opened both
-    openings.open(Shared.made(second).handle)
-    openings.forget_unused()  # another one, which has no use for the first
-    assert mapped() == before + 4  # a tensor still refers to it
-    kept[7] = 3
-    assert first[7] == 3
-    del kept
-    gc.collect()
-    assert mapped() == before + 3
-    openings.forget_gone()
-    assert mapped() == before + 3  # it is still there
-    del second
-    openings.forget_gone()
-    gc.collect()
-    assert mapped() == before + 1
-    del first
-    gc.collect()
-    assert mapped() == before
-
-
 class Driver:
     """Locks and unlocks, made up; ``refuses`` whatever begins at one of these addresses."""
 

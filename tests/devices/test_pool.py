@@ -98,14 +98,6 @@ def test_a_closed_pool() -> None:
         pool.attention(q, q, q)
 
 
-def test_a_pool_that_is_closed_as_a_call_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread, after it was seen that there are workers."""
-    with Pool(["cpu"], threads=1) as made:
-        monkeypatch.setattr(made, "check_open", made.close)
-        with pytest.raises(RuntimeError, match="the pool has no worker"):
-            made.attention(*(torch.randn(1, 2, 100, 8) for _ in range(3)))
-
-
 @pytest.mark.parametrize(
     ("devices", "said"),
     [([], "at least one"), ("tpu", "devices"), (["cuda:99"], "CUDA device"), ("all", "CUDA")],

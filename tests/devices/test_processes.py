@@ -14,7 +14,7 @@ from helpers_processes import run_python
 
 from quorum_attention.devices import Pool, processes
 from quorum_attention.devices.messages import Begin, End, Ended
-from quorum_attention.devices.processes import Worker, end, end_after, start
+from quorum_attention.devices.processes import Worker, end_after, start
 
 UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 
@@ -77,18 +77,6 @@ def test_an_owner_that_is_forgotten_takes_its_workers_along() -> None:
     del owner
     gc.collect()
     assert all(one.process.killed == 1 for one in mine)
-
-
-def test_an_interrupt_as_workers_are_ended_kills_them() -> None:
-    def interrupted(seconds: float | None = None) -> None:
-        if seconds is not None:
-            raise KeyboardInterrupt
-
-    mine = [worker(), worker()]
-    mine[0].process.join = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        end(mine)
-    assert all(one.process.killed for one in mine)
 
 
 def test_what_cannot_be_sent_does_not_count_as_a_lost_worker() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from quorum_attention.distributed.partition import (
-    Moved,
     RowBytes,
     Sequences,
     choose,
@@ -21,7 +20,7 @@ from quorum_attention.distributed.partition import (
 )
 
 # One for each vector of a query, and of a key and a value; results likewise.
-ELEMENTS = RowBytes(Moved(1, 1, 1), Moved(2, 0, 0))
+ELEMENTS = RowBytes(1, 1, 1, 2)
 
 
 def sequences(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> Sequences:

@@ -297,15 +297,6 @@ def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) ->
 
 
 __all__ = [
-    "Arguments",
-    "agreed_number",
-    "agreed_sizes",
-    "alive",
-    "check_shard",
-    "compare",
-    "exchanging",
-    "member_of",
-    "refusing",
-    "told",
-    "waits",
-]
+    "Arguments", "agreed_number", "agreed_sizes", "alive", "check_shard", "compare", "exchanging",
+    "member_of", "refusing", "told", "waits",
+]  # fmt: skip

@@ -180,7 +180,12 @@ def _computed(
     units: Literal["pairs", "rows", "heads"] = "pairs"
     if mask is not None or whole.dropout is not None:
         units = "rows" if whole.dropout is None else "heads"
-    leans = whole.is_causal or (mask is not None and bool(mask.causal))
+    # Later rows see more keys, but for those of windows and documents.
+    short = mask is not None and (
+        mask.documents is not None or mask.chunk is not None
+        or 0 <= mask.sides[0] < whole.n_keys // 2
+    )  # fmt: skip
+    leans = not short and (whole.is_causal or (mask is not None and bool(mask.causal)))
     side_by_side = not on_host(query.device) and units == "pairs"
     decided = _decided(
         sizes, shape, key.shape[-3], value.shape[-1], query.dtype, leans, units, side_by_side
@@ -189,7 +194,9 @@ def _computed(
     if decided.widened:
         flat = [t.float() for t in flat]
     if calls.report is not None:
-        _fill(calls.report, decided, group.rank())
+        calls.report.begin(decided.assignment, group.rank(), decided.most_bytes)
+        calls.report.stages = len(decided.turns) or decided.assignment.n_stages
+        calls.report.kept = decided.kept
     bias = sinks = None
     if mask is not None:
         sinks = mask.sinks
@@ -250,33 +257,15 @@ def _decided(
     turns: list[Turn] = []
     if assignment.whole_heads:
         # The log-sum-exp stays where it was computed.
-        alone = forward_bytes(head_dim, value_dim, element, 0)
+        sizes = forward_bytes(head_dim, value_dim, element, 0)
         flops = batch * of.pairs / of.ranks * pair_flops if aside else 0.0
         turns = turns_of(kv_heads // of.ranks, of.share, flops)
-        sizes = alone
     complete = all(p.alone for p in assignment.query_pieces)
-    # Vectors of all ranks, as they are gathered and as they lie in the shards.
-    gathered = _vectors(assignment.query_pieces), _vectors(assignment.key_pieces)
-    own = of.tokens * of.heads, of.tokens * of.kv_heads
-    each = head_dim + value_dim
-    small = sum(gathered) * each <= _KEPT_SHARE * sum(own) * each
-    most = assignment.most_received(sizes)
-    return _Decided(assignment, complete and small, most, widened, turns)
-
-
-def _vectors(pieces: Sequence[Any]) -> int:
-    return sum(piece.vectors for piece in pieces)
-
-
-def _fill(report: ShardedReport, decided: _Decided, rank: int) -> None:
-    assignment = decided.assignment
-    report.way, report.rank, report.ranks = assignment.way, rank, assignment.of.ranks
-    report.pairs, report.imbalance = assignment.pairs(rank), assignment.imbalance
-    report.most_forward_bytes = decided.most_bytes
-    report.stages = len(decided.turns) or assignment.n_stages
-    report.kept = decided.kept
-    report.forward_bytes = report.backward_bytes = 0
-    report.calls.clear()
+    # Rows of all ranks, as they are gathered and as they lie in the shards.
+    pieces = *assignment.query_pieces, *assignment.key_pieces
+    gathered, own = sum(p.vectors for p in pieces), of.tokens * (of.heads + of.kv_heads)
+    kept = complete and gathered <= _KEPT_SHARE * own
+    return _Decided(assignment, kept, assignment.most_received(sizes), widened, turns)
 
 
 class _Attention(torch.autograd.Function):

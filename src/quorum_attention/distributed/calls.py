@@ -14,6 +14,7 @@ from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.agreement import Arguments, compare, waits
 from quorum_attention.distributed.masks import tensors_of
+from quorum_attention.distributed.partition import Assignment
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
@@ -69,6 +70,13 @@ class ShardedReport:
     stages: int = 0
     kept: bool = False
     calls: list[Report] = field(default_factory=list)
+
+    def begin(self, assignment: Assignment, rank: int, most_bytes: int) -> None:
+        """Filled with what is known beforehand; the rest is emptied."""
+        self.way, self.rank, self.ranks = assignment.way, rank, assignment.of.ranks
+        self.pairs, self.imbalance = assignment.pairs(rank), assignment.imbalance
+        self.most_forward_bytes, self.forward_bytes, self.backward_bytes = most_bytes, 0, 0
+        self.calls.clear()
 
     def __str__(self) -> str:
         both = f"{format_bytes(self.forward_bytes)} received"

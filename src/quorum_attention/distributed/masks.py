@@ -166,10 +166,5 @@ def tensors_of(mask: Mask) -> list[torch.Tensor]:
 
 
 __all__ = [
-    "Shards",
-    "checked_mask",
-    "columns_of",
-    "signature_of",
-    "tensors_of",
-    "whole_mask",
-]
+    "Shards", "checked_mask", "columns_of", "signature_of", "tensors_of", "whole_mask",
+]  # fmt: skip

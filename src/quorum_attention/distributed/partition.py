@@ -14,8 +14,9 @@ Of three ways the one is taken that moves fewest bytes:
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -275,21 +276,18 @@ class Assignment:
                 parts += [(part, True) for part in without([rows], shared)]
                 for part, alone in sorted(parts):
                     for piece in cut(part, self.of.starts):
-                        owner = _holder(self.of.starts, piece.start)
+                        owner = bisect_right(self.of.starts, piece.start) - 1
                         found.append(Piece(rank, stage, owner, needed.heads, piece, alone))
         return tuple(found)
 
     def received(self, rank: int, sizes: RowBytes) -> int:
         """Bytes that a rank receives in one pass."""
-        total = 0
-        for pieces, row in ((self.query_pieces, sizes.query), (self.key_pieces, sizes.key)):
-            for piece in pieces:
-                if piece.rank == piece.owner:
-                    continue
-                if piece.rank == rank:
-                    total += piece.vectors * row.inward
-                elif piece.owner == rank:
-                    total += piece.vectors * (row.alone if piece.alone else row.partial)
+        total = sum(p.vectors * sizes.key for p in self.key_pieces if p.rank == rank != p.owner)
+        for piece in self.query_pieces:
+            if piece.rank == rank != piece.owner:
+                total += piece.vectors * sizes.query
+            elif piece.owner == rank != piece.rank:
+                total += piece.vectors * (sizes.out if piece.alone else sizes.partial)
         return total
 
     def most_received(self, sizes: RowBytes) -> int:
@@ -297,40 +295,28 @@ class Assignment:
         return max(self.received(rank, sizes) for rank in range(self.of.ranks))
 
 
-class Moved(NamedTuple):
-    """Bytes of one row of one head: to who computes with it, and of what comes back.
+class RowBytes(NamedTuple):
+    """Bytes that move with one row of one head.
 
     Attributes:
-        inward: of the inputs.
-        alone: of the results, where one rank computes all of them.
-        partial: of the results, where they have to be added up.
+        query: of inputs, to who computes with them.
+        out: of results that come back, where one rank computes all of them.
+        partial: of results that have to be added up.
+        key: of a key and its value.
     """
 
-    inward: int
-    alone: int
+    query: int
+    out: int
     partial: int
-
-
-class RowBytes(NamedTuple):
-    """Bytes that move with a row of queries, and with a row of keys and values."""
-
-    query: Moved
-    key: Moved
+    key: int
 
 
 def forward_bytes(head_dim: int, value_dim: int, element: int, state: int) -> RowBytes:
     """Bytes of rows in a forward: queries out, output and lse back; keys and values out."""
-    lse = state
-    back = Moved(head_dim * element, value_dim * element + lse, value_dim * state + lse)
-    return RowBytes(back, Moved((head_dim + value_dim) * element, 0, 0))
-
-
-def _holder(starts: Sequence[int], row: int) -> int:
-    """The rank that holds a row."""
-    for rank, (low, high) in enumerate(pairwise(starts)):
-        if low <= row < high:
-            return rank
-    raise ValueError(f"row {row} is in no shard of {tuple(starts)}")
+    return RowBytes(
+        head_dim * element, value_dim * element + state, value_dim * state + state,
+        (head_dim + value_dim) * element,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -370,33 +356,23 @@ def every_way(of: Sequences) -> Iterator[Assignment]:
     yield keys(of, first=True)
     if of.is_causal:
         yield keys(of, first=False)
-    for chunks in _chunk_counts(of.ranks):
-        yield quorums(of, chunks)
-
-
-def _chunk_counts(ranks: int) -> Iterator[int]:
     for size in quorum_sizes(12):
         chunks = size * (size - 1) + 1
-        if ranks <= chunks <= min(_MOST_CHUNKS, max(3, _CHUNKS_A_RANK * ranks)):
-            yield chunks
+        if of.ranks <= chunks <= min(_MOST_CHUNKS, max(3, _CHUNKS_A_RANK * of.ranks)):
+            yield quorums(of, chunks)
 
 
 def heads(of: Sequences) -> Assignment:
     """Heads exchanged; see the top of this file."""
     edges = [_point(of, Fraction(rank * of.heads, of.ranks)) for rank in range(of.ranks + 1)]
-    shares = []
+    shares, every = [], Interval(0, of.tokens)
     for (head, row), (last, stop) in pairwise(edges):
         parts: list[tuple[Interval, Interval]] = []
-        if head == last:
-            parts.append((Interval(head, head + 1), Interval(row, stop)))
-        else:
-            first = head
-            if row:
-                parts.append((Interval(head, head + 1), Interval(row, of.tokens)))
-                first += 1
-            parts += [(run, Interval(0, of.tokens)) for run in _by_groups(of, first, last)]
-            if stop:
-                parts.append((Interval(last, last + 1), Interval(0, stop)))
+        if row and head < last:
+            parts.append((Interval(head, head + 1), Interval(row, of.tokens)))
+            head, row = head + 1, 0
+        parts += [(run, every) for run in _by_groups(of, head, last)]
+        parts.append((Interval(last, last + 1), Interval(row, stop)))
         shares.append(_staged(of, parts))
     whole = of.tokens > 0 and not of.heads % of.ranks and not of.kv_heads % of.ranks
     return Assignment("heads exchanged", of, tuple(shares), whole)
@@ -497,8 +473,7 @@ def quorums(of: Sequences, chunks: int) -> Assignment:
     """Tasks of a cyclic quorum set."""
     tile = _TILE if of.tokens >= 64 * _TILE else 1
     tasks = list(Decomposition(of.tokens, (chunks,), tile=tile).tasks())
-    parts: list[list[Block]] = [[] for _ in range(of.ranks)]
-    nobody = Interval(0, 0)
+    parts: list[list[tuple[Interval, tuple[Interval, ...], bool]]] = [[] for _ in range(of.ranks)]
     for number, task in enumerate(tasks):
         mine = parts[number * of.ranks // chunks]
         for r in task.rectangles(of.is_causal):
@@ -506,42 +481,23 @@ def quorums(of: Sequences, chunks: int) -> Assignment:
                 Interval(k.start, k.stop) for k in task.segments(r.key_start, r.key_stop)
             )
             if r.causal:
-                mine += (Block(nobody, piece, (piece,), causal=True) for piece in columns)
-                mine += _below(columns)
-                continue
-            for rows in task.segments(r.query_start, r.query_stop):
-                mine.append(Block(nobody, Interval(rows.start, rows.stop), columns))
+                mine += [(rows, (rows,), True) for rows in columns]
+                # What a causal square keeps off the diagonal, if it lies over several runs.
+                mine += [(rows, columns[:at], False) for at, rows in enumerate(columns) if at]
+            else:
+                rows_of = task.segments(r.query_start, r.query_stop)
+                mine += [(Interval(rows.start, rows.stop), columns, False) for rows in rows_of]
     runs = _by_groups(of, 0, of.heads)
     shares = []
     for mine in parts:
         stages: dict[Interval, list[Block]] = defaultdict(list)
         for run in runs:
-            for b in mine:
-                stages[of.kv_of(run)].append(Block(run, b.queries, b.keys, b.causal))
+            stages[of.kv_of(run)] += [Block(run, *one) for one in mine]
         shares.append(tuple(tuple(blocks) for _, blocks in sorted(stages.items())))
     return Assignment(f"quorums of {chunks} chunks", of, tuple(shares))
 
 
-def _below(pieces: tuple[Interval, ...]) -> Iterator[Block]:
-    """What a causal square keeps off the diagonal, if it lies over several runs of tokens."""
-    for at, rows in enumerate(pieces):
-        if at:
-            yield Block(Interval(0, 0), rows, pieces[:at])
-
-
 __all__ = [
-    "Assignment",
-    "Block",
-    "Moved",
-    "Needed",
-    "Piece",
-    "RowBytes",
-    "Sequences",
-    "Stages",
-    "choose",
-    "every_way",
-    "forward_bytes",
-    "heads",
-    "keys",
-    "quorums",
-]
+    "Assignment", "Block", "Needed", "Piece", "RowBytes", "Sequences", "Stages", "choose",
+    "every_way", "forward_bytes", "heads", "keys", "quorums",
+]  # fmt: skip
