@@ -14,7 +14,7 @@ import torch
 import quorum_attention as qa
 from quorum_attention.execution.report import PassReport
 from quorum_attention.html_table import html_table
-from quorum_attention.pictures import inline
+from quorum_attention.pictures import canvas
 
 CALL = {"is_causal": True, "budget": "2GiB", "device": "cuda"}
 
@@ -51,9 +51,9 @@ def test_a_plan_has_its_picture_in_the_colours_of_the_page() -> None:
     assert "currentColor" in drawn
     assert "<style" not in drawn, "it would hold for the rest of the page"
     # Nothing white lies below text, and no text has a colour that a dark page hides.
-    for fixed in (inline.INK, inline.SOFT, inline.MASKED):
+    for fixed in (canvas.INK, canvas.SOFT, canvas.MASKED):
         assert fixed not in drawn
-    assert f"fill: {inline.PAPER}" not in drawn
+    assert f"fill: {canvas.PAPER}" not in drawn
     assert len(html) < 300_000
 
 

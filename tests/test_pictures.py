@@ -9,10 +9,9 @@ from helpers_processes import run_python
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.bands import window_verdict
-from quorum_attention.pictures import coverage_svg, draw_coverage, draw_recovery
-from quorum_attention.pictures.colours import task_colour
-from quorum_attention.pictures.gantt import draw_gantt
-from quorum_attention.pictures.geometry import blocks, chunk_edges, shallow, split
+from quorum_attention.pictures import coverage_svg, draw_coverage, draw_gantt, draw_recovery
+from quorum_attention.pictures.coverage import task_colour
+from quorum_attention.pictures.geometry import blocks, chunk_edges, shallow
 
 SHAPES = [
     Decomposition(1_048_576, ()),
@@ -172,16 +171,6 @@ def test_chunk_edges(shape):
     assert len(edges) == shape.levels[0] + 1
     assert (edges[0], edges[-1]) == (0, shape.n_tokens)
     assert all(a <= b for a, b in pairwise(edges))
-
-
-def test_cells_of_a_block_are_that_block():
-    shape = Decomposition(70, (7,), tile=1)
-    for block in blocks(shape.task((0,)), Pairs(70, 70, False)):
-        area = (block.query_stop - block.query_start) * (block.key_stop - block.key_start)
-        cells = list(split(block, chunk_edges(shape)))
-        assert (
-            sum((c.query_stop - c.query_start) * (c.key_stop - c.key_start) for c in cells) == area
-        )
 
 
 def test_a_picture_has_a_limit():

@@ -50,8 +50,7 @@ def test_every_hint_names_an_extra_that_there_is() -> None:
 
 def pictures(folder: Path) -> dict[str, Any]:
     from quorum_attention.decomposition import Decomposition
-    from quorum_attention.pictures import draw_recovery
-    from quorum_attention.pictures.gantt import draw_gantt
+    from quorum_attention.pictures import draw_gantt, draw_recovery
 
     report = qa.Report()
     q = torch.randn(1, 2, 200, 16)

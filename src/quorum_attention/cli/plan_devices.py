@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
         for name in ("forward", "backward")
     }
     if options.draw is not None:
-        from quorum_attention.pictures.gantt import draw_gantt
+        from quorum_attention.pictures import draw_gantt
 
         draw_gantt(
             options.draw,

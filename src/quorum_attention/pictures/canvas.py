@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Iterator
+from colorsys import hls_to_rgb
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 from quorum_attention.writing import check_target, replacing
 
 INK = "#22262b"
-# On coloured areas: stays dark where a page turns INK to its own colour (inline.py).
+# On coloured areas: stays dark where a page turns INK to its own colour (coverage_svg).
 ON_COLOUR = "#22262c"
 SOFT = "#6b7280"
 PAPER = "#ffffff"
 MASKED = "#e6e8eb"
+Colour = tuple[float, float, float]
 # What matplotlib's settings of figures begin with; others are of windows, files and time zones.
 _OF_FIGURES = (
     "axes.", "figure.", "font.", "hatch.", "legend.", "lines.", "markers.", "mathtext.", "patch.",
@@ -97,12 +99,15 @@ def bare(axes: Any) -> None:
         side.set_visible(False)
 
 
-def above(axes: Any, points: int, text: str, size: int, colour: str, weight: str) -> None:
-    """Write ``text`` over the top left corner of ``axes``, ``points`` above it."""
-    axes.annotate(
-        text, (0, 1), (0, points), xycoords="axes fraction", textcoords="offset points",
-        size=size, color=colour, weight=weight,
-    )  # fmt: skip
+def headed(axes: Any, title: str, note: str = "") -> None:
+    """Write a title and a note over the top left corner of ``axes``."""
+    for points, text, size, colour, weight in (
+        (30, title, 12, INK, "bold"), (13, note, 10, SOFT, "normal")
+    ):  # fmt: skip
+        axes.annotate(
+            text, (0, 1), (0, points), xycoords="axes fraction", textcoords="offset points",
+            size=size, color=colour, weight=weight,
+        )  # fmt: skip
 
 
 def explain(figure: Any, left: float, top: float, columns: int, text: str) -> None:
@@ -111,3 +116,8 @@ def explain(figure: Any, left: float, top: float, columns: int, text: str) -> No
     figure.text(
         left, top, textwrap.fill(text, columns), color=SOFT, size=9.5, va="top", linespacing=1.45
     )
+
+
+def hue(turn: float, lightness: float = 0.67) -> Colour:
+    """A colour by its place on a circle, from 0 to 1."""
+    return hls_to_rgb((turn + 0.07) % 1.0, lightness, 0.62)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs, Ranges, Task
-from quorum_attention.decomposition.intervals import cut
 from quorum_attention.decomposition.pairs import quarters, walk
 
 Point = tuple[float, float]
@@ -32,13 +31,6 @@ class Block:
         if not self.causal:
             points.insert(1, (self.key_stop, self.query_start))
         return points
-
-    def centre(self) -> Point:
-        """The centre of its polygon."""
-        width, height = self.key_stop - self.key_start, self.query_stop - self.query_start
-        if self.causal:
-            return self.key_start + width / 3, self.query_start + height * 2 / 3
-        return self.key_start + width / 2, self.query_start + height / 2
 
 
 def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Block]:
@@ -92,13 +84,3 @@ def chunk_edges(shape: Decomposition) -> list[int]:
         owned = [span.stop for span in task.spans if span.bits == 0]
         stops.append(owned[0] if owned else stops[-1])
     return stops
-
-
-def split(block: Block, edges: list[int]) -> Iterator[Block]:
-    """A plain block cut along ``edges``, in queries and in keys."""
-    if block.causal:
-        yield block
-        return
-    for queries in cut((block.query_start, block.query_stop), edges):
-        for keys in cut((block.key_start, block.key_stop), edges):
-            yield Block(*queries, *keys, False)
