@@ -1,4 +1,4 @@
-"""``native_attention``: windows, soft cap, ALiBi, sinks, group bits, and all their gradients."""
+"""The native kernel in calls: windows, soft cap, ALiBi, sinks, group bits, and their gradients."""
 
 from __future__ import annotations
 
@@ -20,50 +20,45 @@ N, M, HEADS = 90, 75, 2
 
 
 def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options) -> None:
+    """Bits by ``native_attention``, slopes by a ``NativeKernel``, all else by a ``Mask``."""
     g = fresh_generator()
-
-    def random(*shape):
-        return torch.randn(shape, generator=g)
-
-    inputs = [
-        random(1, HEADS, n, 16), random(1, key_heads, m, 16), random(1, key_heads, m, 24),
-    ]  # fmt: skip
-    extra = {name: options.pop(name) for name in ("bias", "sinks") if name in options}
-    extra = {name: make(g) for name, make in extra.items()}
-    given = [t.to(dtype).to(device).requires_grad_() for t in inputs]
-    more = {name: t.to(device).requires_grad_(name == "sinks") for name, t in extra.items()}
-    plain = {k: (v.to(device) if isinstance(v, torch.Tensor) else v) for k, v in options.items()}
-    renamed = dict(plain)
-    if "slopes" in renamed:
-        renamed["alibi_slopes"] = renamed.pop("slopes")
-    if "bias" in more:
-        renamed["attn_bias"] = more["bias"]
-    if "sinks" in more:
-        renamed["sinks"] = more["sinks"]
-    out, lse = qa.native_attention(*given, out_dtype=torch.float32, **renamed)
-    grad = random(*out.shape).to(dtype).float()
-
+    shapes = ((HEADS, n, 16), (key_heads, m, 16), (key_heads, m, 24))
+    given = [torch.randn(1, *shape, generator=g).to(dtype).to(device) for shape in shapes]
+    given = [t.requires_grad_() for t in given]
+    made = {name: options.pop(name)(g) for name in ("bias", "sinks") if name in options}
+    call = {name: options[name] for name in ("is_causal", "scale") if name in options}
+    kernel = {name: options[name] for name in ("window", "softcap") if name in options}
+    grad = torch.randn(1, HEADS, n, 24, generator=g).to(dtype)
+    learned = []
+    if "query_bits" in options:
+        bits = {name: options[name].to(device) for name in ("query_bits", "key_bits")}
+        out, lse = qa.native_attention(*given, out_dtype=torch.float32, **bits, **call)
+        assert not lse.requires_grad
+    else:
+        call |= {"enable_gqa": True, "devices": device, "out_dtype": torch.float32}
+        if "slopes" in options:
+            call["kernel"] = qa.NativeKernel(alibi_slopes=options["slopes"], **kernel)
+            call["attn_mask"] = made["bias"].to(dtype).to(device) if made else None
+        else:
+            learned = [t.to(device).requires_grad_() for t in made.values()]
+            placed = dict(zip(made, learned, strict=True))
+            call |= {"kernel": "native", "attn_mask": qa.Mask(**kernel, **placed)}
+        out, lse = qa.attention_with_lse(*given, **call)
     right = [t.detach().cpu().double().requires_grad_() for t in given]
-    more_right = {
-        k: t.detach().cpu().double().requires_grad_(k == "sinks") for k, t in more.items()
-    }
-    expected, expected_lse = reference(*right, **more_right, **options)
+    more = {name: t.to(dtype if name == "bias" else t.dtype).double() for name, t in made.items()}
+    others = [t.requires_grad_() for t in more.values()][: len(learned)]
+    expected, expected_lse = reference(*right, **more, **options)
     limit = 3e-6 if dtype == torch.float32 else 3e-3
     assert relative(out, expected) < limit
     assert relative(lse, expected_lse) < limit
-    assert not lse.requires_grad
-    out.backward(grad.to(device))
-    expected.backward(grad.double())
-    leaves = zip([*given, *more.values()], [*right, *more_right.values()], strict=True)
-    for mine, theirs in leaves:
-        if not mine.requires_grad:
+    found = torch.autograd.grad(out, [*given, *learned], grad.float().to(device))
+    wanted = torch.autograd.grad(expected, [*right, *others], grad.double())
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.shape == theirs.shape
+        if not theirs.any():  # rows of one key
+            assert mine.abs().max() < limit
             continue
-        assert mine.grad is not None
-        assert mine.grad.shape == mine.shape
-        if not theirs.grad.any():  # rows of one key
-            assert mine.grad.abs().max() < limit
-            continue
-        assert relative(mine.grad, theirs.grad) < 4 * limit
+        assert relative(mine, theirs) < 4 * limit
 
 
 OPTIONS = {
@@ -82,6 +77,10 @@ OPTIONS = {
     "alibi": {"slopes": torch.tensor([0.5, 0.03]), "is_causal": True},
     "all at once": {
         "slopes": torch.tensor([0.5, 0.03]), "softcap": 2.0, "window": (30, 12), "key_heads": 1,
+        "bias": lambda g: torch.randn(1, 2, 1, M, generator=g),
+    },
+    "all at once but slopes": {
+        "softcap": 2.0, "window": (30, 12), "key_heads": 1,
         "bias": lambda g: torch.randn(1, 2, 1, M, generator=g),
         "sinks": lambda g: torch.randn(2, generator=g),
     },
@@ -125,7 +124,7 @@ def test_masked_tiles_are_in_no_run(device: str) -> None:
     own = torch.zeros(512, dtype=torch.int64)
     own[128:256] = 4
     own[300] = 4
-    runs = runs_of_bits(own, own, None, Config(128, 64, 4, 1), "query")
+    runs = runs_of_bits(own, own, False, Config(128, 64, 4, 1), "query")
     found = [
         [tuple(e[[2, 3, 6]].tolist()) for e in runs.entries[a:b]]
         for a, b in zip(runs.starts[:-1].tolist(), runs.starts[1:].tolist(), strict=True)
@@ -200,16 +199,22 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
         ({"window": 1.5}, "window"),
         ({"alibi_slopes": torch.ones(3)}, "3 alibi_slopes for 2 query heads"),
         ({"alibi_slopes": torch.ones(2, dtype=torch.int32)}, "alibi_slopes must be floating"),
-        ({"sinks": torch.ones(3)}, r"sinks must have shape \(2,\)"),
         ({"query_bits": torch.zeros(90, dtype=torch.int64)}, "go together"),
-        ({"attn_bias": torch.ones(5, 5)}, "attn_bias must be broadcastable"),
+        ({"query_bits": torch.zeros(9), "key_bits": torch.zeros(75)}, "query_bits must be int64"),
     ],
 )
 def test_bad_arguments(change, error, device: str) -> None:
     q = torch.randn(1, 2, 90, 16, device=device)
     k = torch.randn(1, 2, 75, 16, device=device)
+
+    def call() -> None:
+        if "query_bits" in change:
+            qa.native_attention(q, k, k, **change)
+        else:
+            qa.attention(q, k, k, kernel=qa.NativeKernel(**change))
+
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=error):
-        qa.native_attention(q, k, k, **change)
+        call()
 
 
 def test_what_it_does_not_take_is_refused(device: str) -> None:
@@ -219,10 +224,6 @@ def test_what_it_does_not_take_is_refused(device: str) -> None:
     wide = torch.randn(1, 1, 8, 300, device=device, requires_grad=True)
     with pytest.raises(NotImplementedError, match="1 to 256 with gradients"):
         qa.native_attention(wide, wide, wide)
-    bias = torch.zeros(1, 1, 8, 8, device=device, requires_grad=True)
-    narrow = torch.randn(1, 1, 8, 16, device=device)
-    with pytest.raises(NotImplementedError, match="attn_bias has no gradient here"):
-        qa.native_attention(narrow, narrow, narrow, attn_bias=bias)
 
 
 @pytest.mark.parametrize("widths", [(300, 300), (576, 512)])

@@ -1,4 +1,4 @@
-"""The native kernel as a function: one call on one device, with all options of the kernel."""
+"""The native kernel as a function: one call on one device, with group bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import real_number, switch
-from quorum_attention.kernels.merge import join_sinks_, sinks_gradient
 from quorum_attention.kernels.native.kernel import NativeKernel, Tilings
 from quorum_attention.kernels.native.launch import Extras
 from quorum_attention.kernels.native.runs import Runs, runs_of_bits
@@ -22,65 +21,46 @@ def native_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    attn_bias: torch.Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    window: int | tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     query_bits: torch.Tensor | None = None,
     key_bits: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     allow_tf32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the native kernel, with gradients of query, key, value and sinks.
+    """Attention by the native kernel, with gradients of query, key and value.
 
-    For gradients of an additive mask and of the log-sum-exp, for a budget and for masks of other
-    kinds call ``attention_with_lse`` with ``kernel="native"``.
+    For masks, windows, soft caps, sinks, a gradient of the log-sum-exp and a budget call
+    ``attention_with_lse`` with ``kernel="native"`` and a ``Mask``.
 
     Args:
         query: (b, h, n, d); key (b, hk, m, d); value (b, hk, m, dv), h a multiple of hk: fp16,
             bf16 or fp32.
-        attn_bias: added to the scores, broadcastable to (b, h, n, m); or boolean, True where a pair
-            is kept. It has no gradient here.
         is_causal: keep only keys at or before the query, top-left aligned.
         scale: factor of the scores, default d ** -0.5.
-        window: tokens to each side, or (left, right); -1 is no limit.
-        softcap: ``softcap * tanh(score / softcap)``, before anything is added.
-        alibi_slopes: (h,): ``slope * |i - j|`` is subtracted from the scores.
-        sinks: (h,): one more logit in the softmax of every row, for a key whose value is 0.
         query_bits, key_bits: (n,), (m,) int64 group bits: a pair is kept where they have no bit in
             common (paper, section 3.3). Both or neither.
         out_dtype: of the output; default the query's.
         allow_tf32: for fp32 inputs, faster and less exact products.
 
     Returns:
-        (out, lse): (b, h, n, dv) and (b, h, n) fp32, natural log, the sink included; 0 and -inf in
-        rows without keys.
+        (out, lse): (b, h, n, dv) and (b, h, n) fp32, natural log; 0 and -inf in rows without keys.
 
     Raises:
         NotImplementedError: the kernel cannot run the call; says why.
         TypeError, ValueError: an argument that is wrong or does not fit the others, by name.
     """
     refuse_traces("native_attention", query=query, key=key, value=value)
-    kernel = _WithBits(
-        window=window, softcap=softcap, alibi_slopes=alibi_slopes, allow_tf32=allow_tf32
-    )
+    kernel = _WithBits(allow_tf32=allow_tf32)
     kernel.bits = _checked_bits(query_bits, key_bits, query, key)
     _check(kernel, query, key, value)
-    heads = query.shape[1]
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks must have shape ({heads},), got {tuple(sinks.shape)}")
-    bias = None if attn_bias is None else _additive(attn_bias, query, key)
     call = Call(
         query, key, value, switch(is_causal, "is_causal"),
         query.shape[-1] ** -0.5 if scale is None else real_number(scale, "scale"),
-        bias, out_dtype or query.dtype,
+        stored=out_dtype or query.dtype,
     )  # fmt: skip
-    bits = kernel.bits or (None, None)
-    tensors = (query, key, value, sinks, bias, *bits)
-    out, lse = _Function.apply(*tensors, call, kernel)  # type: ignore[no-untyped-call]
+    tensors = (query, key, value, *(kernel.bits or ()))
+    out, lse = _Function.apply(call, kernel, *tensors)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -92,11 +72,9 @@ class _WithBits(NativeKernel):
     def _whole_tables(self, call: Call, tilings: Tilings) -> tuple[Runs, ...]:
         if self.bits is None:
             return super()._whole_tables(call, tilings)
-        band = self.geometry.band
-        highs = [0] if call.is_causal else []
-        highs += [band.high] if band.low is None and band.high is not None else []
-        high = min(highs, default=None)
-        return tuple(runs_of_bits(*self.bits, high, tiled, axis) for axis, tiled in tilings)
+        return tuple(
+            runs_of_bits(*self.bits, call.is_causal, tiled, axis) for axis, tiled in tilings
+        )
 
     def _extras(self, device: torch.device, task: TaskTensors | None = None) -> Extras:
         return replace(super()._extras(device, task), bits=self.bits)
@@ -104,15 +82,11 @@ class _WithBits(NativeKernel):
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *saved, call, kernel = args
-        sinks = saved[3]
-        stored = call.stored if sinks is None else torch.float32
-        out, lse = kernel.whole_forward(replace(call, stored=stored))
-        if sinks is not None:
-            join_sinks_(out, lse, sinks.to(lse))
-        out = out.to(call.stored)
-        ctx.save_for_backward(*saved, out, lse)
+    def forward(
+        ctx: Any, call: Call, kernel: _WithBits, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = kernel.whole_forward(call)
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.call, ctx.kernel = call, kernel
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -120,36 +94,10 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @first_derivative("native_attention")
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> Any:
-        query, key, value, sinks, *_, out, lse = ctx.saved_tensors
+        query, key, value, *bits, out, lse = ctx.saved_tensors
         call = replace(ctx.call, query=query, key=key, value=value, stored=None)
         saved = Saved(grad_out.to(query.dtype).contiguous(), out, lse)
-        grads = ctx.kernel.whole_backward(call, saved)
-        by_sinks = None
-        if ctx.needs_input_grad[3]:
-            by_sinks = sinks_gradient(grad_out, out, lse, sinks)
-        return (*grads, by_sinks, None, None, None, None, None)
-
-
-def _additive(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """``bias`` with four dimensions and a floating dtype."""
-    if bias.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "native_attention: attn_bias has no gradient here; attention(..., kernel='native') has"
-        )
-    wanted = (*query.shape[:3], key.shape[2])
-    sizes = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    fits = len(sizes) == 4 and all(
-        size in (1, full) for size, full in zip(sizes, wanted, strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"attn_bias must be broadcastable to {wanted}, got shape {tuple(bias.shape)}"
-        )
-    bias = bias.reshape(sizes)
-    if bias.dtype != torch.bool:
-        return bias
-    blank = torch.zeros(sizes, dtype=query.dtype, device=bias.device)
-    return blank.masked_fill_(~bias, float("-inf"))
+        return None, None, *ctx.kernel.whole_backward(call, saved), *(None for _ in bits)
 
 
 def _checked_bits(

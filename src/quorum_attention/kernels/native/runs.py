@@ -242,13 +242,13 @@ def _folded(bits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def runs_of_bits(
-    query_bits: torch.Tensor, key_bits: torch.Tensor, high: int | None, config: Config, axis: Axis
+    query_bits: torch.Tensor, key_bits: torch.Tensor, is_causal: bool, config: Config, axis: Axis
 ) -> Runs:
     """The runs of a monolithic call under group bits.
 
     Args:
         query_bits, key_bits: (n,), (m,) int64, on the device of the call.
-        high: keep only keys up to so many after the query; None is no limit.
+        is_causal: keep only keys at or before the query.
         config: of the kernel that reads the table.
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
 
@@ -268,10 +268,10 @@ def runs_of_bits(
                              device=device)  # fmt: skip
         verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, FULL)
         verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, EMPTY)
-        if high is not None:
+        if is_causal:
             own, other = first_a[part, None], first_b[None]
             later = other - own - block if axis == "query" else own - other - _OTHER
-            verdict.masked_fill_(later >= high, EMPTY)
+            verdict.masked_fill_(later >= 0, EMPTY)
         found.append(_runs_of_rows(verdict, start))
     rows = torch.cat(found)
     entries = torch.zeros((rows.shape[0], WIDTH), dtype=torch.int32, device=device)
@@ -280,7 +280,7 @@ def runs_of_bits(
     entries[:, at + 1] = ((rows[:, 0] + 1) * block).clamp_max(n)
     entries[:, beside] = rows[:, 1] * _OTHER
     entries[:, beside + 1] = (rows[:, 2] * _OTHER).clamp_max(m)
-    entries[:, 4] = NO_DIAGONAL if high is None else high
+    entries[:, 4] = 0 if is_causal else NO_DIAGONAL
     entries[:, 6] = rows[:, 3] == PARTIAL
     blocks = torch.arange(any_a.numel() + 1, device=device)
     starts = torch.searchsorted(rows[:, 0].contiguous(), blocks).int()
