@@ -6,7 +6,6 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -18,11 +17,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.masked import choice
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
-from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.protocol import CallShape
-from quorum_attention.kernels.registry import get_kernel
 
 # For results, and for gradients.
 TOLERANCE = {
@@ -366,17 +361,3 @@ def test_a_mask_lets_go_of_its_functions_and_tensors() -> None:
     del mask
     gc.collect()
     assert [one() for one in held] == [None, None, None]
-
-
-def test_masks_on_a_gpu_take_the_native_kernel_that_is_registered() -> None:
-    """Not the one that was when the first of them was called."""
-    call = CallShape("cuda", torch.float16, 2, 2, 64, 64)
-    ask = partial(choice._base, "auto", call, torch.device("cuda"), None, tried=False)
-    before = get_kernel("native")
-    assert ask() is before
-    other = NativeKernel()
-    qa.register_kernel(other)
-    try:
-        assert ask() is other
-    finally:
-        qa.register_kernel(before)

@@ -190,31 +190,16 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
     return list(grads)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"softcap": 0.0}, "softcap must be above 0"),
-        ({"softcap": float("inf")}, "softcap"),
-        ({"window": (1, -2)}, "window must be a number of tokens"),
-        ({"window": 1.5}, "window"),
-        ({"alibi_slopes": torch.ones(3)}, "3 alibi_slopes for 2 query heads"),
-        ({"alibi_slopes": torch.ones(2, dtype=torch.int32)}, "alibi_slopes must be floating"),
-        ({"query_bits": torch.zeros(90, dtype=torch.int64)}, "go together"),
-        ({"query_bits": torch.zeros(9), "key_bits": torch.zeros(75)}, "query_bits must be int64"),
-    ],
-)
-def test_bad_arguments(change, error, device: str) -> None:
-    q = torch.randn(1, 2, 90, 16, device=device)
-    k = torch.randn(1, 2, 75, 16, device=device)
-
-    def call() -> None:
-        if "query_bits" in change:
-            qa.native_attention(q, k, k, **change)
-        else:
-            qa.attention(q, k, k, kernel=qa.NativeKernel(**change))
-
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=error):
-        call()
+def test_bad_arguments(device: str) -> None:
+    q, k = (torch.randn(1, 2, n, 16, device=device) for n in (90, 75))
+    with pytest.raises(NotImplementedError, match="3 alibi_slopes for 2 query heads"):
+        qa.attention(q, k, k, kernel=qa.NativeKernel(alibi_slopes=torch.ones(3)))
+    with pytest.raises(ValueError, match="alibi_slopes must be floating"):
+        qa.NativeKernel(alibi_slopes=torch.ones(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="go together"):
+        qa.native_attention(q, k, k, query_bits=torch.zeros(90, dtype=torch.int64))
+    with pytest.raises(ValueError, match="query_bits must be int64"):
+        qa.native_attention(q, k, k, query_bits=torch.zeros(9), key_bits=torch.zeros(75))
 
 
 def test_what_it_does_not_take_is_refused(device: str) -> None:

@@ -1,10 +1,10 @@
-"""Which pairs one batch entry keeps under a ``Mask``: a band, blocks, and rules that are tried."""
+"""Which pairs one batch entry keeps under a ``Mask``: a band, blocks, and rules of single pairs."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,26 +24,24 @@ _EVERYWHERE = Band()
 TESTED = 512
 
 
-class Rule(Protocol):
-    """A rule that has to be tried on pairs where its verdict is PARTIAL."""
+class Rule(ABC):
+    """A rule that has to be evaluated on pairs where its verdict is PARTIAL.
 
-    @property
-    def opaque(self) -> tuple[Keeps, ...]:
-        """The functions in it that say nothing of blocks."""
-        ...
+    Attributes:
+        opaque: the functions in it that say nothing of blocks.
+        placed_bytes: device bytes of what it reads, once it is evaluated there.
+    """
 
-    @property
-    def placed_bytes(self) -> int:
-        """Device bytes of what it reads, once it is tried there."""
-        ...
+    opaque: tuple[Keeps, ...] = ()
+    placed_bytes: int = 0
 
+    @abstractmethod
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
-        ...
 
+    @abstractmethod
     def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs it keeps: bool, broadcastable to (b, h, q, k)."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,21 +204,13 @@ class Geometry:
         return sum(self.band.count(*block) for block in self.blocks.tolist())
 
 
-@dataclass(frozen=True, eq=False)
-class AnyOf:
+class AnyOf(Rule):
     """The rule that at least one of several geometries keeps a pair."""
 
-    every: tuple[Geometry, ...]
-
-    @property
-    def opaque(self) -> tuple[Keeps, ...]:
-        """See ``Rule``."""
-        return tuple(function for one in self.every for function in one.opaque)
-
-    @property
-    def placed_bytes(self) -> int:
-        """See ``Rule``."""
-        return sum(one.placed_bytes for one in self.every)
+    def __init__(self, every: tuple[Geometry, ...]) -> None:
+        self.every = every
+        self.opaque = tuple(function for one in every for function in one.opaque)
+        self.placed_bytes = sum(one.placed_bytes for one in every)
 
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """The verdict on a block of positions."""

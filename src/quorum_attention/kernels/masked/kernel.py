@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -76,7 +77,7 @@ class MaskedKernel(Kernel):
             }
         self._ruled = any(g.rules for g in self._distinct)
         self._share = mask.kept_pairs / max(1, mask.sizes.n_queries * mask.sizes.n_keys)
-        self._verdict = _Verdict(self._distinct)
+        self._verdict = partial(_verdict, self._distinct)
         self.whole_tasks = bool(self._native)
         # A task is several calls, though they take no turns on streams.
         self.several_streams = not self._native
@@ -278,18 +279,13 @@ class MaskedKernel(Kernel):
                 start = stop
 
 
-class _Verdict:
+def _verdict(geometries: tuple[Geometry, ...], block: Ranges) -> Verdict:
     """The verdict on a block in all batch entries together."""
-
-    def __init__(self, geometries: tuple[Geometry, ...]) -> None:
-        self._geometries = geometries
-
-    def __call__(self, block: Ranges) -> Verdict:
-        found = self._geometries[0].verdict(block)
-        for geometry in self._geometries[1:]:
-            if found is PARTIAL or geometry.verdict(block) is not found:
-                return PARTIAL
-        return found
+    found = geometries[0].verdict(block)
+    for geometry in geometries[1:]:
+        if found is PARTIAL or geometry.verdict(block) is not found:
+            return PARTIAL
+    return found
 
 
 def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:

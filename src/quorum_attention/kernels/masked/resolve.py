@@ -342,13 +342,12 @@ def _rows_of(tensor: torch.Tensor, name: str, batch: int, n: int, what: str) -> 
     return found
 
 
-class _FunctionRule:
+class _FunctionRule(Rule):
     """A user's function as a rule."""
 
     def __init__(self, keeps: Callable[..., torch.Tensor]) -> None:
         self._keeps = keeps
         self.opaque = () if isinstance(keeps, BlockMask) else (keeps,)
-        self.placed_bytes = 0  # what it reads is the caller's
 
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """Its own verdict, if it has one."""
@@ -362,19 +361,12 @@ class _FunctionRule:
         return over_pairs(keeps)(at.entries, at.heads, at.queries, at.keys)
 
 
-class _EqualIds:
+class _EqualIds(Rule):
     """The rule that the numbers of query and key are equal."""
 
-    opaque = ()
-
     def __init__(self, by_query: Ids, by_key: Ids) -> None:
-        self._numbers = by_query, by_key
+        self._numbers, self.placed_bytes = (by_query, by_key), by_query.nbytes + by_key.nbytes
         self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @property
-    def placed_bytes(self) -> int:
-        """See ``Rule``."""
-        return sum(ids.nbytes for ids in self._numbers)
 
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """EMPTY where no number of the queries can be one of the keys."""
