@@ -7,7 +7,6 @@ gradient of the value is ten times as far off as that of torch's materialised at
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
-from quorum_attention.execution.workload import scale_is_exact
-from quorum_attention.kernels import get_kernel
-from quorum_attention.kernels.protocol import CallShape, Extent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CALLS, TOKENS = 6, 300
@@ -84,20 +80,3 @@ def test_nearly_as_materialised_by_torch(how: str, width: int, scale: float | No
     share = errors(ours(how, width, scale), width, factor)
     share /= errors(materialised_by_torch(factor), width, factor)
     assert (share <= torch.tensor([1.3, 1.7, 1.7, 4.0])).all(), share
-
-
-def test_which_scales_are_exact() -> None:
-    for scale in (0.125, -0.5, 1.0, 4.0, 0.0):
-        assert scale_is_exact(scale, torch.float32)
-    assert not scale_is_exact(32**-0.5, torch.float32)
-    assert scale_is_exact(32**-0.5, torch.float16)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_copy_of_the_queries_is_counted(backward: bool) -> None:
-    kernel = get_kernel("cpu")
-    extent = Extent(1, 2, 2, 40_000, 40_000, 40_000, direct=True)
-    call = CallShape("cpu", torch.float32, 2, 2, 32, 32, exact_scale=False)
-    count = kernel.backward_workspace_bytes if backward else kernel.forward_workspace_bytes
-    more = count(call, extent) - count(replace(call, exact_scale=True), extent)
-    assert more == 2 * 40_000 * 32 * 4

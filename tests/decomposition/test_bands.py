@@ -41,11 +41,3 @@ def test_parts_hold_every_kept_pair_of_a_block_once() -> None:
         assert verdict is not EMPTY or not kept.any()
         if low is not None and high is not None and low > high:
             assert verdict is EMPTY, "of a band without a pair nothing is left"
-
-
-def test_a_window_is_hardly_more_than_its_pairs() -> None:
-    """Triangles and clear rectangles: what operators compute of a window is what it keeps."""
-    band = Band(-4096, 0)
-    parts = list(band.parts(0, 65536, 0, 65536))
-    assert {part.kind for part in parts} == {"lower", "upper"}
-    assert len(parts) == 31

@@ -21,16 +21,6 @@ def test_the_papers_census(n_tokens, depth, masked, clear, mixed):
     assert round(100 * found.mixed, 2) == mixed
 
 
-@pytest.mark.parametrize("levels", [(7,), (13,), (7, 7), (3, 13), (7, 7, 7)])
-@pytest.mark.parametrize("n_tokens", [128 * 49, 128 * 512, 128 * 343 + 128 * 5])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_aligned_chunks_leave_no_mixed_tile(levels, n_tokens, is_causal):
-    """The aligned layout's promise, for any multiple of the tile."""
-    found = Decomposition(n_tokens, levels).census(is_causal, 128)
-    assert found.mixed_tiles == 0
-    assert found.clear_tiles > 0
-
-
 @settings(max_examples=80, deadline=None)
 @given(decompositions(), st.booleans(), st.sampled_from([1, 3, 8, 32]))
 def test_census_agrees_with_a_dense_count(decomposition, is_causal, tile):

@@ -1,6 +1,5 @@
 """Decomposition itself: its errors, layouts, paths, and plans that stay symbolic."""
 
-import itertools
 import sys
 
 import pytest
@@ -28,17 +27,6 @@ def test_what_makes_no_sense_is_refused():
             shape.task((0, 0)).rectangles(True, **{name: value})
 
 
-def test_paths_are_all_owner_tuples_in_order():
-    """tasks() and n_tasks agree with them."""
-    decomposition = Decomposition(100, (7, 3))
-    expected = list(itertools.product(range(7), range(3)))
-    assert list(decomposition.paths()) == expected
-    assert [t.path for t in decomposition.tasks()] == expected
-    assert decomposition.n_tasks == len(expected)
-    assert Decomposition(100).n_tasks == 1
-    assert list(Decomposition(100).paths()) == [()]
-
-
 def test_deeper_tasks_are_inside_their_parent():
     """Replacing one task by its children keeps coverage: same tokens, same exclusions."""
     parent, child = Decomposition(100, (7,), tile=4), Decomposition(100, (7, 3), tile=4)
@@ -49,17 +37,6 @@ def test_deeper_tasks_are_inside_their_parent():
             task = child.task((owner, below))
             found |= {p for s in task.spans for p in range(s.start, s.stop)}
         assert found == held
-
-
-@pytest.mark.parametrize("tile", [1, 4, 128])
-def test_aligned_boundaries_are_multiples_of_the_tile(tile):
-    """Only the end of the sequence may be elsewhere."""
-    n = 12_345
-    for task in Decomposition(n, (7, 3), "aligned", tile).tasks():
-        for span in task.spans:
-            assert span.start % tile == 0
-            assert span.stop % tile == 0 or span.stop == n
-    assert Decomposition(100 * tile, (7,), "aligned", tile).max_task_tokens == 3 * 15 * tile
 
 
 def test_a_billion_tokens_stay_symbolic():

@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from quorum_attention.decomposition.intervals import (
     Cells,
     Interval,
-    Rows,
-    bits,
     counted,
     covered,
-    cut,
-    ones,
     union,
-    within,
     without,
 )
 
@@ -60,13 +55,6 @@ def test_union(intervals, gap) -> None:
     assert gap > 1 or not holes
 
 
-@given(NOT_EMPTY, disjoint())
-def test_within(one, others) -> None:
-    found = list(within(one, others))
-    ascending(found)
-    assert positions(found) == positions([one]) & positions(others)
-
-
 @given(disjoint(), disjoint())
 def test_without(intervals, others) -> None:
     found = without(intervals, others)
@@ -83,15 +71,6 @@ def test_covered(intervals, least) -> None:
     assert positions(found) == {at for at, count in have.items() if count >= least}
 
 
-@given(ANY, st.lists(PLACES, max_size=8).map(sorted))
-def test_cut(one, edges) -> None:
-    found = list(cut(one, edges))
-    ascending(found)
-    assert positions(found) == positions([one])
-    inside = {edge for edge in edges if one.start < edge < one.stop}
-    assert {after.start for after in found[1:]} == inside
-
-
 @given(st.lists(ANY, max_size=6))
 def test_cells(intervals) -> None:
     """Every interval is a row of cells, and no cell is cut by another interval's edge."""
@@ -101,23 +80,3 @@ def test_cells(intervals) -> None:
     for one in intervals:
         assert positions(every[number] for number in cells.of(*one)) == positions([one])
         assert all(c.stop <= e or e <= c.start for c in every for e in one)
-
-
-@given(disjoint())
-def test_masks_of_bits(intervals) -> None:
-    mask = 0
-    for start, stop in intervals:
-        mask |= bits(start, stop)
-    assert list(ones(mask)) == union(intervals)
-    assert {at for at in range(N) if mask >> at & 1} == positions(intervals)
-
-
-@given(NOT_EMPTY, st.integers(0, 9), ANY)
-def test_parts_of_rows(one, local, bounds) -> None:
-    rows = Rows(*one, local)
-    every = {(rows.start + i, rows.local + i) for i in range(rows.length)}
-
-    def of(part: Rows | None) -> set[tuple[int, int]]:
-        return {(part.start + i, part.local + i) for i in range(part.length)} if part else set()
-
-    assert of(rows.within(*bounds)) == {(at, _) for at, _ in every if at in range(*bounds)}

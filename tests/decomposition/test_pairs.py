@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Interval
 from quorum_attention.decomposition.bands import window_verdict
 from quorum_attention.decomposition.pairs import (
     EMPTY,
@@ -20,8 +18,6 @@ from quorum_attention.decomposition.pairs import (
     Verdict,
     both,
     either,
-    halves,
-    kept_share,
     quarters,
     walk,
 )
@@ -119,41 +115,3 @@ def test_leaves_are_all_there_is_and_their_verdicts_right(kept, unit) -> None:
             assert (part == (found is FULL)).all()
     assert (times == 1).all(), "every pair in exactly one"
     assert len(asked) == len(set(asked)), "and none asked twice"
-
-
-@given(st.integers(0, 200), st.integers(1, 200), st.integers(1, 20))
-def test_halves(start, length, unit) -> None:
-    one = Interval(start, start + length)
-    found = halves(one, unit)
-    inside = [at for at in range(one.start + 1, one.stop) if at % unit == 0]
-    if not inside:
-        assert found == ()
-        return
-    (low, middle), (again, high) = found
-    assert (low, high) == one
-    assert middle == again
-    assert middle in inside
-    below, above = (sum(at < middle for at in inside), sum(at > middle for at in inside))
-    assert abs(below - above) <= 1, "by as many units, not at the first that comes"
-
-
-@settings(max_examples=30, deadline=None)
-@given(n=st.integers(2000, 100_000), part=st.floats(0.02, 1.0), is_causal=st.booleans())
-def test_a_window(n: int, part: float, is_causal: bool) -> None:
-    left = int(part * n)
-    found = kept_share(Pairs(n, n, is_causal, window_verdict(left, 0 if is_causal else left)))
-    outside = max(0, n - left - 1)
-    exact = 1.0 - outside * (outside + 1) / (n * (n + 1 if is_causal else n))
-    # Half of the border counts, a block wide on both sides; of causal pairs there are half as many.
-    assert found == pytest.approx(exact, abs=max(128, n / 1024) / n * (1 + is_causal))
-
-
-def test_without_a_mask_and_with_a_known_share() -> None:
-    assert kept_share(Pairs(1000, 1000, True)) == 1.0
-    everything = window_verdict(-1, -1)
-    assert kept_share(Pairs(1000, 1000, True, everything)) == 1.0
-    assert kept_share(Pairs(0, 9, False, everything)) == 1.0
-    assert kept_share(Pairs(1000, 1000, True, everything, share=0.25)) == 0.25
-    # Divided by: never 0.
-    assert 0 < kept_share(Pairs(1000, 1000, True, everything, share=0.0)) < 1e-3
-    assert 0 < kept_share(Pairs(10, 1 << 20, False, window_verdict(0, 0))) < 1e-2

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from helpers_decomposition import count_rectangles, decompositions, kept_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition, Rectangle
-from quorum_attention.decomposition.rectangles import Batch, batches
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition.rectangles import batches
 from quorum_attention.quorums import quorum_size
 
 LIMITS = st.one_of(st.none(), st.integers(1, 200))
@@ -54,19 +52,6 @@ def test_depth_one_causal_takes_l_calls(c, layout):
         assert len(squares) == 1
         owned = next(s for s in task.spans if s.bits == 0)
         assert squares[0].n_queries == owned.stop - owned.start
-
-
-@pytest.mark.parametrize("levels", [(7,), (57,), (7, 7), (13, 7), (7, 7, 7)])
-@pytest.mark.parametrize("layout", ["aligned", "balanced"])
-def test_no_two_causal_calls_could_be_one(levels, layout):
-    """Plain rectangles that share their queries or keys and touch are one call, not two."""
-    for task in Decomposition(1_000_003, levels, layout).tasks():
-        plain = [r for r in task.rectangles(True) if not r.causal]
-        for a, b in itertools.permutations(plain, 2):
-            beside = (a.query_start, a.query_stop) == (b.query_start, b.query_stop)
-            under = (a.key_start, a.key_stop) == (b.key_start, b.key_stop)
-            assert not (beside and a.key_stop == b.key_start)
-            assert not (under and a.query_stop == b.query_start)
 
 
 @pytest.mark.parametrize(
@@ -114,27 +99,3 @@ def test_every_rectangle_is_in_exactly_one_batch(
     rectangles = task.rectangles(causal, n, n)
     found = [r for batch in batches(tuple(rectangles)) for r in batch.rectangles()]
     assert sorted(found, key=repr) == sorted(rectangles, key=repr)
-
-
-@pytest.mark.parametrize("c", [7, 13, 21, 31, 57, 73, 183])
-def test_rows_and_columns_of_a_batch_do_not_meet(c: int) -> None:
-    shape = Decomposition(c * 256, (c,))
-    for i in range(c):
-        for batch in batches(shape.task((i,)).rectangles(True)):
-            queries = [range(r.query_start, r.query_stop) for r in batch.rectangles()]
-            keys = [range(r.key_start, r.key_stop) for r in batch.rectangles()]
-            for ranges in (queries, keys):
-                covered = [position for one in ranges for position in one]
-                assert len(covered) == len(set(covered))
-
-
-def test_a_halved_triangle_takes_one_call_a_halving() -> None:
-    # 8 chunks: 4x4, two of 2x2, four of 1x1, and the owned diagonal.
-    found = batches(Decomposition(57 * 128, (57,)).task((0,)).rectangles(True))
-    assert sorted(batch.count for batch in found) == [1, 1, 2, 4]
-
-
-def test_what_lies_irregularly_stays_apart() -> None:
-    a, b, c = Rectangle(0, 8, 0, 8), Rectangle(8, 16, 0, 8), Rectangle(20, 28, 30, 38)
-    # a and b share their keys: only (a, c) may go together.
-    assert batches((a, b, c)) == (Batch(a, 2, 20, 30), Batch(b))

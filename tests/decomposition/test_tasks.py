@@ -9,8 +9,6 @@ from helpers_decomposition import decompositions, positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition.decomposition import tokens_of
-
 
 @settings(max_examples=100, deadline=None)
 @given(decompositions(), st.booleans(), st.data())
@@ -30,16 +28,6 @@ def test_contiguous_parts_have_the_pairs_of_a_rectangle(shape, is_causal, data) 
         q, k = where[r.query_start : r.query_stop], where[r.key_start : r.key_stop]
         expected = q[:, None] >= k[None] if r.causal else np.ones_like(times, dtype=bool)
         np.testing.assert_array_equal(times, expected)
-
-
-@settings(max_examples=60, deadline=None)
-@given(decompositions(), st.integers(1, 5))
-def test_tokens_of_several_tasks(shape, step) -> None:
-    tasks = list(shape.tasks())[::step]
-    found = tokens_of(*tasks)
-    every = sorted({p for task in tasks for p in positions(task).tolist()})
-    assert [p for start, stop in found for p in range(start, stop)] == every
-    assert all(a.stop < b.start for a, b in itertools.pairwise(found))
 
 
 @settings(max_examples=300, deadline=None)
@@ -86,13 +74,3 @@ def test_segments_are_the_positions_of_a_local_range(decomposition, data):
         assert local == high
         breaks = np.count_nonzero(np.diff(where[low:high]) != 1)
         assert len(pieces) == (breaks + 1 if high > low else 0)
-
-
-@settings(max_examples=100, deadline=None)
-@given(decompositions(), st.data())
-def test_count_below_counts_positions(decomposition, data):
-    """Fewer queries or keys than tokens are cut by this count."""
-    path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
-    task = decomposition.task(path)
-    n = data.draw(st.integers(0, decomposition.n_tokens + 5))
-    assert task.count_below(n) == np.count_nonzero(positions(task) < n)

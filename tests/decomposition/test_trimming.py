@@ -18,8 +18,7 @@ from quorum_attention.decomposition import (
     Task,
     Verdict,
 )
-from quorum_attention.decomposition.decomposition import tokens_of
-from quorum_attention.decomposition.trimming import restricted, trimmed
+from quorum_attention.decomposition.trimming import trimmed
 
 MASKS = {
     "window": lambda q, k: (q - k <= 9) & (k - q <= 3),
@@ -110,19 +109,3 @@ def test_tokens_that_no_task_needs_stay_in_the_first() -> None:
     nothing = Pairs(1 << 12, 1 << 12, False, lambda r: EMPTY)
     found = trimmed(list(shape.tasks()), nothing)
     assert sum(task.n_tokens for task in found) == 1 << 12
-
-
-def test_where_nothing_can_be_left_out_the_tasks_are_the_same_objects() -> None:
-    tasks = list(Decomposition(5000, (7,)).tasks())
-    for pairs in (Pairs(5000, 5000, True), Pairs(5000, 5000, False, lambda r: FULL)):
-        for before, after in zip(tasks, trimmed(tasks, pairs), strict=True):
-            assert before is after
-
-
-def test_restricted() -> None:
-    task = Decomposition(700, (7,), "aligned", 1).task((0,))  # chunks 0, 1 and 3 of 100
-    assert tokens_of(restricted(task, [(50, 120), (150, 350)])) == [
-        (50, 120), (150, 200), (300, 350),
-    ]  # fmt: skip
-    assert restricted(task, [(0, 700)]) is task
-    assert restricted(task, []).spans == ()

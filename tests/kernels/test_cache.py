@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,55 +29,8 @@ def test_sizes_stay_within_the_limit(asked: list[tuple[int, int]], limit: int) -
         assert len(cache) == len(used)
 
 
-def test_a_value_is_put_in_the_place_of_another() -> None:
-    cache: Cache[int] = Cache(10, lambda value: value)
-    assert cache.get("a", lambda: 6) == 6
-    cache.put("a", 3)
-    cache.put("b", 7)
-    assert (cache.get("a", lambda: 1), cache.get("b", lambda: 1)) == (3, 7)
-    cache.put("c", 1)
-    assert len(cache) == 2
-
-
-def test_what_fails_to_be_made_is_made_again() -> None:
-    cache: Cache[int] = Cache(4, lambda value: 1)
-    with pytest.raises(ZeroDivisionError):
-        cache.get("a", lambda: 1 // 0)
-    assert cache.get("a", lambda: 2) == 2
-    assert cache.get("a", lambda: 1 // 0) == 2
-
-
-def test_none_is_an_answer() -> None:
-    cache: Cache[None] = Cache(4, lambda value: 1)
-    cache.get("a", lambda: None)
-    cache.get("a", lambda: pytest.fail("asked twice"))
-
-
-def test_many_threads() -> None:
-    cache: Cache[int] = Cache(3, lambda value: 1)
-    wrong: list[int] = []
-
-    def ask() -> None:
-        for number in range(500):
-            if cache.get(number % 7, lambda number=number: number % 7) != number % 7:
-                wrong.append(number)
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert len(cache) <= 3
-    assert cache._total == len(cache)
-
-
 class Kernel:
     pass
-
-
-class Slotted:
-    __slots__ = ()
 
 
 def test_asked_once_for_each_kernel_and_question() -> None:
@@ -111,19 +62,6 @@ def test_a_kernel_goes_with_what_is_known_of_it() -> None:
     del kernel
     gc.collect()
     assert watched() is None
-
-
-def test_without_weak_references_it_is_asked_every_time() -> None:
-    asked = []
-
-    @remembered(8)
-    def answer(kernel: object) -> None:
-        asked.append(kernel)
-
-    kernel = Slotted()
-    answer(kernel)
-    answer(kernel)
-    assert len(asked) == 2
 
 
 @settings(max_examples=50, deadline=None)

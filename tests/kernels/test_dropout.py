@@ -102,14 +102,6 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(whole, drop(one, 2, 3, 40, 50))
 
 
-def test_the_ends_of_the_chance() -> None:
-    assert not drop(Dropout(0.0, 1), 1, 1, 50, 50).any()
-    assert Dropout(1.0, 1).rescale == 0.0
-    assert Dropout(0.75, 1).rescale == 4.0
-    assert Dropout(1.0, 1).threshold == Dropout(1 - 2**-40, 1).threshold == 2**32 - 1
-    assert Dropout(0.5, 1).threshold == 2**31
-
-
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1, 1), (2, 3, 500, 700), (1, 1, 4000, 3), (1, 2, 3, 9000)]
 )
@@ -167,14 +159,3 @@ def test_neighbours_are_independent(p: float) -> None:
     assert abs(correlation(every[:, 0], every[:, 1])) < 4.5
     assert abs(correlation(every[0], every[1])) < 4.5
     assert abs(correlation(every, every.mT.contiguous())) < 7  # its own mirror: pairs count twice
-
-
-def test_four_words_of_a_call_are_of_all_sixteen_kinds() -> None:
-    """Chi-square of the patterns of four neighbouring keys, and of a 2 by 2 square."""
-    found = drop(Dropout(0.5, 99), 1, 1, 1024, 1024)[0, 0].long()
-    runs = found.view(1024, 256, 4) @ torch.tensor([1, 2, 4, 8])
-    squares = found.view(512, 2, 512, 2).transpose(1, 2).reshape(512, 512, 4)
-    for kinds in (runs, squares @ torch.tensor([1, 2, 4, 8])):
-        counts = torch.bincount(kinds.flatten(), minlength=16).double()
-        chi = ((counts - counts.mean()).square() / counts.mean()).sum().item()
-        assert chi < 50  # 15 degrees of freedom: one in 10**5

@@ -152,15 +152,6 @@ def test_head_dims(name: str, device: str, head_dim: int, value_dim: int) -> Non
     check(name, device, case)
 
 
-@pytest.mark.parametrize(("name", "device"), KERNELS)
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(40, 200), (200, 40), (1, 77), (77, 1)])
-@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
-def test_queries_unlike_keys(
-    name: str, device: str, n_queries: int, n_keys: int, causal: bool
-) -> None:
-    check(name, device, Case(n_queries, n_keys, causal=causal, layout="balanced"))
-
-
 def random_mask(kind: str, shape: tuple[int, ...], dead_rows: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     kept = torch.rand(shape, generator=generator) < 0.7
@@ -200,13 +191,6 @@ def test_masked_keys_leave_whole_rectangles_empty(name: str, device: str, dead_k
     mask = torch.ones(1, 1, 97, 97, dtype=torch.bool)
     mask[..., list(dead_keys)] = False
     check(name, device, Case(97, mask=mask, causal=True))
-
-
-@pytest.mark.parametrize(("name", "device"), KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scores_of_several_hundred(name: str, device: str, dtype: torch.dtype) -> None:
-    # Nearly one-hot rows: dS is what two nearly equal terms leave, most of it rounding.
-    check(name, device, Case(160, spread=200.0, dtype=dtype, causal=True), slack=2.0)
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)

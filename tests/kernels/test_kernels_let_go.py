@@ -70,31 +70,6 @@ def test_a_kernel_that_nobody_holds_is_gone(kind: str) -> None:
     assert watch() is None, gc.get_referrers(watch())
 
 
-def test_a_plan_does_not_hold_the_kernel_it_was_made_for() -> None:
-    kernel = Plain()
-    plan = qa.plan(150, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), kernel=kernel)
-    qa.attention(*inputs(150).three, plan=plan, kernel=kernel)
-    watch = weakref.ref(kernel)
-    del kernel
-    gc.collect()
-    assert watch() is None
-    assert plan.kernel == "plain"
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_graph_holds_its_kernel_and_no_longer(depth: int) -> None:
-    kernel = qa.from_lse_function(lse_function)
-    leaf = inputs(60).query.requires_grad_()
-    out = qa.attention(leaf, leaf, leaf, kernel=kernel, depth=depth)
-    watch = weakref.ref(kernel)
-    del kernel
-    out.sum().backward()
-    assert leaf.grad is not None
-    del out
-    gc.collect()
-    assert watch() is None
-
-
 def test_a_kernel_of_another_one_s_address_is_tried_anew() -> None:
     """Answers go with the kernel: the next one in the same place is another."""
 

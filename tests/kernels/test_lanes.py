@@ -75,11 +75,3 @@ def test_the_caller_follows_a_task_that_failed_too(lanes: Lanes) -> None:
     with pytest.raises(ZeroDivisionError), lanes.task():
         raise ZeroDivisionError
     assert log[-2:] == ["main after lane 0", "main after lane 1"]
-
-
-def test_a_task_waits_for_no_merge_of_the_task_before(lanes: Lanes) -> None:
-    """Its lanes follow the caller's stream, which follows those."""
-    for _ in range(2):
-        with lanes.task(), lanes.call(0), lanes.merge(0):
-            pass
-    assert not [line for line in log if "after merge" in line]

@@ -1,15 +1,14 @@
-"""The merge of statistics: any order, empty rows, extreme lse, block edges, every dtype."""
+"""The merge of statistics: any order, empty rows, extreme lse, sinks, every dtype."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
 
-from quorum_attention.kernels import merge, tensors
-from quorum_attention.kernels.merge import add_, empty_, merge_
+from quorum_attention.kernels import tensors
+from quorum_attention.kernels.merge import add_, empty_, join_sinks_, merge_, sinks_gradient
 
 
 def statistics(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,12 +69,6 @@ def test_empty_rows_stay_empty_and_weigh_nothing() -> None:
     assert torch.equal(lse, some_lse)
 
 
-def test_nan_is_not_hidden() -> None:
-    out, lse = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2)
-    merge_(out, lse, torch.full((1, 1, 2, 2), torch.nan), torch.zeros(1, 1, 2))
-    assert out.isnan().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("block_bytes", [1, 64, 1000, 10**7])
 @pytest.mark.parametrize("shape", [(2, 3, 37, 5), (1, 1, 1, 1), (3, 1, 8, 4), (0, 2, 3, 4)])
@@ -99,25 +92,6 @@ def test_blocks_cover_every_row_once(
     torch.testing.assert_close(grad, expected_grad)
 
 
-def test_row_blocks_partition() -> None:
-    for batch, heads, rows, row_bytes in itertools.product((1, 3), (1, 4), (1, 700), (1, 9000)):
-        seen = torch.zeros(batch, heads, rows)
-        for block in tensors.row_blocks(batch, heads, rows, row_bytes):
-            seen[block] += 1
-            assert seen[block].numel() * row_bytes <= tensors.BLOCK_BYTES
-        assert (seen == 1).all()
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be merged"):
-        merge_(
-            torch.zeros(1, 1, 2, 4),
-            torch.zeros(1, 1, 2),
-            torch.zeros(1, 1, 3, 4),
-            torch.zeros(1, 1, 3),
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype_i", [torch.float16, None], ids=["16 bits", "alike"])
 @pytest.mark.parametrize("order", [1, -1], ids=["large first", "small first"])
@@ -136,21 +110,28 @@ def test_large_values_of_hardly_any_weight_leave_no_rounding(dtype, dtype_i, ord
     assert ((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
 
 
-def test_the_test_of_a_kernel_does_not_wait_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels are tried out, torch merges; in that thread only."""
-    monkeypatch.setattr(merge, "triton_available", lambda: True)
-    out, part = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8).half()
-    elsewhere: list[bool] = []
-    assert merge._triton_can_merge(out, part)
-    with merge.by_torch():
-        assert not merge._triton_can_merge(out, part)
-        with merge.by_torch():
-            pass
-        assert not merge._triton_can_merge(out, part)
-        thread = threading.Thread(
-            target=lambda: elsewhere.append(merge._triton_can_merge(out, part))
-        )
-        thread.start()
-        thread.join()
-    assert elsewhere == [True]
-    assert merge._triton_can_merge(out, part)
+def test_a_sink_is_a_key_without_a_value() -> None:
+    scores = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    scores[0, 0, 1] = -torch.inf  # a row without keys
+    values = torch.randn(2, 3, 7, 4, dtype=torch.float64)
+    sinks = torch.tensor([0.3, -torch.inf, 5.0], dtype=torch.float64, requires_grad=True)
+    column = sinks[None, :, None, None].expand(2, 3, 5, 1)
+    p = torch.cat([scores, column], dim=-1).softmax(-1)[..., :7]
+    wanted = p @ values
+    grad_out = torch.randn_like(wanted)
+    (of_sinks,) = torch.autograd.grad(wanted, sinks, grad_out)
+
+    lse = scores.logsumexp(-1)
+    out = scores.softmax(-1).nan_to_num(0.0) @ values
+    join_sinks_(out, lse, sinks.detach())
+    assert torch.allclose(out, wanted)
+    assert torch.allclose(lse, torch.cat([scores, column], dim=-1).logsumexp(-1))
+    assert torch.allclose(sinks_gradient(grad_out, out, lse, sinks), of_sinks.nan_to_num(0.0))
+
+
+def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:
+    sinks = torch.randn(3)
+    for shape in ((2, 3, 0, 4), (0, 3, 5, 4), (2, 3, 5, 0), (0, 3, 0, 0), (2, 0, 3, 0, 4)):
+        out = torch.zeros(shape)
+        found = sinks_gradient(out, out, torch.zeros(shape[:-1]), sinks)
+        assert torch.equal(found, torch.zeros(3))

@@ -1,13 +1,17 @@
-"""Names, order of preference, refusals in words, and the numerical probe."""
+"""Kernels by name, the one that a call gets, refusals, and the test of what works, made once."""
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers_made_up_gpu import forget_files
 
 import quorum_attention as qa
 import quorum_attention.kernels.registry as registry
@@ -17,11 +21,14 @@ from quorum_attention.kernels import (
     DenseKernel,
     MaskShape,
     get_kernel,
+    is_kernel,
     kernels,
     probe,
     register_kernel,
-    why_not,
 )
+from quorum_attention.kernels.native import NativeKernel
+from quorum_attention.kernels.registry import registrations, rivals, select_kernel
+from quorum_attention.kernels.vendors import CudnnKernel
 
 
 @pytest.fixture
@@ -31,23 +38,6 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> CallShape:
     return CallShape(device, dtype, 4, 2, 16, 16, **more)
-
-
-def test_order_of_preference() -> None:
-    assert list(kernels()) == ["fa4", "cudnn", "flash", "efficient", "cpu", "native", "dense"]
-    every = kernels().values()
-    usable = [kernel.name for kernel in every if why_not(kernel, call(needs_grad=True)) is None]
-    # Without a GPU "native" runs where Triton interprets, which tests/native asks of the process.
-    assert [name for name in usable if name != "native"] == ["cpu", "dense"]
-
-
-def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no kernel is named 'fast'.*cudnn, flash"):
-        get_kernel("fast")
-    with pytest.raises(TypeError, match="name or an InnerKernel"):
-        get_kernel(3)
-    assert get_kernel("cpu").name == "cpu"
-    assert get_kernel(get_kernel("cpu")) is get_kernel("cpu")
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -82,12 +72,6 @@ def test_refusals_say_why(name: str, shape: CallShape, word: str) -> None:
     reason = get_kernel(name).refusal(shape)
     assert reason is not None
     assert word in reason
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mask", [None, MaskShape(False, True, True, True)], ids=["", "masked"])
-def test_probe_accepts_what_works(dtype: torch.dtype, mask: MaskShape | None) -> None:
-    assert probe(CpuKernel(), call(dtype=dtype, needs_grad=True, mask=mask)) is None
 
 
 class Broken(CpuKernel):
@@ -155,7 +139,7 @@ def test_where_memory_runs_out_on_a_gpu_it_is_tried_again_without_torchs_cache(
         if done == ["tried"]:
             raise RuntimeError("Triton Error [CUDA]: out of memory")
 
-    module = sys.modules["quorum_attention.kernels.probe"]
+    module = probing
     monkeypatch.setattr(module, "_tried", tried)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     assert module._tried_with_memory(Broken("fine"), call(), torch.device("cuda", 0)) is None
@@ -186,3 +170,147 @@ def test_a_kernel_is_tried_on_the_sign_of_the_scale_that_it_gets() -> None:
     torch.testing.assert_close(out, wanted)
     with pytest.raises(NotImplementedError, match="test"):
         qa.attention(q, k, v, scale=-0.3, kernel=kernel, depth=1, devices="cpu")
+
+
+def test_what_is_no_kernel_is_refused() -> None:
+    @dataclass
+    class Compared(CpuKernel):
+        size: int = 1
+
+    for ask in (get_kernel, register_kernel):
+        with pytest.raises(TypeError, match=r"lacks __hash__ \(a dataclass keeps it with eq=False"):
+            ask(Compared())
+        with pytest.raises(TypeError, match=r"not object: derive it.*InnerKernel"):
+            ask(object())
+        with pytest.raises(TypeError, match="not the class CpuKernel: make one"):
+            ask(CpuKernel)
+    assert is_kernel(CpuKernel)
+    assert is_kernel(CpuKernel())
+    assert not is_kernel(object)
+
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+def test_free_choice_takes_the_first_that_can() -> None:
+    assert select_kernel("auto", call(), CPU).name == "cpu"
+    wide = CallShape("cpu", torch.float64, 4, 2, 16, 24, is_causal=True)
+    assert select_kernel("auto", wide, CPU).refusal(wide) is None
+
+
+def test_a_kernel_asked_for_is_not_replaced() -> None:
+    with pytest.raises(NotImplementedError, match=r"'flash' cannot run this call: .*cpu"):
+        select_kernel("flash", call(), CPU)
+
+
+def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch can put another library behind its flash operators, with other bounds."""
+    flash, half = get_kernel("flash"), call("cuda", torch.float16)
+    before = registrations()
+    assert flash.refusal(half) is None
+    monkeypatch.setattr(
+        torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False
+    )
+    assert "replaced by FA4" in str(flash.refusal(half))
+    assert registrations() != before
+
+
+def test_where_no_kernel_can_every_one_says_why() -> None:
+    with pytest.raises(NotImplementedError) as refused:
+        select_kernel("auto", call(dtype=torch.int32), CPU)
+    for name in kernels():
+        assert f"{name}: " in str(refused.value)
+
+
+def test_rivals_are_kernels_of_known_rates_that_take_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_is_hopper", lambda device: True)
+    half = call("cuda", torch.float16)
+    preferred = get_kernel("cudnn")
+    found = rivals(preferred, half, CUDA)
+    assert preferred not in found
+    assert all(kernel.refusal(half) is None for kernel in found)
+    assert rivals(preferred, call(), CPU) == ()
+    monkeypatch.setattr(registry, "_is_hopper", lambda device: False)
+    assert rivals(preferred, half, CUDA) == ()
+
+
+GPU = torch.device("cuda", 0)
+CALL = CallShape("cuda", torch.float16, 2, 2, 8, 8)
+probing = sys.modules["quorum_attention.kernels.probe"]
+
+
+@pytest.fixture
+def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are tested, on a made-up GPU; the cache is empty."""
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "cache"))
+    about = SimpleNamespace(name="Some GPU", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    found: list[str] = []
+    monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: found.append(kernel.name))
+    forget_files(monkeypatch)
+    return found
+
+
+@pytest.mark.parametrize("changed", [None, "torch", "driver", "cudnn", "code"])
+def test_in_the_next_process(
+    changed: str | None, tested: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probe(CudnnKernel(), CALL, GPU) is None
+    assert tested == ["cudnn"]
+    forget_files(monkeypatch)
+    if changed == "torch":
+        monkeypatch.setattr(torch, "__version__", "99.0")
+    elif changed == "driver":
+        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 14000, raising=False)
+    elif changed == "cudnn":
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    elif changed == "code":
+        monkeypatch.setattr(probing, "_sources", lambda: "other")
+    assert probe(CudnnKernel(), CALL, GPU) is None
+    assert tested == ["cudnn"] * (2 if changed else 1)
+
+
+def test_failures_users_kernels_and_options_are_not_remembered(
+    tested: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(CudnnKernel):
+        name = "mine"
+
+    makers = (Mine, lambda: NativeKernel(window=3), CudnnKernel)
+    for turn in range(2):
+        if turn == 0:
+            monkeypatch.setattr(probing, "_tried", lambda *kind: "it returned NaN")
+        else:
+            monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: tested.append(kernel.name))
+        for make in makers:
+            found = probe(make(), CALL, GPU)
+            assert found == ("it returned NaN" if turn == 0 else None)
+        forget_files(monkeypatch)
+    assert tested == ["mine", "native", "cudnn"]
+    for make in makers:
+        probe(make(), CALL, GPU)
+    assert tested == ["mine", "native", "cudnn", "mine", "native"]
+
+
+def test_a_broken_file_does_no_harm_and_others_entries_stay(
+    tested: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    path = tmp_path / "cache" / "kernels.json"
+    for text in ("{", '{"a": 1}', "[1, null]", "", "[" * 100_000):
+        path.write_text(text)
+        forget_files(monkeypatch)
+        assert probe(CudnnKernel(), CALL, GPU) is None
+    assert len(tested) == 5
+    path.write_text(json.dumps([*json.loads(path.read_text()), "of another process"]))
+    probing._memo().extend(map(str, range(probing._MOST)))
+    probing._note(["new"])
+    found = json.loads(path.read_text())
+    assert found[-1] == "new"
+    assert len(found) == probing._MOST

@@ -6,17 +6,13 @@ small factors these are no normal numbers.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.kernels import CallShape, Extent
+from quorum_attention.kernels import CallShape
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.rectangles import RectangleKernel, lift_of
-from quorum_attention.kernels.vendors import CudnnKernel, EfficientKernel
 
 half = torch.float16
 
@@ -107,25 +103,3 @@ def test_usual_factors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             KERNEL.whole_backward(Call(one, one, one, False, scale), Saved(one, one, one[..., 0]))
     assert seen == [1e-6 * 2**16, 0.01, 1e-6, 0.01]
     assert 2**-4 <= seen[0] < 2**-3
-
-
-@pytest.mark.parametrize("kernel", [EfficientKernel(), CudnnKernel()])
-def test_copies_are_counted(kernel: RectangleKernel) -> None:
-    call = CallShape("cuda", half, 4, 2, 64, 64, needs_grad=True)
-    extent = Extent(1, 4, 2, 500, 400, 300, True)
-    more = [
-        kernel.backward_workspace_bytes(replace(call, dtype=dtype, exact_scale=False), extent)
-        - kernel.backward_workspace_bytes(replace(call, dtype=dtype), extent)
-        for dtype in (half, torch.bfloat16)
-    ]
-    heads = 4 if kernel.grouped else 2
-    assert more == [6 * 64 * (heads * 400 + 2 * 300), 0]
-
-
-def test_factors_of_which_nothing_is_lost() -> None:
-    from quorum_attention.execution.workload import scale_is_exact
-
-    assert all(scale_is_exact(scale, half) for scale in (0.0, -0.125, 0.01, 30.0))
-    assert not any(scale_is_exact(scale, half) for scale in (1e-6, -1e-6, 1e-3))
-    assert scale_is_exact(1e-6, torch.bfloat16)
-    assert math.isclose(1e-6 * 2.0 ** lift_of(1e-6), 0.0655, rel_tol=0.01)

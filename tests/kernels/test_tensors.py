@@ -1,4 +1,4 @@
-"""Views, layouts, padded forms, copies and blocks of tensors."""
+"""Views, layouts, padded forms, copies, blocks and masks of tensors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ from quorum_attention.kernels import vendors
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.tensors import (
     BLOCK_BYTES,
+    aligned_bias,
     bias_for_padding,
     copy_on_device,
-    dense,
-    in_layout_of,
+    dead_rows,
     in_words,
-    jth_of_group,
     key_rows,
-    pad_last,
     pad_rows,
     query_rows,
     repeat_last,
     row_blocks,
-    runs_as_batch,
-    token_major,
-    zero_unit_strides,
 )
 from quorum_attention.kernels.vendors import CudnnKernel
 
@@ -52,81 +47,6 @@ def test_regular_runs_are_batch_entries(stored: str) -> None:
         assert torch.equal(columns[number], tensor[0, :, r.key_start : r.key_stop])
     rows.zero_()
     assert tensor[0, :, 2:5].eq(0).all()
-
-
-def test_one_run_keeps_its_batch() -> None:
-    tensor = torch.arange(480.0).view(2, 2, 30, 4)
-    one = Batch(Rectangle(3, 9, 0, 4, False))
-    assert query_rows(tensor, one).data_ptr() == tensor[:, :, 3:].data_ptr()
-    assert torch.equal(query_rows(tensor, one), tensor[:, :, 3:9])
-    assert torch.equal(key_rows(tensor, one), tensor[:, :, :4])
-    # Statistics have no last dimension.
-    assert torch.equal(query_rows(tensor[..., 0], one), tensor[:, :, 3:9, 0])
-
-
-def test_heads_of_a_group() -> None:
-    tensor = torch.arange(6).view(1, 6, 1).expand(2, 6, 5)
-    for j in range(3):
-        found = jth_of_group(2, j, tensor)
-        assert found[0, :, 0].tolist() == [j, 3 + j]
-
-
-def test_parts_of_a_run_as_a_batch() -> None:
-    tensor = torch.arange(24).view(1, 2, 12)
-    found = runs_as_batch(3, tensor)
-    assert found.shape == (3, 2, 4)
-    for part in range(3):
-        assert torch.equal(found[part], tensor[0, :, 4 * part : 4 * part + 4])
-    assert found.data_ptr() == tensor.data_ptr()
-
-
-def test_dimensions_nested_as_the_models() -> None:
-    query = torch.randn(2, 5, 3, 4).transpose(1, 2)  # token-major (b, h, n, d)
-    other = torch.randn(2, 3, 5, 6)
-    copy = in_layout_of(other, query)
-    assert torch.equal(copy, other)
-    assert copy.stride() == torch.randn(2, 5, 3, 6).transpose(1, 2).stride()
-    assert in_layout_of(copy, query) is copy
-    assert in_layout_of(other, other) is other
-    # What torch allocates for an output of that query.
-    assert in_layout_of(query[..., :1], query).stride()[:3] == (15, 1, 3)
-
-
-def test_token_major() -> None:
-    other = torch.randn(2, 3, 5, 6)
-    found = token_major(other)
-    assert found.stride() == (90, 6, 18, 1)
-    assert torch.equal(found, other)
-    assert token_major(found).data_ptr() == found.data_ptr()
-
-
-def test_strides_of_single_elements_are_none() -> None:
-    unit = torch.randn(1, 3, 1, 4)
-    assert zero_unit_strides(unit).stride() == (0, 4, 0, 1)
-    assert torch.equal(zero_unit_strides(unit), unit)
-
-
-def test_what_is_long_enough_is_not_copied() -> None:
-    tensor = torch.randn(1, 2, 5, 8)
-    assert pad_last(tensor, 8) is tensor
-    assert pad_rows(tensor, 5) is tensor
-    assert repeat_last(tensor, 4) is tensor
-    assert pad_last(tensor, 3) is tensor
-
-
-def test_what_is_behind() -> None:
-    tensor = torch.randn(1, 2, 5, 6)
-    wide, long, repeated = pad_last(tensor, 8), pad_rows(tensor, 7), repeat_last(tensor, 7)
-    assert torch.equal(wide[..., :6], tensor)
-    assert wide[..., 6:].eq(0).all()
-    for one in (long, repeated):
-        assert torch.equal(one[:, :, :5], tensor)
-    assert long[:, :, 5:].eq(0).all()
-    assert repeated[:, :, 5:].eq(tensor[:, :, 4:]).all()
-    rows = tensor[..., 0]
-    assert torch.equal(
-        repeat_last(rows, 9, -1), torch.cat((rows, rows[..., 4:].expand(1, 2, 4)), -1)
-    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -252,22 +172,6 @@ def test_words_are_the_same_bits(dtype: torch.dtype) -> None:
     assert not target[:, :, 47:].any()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: bits(2, 3, 50, 12)[:, :, 5:45],
-        lambda: bits(2, 3, 50, 32)[:, :, 5:45, 1:17],
-        lambda: bits(2, 3, 16, 40).mT,
-        lambda: bits(2, 3, 40, 16).float(),
-        lambda: bits(4 + 2 * 3 * 40 * 16)[4:].view(2, 3, 40, 16),
-    ],
-)
-def test_what_is_no_whole_words_stays_as_it_is(make) -> None:  # type: ignore[no-untyped-def]
-    source = make()
-    target = torch.zeros(source.shape, dtype=torch.float16)
-    assert in_words(target, source)[0] is target
-
-
 def test_a_copy_into_host_memory_is_waited_for() -> None:
     """Results may be in page-locked memory, into which a copy would only have begun."""
     seen: list[bool] = []
@@ -281,15 +185,6 @@ def test_a_copy_into_host_memory_is_waited_for() -> None:
     with Watching():
         copy_on_device(torch.zeros(3), torch.ones(3))
     assert seen == [False]
-
-
-def test_dense() -> None:
-    whole = bits(2, 3, 50, 16)
-    assert dense(whole) is whole
-    part = dense(whole[:, :, 5:45])
-    assert part.is_contiguous()
-    assert part.storage_offset() == 0
-    assert torch.equal(part.view(torch.int16), whole[:, :, 5:45].view(torch.int16))
 
 
 @settings(max_examples=60, deadline=None)
@@ -307,12 +202,46 @@ def test_every_row_once(sizes: tuple[int, int, int], row_bytes: int) -> None:
     assert (seen == 1).all()
 
 
-def test_what_fits_is_one_block() -> None:
-    assert list(row_blocks(2, 3, 4, 8)) == [(slice(0, 2), slice(0, 3), slice(0, 4))]
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 9, 9), (1, 1, 9, 9), (1, 1, 1, 9), (1, 3, 9, 1), (1, 1, 1, 1)]
+)
+@pytest.mark.parametrize("lowest", [-torch.inf, -1000.0])
+def test_rows_without_any_key(causal: bool, shape: tuple[int, ...], lowest: float) -> None:
+    bias = torch.randn(shape)
+    bias[torch.rand(shape) < 0.7] = lowest
+    never = bias.expand(2, 3, 9, 9) <= lowest
+    if causal:
+        never = never | torch.ones(9, 9, dtype=torch.bool).triu(1)
+    found = dead_rows(bias, 9, causal, lowest)
+    assert torch.equal(found.expand(2, 3, 9), never.all(-1))
 
 
-def test_rows_of_a_head_stay_together() -> None:
-    """Several heads at a time only where all their rows fit."""
-    blocks = list(row_blocks(2, 4, 10, BLOCK_BYTES // 25))
-    assert blocks[0] == (slice(0, 1), slice(0, 2), slice(0, 10))
-    assert len(blocks) == 4
+def test_nan_is_a_key() -> None:
+    bias = torch.full((1, 1, 4, 4), -torch.inf)
+    bias[..., 2] = torch.nan
+    assert dead_rows(bias, 4, False).tolist() == [[[False] * 4]]
+    assert dead_rows(bias, 4, True).tolist() == [[[True, True, False, False]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base[..., :13],
+        lambda base: base[..., 1:14],
+        lambda base: base[:, :, ::2, :13],
+        lambda base: base[..., :1],
+        lambda base: base.mT[..., :13, :],
+    ],
+    ids=["cut", "shifted", "strided", "one column", "transposed"],
+)
+def test_aligned(dtype: torch.dtype, view) -> None:  # type: ignore[no-untyped-def]
+    bias = view(torch.randn(2, 1, 16, 16).to(dtype))
+    n_keys = max(13, bias.shape[-1])
+    found = aligned_bias(bias, n_keys)
+    assert torch.equal(found, bias.expand(*bias.shape[:-1], n_keys))
+    assert found.stride(-1) == 1
+    assert found.data_ptr() % 16 == 0
+    assert all(s * found.element_size() % 16 == 0 for s in found.stride()[:-1])
+    assert aligned_bias(found, n_keys) is found

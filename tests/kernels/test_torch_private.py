@@ -1,8 +1,9 @@
-"""What is found out and kept is made outside all modes; where nothing has numbers, it is said."""
+"""What torch has no public name for: modes, traces, derivatives of backwards."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,9 @@ from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.kit.functions import depends_on_batch_head
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.torch_private import (
-    capturing,
-    operator_arguments,
-    operator_reason,
+    first_derivative,
     outside,
-    refuse_traces,
     tracing,
-    without_autocast,
 )
 
 MODES = {
@@ -46,15 +43,6 @@ def test_tensors_made_in_there_are_like_any_other(mode: str) -> None:
     assert not found.is_inference()
     assert product.dtype == torch.float32
     assert product.tolist() == [[2, 2], [2, 2]]
-
-
-def test_and_afterwards_everything_is_on_again() -> None:
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        with outside():
-            assert not torch.is_inference_mode_enabled()
-        assert torch.is_inference_mode_enabled()
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.ones(1).is_meta
 
 
 def test_inside_a_transformation() -> None:
@@ -86,21 +74,6 @@ def test_hooks_of_saved_tensors_see_nothing_of_a_graph_in_there() -> None:
     assert grad.tolist() == [2, 2, 2]
 
 
-def test_where_hooks_are_refused_there_is_nothing_to_turn_off() -> None:
-    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"), outside():
-        assert not torch.is_grad_enabled()
-
-
-def test_no_anomalies_are_looked_for_in_there() -> None:
-    with torch.autograd.set_detect_anomaly(True):
-        with outside(), torch.enable_grad():
-            leaf = torch.zeros(1, requires_grad=True)
-            (grad,) = torch.autograd.grad((leaf / leaf).sum(), leaf)
-        assert torch.is_anomaly_enabled()
-    assert grad.isnan().all()
-    assert not torch.is_anomaly_enabled()
-
-
 CPU = torch.device("cpu")
 TRIED = {
     "entries and heads of a mask": lambda: depends_on_batch_head(
@@ -124,15 +97,6 @@ def test_nothing_that_is_tried_runs_in_a_mode_of_the_callers(what: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_no_autocast_where_it_was_on_and_nothing_where_it_was_off() -> None:
-    ones = torch.ones(2, 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (ones @ ones).dtype == torch.bfloat16
-        with without_autocast("cpu"):
-            assert (ones @ ones).dtype == torch.float32
-        assert (ones @ ones).dtype == torch.bfloat16
-
-
 def test_traces_are_told_by_name() -> None:
     assert tracing() is None
     said = []
@@ -146,20 +110,6 @@ def test_traces_are_told_by_name() -> None:
     with FakeTensorMode():
         ask(torch.ones(2))
     assert said == ["torch.jit.trace", "make_fx or torch.export", "a FakeTensorMode"]
-
-
-def test_a_trace_is_refused_with_the_function_s_name() -> None:
-    refuse_traces("attention", query=torch.ones(2), mask=None)
-    with FakeTensorMode():
-        fake = torch.ones(2)
-        with pytest.raises(NotImplementedError, match="attention cannot be traced: under a Fake"):
-            refuse_traces("attention")
-    with pytest.raises(NotImplementedError, match="key is a fake tensor"):
-        refuse_traces("attention", query=torch.ones(2), key=fake)
-
-
-def test_nothing_is_captured_on_a_cpu() -> None:
-    assert not capturing(torch.device("cpu"))
 
 
 SCRIPT = """
@@ -236,13 +186,31 @@ def test_meta_calls(name: str, masked: bool, head_dim: int, value_dim: int) -> N
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_arguments_are_torchs_own() -> None:
-    found = operator_arguments("scaled_dot_product_attention")
-    assert found is not None
-    assert found[:3] == ("query", "key", "value")
-    assert operator_arguments("no_such_operator") is None
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shift: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3 + shift
+
+    @staticmethod
+    @first_derivative("cube")
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad_out * 3 * x**2, None
 
 
-def test_what_torch_lacks_is_named() -> None:
-    assert operator_reason("matmul", "add") is None
-    assert "has no operator no_such_operator" in str(operator_reason("matmul", "no_such_operator"))
+def test_a_penalty_on_gradients_does_not_lose_its_part() -> None:
+    x = torch.randn(5, requires_grad=True)
+    for upstream in (torch.ones(5), torch.ones(5, requires_grad=True)):
+        (grad,) = torch.autograd.grad(_Cube.apply(x, 1.0), x, upstream, create_graph=True)
+        assert torch.allclose(grad, 3 * x.detach() ** 2)
+        with pytest.raises(NotImplementedError, match="second derivatives of cube"):
+            (x.sum() + grad.square().sum()).backward()
+
+
+def test_first_derivatives_are_as_ever() -> None:
+    x = torch.randn(5, requires_grad=True)
+    _Cube.apply(x, 1.0).sum().backward()
+    assert x.grad is not None
+    assert not x.grad.requires_grad
+    assert torch.allclose(x.grad, 3 * x.detach() ** 2)

@@ -11,7 +11,7 @@ from helpers_attention import exact, inputs
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.kernels import Call, cpu
+from quorum_attention.kernels import cpu
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -84,16 +84,6 @@ def test_they_are_more_exact_than_the_operator_in_16_bits(dtype, causal, widenin
         assert mine < 0.9 * theirs
 
 
-def test_a_row_that_is_not_finite_stays_alone(widening) -> None:
-    given = inputs(150, heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
-    grad_out = given.grad_out.clone()
-    grad_out[0, 1, 7] = torch.nan
-    leaves = [t.requires_grad_() for t in given.three]
-    dq = torch.autograd.grad(qa.attention(*leaves, enable_gqa=True), leaves, grad_out)[0]
-    assert widening
-    assert dq.isnan().any(-1).nonzero().tolist() == [[0, 1, 7]]
-
-
 @pytest.mark.parametrize("shape", [(150, 8, 2), (256, 8, 2), (600, 4, 4), (300, 4, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_what_the_planner_counts(shape, causal, widening) -> None:
@@ -113,27 +103,6 @@ def test_memory_is_what_the_planner_counts(shape, causal, widening) -> None:
     )  # fmt: skip
     assert widening
     assert usage(call).peak <= plan.peak_bytes
-
-
-def shapes(batch: int, heads: int, kv_heads: int, n: int, m: int, dv: int = 64) -> Call:
-    like = {"dtype": torch.float16, "device": "meta"}
-    return Call(
-        torch.empty(batch, heads, n, 64, **like), torch.empty(batch, kv_heads, m, 64, **like),
-        torch.empty(batch, kv_heads, m, dv, **like),
-    )  # fmt: skip
-
-
-def test_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(cpu, "_multiplies_fp16", lambda: False)
-    assert cpu._heads_widened(shapes(2, 8, 2, 64, 64)) >= 4  # all of the batch
-    assert cpu._heads_widened(shapes(2, 8, 8, 256, 256)) == 5
-    # A copy of narrower rows counts.
-    assert cpu._heads_widened(shapes(2, 8, 8, 256, 256, 48)) == 4
-    # Three heads would leave a thread idle, unless each has query heads to share.
-    assert cpu._heads_widened(shapes(1, 8, 8, 400, 400)) == 0
-    assert cpu._heads_widened(shapes(1, 8, 2, 400, 100)) == 1
-    assert cpu._heads_widened(shapes(1, 4, 4, 1 << 20, 1 << 20)) == 0
 
 
 def test_which_dtypes_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,15 +69,6 @@ def test_tensors_are_found_by_closures_and_attributes() -> None:
         assert [t is found for t in tensors([function])] == [True]
 
 
-def test_a_function_that_reads_itself_is_read_once() -> None:
-    table = torch.arange(3)
-
-    def rule(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
-        return rule(b, h, q, k) if table is None else table[q] > 0
-
-    assert [t is table for t in tensors([rule, rule])] == [True]
-
-
 def test_tensors_are_not_kept_alive() -> None:
     def rule_of(table: torch.Tensor) -> Rule:
         return lambda b, h, q, k: table[q] > 0
@@ -90,23 +81,6 @@ def test_tensors_are_not_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     assert versions(rule) != key
-
-
-@pytest.mark.parametrize("kind", ["itself", "long", "deep"])
-def test_whatever_is_closed_over(kind: str) -> None:
-    """Nothing that a function may hold is too much, or too strange."""
-
-    deep: list[object] = []
-    for _ in range(5000):
-        deep = [deep]
-    itself: dict[str, object] = {}
-    itself["self"] = itself
-    held = {"itself": itself, "long": list(range(10**6)), "deep": deep}[kind]
-    function = lambda b, h, q, k: held  # noqa: E731
-    key = versions(function)
-    assert key == versions(function)
-    assert hash(key) == hash(versions(function))
-    assert len(key) <= 256  # type: ignore[arg-type]
 
 
 def test_a_document_has_ids_of_its_own() -> None:

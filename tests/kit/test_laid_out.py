@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.kernels import CallShape, Extent
-from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.kernels.kit.flex import (
     assume_stride_multiple,
     laid_out,
@@ -73,27 +71,3 @@ def test_anything_else_is_copied_into_words(make) -> None:  # type: ignore[no-un
     assert torch.equal(found, tensor)
     assert layout(found) == "rows"
     assert found.storage_offset() == 0
-
-
-def test_slots_that_are_copied_are_counted() -> None:
-    """One key head of several entries: no stride that can be told."""
-    slot = torch.zeros(3, 1, 256, 64, dtype=torch.float16)[:, :, 128:]
-    assert laid_out(slot).data_ptr() != slot.data_ptr()
-    kernel = from_score_mod(None, sliding_window(100), compiled=True)
-    bounds = []
-    for key_heads in (1, 2):
-        call = CallShape("cuda", torch.float16, 2, key_heads, 64, 64, is_causal=True)
-        extent = Extent(3, 2, key_heads, 256, 256, 256)
-        bounds.append(kernel.forward_workspace_bytes(call, extent))
-    assert bounds[0] >= bounds[1] + 3 * 256 * (2 + 1 + 1) * 64 * 2
-
-
-def test_what_is_laid_out_keeps_the_storage() -> None:
-    found = laid_out(field()[:, :, 16:80])
-    again = base()[:, :, 16:80]
-    assert torch.equal(found, again)
-
-
-def test_a_wrong_stride_is_no_secret() -> None:
-    with pytest.raises(RuntimeError):
-        assume_stride_multiple(laid_out(base()[:, :, 16:80]), 7)

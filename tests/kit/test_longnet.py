@@ -7,7 +7,6 @@ import torch
 from helpers_attention import fresh_generator
 
 import quorum_attention as qa
-from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.kernels import CpuKernel, DenseKernel
 
 MIXTURE = [(32, 1), (64, 2), (128, 4)]
@@ -85,15 +84,3 @@ def test_settings_that_make_no_sense() -> None:
     q, k = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8)
     with pytest.raises(NotImplementedError, match="as many key heads"):
         qa.attention(q, k, k, enable_gqa=True, kernel=qa.LongNetKernel(MIXTURE), devices="cpu")
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_share_of_the_pairs(is_causal: bool) -> None:
-    """For predictions: of one setting, counted out."""
-    n, segment, dilation = 512, 128, 4
-    pairs = qa.LongNetKernel([(segment, dilation)]).kept_pairs(n, n, is_causal)
-    at = torch.arange(n)
-    kept = at[:, None] // segment == at // segment
-    kept &= (at[:, None] % dilation == 0) & (at % dilation == 0)
-    there = (at[:, None] >= at) if is_causal else torch.ones(n, n, dtype=torch.bool)
-    assert kept_share(pairs) == pytest.approx(float((kept & there).sum() / there.sum()), rel=0.05)

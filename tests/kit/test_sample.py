@@ -13,16 +13,6 @@ SIZES = (2, 3, 1000, 700)
 HERE = torch.device("cpu")
 
 
-def test_pairs_lie_in_the_call_and_near_its_diagonal() -> None:
-    sample = Sample.draw(lambda b, h, q, k: (q - k).abs() < 40, SIZES, HERE)
-    for numbers, size in zip(sample.pairs, SIZES, strict=True):
-        assert min(numbers) >= 0
-        assert max(numbers) < size
-    assert 20 < sum(sample.kept) < len(sample.kept) - 20
-    other = Sample.draw(lambda b, h, q, k: (q - k).abs() < 40, SIZES, HERE)
-    assert other.pairs != sample.pairs
-
-
 def test_drawing_moves_no_generator() -> None:
     random.seed(0)
     torch.manual_seed(0)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import pytest
 import torch
 from helpers_attention import fresh_generator
-from helpers_score_mods import cases, local_global, reference
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers_score_mods import cases, reference
 
 import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
@@ -95,13 +93,6 @@ def test_functions_of_heads_empty_rectangles_too() -> None:
     assert kernel.pruned > 50
 
 
-def test_a_mask_that_cannot_be_mapped_says_so() -> None:
-    kernel = from_score_mod(None, lambda b, h, q, k: int(q) >= int(k), compiled=False)
-    q = torch.randn(1, 2, 64, 8)
-    with pytest.raises(RuntimeError, match="vmap"):
-        qa.attention(q, q, q, kernel=kernel, devices="cpu")
-
-
 @pytest.mark.parametrize("mask", [
     causal(), sliding_window(9, 3), prefix_lm(11), document(torch.arange(60) // 13),
     sliding_window(9, 3) & document(torch.arange(60) // 13), prefix_lm(7) | sliding_window(4, 4),
@@ -125,21 +116,6 @@ def test_verdicts_are_never_wrong(mask) -> None:
     assert sure > 10
 
 
-def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match="score_mod must be callable"):
-        from_score_mod(3)
-    with pytest.raises(ValueError, match="left and right must be 0 or more"):
-        sliding_window(-1)
-    with pytest.raises(ValueError, match="ascending integers"):
-        document(torch.tensor([2, 1]))
-
-
-def test_compiled_is_for_gpus() -> None:
-    q = torch.randn(1, 2, 64, 8)
-    with pytest.raises(NotImplementedError, match="compiled=False"):
-        qa.attention(q, q, q, kernel=from_score_mod(None, local_global, compiled=True))
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     "mask", [sliding_window(700), sliding_window(100, 300), document(torch.arange(3000) // 450),
@@ -154,22 +130,6 @@ def test_what_a_mask_leaves_is_predicted(mask, is_causal: bool) -> None:  # type
     share = kept_share(Pairs(n, n, is_causal, mask.verdict))
     assert abs(share - float(kept.sum() / there.sum())) < 0.03
     assert kept_share(Pairs(n, n, True, causal().verdict)) > 0.97
-
-
-def test_plans_know_what_a_mask_leaves() -> None:
-    """Tasks hold little beside what they own, so hardly a token is copied twice."""
-    n = 262_144
-    plans = [
-        qa.plan(n, heads=8, head_dim=64, is_causal=True, budget="1GiB", device="cuda",
-                kernel=from_score_mod(None, mask, compiled=True))
-        for mask in (None, sliding_window(4096))
-    ]  # fmt: skip
-    assert plans[1].predicted_seconds < 0.5 * plans[0].predicted_seconds
-    less = plans[1].schedule.trimmed
-    assert less is None or less.tokens < 1.25 * n
-    began = time.perf_counter()
-    kept_share(Pairs(1 << 23, 1 << 23, True, sliding_window(4096).verdict))
-    assert time.perf_counter() - began < 20  # a fifth of a second; by area it would be minutes
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_of_trimmed_plans() -> None:
@@ -238,24 +198,6 @@ def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:
     ):
         with pytest.raises(TypeError, match=rf"must return a tensor of torch\.bool .* got .*{got}"):
             qa.attention(q, k, v, depth=depth, **options)
-
-
-def test_functions_read_tensors_by_an_operator_that_can_be_mapped() -> None:
-    """Where torch's vmap cannot map ``slopes[h]``, which reads one number."""
-    slopes, called = torch.rand(3, 4), []
-
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            called.append(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
-    at = torch.tensor(2)
-    with Sees(), functions._Indexing():
-        found = slopes[at], slopes[at, at], slopes[1:, 0]
-    assert called.count(torch.ops.aten.index) == 2
-    assert torch.equal(found[0], slopes[2])
-    assert found[1] == slopes[2, 2]
-    assert torch.equal(found[2], slopes[1:, 0])
 
 
 @pytest.mark.parametrize("reads", [True, False])
