@@ -14,7 +14,7 @@ from helpers_score_mods import cases, local_global, reference
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
-from quorum_attention.decomposition.intervals import covered
+from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.execution.call import no_bias
 from quorum_attention.execution.routes.over_inputs import rectangles_in_place
 from quorum_attention.execution.trimming import pairs_of, tally
