@@ -65,48 +65,33 @@ def request_on_several(
     Raises:
         Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
     """
-    written: Written = call[-1]
-    budgets = _budgets(written.budget, count)
-    tensors, request, mask = request_of_parts(function, *call)
-    if mask is not None:
-        work = request.work
-        sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
-        place = request.options.device
-        mask = with_functions(mask, lambda keeps: Rule(keeps, Sample.draw(keeps, sizes, place)))
-    options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
-    return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
-
-
-def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask | None]:
-    """``request_of``, for a call whose parts other processes compute; its budget is theirs.
-
-    Returns:
-        the tensors, the request, and what is masked beside the tensors' bias and sinks, as it is
-        sent.
-
-    Raises:
-        Errors as of ``request_of``; NotImplementedError: what cannot be sent or cut, by name.
-    """
     query, key, value, attn_mask, *numbers, out, out_dtype, written = call
+    budgets = _budgets(written.budget, count)
     check_options(written)
     attn_mask = as_mask(attn_mask, as_tensor(query, "query"), as_tensor(key, "key"))
-    described = attn_mask if isinstance(attn_mask, Mask) else None
-    if described is not None:
-        attn_mask = Mask(bias=described.bias, sinks=described.sinks)
-        described = replace(described, bias=None, sinks=None)
+    mask = attn_mask if isinstance(attn_mask, Mask) else None
+    if mask is not None:
+        # Bias and sinks are tensors of the request; the rest is sent as it is.
+        attn_mask, mask = (
+            Mask(bias=mask.bias, sinks=mask.sinks), replace(mask, bias=None, sinks=None)
+        )  # fmt: skip
     # This process computes nothing: its own request is of where the inputs are.
     home = as_tensor(query, "query").device
     here = written._replace(budget=None, kernel="auto", devices="cpu" if on_host(home) else home)
     every: tuple[Any, ...] = (query, key, value, attn_mask, *numbers, out, out_dtype, here)
     tensors, request = request_of(function, *every)
-    work = request.work
-    if described is not None and not (described.is_structured or described.softcap):
-        described = None
-    if described is not None:
+    if mask is not None and not (mask.is_structured or mask.softcap):
+        mask = None
+    if mask is not None:
+        work, place = request.work, request.options.device
         sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
-        resolve(described, sizes, work.is_causal)
-        with_functions(described, _check_sent)
-    return tensors, request, None if described is None else sendable(described)
+        resolve(mask, sizes, work.is_causal)
+        with_functions(mask, _check_sent)
+        mask = with_functions(
+            sendable(mask), lambda keeps: Rule(keeps, Sample.draw(keeps, sizes, place))
+        )
+    options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
+    return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
 
 
 def check_options(written: Written) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Protocol
 
 import torch
 
@@ -106,18 +105,7 @@ def _wait(place: torch.device, pipe: Connection, mapped: MappedBuffers) -> None:
             backend_of(place).give_back_cached()
 
 
-class Computing(Protocol):
-    """A pass in a worker."""
-
-    @property
-    def unequal(self) -> bool:
-        """Whether other workers may have more memory."""
-
-    def compute(self, message: Compute, report: Report) -> None:
-        """Compute a part; its results are in place when this returns."""
-
-
-def answer(one: Computing, message: Compute) -> Done | Failed:
+def answer(one: _Pass, message: Compute) -> Done | Failed:
     """Compute a part, and say how that ended."""
     begun = time.perf_counter()
     report = Report()

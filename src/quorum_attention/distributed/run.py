@@ -112,10 +112,10 @@ class Sharded:
             received += n_bytes
             if self.kept:
                 queries, gathered = _held(self, stage, queries, held)
-            made = _Gradients(self, stage, queries, gathered, state, of_mask)
+            of_query, of_key = _gradients(self, stage, queries, gathered, state, of_mask)
             for backs, pieces, results, likes in (
-                (of_queries, assignment.query_pieces, made.queries, grads[:1]),
-                (of_keys, assignment.key_pieces, made.keys, grads[1:]),
+                (of_queries, assignment.query_pieces, of_query, grads[:1]),
+                (of_keys, assignment.key_pieces, of_key, grads[1:]),
             ):
                 backs.append(_sent_back(self, stage, pieces, results, likes, state))
         _summed(self, of_queries, grads[:1], state)
@@ -279,72 +279,58 @@ def _summed(
             call.own(grad, piece).copy_(call.own(total, piece))
 
 
-class _Gradients:
-    """The gradients of a stage's rows, added up over this rank's blocks.
+def _gradients(
+    call: Sharded,
+    stage: int,
+    inputs: Sequence[tuple[Gathered, ...]],
+    gathered: Sequence[Gathered],
+    state: torch.dtype,
+    of_mask: MaskGradients,
+) -> tuple[list[tuple[Gathered, ...]], list[tuple[Gathered, ...]]]:
+    """The gradients of a stage's rows, added up over this rank's blocks: by heads, those of their
+    queries; those of keys and values."""
+    blocks = call.assignment.blocks(call.rank, stage)
+    if not blocks:
+        return [], []
+    # Of one block the results are what the kernel returns, and may be rounded at once.
+    single = len(blocks) == 1
+    alone = single and call.assignment.alone(call.rank, stage)
+    dtype = gathered[0].tensor.dtype if alone else state
+    make = torch.empty_like if single else torch.zeros_like
 
-    Attributes:
-        queries: by heads, the gradient of their queries.
-        keys: the gradients of keys and of values.
-    """
+    def room(rows: Gathered) -> Gathered:
+        made = make(rows.tensor, dtype=dtype, memory_format=torch.contiguous_format)
+        return Gathered(rows.needed, made)
 
-    def __init__(
-        self,
-        call: Sharded,
-        stage: int,
-        queries: Sequence[tuple[Gathered, ...]],
-        keys: Sequence[Gathered],
-        state: torch.dtype,
-        of_mask: MaskGradients,
-    ) -> None:
-        self.queries: list[tuple[Gathered, ...]] = []
-        self.keys: list[tuple[Gathered, ...]] = []
-        blocks = call.assignment.blocks(call.rank, stage)
-        if not blocks:
-            return
-        self._call, self._inputs, self._gathered = call, queries, keys
-        self._of_mask = of_mask
-        # Of one block the results are what the kernel returns, and may be rounded at once.
-        alone = len(blocks) == 1 and call.assignment.alone(call.rank, stage)
-        dtype = keys[0].tensor.dtype if alone else state
-        make = torch.empty_like if len(blocks) == 1 else torch.zeros_like
-        contiguous = torch.contiguous_format
-
-        def room(rows: Gathered) -> Gathered:
-            made = make(rows.tensor, dtype=dtype, memory_format=contiguous)
-            return Gathered(rows.needed, made)
-
-        self.queries = [(room(one[1]),) for one in queries]
-        self.keys = [(room(keys[0]), room(keys[1]))]
-        for block in blocks:
-            self._add(block, written=len(blocks) == 1, state=state)
-
-    def _add(self, block: Block, written: bool, state: torch.dtype) -> None:
-        """Add a block's gradients, or write them where it is the only one."""
-        number = [one[0].needed.heads for one in self._inputs].index(block.heads)
-        inputs, (target,) = self._inputs[number], self.queries[number]
-        kv, (keys, values) = self._call.assignment.of.kv_of(block.heads), self._gathered
+    queries = {one[0].needed.heads: room(one[1]) for one in inputs}
+    keys = room(gathered[0]), room(gathered[1])
+    by_heads = {one[0].needed.heads: one for one in inputs}
+    for block in blocks:
+        kv, target = call.assignment.of.kv_of(block.heads), queries[block.heads]
         names = ("grad_out", "query", "out", "lse")
-        given = {n: one.at(block.queries) for n, one in zip(names, inputs, strict=True)}
-        given |= {"key": keys.over(block.keys, kv), "value": values.over(block.keys, kv)}
-        mine: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        if written:
-            mine = (target.tensor, self.keys[0][0].tensor, self.keys[0][1].tensor)
-        else:
-            query_grad, key_grad, value_grad = (
+        given = {
+            n: one.at(block.queries) for n, one in zip(names, by_heads[block.heads], strict=True)
+        }
+        for n, one in zip(("key", "value"), gathered, strict=True):
+            given[n] = one.over(block.keys, kv)
+        mine = target.tensor, keys[0].tensor, keys[1].tensor
+        if not single:
+            query, key, value = (
                 torch.empty(given[n].shape, dtype=state, device=target.tensor.device)
                 for n in ("query", "key", "value")
             )
-            mine = (query_grad, key_grad, value_grad)
-        causal = block.causal if self._call.calls.partial else None
-        self._call.calls.backward(given, block.heads, block.queries, self._of_mask, causal, mine)
-        if written:
-            return
+            mine = query, key, value
+        causal = block.causal if call.calls.partial else None
+        call.calls.backward(given, block.heads, block.queries, of_mask, causal, mine)
+        if single:
+            break
         add_(target.at(block.queries), mine[0])
-        for total, part in zip(self.keys[0], mine[1:], strict=True):
+        for total, part in zip(keys, mine[1:], strict=True):
             low = 0
             for rows in block.keys:
                 add_(total.at(rows, kv), part.narrow(2, low, rows.length))
                 low += rows.length
+    return [(one,) for one in queries.values()], [keys]
 
 
 def _held(
