@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 import quorum_attention as qa
 from quorum_attention import writing
-from quorum_attention.execution.report import PassReport
 from quorum_attention.pictures import check_drawable
 from quorum_attention.writing import check_target, replacing, write_text
 
@@ -112,31 +110,6 @@ def test_long_and_odd_names(tmp_path: Path) -> None:
 
 def drawn_plan(path: Path) -> None:
     qa.plan(2_000, levels=(7,), device="cpu").draw(path)
-
-
-def drawn_report(path: Path) -> None:
-    part = PassReport("cpu", (), (), 1, 1, 1, "none", planned_peak_bytes=1, peak_bytes=1)
-    qa.Report(forward=part).draw(path)
-
-
-@pytest.mark.parametrize("draw", [drawn_plan, drawn_report])
-def test_half_a_picture_replaces_none(
-    tmp_path: Path, draw: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def halfway(figure: Figure, target: Any, **options: object) -> None:
-        if hasattr(target, "write"):
-            target.write(b"half")
-        else:
-            Path(target).write_bytes(b"half")
-        raise OSError("no more")
-
-    path = tmp_path / "picture.png"
-    path.write_bytes(EARLIER)
-    monkeypatch.setattr(Figure, "savefig", halfway)
-    with pytest.raises(OSError, match="no more"):
-        draw(path)
-    assert path.read_bytes() == EARLIER
-    assert names(tmp_path) == ["picture.png"]
 
 
 def test_pictures_of_every_ending(tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from inspect import isroutine
 from pathlib import Path
 
 import pytest
@@ -20,14 +18,10 @@ from helpers_processes import run_python
 from helpers_terminal import in_a_terminal
 
 import quorum_attention as qa
-from quorum_attention import distributed
 from quorum_attention.cli import COMMANDS, main, output, parser
 from quorum_attention.cli.output import say, show_table
-from quorum_attention.devices import Pool
-from quorum_attention.ray import Farm
 
 PLAN = ["--tokens", "100K", "--device", "cuda", "--budget", "64MiB"]
-CAUSAL = {"is_causal": True}
 SENTENCE = "word " * 80 + "[draw] end"
 TABLE = [
     "method", "result", "forward: first", "forward: second", "backward: first", "backward: second",
@@ -61,19 +55,6 @@ def test_the_version_needs_no_torch() -> None:
     assert done.stdout.strip() == qa.__version__
 
 
-def test_every_option_says_its_default() -> None:
-    for name, command in parsers():
-        for action in command._actions:
-            is_switch = action.nargs == 0 and action.dest != "causal"
-            is_no = action.option_strings[:1] == ["--no-causal"]
-            if not action.option_strings or action.required or is_switch or is_no:
-                continue
-            said = command._get_formatter()._expand_help(action)
-            if "--draw" in action.option_strings and action.default is None:
-                continue  # there is no picture unless one is asked for
-            assert said.count("default") == 1, (name, action.option_strings, said)
-
-
 def test_commands_speak_of_causality_alike() -> None:
     for name, command in parsers():
         actions = {option: a for a in command._actions for option in a.option_strings}
@@ -93,22 +74,6 @@ def arguments_of(command: str) -> list[str]:
     return {"run": ["in", "out"], "recover": []}.get(command, ["--tokens", "5"])
 
 
-def test_units_levels_and_n_cap_are_explained() -> None:
-    for name, command in parsers():
-        if name in ("plan", "estimate", "recover", "run"):
-            assert all(f"{word}:" in command.format_help() for word in ("levels", "unit", "n_cap"))
-
-
-@pytest.mark.parametrize("command", ["plan", "estimate"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_causality_is_printed(
-    command: str, causal: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [command, *PLAN, *(["--causal"] if causal else [])]
-    assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["is_causal"] is causal
-
-
 @pytest.mark.parametrize("asked", [None, "--causal", "--no-causal"])
 def test_run_says_which_keys_it_takes_and_takes_them(
     asked: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -125,40 +90,6 @@ def test_run_says_which_keys_it_takes_and_takes_them(
     assert json.loads(capsys.readouterr().out)["is_causal"] is causal
     wanted = torch.nn.functional.scaled_dot_product_attention(*tensors.values(), is_causal=causal)
     torch.testing.assert_close(safetensors.torch.load_file(files[1])["out"], wanted)
-
-
-def test_functions_have_the_default_of_the_commands_and_of_torch() -> None:
-    """No function is causal that was not told so; what is planned is what is called."""
-    every = {name: getattr(qa, name) for name in qa.__all__}
-    every |= {"sharded": distributed.attention, "farm": Farm.attention, "pool": Pool.attention}
-    given = {name: inspect.signature(one) for name, one in every.items() if isroutine(one)}
-    found = {
-        name: one.parameters["is_causal"].default
-        for name, one in given.items()
-        if "is_causal" in one.parameters
-    }
-    names = {"attention", "attention_with_lse", "attention_backward", "plan", "sharded"}
-    assert names <= found.keys()
-    assert found.pop("check_kernel") is None  # both
-    assert set(found.values()) == {False}, found
-    plan, other = (qa.plan(3_000, levels=(7,), device="cpu", **more) for more in ({}, CAUSAL))
-    assert (plan.work.is_causal, other.work.is_causal) == (False, True)
-    said = [str(one).splitlines()[0] for one in (plan, other)]
-    assert [line.endswith(", causal") for line in said] == [False, True], said
-    for more in ({}, CAUSAL):
-        dry = qa.estimate(3_000, device="cpu", **more)
-        assert dry.forward.work.is_causal is dry.backward.work.is_causal is bool(more)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("1M", 1 << 20), ("1e6", 10**6), ("1_000", 1000), ("2k", 2048)]
-)
-def test_counts_as_people_write_them(
-    text: str, count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["plan", "--tokens", text, "--device", "cuda", "--budget", "1e9"]
-    assert main(arguments) == 0
-    assert f"forward of {count} queries" in capsys.readouterr().out.replace(",", "")
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200", "0", "\u00b2", "-1", "", None])
@@ -193,30 +124,6 @@ def test_tables_fit_whatever_the_width(
         assert "…" not in printed
         for word in " ".join([*headings, *itertools.chain(*rows)]).split():
             assert word in printed
-
-
-@pytest.mark.parametrize("size", ["0", "\u00b2", "00", "9" * 30])
-def test_sizes_of_a_screen_that_are_none_do_not_count(
-    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    show_table(TABLE, ROWS)
-    usual = capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", size)
-    monkeypatch.setenv("LINES", size)
-    show_table(TABLE, ROWS)
-    assert capsys.readouterr().out == usual
-    assert ROWS[0][0] in usual
-
-
-def test_columns_are_a_wish_also_of_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["doctor"]) == 0
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith(tuple("┏│└"))]
-    assert table
-    assert max(map(len, table)) <= 60
 
 
 def test_a_terminal_breaks_sentences_between_words() -> None:
@@ -334,10 +241,3 @@ def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> Non
     show_table(["a"], [["[red]x[/red]"]])
     assert "[red]x[/red]" in capsys.readouterr().out
     assert output._PIPE_COLUMNS > 100
-
-
-def test_a_flag_names_its_default_once() -> None:
-    """``--no-checkpointing`` does not say that it is on."""
-    for name, command in parsers():
-        for line in command.format_help().split("\n  --no-")[1:]:
-            assert "(default" not in line.split("\n  --")[0].split("\n\n")[0], (name, line)

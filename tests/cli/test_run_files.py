@@ -225,11 +225,6 @@ def test_readers_that_are_gone_change_neither_work_nor_status(
     assert output.exists()
 
 
-def test_a_refusal_that_nobody_reads_is_the_exit_status(inputs: Path) -> None:
-    arguments = ["run", str(inputs), str(inputs), *CPU]
-    assert run_python(UNREAD, "12", *arguments).returncode == 2
-
-
 _HUP, _INT = signal.SIGHUP, signal.SIGINT
 
 
@@ -280,24 +275,6 @@ def test_a_kill_leaves_the_earlier_output_and_nothing_that_loads(
     assert main(["run", str(inputs), str(earlier), *CPU]) == 0
     assert in_folder(inputs).keys() == before.keys()
     assert not left.parent.exists()
-
-
-@pytest.mark.parametrize("option", [[], ["--resume"], ["--restart"]])
-def test_what_another_process_is_writing_is_left_to_it(
-    inputs: Path, earlier: Path, option: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    process = started(inputs, earlier)
-    before = in_folder(inputs)
-    (other,) = earlier.parent.glob("*.run")
-    assert main(["run", str(inputs), str(earlier), *CPU, *option]) == 2
-    assert "is being written by another process" in capsys.readouterr().err
-    assert in_folder(inputs) == before
-    process.terminate()
-    process.communicate(timeout=60)
-    assert not other.exists()
-    assert main(["run", str(inputs), str(earlier), *CPU, *option]) == 0
-    assert set(open_tensors(earlier)) == {"out"}
-    assert not other.exists()
 
 
 def full(handle: int, start: int, n_bytes: int) -> None:

@@ -50,75 +50,29 @@ def one(**changed: Any) -> dict[str, Any]:
     return {"x": {name: value for name, value in found.items() if value is not None}}
 
 
-NOT_JSON = "JSON|InvalidHeader"  # the library says it in words of its version
-WRONG_SIZE = "invalid shape, data type, or offset|TensorInvalidInfo"
-CUT_OFF = "or is truncated"
-CORRUPT = {
-    "shape smaller than offsets": (one(shape=[2]), WRONG_SIZE),
-    "shape larger than offsets": (one(shape=[2**40, 8]), WRONG_SIZE),
-    "no number of bytes": (one(shape=[2**62, 8]), "verflow"),
+# What the library takes, and torch or the format does not.
+
+
+WRONG = {
     "more than a tensor has": (
         {**one(shape=[0, 2**62], data_offsets=[0, 0]), "y": one()["x"]},
         "x has a shape that no tensor",
     ),
     "more dimensions": (one(shape=[1] * 70 + [4]), "x has a shape that no tensor"),
-    "negative shape": (one(shape=[-4]), NOT_JSON),
-    "shape of words": (one(shape=["4"]), NOT_JSON),
-    "shape of truths": (one(shape=[True]), NOT_JSON),
-    "no list": (one(shape=4), NOT_JSON),
-    "negative offsets": (one(data_offsets=[-16, 0]), NOT_JSON),
-    "reversed offsets": (one(data_offsets=[16, 0]), "offset"),
-    "one offset": (one(data_offsets=[16]), NOT_JSON),
-    "offsets of fractions": (one(data_offsets=[0.0, 16.0]), NOT_JSON),
-    "no dtype": (one(dtype=None), "missing field `dtype`|InvalidHeader"),
-    "no shape": (one(shape=None), "missing field `shape`|InvalidHeader"),
-    "no offsets": (one(data_offsets=None), "missing field `data_offsets`|InvalidHeader"),
-    "unknown dtype": (one(dtype="F12"), "F12|InvalidHeader"),
     "a dtype that torch has not": (one(dtype="F8_E8M0", shape=[16]), "x has dtype 'F8_E8M0'"),
-    "a list for a dtype": (one(dtype=[1]), NOT_JSON),
-    "overlapping": ({**one(), "y": one(shape=[2], data_offsets=[8, 16])["x"]}, "ffset.*y"),
-    "a gap": (one(shape=[2], data_offsets=[8, 16]), "ffset.*x"),
-    "bytes of nobody": (one(shape=[2], data_offsets=[0, 8]), CUT_OFF),
-    "too short": (one(shape=[8], data_offsets=[0, 32]), CUT_OFF),
-    "a list": ([1, 2], NOT_JSON),
-    "a list for a tensor": ({"x": [1]}, NOT_JSON),
-    "metadata no object": ({**one(), "__metadata__": 3}, NOT_JSON),
-    "not UTF-8": (b'{"\xff": 1}', "UTF-8|InvalidHeader"),
-    "nested without end": (b"[" * 100_000, NOT_JSON),
-    "a number of many digits": (b'{"x": ' + b"9" * 10_000 + b"}", NOT_JSON),
-    "no text": (b"", NOT_JSON),
+    # What the library refuses.
+    "too short": (one(shape=[8], data_offsets=[0, 32]), "or is truncated"),
+    "no JSON": (b"[" * 100_000, "not a safetensors file"),
 }
-# What the library takes, and torch or the format does not.
-OURS = ("more than a tensor has", "more dimensions", "a dtype that torch has not")
 
 
-@pytest.mark.parametrize("case", CORRUPT)
-def test_a_corrupt_header_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    header, said = CORRUPT[case]
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_header_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    header, said = WRONG[case]
     path = raw(tmp_path / "x", header)
     with pytest.raises(ValueError, match=said) as raised:
         open_tensors(path)
     assert str(raised.value).startswith(str(path))
-    if case not in OURS:
-        with pytest.raises(safetensors.SafetensorError):
-            safetensors.safe_open(path, "pt").keys()
-
-
-def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    with pytest.raises(ValueError, match=r"header too large|HeaderTooLarge"):
-        open_tensors(tmp_path / "x")
-
-
-def test_a_header_of_many_names_takes_as_long_as_it_is_long(tmp_path: Path) -> None:
-    """Half a minute for 2 MB, once: whoever opens a file of somebody else's waits for it."""
-    names = [
-        f'"n{number}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for number in range(40_000)
-    ]
-    path = raw(tmp_path / "x", f"{{{','.join(names)}}}".encode(), 0)
-    started = time.process_time()
-    assert len(open_tensors(path)) == 40_000
-    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("shape", [[2**64 - 1] * 200_000 + [0], [0] * 200_000])
