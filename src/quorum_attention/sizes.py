@@ -145,6 +145,11 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError("the loop returns for a minute and more")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words: "1 unit", "2,048 units"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _count(number: int, unit: str) -> str:
     plural = "s" if unit in ("day", "year") and number != 1 else ""
     return f"{number:,} {unit}{plural}"

@@ -28,7 +28,7 @@ def test_nothing_yet() -> None:
     [
         ({}, "levels", "7 x 7"),
         ({"levels": ()}, "levels", "none (monolithic)"),
-        ({}, "units", "98 (2 head group(s) of 4, n_cap 1)"),
+        ({}, "units", "98 (2 head groups of 4, n_cap 1)"),
         ({}, "moved", "3.00 MiB in, 1.00 MiB out"),
         ({"peak_bytes": 4 << 20}, "measured peak", "4.00 MiB"),
         ({"budget_bytes": 6 << 20}, "budget", "6.00 MiB"),

@@ -24,7 +24,7 @@ def test_it_adds_up_and_keeps_the_largest_peak() -> None:
     assert total.kernels["cpu"].passes == 2
     assert total.kernels["native"].seconds == 4.0
     said = str(total)
-    for words in ("2 forward(s), 1 backward(s), 1 of them cut", "5.00 MiB", "recoveries: 2",
+    for words in ("2 forwards, 1 backward, 1 of them cut", "5.00 MiB", "recoveries: 2",
                   "cpu: 2 pass(es), 1 cut", "native: 1 pass(es)"):  # fmt: skip
         assert words in said
     assert json.loads(json.dumps(total.to_dict()))["kernels"]["cpu"]["cut"] == 1

@@ -38,7 +38,7 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     # What takes over if memory runs out fits the budget as well.
     instead = found.schedule.through_slots(found.work)
     assert isinstance(instead.route, Slots)
-    assert f"{found.schedule.route.passage(found.work).n_units:,} time(s)" in found.describe()
+    assert f"{found.schedule.route.passage(found.work).n_units:,} time" in found.describe()
 
 
 def test_room_for_tasks_is_used_for_tasks() -> None:

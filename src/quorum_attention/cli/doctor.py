@@ -19,7 +19,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.torch_private import flash_implementation
 from quorum_attention.planner.calibration import hardware_of
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import counted, format_bytes
 
 _OPTIONAL = (
     "triton", "flash-attn-4", "nvidia-cutlass-dsl", "matplotlib", "cuda-bindings", "safetensors",
@@ -42,7 +42,7 @@ def _devices() -> list[torch.device]:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {platform.machine()}, {torch.get_num_threads()} thread(s)"
+    return f"{cpu_name()}, {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:

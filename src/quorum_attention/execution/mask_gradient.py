@@ -32,6 +32,7 @@ from quorum_attention.execution.workload import Workload, flat_entry
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.protocol import InnerKernel, Saved
 from quorum_attention.kernels.reference import not_whole
+from quorum_attention.sizes import counted
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
@@ -135,7 +136,7 @@ def add_up_mask_gradient(
                 backend_of(call.device).give_back_cached()
                 recoveries.append(
                     f"mask gradient out of memory ({failure}): tiles of {after.queries} queries "
-                    f"by {after.keys} keys of {after.heads} key/value head(s)"
+                    f"by {after.keys} keys of {counted(after.heads, 'key/value head')}"
                 )
                 tile = after
     return recoveries

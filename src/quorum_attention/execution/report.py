@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from quorum_attention.html_table import html_table
-from quorum_attention.sizes import format_bytes, format_seconds
+from quorum_attention.sizes import counted, format_bytes, format_seconds
 
 # One for all: it is held for a few additions, and a lock of its own would keep a total from being
 # copied or pickled.
@@ -91,7 +91,8 @@ class Total:
         """The total as rows of a table; none where nothing has run."""
         if not self.forwards + self.backwards:
             return []
-        passes = f"{self.forwards} forward(s), {self.backwards} backward(s), {self.cut} of them cut"
+        forwards, backwards = counted(self.forwards, "forward"), counted(self.backwards, "backward")
+        passes = f"{forwards}, {backwards}, {self.cut} of them cut"
         rows = [
             ("passes", [passes]),
             ("time", [format_seconds(self.seconds)]),
@@ -188,11 +189,11 @@ class PassReport:
         """The report by label, for people; nothing that does not apply."""
         moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
         stages = {stage: format_seconds(spent) for stage, spent in self.stages.items() if spent}
-        groups = f"{self.n_groups} head group(s) of {self.heads_per_group}, n_cap {self.n_cap}"
+        groups = f"{counted(self.n_groups, 'head group')} of {self.heads_per_group}"
         cells = {
             "kernel": self.kernel,
             "levels": " x ".join(map(str, self.levels)) or "none (monolithic)",
-            "units": f"{self.units} ({groups})",
+            "units": f"{self.units} ({groups}, n_cap {self.n_cap})",
             "accumulators": self.accumulator,
             "time": format_seconds(self.seconds),
             "planned peak": format_bytes(self.planned_peak_bytes),

@@ -22,6 +22,7 @@ from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed
 from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
 from quorum_attention.kernels.protocol import Extent, InnerKernel
 from quorum_attention.quorums import quorum_size
+from quorum_attention.sizes import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Route(ABC):
 
     def parts(self, schedule: Schedule, work: Workload) -> str:
         """What a head group is computed in, in words."""
-        return f"{schedule.n_tasks:,} task(s)"
+        return counted(schedule.n_tasks, "task")
 
     @abstractmethod
     def check(self, shape: Decomposition, group: GroupSize) -> None:

@@ -20,7 +20,7 @@ from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.html_table import html_table
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.planner.price import Candidate
-from quorum_attention.sizes import format_bytes, format_seconds
+from quorum_attention.sizes import counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")
 
@@ -168,9 +168,10 @@ class Plan:
                 f"({share:.{1 if share >= 0.1 else 4}f}% of the sequence)"
             )
         units = (
-            f"{self.n_groups} head group(s) of {schedule.group.batch} x "
+            f"{counted(self.n_groups, 'head group')} of {schedule.group.batch} x "
             f"{schedule.group.kv_heads} key/value heads x {schedule.route.parts(schedule, work)}, "
-            f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
+            f"{schedule.n_cap} resident at once, "
+            f"{counted(schedule.streams, 'kernel call')} in flight"
         )
         within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
         terms = {
@@ -261,7 +262,7 @@ def log_cut(plan: Plan) -> None:
     logged.append(
         f"{'backward' if plan.backward else 'forward'} of {work.n_queries:,} queries x "
         f"{work.n_keys:,} keys, {work.batch} x {work.heads} heads, is cut: budget {within}, depth "
-        f"{plan.depth} ({plan.n_tasks:,} tasks), {plan.n_groups} head group(s), kernel "
+        f"{plan.depth} ({plan.n_tasks:,} tasks), {counted(plan.n_groups, 'head group')}, kernel "
         f"{plan.kernel}, peak {format_bytes(plan.peak_bytes)}, predicted "
         f"{format_seconds(plan.predicted_seconds)}; said once for calls like this"
     )

@@ -136,10 +136,10 @@ def test_a_unit_is_told_by_its_name_not_by_its_turn() -> None:
     made.start()
     units = [made.next() for _ in range(3)]
     made.on(UnitDone("a", units[2].visit.task.path))
-    assert made.where == "task (0,) (2 head group(s) to go)"
+    assert made.where == "task (0,) (2 head groups to go)"
     made.on(UnitDone("a", units[0].visit.task.path))
     made.on(OutOfMemory())
-    assert made.history == ["out of memory in task (1,) (2 head group(s) to go): n_cap 3 -> 2"]
+    assert made.history == ["out of memory in task (1,) (2 head groups to go): n_cap 3 -> 2"]
     made.start()
     assert [path for group, path in through(made) if group == "a"] == [
         (1,), (3,), (4,), (5,), (6,)
@@ -206,7 +206,7 @@ def test_a_group_is_finished_with_its_last_unit() -> None:
     through(made, 7)
     made.next()
     assert made.on(OutOfMemory("no room")) == LowerCap(1)
-    assert made.history[-1].startswith("out of memory in task (0,) (1 head group(s) to go)")
+    assert made.history[-1].startswith("out of memory in task (0,) (1 head group to go)")
 
 
 def test_a_group_without_tasks_is_finished() -> None:

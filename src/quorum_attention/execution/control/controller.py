@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.control.visits import Visit, visits
+from quorum_attention.sizes import counted
 
 if TYPE_CHECKING:
     from quorum_attention.execution.schedule import Schedule
@@ -345,7 +346,9 @@ class RecoveryController:
     def where(self) -> str:
         """The first unit that is not done, in words."""
         path = next((path for one in self.begun.values() for path in one.left), ())
-        return f"task {path or '()'} ({self.n_groups - self.n_finished} head group(s) to go)"
+        return (
+            f"task {path or '()'} ({counted(self.n_groups - self.n_finished, 'head group')} to go)"
+        )
 
     def start(self) -> int:
         """Begin an attempt; returns how many slots it should use."""

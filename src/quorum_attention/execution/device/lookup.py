@@ -10,6 +10,7 @@ from quorum_attention.counts import shown
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.device.cuda import Cuda, numbered
+from quorum_attention.sizes import counted
 
 BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}
 """The supported kinds of devices, by torch's names."""
@@ -86,5 +87,7 @@ def present(name: Any, argument: str) -> torch.device:
         raise ValueError(f"{argument} is {str(device)!r}, but there is no CUDA device here")
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise ValueError(f"{argument} is {str(device)!r}, but there are {count} CUDA device(s)")
+        raise ValueError(
+            f"{argument} is {str(device)!r}, but there are {counted(count, 'CUDA device')}"
+        )
     return numbered(device)

@@ -59,6 +59,7 @@ from quorum_attention.execution.workload import (
     Workload,
     count_groups,
 )
+from quorum_attention.sizes import counted
 
 # At least the bytes of each small tensor that a scaled backward makes.
 _SMALL_BYTES = 512
@@ -106,7 +107,7 @@ class Streaming(Route):
 
     def parts(self, schedule: Schedule, work: Workload) -> str:
         """How often a block streams by."""
-        return f"{self.passage(work).n_units:,} time(s) a block and a chunk"
+        return f"{counted(self.passage(work).n_units, 'time')} a block and a chunk"
 
     @property
     def streams_by(self) -> Axis:
