@@ -24,7 +24,6 @@ from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.cli import main
-from quorum_attention.files import open_tensors
 
 CPU = ["--device", "cpu"]
 # A kernel that says when it is in the middle of the work, and then takes its time.
@@ -260,21 +259,16 @@ def test_a_signal_leaves_the_earlier_output(
     assert "Traceback" not in said
 
 
-def test_a_kill_leaves_the_earlier_output_and_nothing_that_loads(
-    inputs: Path, earlier: Path
-) -> None:
+def test_a_kill_leaves_the_earlier_output(inputs: Path, earlier: Path) -> None:
     before = in_folder(inputs)
     process = started(inputs, earlier)
     process.kill()
     process.communicate(timeout=60)
     assert in_folder(inputs) == before
-    (left,) = (inputs.parent / f"{earlier.name}.run").glob("*.safetensors")
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        open_tensors(left)
-    # The next one takes it away.
+    # The next one takes away what is left.
     assert main(["run", str(inputs), str(earlier), *CPU]) == 0
     assert in_folder(inputs).keys() == before.keys()
-    assert not left.parent.exists()
+    assert not list(inputs.parent.glob("*.run"))
 
 
 def full(handle: int, start: int, n_bytes: int) -> None:
