@@ -2,16 +2,18 @@
 
 All that the backward reads is saved as tensors: inputs, mask, results, and those that the kernel
 captures. So torch itself reports one that has been written to since, and hooks on saved tensors see
-all of them.
+all of them. One function records every call: as it is planned (``EagerCall``), as one kernel call
+(``direct.DirectCall``), or as an operator of a graph (``operator.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +24,6 @@ from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.passes import beside_casts, run_backward, run_forward
-from quorum_attention.planner.plan import Options
 
 SECOND = (
     "second derivatives of quorum_attention.attention are not supported; "
@@ -39,6 +40,76 @@ FORWARD_MODE = (
 RESULTS: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("RESULTS", default=None)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EagerCall:
+    """A checked call, planned and run when it is made."""
+
+    request: Request
+
+    def captured(self) -> list[torch.Tensor]:
+        """The tensors that the kernel captures, less those of inference mode, which cannot be
+        saved."""
+        kernel = self.request.options.kernel
+        tensors = [] if kernel == "auto" else get_kernel(kernel).captured()
+        return [tensor for tensor in tensors if not tensor.is_inference()]
+
+    def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """(out, lse)."""
+        compute = partial(beside_casts, self.request, lambda left: run_forward(tensors, left))
+        results = RESULTS.get()
+        result, lse = compute() if results is None else results(compute)
+        # ``out`` gets no graph, so it can be given again. What is returned and saved is another
+        # tensor over the same memory, with the same version counter.
+        return result if self.request.out is None else result.detach(), lse
+
+    def gradients(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        saved: tuple[Any, ...],
+        learned: tuple[bool, bool],
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of query, key and value, then of mask and sinks where ``learned``."""
+        refuse_batched(grad_out, grad_lse)
+        query, key, value, mask, sinks, out, lse = saved[:7]
+        read = grad_out, query, key, value, out, lse, mask, sinks, grad_lse
+        run = _EagerBackward(self.request, *learned)
+        # A function of autograd's only where a second derivative could be asked for.
+        if records(*(tensor for tensor in read if tensor is not None)):
+            grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, run)
+            return grads
+        return run(*read)
+
+    def mapped(self, info: Any, mask: torch.Tensor | None) -> EagerCall:
+        """The call with one more batch dimension in front."""
+        same = info.randomness == "same"
+        return EagerCall(self.request.mapped(info.batch_size, mask, same=same))
+
+
+class _EagerBackward(NamedTuple):
+    """A backward as ``Gradients`` runs it: whether the gradients of mask and sinks are wanted."""
+
+    request: Request
+    of_mask: bool
+    of_sinks: bool
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        grad_lse: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        of_mask, of_sinks = self.of_mask, self.of_sinks
+        given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
+        return run_backward(Tensors(query, key, value, mask, sinks), self.request, given)
+
+
 def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` with a signature at hand that has no defaults.
 
@@ -52,7 +123,7 @@ def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
 _ANY = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])
 
 
-class Quick(torch.autograd.Function):
+class _Quick(torch.autograd.Function):
     """torch's ``Function`` with a quicker ``apply``, for a ``forward`` without defaults."""
 
     @classmethod
@@ -65,131 +136,97 @@ class Quick(torch.autograd.Function):
         args = torch._functorch.utils.unwrap_dead_wrappers(args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(FORWARD_MODE)
 
-class _Attention(Quick):
+
+class Attention(_Quick):
+    """The output and the log-sum-exp, of query, key, value, mask, sinks, the call (``EagerCall`` or
+    another with its methods) and more tensors of it."""
+
     @staticmethod
     @_without_defaults
-    def forward(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        request: Request,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = Tensors(query, key, value, mask, sinks)
-        compute = partial(beside_casts, request, lambda left: run_forward(tensors, left))
-        results = RESULTS.get()
-        result, lse = compute() if results is None else results(compute)
-        # ``out`` gets no graph, so it can be given again. What is returned and saved is another
-        # tensor over the same memory, with the same version counter.
-        return result if request.out is None else result.detach(), lse
+    def forward(*args: Any) -> tuple[torch.Tensor, ...]:
+        """The call's results."""
+        call = args[5]
+        results: tuple[torch.Tensor, ...] = call.forward(Tensors(*args[:5]), args[6:])
+        return results
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        *tensors, request = inputs
-        result, lse = output
-        ctx.save_for_backward(*tensors, result, lse, *_captured(request.options))
-        ctx.request = request
+        """Save what the backward reads."""
+        ctx.call = inputs[5]
+        ctx.save_for_backward(*inputs[:5], *output, *inputs[6:], *ctx.call.captured())
+        ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
-        grad_out, grad_lse = grad_outputs
-        if grad_out is None and grad_lse is None:
-            return (None,) * 6
-        query, key, value, mask, sinks, out, lse = ctx.saved_tensors[:7]
-        if grad_out is None:
-            grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        """The gradients that are needed."""
+        grad_out, grad_lse = grad_outputs[:2]
         needed = ctx.needs_input_grad
-        learned = (needed[3], needed[4])
-        grads = _gradients(
-            grad_out, query, key, value, out, lse, mask, sinks, grad_lse, ctx.request, learned,
-        )  # fmt: skip
-        of_others = iter(grads[3:])
-        every = (*grads[:3], *(next(of_others) if wanted else None for wanted in learned))
-        return (*(g if n else None for g, n in zip(every, needed, strict=False)), None)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(FORWARD_MODE)
+        if grad_out is None and grad_lse is None:
+            return (None,) * len(needed)
+        saved = ctx.saved_tensors
+        if grad_out is None:
+            out = saved[5]
+            grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        grads = ctx.call.gradients(grad_out, grad_lse, saved, needed[3:5])
+        learned = iter(grads[3:])
+        five = (*grads[:3], *(next(learned) if wanted else None for wanted in needed[3:5]))
+        wanted = (g if n else None for g, n in zip(five, needed, strict=False))
+        return (*wanted, *(None,) * (len(needed) - 5))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, sinks, request = args
+        """One more batch dimension."""
+        *tensors, mask, sinks, call = args
         refuse_mapped(in_dims[4])
         query, key, value = in_front(info.batch_size, in_dims, tensors)
         mask = mask_in_front(mask, in_dims[3], query.dim())
-        mapped = request.mapped(info.batch_size, mask, same=info.randomness == "same")
-        return _Attention.apply(query, key, value, mask, sinks, mapped), (0, 0)
+        return Attention.apply(query, key, value, mask, sinks, call.mapped(info, mask)), (0, 0)
 
 
-class _Gradients(Quick):
-    """The backward as a function of its own, so that a second derivative meets a clear error."""
+class Gradients(_Quick):
+    """The backward as a function of its own, so that a second derivative meets a clear error: of
+    its tensors, and what runs it."""
 
     @staticmethod
     @_without_defaults
-    def forward(
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        grad_lse: torch.Tensor | None,
-        request: Request,
-        learned: tuple[bool, bool],
-    ) -> tuple[torch.Tensor, ...]:
-        of_mask, of_sinks = learned
-        given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
-        return run_backward(Tensors(query, key, value, mask, sinks), request, given)
+    def forward(*args: Any) -> tuple[torch.Tensor, ...]:
+        """The gradients."""
+        *tensors, run = args
+        return tuple(run(*tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        return None
+        """Nothing is saved: there is no derivative."""
+        return
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        """Refused in words."""
         raise NotImplementedError(SECOND)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(FORWARD_MODE)
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, sinks, grad_lse, request, learned = args
-        of_mask, of_sinks = learned
+        """One more batch dimension."""
+        *six, mask, sinks, grad_lse, run = args
         # Its gradient would have the mapped dimension, whether or not it has.
-        refuse_mapped(0 if of_sinks else in_dims[7])
-        tensors = in_front(info.batch_size, in_dims, tensors)
+        refuse_mapped(0 if run.of_sinks else in_dims[7])
+        six = in_front(info.batch_size, in_dims, six)
         if grad_lse is not None:
             (grad_lse,) = in_front(info.batch_size, in_dims[8:9], [grad_lse])
-        mask_dim = in_dims[6]
-        if of_mask and mask_dim is None:
-            # Its gradient has the mapped dimension, whether or not it has.
-            mask, mask_dim = mask.expand(info.batch_size, *mask.shape), 0
-        shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
-        mask = mask_in_front(mask, mask_dim, tensors[1].dim())
+        mask, shape = mapped_mask(info.batch_size, mask, in_dims[6], six[1].dim(), run.of_mask)
         # Where the forward was made once, all gradients are of the same dropped pairs.
         same = info.randomness == "same" or in_dims[5] is None
-        mapped = request.mapped(info.batch_size, mask, same=same)
-        found = _Gradients.apply(*tensors, mask, sinks, grad_lse, mapped, learned)
-        if of_mask:
-            found = (*found[:3], found[3].reshape(shape))
-        return found, (0,) * len(found)
-
-
-def _gradients(*read: Any) -> tuple[torch.Tensor, ...]:
-    """``_Gradients``: as a function of autograd's only where a second derivative could be asked
-    for."""
-    refuse_batched(read[0], read[8])
-    seen = records(*(t for t in read if isinstance(t, torch.Tensor)))
-    made: tuple[torch.Tensor, ...] = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
-    return made
+        request = run.request.mapped(info.batch_size, mask, same=same)
+        grads = Gradients.apply(*six, mask, sinks, grad_lse, run._replace(request=request))
+        if run.of_mask:
+            grads = (*grads[:3], grads[3].reshape(shape))
+        return grads, (0,) * len(grads)
 
 
 def refuse_mapped(dim: int | None) -> None:
@@ -199,14 +236,6 @@ def refuse_mapped(dim: int | None) -> None:
             "torch.vmap cannot map over Mask.sinks, nor over their gradient: only over query, key, "
             "value and attn_mask"
         )
-
-
-def _captured(options: Options) -> list[torch.Tensor]:
-    """The tensors that the kernel captures, less those of inference mode, which cannot be saved."""
-    if options.kernel == "auto":
-        return []
-    found = get_kernel(options.kernel).captured()
-    return [tensor for tensor in found if not tensor.is_inference()]
 
 
 def in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -226,67 +255,37 @@ def mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torc
     return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
 
 
-class _First(Quick):
-    """A first derivative, so that a second one meets a clear error."""
-
-    @staticmethod
-    @_without_defaults
-    def forward(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        return None
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        raise NotImplementedError(SECOND)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(FORWARD_MODE)
+def mapped_mask(
+    size: int, mask: torch.Tensor | None, dim: int | None, rank: int, learned: bool
+) -> tuple[torch.Tensor | None, torch.Size | None]:
+    """``mask_in_front`` for a backward, and the shape of the mask's gradient, which has the mapped
+    dimension whether or not the mask has it."""
+    if learned and mask is not None and dim is None:
+        mask, dim = mask.expand(size, *mask.shape), 0
+    shape = None if mask is None or dim is None else mask.movedim(dim, 0).shape
+    return mask_in_front(mask, dim, rank), shape
 
 
-def _in_words(
+def named_derivative(out: torch.Tensor) -> torch.Tensor:
+    """``out`` of an operator that torch records; a second derivative of it meets a clear error."""
+    if out.grad_fn is not None:
+        out.grad_fn.register_hook(_first_derivative)
+    return out
+
+
+def _first_derivative(
     grads: tuple[torch.Tensor | None, ...], upstream: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | None, ...] | None:
     """Replaces the gradients of an operator of torch's where autograd records them."""
     if not torch.is_grad_enabled():
         return None
-    made = iter(_First.apply(*(g for g in grads if g is not None)))
+    views = Gradients.apply(*(g for g in grads if g is not None), _views)
+    made = iter(views)
     return tuple(None if grad is None else next(made) for grad in grads)
 
 
-def named_derivative(found: torch.Tensor) -> torch.Tensor:
-    """``found``, the output of an operator of torch's; a second derivative of it meets a clear
-    error."""
-    if found.grad_fn is not None:
-        found.grad_fn.register_hook(_in_words)
-    return found
-
-
-def gradients(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    request: Request,
-) -> tuple[torch.Tensor, ...]:
-    """The gradients of query, key and value of a call, as its backward gives them."""
-    return _gradients(
-        grad_out, query, key, value, out, lse, mask, None, None, request, (False, False)
-    )
-
-
-def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with a gradient with respect to query, key and value."""
-    # ``out`` is passed inside the request: as an argument, autograd would take it for an input, and
-    # the result for a view of that input.
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(*tensors, request)
-    return result
+def _views(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(grad.view_as(grad) for grad in grads)
 
 
 def attend(
@@ -296,7 +295,9 @@ def attend(
     recorded = torch.is_grad_enabled()
     try:
         if request.records:
-            result, lse = differentiable(tensors, request)
+            # ``out`` is passed inside the request: as an argument, autograd would take it for an
+            # input, and the result for a view of that input.
+            result, lse = Attention.apply(*tensors, EagerCall(request))
         else:
             result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
             if out is not None:

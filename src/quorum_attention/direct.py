@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 import torch
 
-from quorum_attention.autograd import RESULTS, Quick, attend, gradients, named_derivative
+from quorum_attention.autograd import RESULTS, Attention, EagerCall, attend, named_derivative
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.places import place_after
 from quorum_attention.call.request import Request, Tensors
@@ -26,16 +25,10 @@ from quorum_attention.execution.call import MaskView, operand, results_are_dense
 from quorum_attention.execution.case import corrected_bytes
 from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, best_device
 from quorum_attention.execution.memory import is_out_of_memory
-from quorum_attention.execution.routes.over_inputs import (
-    Whole,
-    materialised,
-    materialises,
-    without_empty_rows,
-)
+from quorum_attention.execution.routes.over_inputs import Whole, materialises, without_empty_rows
 from quorum_attention.execution.scaling import scales
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
-from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import as_own, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner.calibration import rates_known
@@ -76,13 +69,10 @@ def cache_key(
 
     Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
     gradients are recorded: a model that decodes has another number at every call, and decisions
-    round it up (``planner/small.py``).
+    round it up (``planner/decide.py``).
     """
     for tensor in (query, key, value):
-        # A tensor of another kind may not even have sizes.
-        if type(tensor) not in _PLAIN or tensor.layout is not _strided or tensor.is_nested:
-            return None
-        if tensor.dim() != 4 or tensor.is_neg():
+        if not _is_plain(tensor) or tensor.dim() != 4:
             return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         return None
@@ -94,13 +84,11 @@ def cache_key(
     if backend is None or _is_unusual(kind):
         return None
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if backend.own_memory:
-        own = _on_a_gpu(query, key, value, attn_mask)
-    else:
-        mask = None if attn_mask is None else _plain_mask(attn_mask, query.device)
-        if attn_mask is not None and mask is None:
-            return None
-        own = _on_a_cpu(query, key, value, mask, is_causal or mask is not None or records)
+    own = (
+        _on_a_gpu(query, key, value, attn_mask)
+        if backend.own_memory
+        else _on_a_cpu(query, key, value, attn_mask, is_causal or records)
+    )
     if own is None:
         return None
     return (
@@ -110,21 +98,15 @@ def cache_key(
     )  # fmt: skip
 
 
-def _plain_mask(mask: Any, device: torch.device) -> Hashable | None:
-    """A mask that is a tensor on ``device`` without a gradient, by what is looked at of it."""
-    if type(mask) not in _PLAIN or mask.layout is not _strided or mask.is_nested:
-        return None
-    if mask.device != device or mask.requires_grad or mask.is_neg():
-        return None
-    return (mask.shape, mask.dtype)
+def _is_plain(tensor: Any) -> bool:
+    """Whether it is a dense tensor of torch's own classes. (Another may not even have sizes.)"""
+    if type(tensor) not in _PLAIN or tensor.layout is not _strided:
+        return False
+    return not (tensor.is_nested or tensor.is_neg())
 
 
 def _on_a_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Hashable | None,
-    exact: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, exact: bool
 ) -> Hashable | None:
     n_keys = key.shape[2]
     if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS[GPU].is_here()):
@@ -136,9 +118,13 @@ def _on_a_cpu(
         return None
     if query.dtype.itemsize == 2 and any(rows_overlap(t) for t in (query, key, value)):
         return None
-    keys = n_keys if exact else (n_keys - 1).bit_length()
-    others = (*key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3])
-    return (query.shape, others, keys, mask)
+    kept: Hashable = None
+    if mask is not None:
+        if not _is_plain(mask) or mask.device != query.device or mask.requires_grad:
+            return None
+        kept = (mask.shape, mask.dtype)
+    keys = n_keys if exact or mask is not None else (n_keys - 1).bit_length()
+    return (query.shape, *key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3], keys, kept)
 
 
 def _on_a_gpu(
@@ -195,30 +181,23 @@ def _is_transformed() -> bool:
 # --- One kernel call ------------------------------------------------------------------------------
 
 
-class _Gradients(Enum):
-    """How gradients are computed."""
-
-    KERNEL = "by the kernel's own backward, in one call"
-    MATERIALISED = "from materialised scores"
-    OTHERWISE = "as those of any other call"
-
-
 @dataclass(slots=True, eq=False)
 class DirectCall:
-    """A call that is one kernel call.
+    """A call that is one kernel call; as autograd records it, an ``EagerCall`` where its gradients
+    are not.
 
     Attributes:
         request: the call, without its tensors.
         kernel: what computes: a registered kernel by its name, or one of ours under a mask.
         recorded: the same, if torch's autograd records its operator with all that the backward
             needs; None: the gradient is ours.
-        gradients: how ours are computed in one call, by what that depends on.
+        backwards: whether its gradients are one kernel call, by what that depends on.
     """
 
     request: Request
     kernel: str | InnerKernel
     recorded: InnerKernel | None = None
-    gradients: dict[tuple[object, ...], _Gradients] = field(default_factory=dict)
+    backwards: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def output(
         self,
@@ -228,142 +207,87 @@ class DirectCall:
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The output; None where memory ran out."""
-        request = self.request
         try:
             if self.recorded is not None:
-                found = self.recorded.recorded_forward(
-                    Call(query, key, value, request.work.is_causal, request.scale, self._bias(mask))
-                )
+                call = self._call((query, key, value), mask, self.request.out_dtype)
+                found = self.recorded.recorded_forward(call)
                 if found is not None:
                     return named_derivative(found)
-            if request.records:
-                made: torch.Tensor = _Direct.apply(query, key, value, mask, self)
-                return made
-            return self.forward(query, key, value, mask)[0]
+            if self.request.records:
+                out: torch.Tensor = Attention.apply(query, key, value, mask, None, self)[0]
+                return out
+            return self.forward(Tensors(query, key, value, mask), ())[0]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         return None
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def captured(self) -> tuple[()]:
+        """Nothing: kernels that capture tensors are not remembered."""
+        return ()
+
+    def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """(out, lse)."""
-        request = self.request
-        call = Call(
-            query, key, value, request.work.is_causal, request.scale, self._bias(mask),
-            request.out_dtype,
-        )  # fmt: skip
-        out, lse = get_kernel(self.kernel).whole_forward(call)
+        out, lse = get_kernel(self.kernel).whole_forward(
+            self._call(tensors[:3], tensors.mask, self.request.out_dtype)
+        )
         return as_own(out), lse
 
-    def _bias(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        request = self.request
-        if mask is None:
-            return None
-        return MaskView(mask, 1).whole(request.work.dtype, request.options.device)
+    def _call(self, three: Any, mask: torch.Tensor | None, out_dtype: torch.dtype) -> Call:
+        request, bias = self.request, None
+        if mask is not None:
+            bias = MaskView(mask, 1).whole(request.work.dtype, request.options.device)
+        return Call(*three, request.work.is_causal, request.scale, bias, out_dtype)
 
-    def backward(
+    def gradients(
         self,
         grad_out: torch.Tensor,
-        three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        grad_lse: torch.Tensor | None,
+        saved: tuple[Any, ...],
+        learned: tuple[bool, bool],
+    ) -> tuple[torch.Tensor, ...]:
+        """As ``EagerCall.gradients``."""
+        if grad_lse is None:
+            refuse_batched(grad_out)
+            grads = self._one_call(grad_out, saved)
+            if grads is not None:
+                return grads
+        return EagerCall(self.request).gradients(grad_out, grad_lse, saved, learned)
+
+    def _one_call(
+        self, grad_out: torch.Tensor, saved: tuple[Any, ...]
     ) -> tuple[torch.Tensor, ...] | None:
-        """The gradients of query, key and value; None where they are not one kernel call."""
-        work = self.request.work
-        usual = type(grad_out) is torch.Tensor and grad_out.layout is torch.strided
-        if not usual or grad_out.dtype != work.dtype or grad_out.device != out.device:
+        """The gradients by one kernel call; None where they are not."""
+        *three, mask, _, out, lse = saved[:7]
+        work, dtype = self.request.work, self.request.work.dtype
+        if not _is_plain(grad_out) or grad_out.dtype != dtype or grad_out.device != out.device:
             return None
-        if _records() or _is_transformed() or _autocast(out.device.type) or grad_out.is_neg():
+        if _records() or _is_transformed() or _autocast(out.device.type):
             return None
-        how = self._how(grad_out, three, out, lse, mask)
-        if how is _Gradients.OTHERWISE:
+        state = _deterministic(), registrations(), torch.get_num_threads()
+        one_call = self.backwards.get(state)
+        if one_call is None:
+            tensors, given = Tensors(*three, mask), Given(grad_out, out, lse)
+            _, decision = decide_backward(tensors, self.request, given)
+            kernel = decision.kernel
+            one_call = kernel is get_kernel(self.kernel) and _is_one_call(decision, self.request)
+            # Such gradients are looked at afterwards, or need another output.
+            other = materialises(work, kernel) or scales(kernel, work)
+            one_call = one_call and not (other or corrected_bytes(work, kernel))
+            self.backwards[state] = one_call
+        if not one_call:
             return None
-        kernel, scale = get_kernel(self.kernel), self.request.scale
+        kernel = get_kernel(self.kernel)
         try:
-            bias = self._bias(mask)
-            if not kernel.empty_rows:
-                lse = without_empty_rows(lse)
-            if how is _Gradients.KERNEL:
-                return kernel.whole_backward(
-                    Call(*three, work.is_causal, scale, bias, work.dtype),
-                    Saved(operand(grad_out, work.dtype), operand(out, work.dtype), lse),
-                )
-            made = materialised(work, scale, grad_out, three, out, lse, bias)
-            return None if made is None else tuple([as_own(g.to(work.dtype)) for g in made])
+            lse = lse if kernel.empty_rows else without_empty_rows(lse)
+            kept = Saved(operand(grad_out, dtype), operand(out, dtype), lse)
+            return kernel.whole_backward(self._call(three, mask, dtype), kept)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             # The next one is decided anew, by what is free then.
-            self.gradients.clear()
+            self.backwards.clear()
         return None
-
-    def _how(
-        self,
-        grad_out: torch.Tensor,
-        three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> _Gradients:
-        state = _deterministic(), registrations(), torch.get_num_threads()
-        # Not problem for by its name again: another thread's backward may have run out of memory.
-        how = self.gradients.get(state)
-        if how is None:
-            given = Given(grad_out, out, lse)
-            _, decision = decide_backward(Tensors(*three, mask), self.request, given)
-            how = self.gradients[state] = self._gradients_of(decision)
-        return how
-
-    def _gradients_of(self, decision: Decision) -> _Gradients:
-        work, kernel = self.request.work, decision.kernel
-        if kernel is not get_kernel(self.kernel) or not _is_one_call(decision, self.request):
-            return _Gradients.OTHERWISE
-        if materialises(work, kernel):
-            return _Gradients.MATERIALISED
-        # Such gradients are looked at afterwards, or need another output.
-        other = scales(kernel, work) or corrected_bytes(work, kernel)
-        return _Gradients.OTHERWISE if other else _Gradients.KERNEL
-
-
-class _Direct(Quick):
-    """``DirectCall`` as a function of autograd's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        known: DirectCall,
-    ) -> torch.Tensor:
-        out, lse = known.forward(query, key, value, mask)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
-        ctx.known = known
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
-        (grad_out,) = grad_outputs
-        if grad_out is None:
-            return None, None, None, None, None
-        refuse_batched(grad_out)
-        query, key, value, mask, out, lse = ctx.saved_tensors
-        known: DirectCall = ctx.known
-        grads = known.backward(grad_out, (query, key, value), out, lse, mask)
-        if grads is None:
-            grads = gradients(grad_out, query, key, value, out, lse, mask, known.request)
-        needed = ctx.needs_input_grad
-        return (*[g if n else None for g, n in zip(grads, needed, strict=False)], None, None)
 
 
 def direct_call(tensors: Tensors, request: Request) -> DirectCall | None:
@@ -371,28 +295,28 @@ def direct_call(tensors: Tensors, request: Request) -> DirectCall | None:
     if is_trivial(tensors) or len(request.work.batch_shape) != 1 or request.runner is not None:
         return None
     problem, decision = decide_forward(tensors, request)
+    kernel = decision.kernel
     if not _is_one_call(decision, request):
         return None
-    kernel = decision.kernel
     if kernels().get(kernel.name) is kernel:
         mask = tensors.mask
         large = mask is not None and mask.dtype == torch.bool and 4 * mask.numel() > _MOST_BIAS
-        able = None if large else _recorded(kernel, problem, request)
-        return DirectCall(request, kernel.name, able)
+        recorded = not large and _is_recorded(kernel, problem, request)
+        return DirectCall(request, kernel.name, kernel if recorded else None)
     # One of ours under a mask: a call that names a kernel of its own is not remembered.
     return DirectCall(request, kernel) if kernel.empty_rows else None
 
 
-def _recorded(kernel: InnerKernel, problem: Problem, request: Request) -> InnerKernel | None:
-    """``kernel``, if torch's autograd can record its operator in place of ours."""
+def _is_recorded(kernel: InnerKernel, problem: Problem, request: Request) -> bool:
+    """Whether torch's autograd can record the kernel's operator in place of ours."""
     if not kernel.takes_recorded(problem.call_shape):
-        return None
-    if request.records:
-        if problem.work.dtype == torch.float16 or materialises(problem.work, kernel):
-            return None
-        after = replace(problem, place=place_after(problem.place, request), backward=True)
-        return kernel if decide(after) == Decision(kernel) else None
-    return kernel
+        return False
+    if not request.records:
+        return True
+    if problem.work.dtype == torch.float16 or materialises(problem.work, kernel):
+        return False
+    after = replace(problem, place=place_after(problem.place, request), backward=True)
+    return decide(after) == Decision(kernel)
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:

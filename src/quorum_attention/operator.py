@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import library
@@ -31,8 +31,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 
 from quorum_attention.autograd import (
     FORWARD_MODE,
-    SECOND,
+    Attention,
+    Gradients,
     in_front,
+    mapped_mask,
     mask_in_front,
     refuse_mapped,
 )
@@ -407,75 +409,36 @@ def _fake_backward(
     return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
 
 
-class _Recorded(torch.autograd.Function):
-    """A function that is applied where torch dispatches to autograd, so that transformations of
-    torch.func are dealt with already; torch's own ``apply`` would begin them again."""
+class _OperatorCall(NamedTuple):
+    """A call as autograd records it (``autograd.EagerCall``): by the operators below autograd.
 
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """As torch's, for the level of transformations that is being dealt with."""
-        apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
-        if not torch._C._are_functorch_transforms_active():
-            return apply(*args)
-        with enable_single_level_autograd_function():
-            return apply(*args)
+    Attributes:
+        call: the arguments that are no tensors.
+    """
 
+    call: tuple[Any, ...]
 
-class _Attention(_Recorded):
-    """The forward with its derivative, of query, key, value, mask, sinks, seed, what else the
-    operator is given, and its list of tensors, one by one."""
+    def captured(self) -> tuple[()]:
+        return ()
 
-    @staticmethod
-    def forward(*args: Any) -> tuple[torch.Tensor, ...]:
-        *six, call, parts = *args[:7], list(args[7:])
+    def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        seed, *parts = more
         with _below():
-            return tuple(torch.ops.quorum_attention.attention(*six, parts, *call))
+            return tuple(torch.ops.quorum_attention.attention(*tensors, seed, parts, *self.call))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        *six, ctx.call = inputs[:7]
-        ctx.save_for_backward(*six, *output, *inputs[7:])
-        ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
-        grad_out, grad_lse, _ = grad_outputs
-        needed = ctx.needs_input_grad
-        if grad_out is None and grad_lse is None:
-            return (None,) * len(needed)
-        query, key, value, mask, sinks, seed, out, lse, known, *parts = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        found = torch.ops.quorum_attention.attention_backward(
+    def gradients(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        saved: tuple[Any, ...],
+        learned: tuple[bool, bool],
+    ) -> list[torch.Tensor]:
+        query, key, value, mask, sinks, out, lse, known, seed, *parts = saved
+        grads: list[torch.Tensor] = torch.ops.quorum_attention.attention_backward(
             grad_out, grad_lse, query, key, value, out, lse, known, mask, sinks, seed, parts,
-            *ctx.call[:-2], needed[3], needed[4],
+            *self.call[:-2], *learned,
         )  # fmt: skip
-        others = iter(found[3:])
-        five = (*found[:3], *(next(others) if wanted else None for wanted in needed[3:5]))
-        grads = (g if wanted else None for g, wanted in zip(five, needed, strict=False))
-        return (*grads, *(None,) * (len(needed) - 5))
-
-
-class _Gradients(_Recorded):
-    """The backward as a function of its own, so that a second derivative meets a clear error."""
-
-    @staticmethod
-    def forward(call: Any, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        with _below():
-            return tuple(
-                torch.ops.quorum_attention.attention_backward(
-                    *tensors[:11], list(tensors[11:]), *call
-                )
-            )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        return None
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        raise NotImplementedError(SECOND)
+        return grads
 
 
 @contextmanager
@@ -490,22 +453,37 @@ def _below() -> Iterator[None]:
         yield
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """A function of autograd's, where torch dispatches to autograd: transformations of torch.func
+    are dealt with already, and torch's own ``apply`` would begin them again."""
+    transformed = torch._C._are_functorch_transforms_active()
+    with enable_single_level_autograd_function() if transformed else nullcontext():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def _recorded_forward(*args: Any) -> Any:
     *six, parts = args[:7]
     if _records(*six, *parts):
-        mask, sinks = six[3:5]
-        learned = [t is not None and t.requires_grad for t in (mask, sinks)]
-        return _Attention.apply(*six, (*args[7:-3], True, *learned), *parts)
+        learned = [t is not None and t.requires_grad for t in six[3:5]]
+        call = _OperatorCall((*args[7:-3], True, *learned))
+        return _apply(Attention, *six[:5], call, six[5], *parts)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.quorum_attention.attention(*args)
 
 
 def _recorded_backward(*args: Any) -> Any:
     *tensors, parts = args[:12]
-    if _records(*tensors, *parts):
-        return list(_Gradients.apply(args[12:], *tensors, *parts))
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.quorum_attention.attention_backward(*args)
+    if not _records(*tensors, *parts):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.quorum_attention.attention_backward(*args)
+
+    def run(*given: torch.Tensor | None) -> Any:
+        with _below():
+            return torch.ops.quorum_attention.attention_backward(
+                *given[:11], list(given[11:]), *args[12:]
+            )
+
+    return list(_apply(Gradients, *tensors, *parts, run))
 
 
 def _records(*tensors: torch.Tensor | None) -> bool:
@@ -534,7 +512,6 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     grad_out, grad_lse, *four, lse, known, mask, sinks, seed, parts = args[:12]
-    mask_dim = in_dims[8]
     call = _one_more(args[12:])
     *_, of_mask, of_sinks = call
     _refuse_others((0 if of_sinks else in_dims[9], *in_dims[10:12]), call)
@@ -543,10 +520,7 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     grad_out, query, key, value, out, lse = in_front(size, dims, [grad_out, *four, lse])
     if grad_lse is not None:
         (grad_lse,) = in_front(size, in_dims[1:2], [grad_lse])
-    if of_mask and mask_dim is None:  # its gradient is mapped, whether or not it is
-        mask, mask_dim = mask.expand(size, *mask.shape), 0
-    shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
-    mask = mask_in_front(mask, mask_dim, query.dim())
+    mask, shape = mapped_mask(size, mask, in_dims[8], query.dim(), of_mask)
     found = torch.ops.quorum_attention.attention_backward(
         grad_out, grad_lse, query, key, value, out, lse, known, mask, sinks, seed, parts, *call
     )

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention import api, direct, passes
+from quorum_attention import direct
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
-from quorum_attention.direct import DirectCall, _Gradients, direct_call
+from quorum_attention.direct import DirectCall, direct_call
 from quorum_attention.kernels.cpu import CpuKernel
 
 OPTIONS: dict[str, Any] = {"enable_gqa": True, "kernel": "cpu"}
@@ -62,7 +62,7 @@ def test_it_is_what_a_planned_call_is(is_causal: bool) -> None:
             strict=True,
         ):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert list(call.gradients.values()) == [_Gradients.KERNEL]
+    assert list(call.backwards.values()) == [True]
 
 
 def both_ways(
@@ -150,28 +150,6 @@ def test_a_mask_that_is_changed_before_the_backward_is_noticed() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
-def test_training_in_16_bits_on_a_cpu_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any) -> Any:
-        raise AssertionError("a call like one before was decided again")
-
-    direct.forget_all()
-    grad_out = torch.randn(1, 4, 40, 16).bfloat16()
-    for time in range(3):
-        three = inputs(dtype=torch.bfloat16)
-        out = qa.attention(*three, enable_gqa=True)
-        torch.autograd.grad(out, three, grad_out)
-        if not time:
-            monkeypatch.setattr(api, "request_of", refused)
-            monkeypatch.setattr(direct, "decide_backward", refused)
-            monkeypatch.setattr(passes, "decide_backward", refused)
-    # Of another length it is another call.
-    other = [t[:, :, :39].detach().requires_grad_() for t in three[1:]]
-    with pytest.raises(AssertionError, match="decided again"):
-        qa.attention(three[0], *other, enable_gqa=True)
-    direct.forget_all()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
 def test_threads_may_become_more(one_thread: None) -> None:
     """How many heads are computed together, and whether in fp32, depends on how many there are."""
     direct.forget_all()
@@ -199,23 +177,6 @@ def test_gradients_in_batches_are_refused_in_words(dtype: torch.dtype) -> None:
     with pytest.raises(NotImplementedError, match="is_grads_batched"):
         torch.autograd.grad(out, three, many, is_grads_batched=True)
     direct.forget_all()
-
-
-def test_it_saves_what_a_planned_call_saves() -> None:
-    """A checkpoint may meet the one when it runs and the other when it runs again."""
-    three, saved = inputs(dtype=torch.float16), []  # in fp32 it would be torch's own function
-
-    def kept(tensor: torch.Tensor) -> torch.Tensor:
-        saved[-1].append((tensor.shape, tensor.dtype, tensor.device))
-        return tensor
-
-    call = known(three)
-    for make in (lambda: made(call, three), lambda: qa.attention(*three, **OPTIONS)):
-        saved.append([])
-        with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
-            make()
-    assert len(saved[0]) == 5
-    assert saved[0] == saved[1]
 
 
 def test_only_what_is_asked_for_has_a_gradient() -> None:
@@ -251,7 +212,7 @@ def test_where_memory_runs_out_the_backward_comes_as_usual(
     three = inputs()
     call = known(three)
     torch.autograd.grad(made(call, three).sum(), three)
-    assert call.gradients
+    assert call.backwards
     out = made(call, three)
     want = torch.autograd.grad(qa.attention(*three, **OPTIONS).sum(), three)
     own, failures = CpuKernel.whole_backward, []
@@ -266,9 +227,9 @@ def test_where_memory_runs_out_the_backward_comes_as_usual(
     for one, other in zip(torch.autograd.grad(out.sum(), three), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert failures
-    assert not call.gradients, "the next one is decided anew, by what is free then"
+    assert not call.backwards, "the next one is decided anew, by what is free then"
     torch.autograd.grad(made(call, three).sum(), three)
-    assert call.gradients
+    assert call.backwards
 
 
 def test_where_memory_runs_out_in_the_forward_there_is_no_output(
