@@ -8,7 +8,7 @@ import torch
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.gradients import given_of
-from quorum_attention.call.options import Budget, Devices, Written, several
+from quorum_attention.call.options import Budget, CallOptions, Devices, several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
@@ -22,7 +22,6 @@ from quorum_attention.operator import as_operator
 from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.planner.plan import Plan
 
-_AUTO = "auto"
 _Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any]
 
 
@@ -126,30 +125,25 @@ def attention(
         >>> torch.allclose(out, expected, atol=1e-4)
         True
     """
-    name = None
-    if torch.compiler.is_dynamo_compiling():
-        traced = True
-    else:
-        # Nothing but attention is asked for. (By identity: ``==`` of an object may do anything.)
+    written = CallOptions(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    name, traced = None, torch.compiler.is_dynamo_compiling()
+    if not traced:
+        # Nothing but attention is asked for.
         if (
-            budget is None and plan is None and depth is _AUTO and kernel is _AUTO
-            and accumulator is _AUTO and devices is None and progress is None and report is None
-            and out is None and out_dtype is None and dropout_seed is None
-            and type(dropout_p) is float and dropout_p == 0.0
+            out is None and out_dtype is None and dropout_seed is None
+            and type(dropout_p) is float and dropout_p == 0.0 and written.says_nothing
         ):  # fmt: skip
             cached, name = find_cached(query, key, value, attn_mask, is_causal, scale, enable_gqa)
             if cached is not None:
                 return cached
         traced = name is None and is_traced(query, key, value)
-    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
         query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
         out_dtype,
     )  # fmt: skip
     if traced:
         return _traced(call, written)[0]
-    made = request_of if devices is None else _request_of
-    return output(*made("attention", *call, filled(written)), out, name, call[:3])
+    return output(*_request_of("attention", *call, filled(written)), out, name, call[:3])
 
 
 def attention_with_lse(
@@ -187,53 +181,37 @@ def attention_with_lse(
         >>> lse.shape
         torch.Size([1, 2, 300])
     """
-    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    written = CallOptions(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
         query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
         out_dtype,
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)
-    made = request_of if devices is None else _request_of
-    return attend(*made("attention", *call, filled(written)), out)
+    return attend(*_request_of("attention", *call, filled(written)), out)
 
 
 def _request_of(function: str, *call: Any) -> tuple[Tensors, Request]:
     """``request_of``, of a call for which several devices may be named."""
     if not several(call[-1].devices):
         return request_of(function, *call)
-    from quorum_attention.devices.pool import (
-        request_on_devices,  # processes, only where they are used
-    )
+    from quorum_attention.devices import pool  # processes, only where they are used
 
-    return request_on_devices(function, *call)
+    return pool.request_on_devices(function, *call)
 
 
-def _traced(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
+def _traced(call: _Call, written: CallOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is traced: as an operator, if one can be called so."""
-    query, key, value, mask, p, seed, is_causal, scale, enable_gqa, out, out_dtype = call
-    if (
-        out is None
-        and not several(written.devices)
-        and isinstance(query, torch.Tensor)
-        and isinstance(key, torch.Tensor)
-        and isinstance(value, torch.Tensor)
-        and (mask is None or isinstance(mask, (torch.Tensor, Mask)))
-        and isinstance(p, (int, float))
-        and isinstance(is_causal, bool)
-        and isinstance(enable_gqa, bool)
-        and (scale is None or isinstance(scale, (int, float)))
-    ):
-        found = as_operator(
-            query, key, value, mask, p, seed, is_causal, scale, enable_gqa, out_dtype, written
-        )
+    *arguments, out, out_dtype = call
+    if out is None and not several(written.devices):
+        found = as_operator(*arguments, out_dtype, written)
         if found is not None:
             return found
     return _outside_of_graphs(call, written)
 
 
 @uncompiled
-def _outside_of_graphs(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
+def _outside_of_graphs(call: _Call, written: CallOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is no operator: torch's compiler breaks its graph around it."""
     refuse_traces("attention", query=call[0], key=call[1], value=call[2])
     return attend(*_request_of("attention", *call, filled(written)), call[-2])
@@ -296,12 +274,14 @@ def attention_backward(
         >>> [tuple(grad.shape) for grad in grads]
         [(1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)]
     """
-    written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
+    written = filled(
+        CallOptions(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    )
     refuse_traces("attention_backward", query=query, key=key, value=value)
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = _request_of(
         "attention_backward", *originals, attn_mask, dropout_p, dropout_seed, is_causal, scale,
-        enable_gqa, None, None, written,
+        enable_gqa, None, None, filled(written),
     )  # fmt: skip
     given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, grad_lse, originals)
     given = given._replace(of_sinks=switch(grad_sinks, "grad_sinks"))

@@ -13,7 +13,7 @@ from quorum_attention.call.block import (
     WholeCall,
     request_of_block,
 )
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.passes import run_backward, run_forward
 
 
@@ -21,7 +21,7 @@ def compute_block(
     call: WholeCall,
     block: Block,
     inputs: Mapping[str, torch.Tensor],
-    written: Written,
+    written: CallOptions,
     results: BlockResults | None = None,
     masked: tuple[AttnMask, bool] | None = None,
 ) -> tuple[torch.Tensor, ...]:

@@ -41,7 +41,7 @@ from quorum_attention.autograd import (
 from quorum_attention.call.arranged import arranged
 from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.gradients import Given
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Settings, current
 from quorum_attention.kernels.registry import get_kernel
@@ -79,21 +79,32 @@ _SCHEMAS = {
 
 
 def as_operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | Mask | None,
-    dropout_p: float,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: Any,
     dropout_seed: int | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    is_causal: Any,
+    scale: Any,
+    enable_gqa: Any,
     out_dtype: torch.dtype | None,
-    written: Written,
+    written: CallOptions,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(out, lse) of a call by the operator; arguments as those of ``api.attention``. None where an
-    option cannot be said to an operator."""
+    """(out, lse) of a call by the operator; arguments as those of ``api.attention``. None where one
+    cannot be said to an operator."""
     attn_mask = as_mask(attn_mask, query, key)
+    if not (
+        isinstance(query, torch.Tensor)
+        and isinstance(key, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and (attn_mask is None or isinstance(attn_mask, (torch.Tensor, Mask)))
+        and isinstance(dropout_p, (int, float))
+        and isinstance(is_causal, bool)
+        and isinstance(enable_gqa, bool)
+        and (scale is None or isinstance(scale, (int, float)))
+    ):
+        return None
     described = attn_mask if isinstance(attn_mask, Mask) else None
     mask = attn_mask if described is None else described.bias
     sinks = None if described is None else described.sinks
@@ -297,10 +308,10 @@ def _request(
     """
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers, mapped = call[:8]
     recorded, of_mask, _ = call[8:]
-    written, described = Written(), None
+    written, described = CallOptions(), None
     if options:
         *fields, described = [_decode(form, numbers, parts) for form in _parsed(options)]
-        written = Written(*fields)
+        written = CallOptions(*fields)
     named = written.kernel
     if named != "auto" and get_kernel(named).called_back():
         raise NotImplementedError(

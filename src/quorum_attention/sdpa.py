@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.causal_bias import as_mask, is_causal_bias
-from quorum_attention.call.options import Device, Written
+from quorum_attention.call.causal_bias import is_causal_bias
+from quorum_attention.call.options import CallOptions, Device
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import (
     UNSAID,
     Layer,
-    Settings,
     current,
     filled,
     layer_of,
@@ -34,16 +33,10 @@ from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
-from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
 
 _Sdpa = Callable[..., torch.Tensor]
-_NAMES = (
-    "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
-)  # fmt: skip
-_DEFAULTS = (None, None, None, None, 0.0, False, None, False)
-_POSITIONAL = 6
-_MASK = _NAMES.index("attn_mask")
+_Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MIN_TOKENS = 4096
 
@@ -198,18 +191,23 @@ def _note_least() -> None:
 
 def _instead_of(original: _Sdpa) -> _Sdpa:
     def scaled_dot_product_attention(*args: Any, **named: Any) -> torch.Tensor:
-        own = original
-        mask: Any = args[_MASK] if len(args) > _MASK else named.get("attn_mask")
+        try:
+            call: _Call | None = _arguments(*args, **named)
+        except TypeError:
+            call = None  # torch's own says so
+        own, mask = original, None if call is None else call[3]
         if is_causal_bias(mask):
             # It looks for the name in torch.nn.functional, and does not know torch's own there.
             own = mask._dispatch
-        if torch.compiler.is_dynamo_compiling():
-            taken = _taken_in_a_graph(args, named)
-        else:
+        taken = None
+        if call is not None and torch.compiler.is_dynamo_compiling():
+            # The settings are looked up when the graph runs.
+            if _least is not None and _is_long(call, _least):
+                taken = _in_a_graph(call)
+        elif call is not None:
             settings = current()
-            if settings is None or not settings.sdpa:
-                return own(*args, **named)
-            taken = _taken(settings, args, named)
+            if settings is not None and settings.sdpa and _is_long(call, settings.min_tokens):
+                taken = _taken(call)
         return own(*args, **named) if taken is None else taken
 
     scaled_dot_product_attention.__doc__ = original.__doc__
@@ -217,88 +215,33 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
     return scaled_dot_product_attention
 
 
+def _arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> _Call:
+    """The arguments of a call of torch's function, in their order."""
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
 # --- Which calls are taken --------------------------------------------------------------------
 
 
-def _taken(settings: Settings, args: Any, named: Any) -> torch.Tensor | None:
-    """The result of a call; None if it is torch's."""
-    call = _read(args, named)
-    if call is None or not _fits(call, settings.min_tokens) or _is_special(call[0]):
-        return None
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
-    if is_traced(query, key, value):
-        if not _is_known(call):
-            return None
-        return _operator(call)
-    try:
-        tensors, request = request_of(
-            "attention", query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa,
-            None, None, filled(Written()),
-        )  # fmt: skip
-    except (TypeError, ValueError, NotImplementedError):
-        return None  # torch's own can do it, or says why not in its own words
-    try:
-        return attend(tensors, request, None)[0]
-    except NotImplementedError:  # no kernel: said before any work
-        return None
-
-
-def _taken_in_a_graph(args: Any, named: Any) -> torch.Tensor | None:
-    """As ``_taken``, as far as can be said while torch's compiler traces. The settings are looked
-    up when the graph runs."""
-    call = _read(args, named)
-    if call is None or _least is None or not _fits(call, _least) or not _is_known(call):
-        return None
-    return _operator(call)
-
-
-def _operator(call: tuple[Any, ...]) -> torch.Tensor | None:
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
-    found = as_operator(
-        query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa, None, Written()
-    )
-    return None if found is None else found[0]
-
-
-def _read(args: Any, named: Any) -> tuple[Any, ...] | None:
-    """The arguments in their order; None if torch's own would not take them."""
-    if len(args) > _POSITIONAL or any(name not in _NAMES[len(args) :] for name in named):
-        return None
-    rest = zip(_NAMES[len(args) :], _DEFAULTS[len(args) :], strict=True)
-    call = (*args, *[named.get(name, default) for name, default in rest])
-    query, key, value, mask = call[:4]
-    if isinstance(mask, Mask):
-        return None
-    if is_causal_bias(mask):
-        try:
-            return (query, key, value, as_mask(mask, query, key), *call[4:])
-        except ValueError:
-            return None
-    return call
-
-
-def _fits(call: tuple[Any, ...], min_tokens: int) -> bool:
-    """Whether a call is of plain tensors, long enough, and makes sense to torch."""
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
-    for tensor in (query, key, value):
+def _is_long(call: _Call, min_tokens: int) -> bool:
+    """Whether a call is of plain tensors, long enough, and has more than one query."""
+    query, key, value, mask, _, is_causal, *_ = call
+    if mask is not None and is_causal:
+        return False  # refused by torch's own
+    for tensor in (query, key, value, *(() if mask is None or is_causal_bias(mask) else (mask,))):
         if type(tensor) not in _PLAIN and not _is_of_a_trace(tensor):
             return False
-        if tensor.is_nested or tensor.dim() < 2:
-            return False
-    if isinstance(mask, Mask):
-        if is_causal:  # refused by torch's own
-            return False
-    elif mask is not None:
-        if type(mask) not in _PLAIN and not _is_of_a_trace(mask):
-            return False
-        # torch's own refuses both of these.
-        if is_causal or (mask.dtype != torch.bool and mask.dtype != query.dtype):
-            return False
-    if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
-        return False
-    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
-        return False
-    if scale is not None and not isinstance(scale, (int, float)):
+    if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
         return False
     n_queries, n_keys = query.shape[-2], key.shape[-2]
     long = n_queries >= min_tokens or n_keys >= min_tokens
@@ -310,10 +253,30 @@ def _is_of_a_trace(tensor: object) -> bool:
     return not torch.compiler.is_dynamo_compiling() and is_fake(tensor)
 
 
-def _is_known(call: tuple[Any, ...]) -> bool:
-    """Whether ``attention`` takes tensors of such dtypes, devices and shapes."""
-    query, key, value, *_, enable_gqa = call
-    return (
+def _taken(call: _Call) -> torch.Tensor | None:
+    """The result of a call; None if it is torch's, or refused before any work."""
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
+    if _is_special(query):
+        return None
+    if is_traced(query, key, value):
+        return _in_a_graph(call)
+    try:
+        tensors, request = request_of(
+            "attention", query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa,
+            None, None, filled(CallOptions()),
+        )  # fmt: skip
+    except (TypeError, ValueError, NotImplementedError):
+        return None  # torch's own can do it, or says why not in its own words
+    try:
+        return attend(tensors, request, None)[0]
+    except NotImplementedError:  # no kernel: said before any work
+        return None
+
+
+def _in_a_graph(call: _Call) -> torch.Tensor | None:
+    """The result of the operator, for tensors of dtypes, devices and shapes that it takes."""
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
+    known = (
         query.device.type in BACKENDS
         and query.dtype in ELEMENT_BYTES
         and query.dtype == key.dtype == value.dtype
@@ -326,6 +289,16 @@ def _is_known(call: tuple[Any, ...]) -> bool:
         and query.shape[:-3] == key.shape[:-3]
         and (query.shape[-3] == key.shape[-3] or enable_gqa)
     )
+    if not known:
+        return None
+    try:
+        found = as_operator(
+            query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa, None,
+            CallOptions(),
+        )  # fmt: skip
+    except ValueError:  # a CausalBias of other lengths
+        return None
+    return None if found is None else found[0]
 
 
 def _is_special(query: torch.Tensor) -> bool:

@@ -12,8 +12,7 @@ import torch
 from helpers_attention import TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
-from quorum_attention.call.mapped import Mappings
-from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
+from quorum_attention.call.overlap import Mappings, layout_of, overlaps_itself, share_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, H, D = 40, 2, 8
@@ -51,10 +50,10 @@ def test_overlaps_of_any_strides_are_told_as_by_looking_at_every_element() -> No
         one, other = random_view(base, draw), random_view(base, draw)
         places, others = elements(one), elements(other)
         shared = bool(set(places) & set(others))
-        seen = share_memory(Lie.of(one), Lie.of(other))
+        seen = share_memory(layout_of(one), layout_of(other))
         assert seen == shared, (one.shape, one.stride(), other.shape, other.stride())
         twice = len(set(places)) < len(places)
-        assert overlaps_itself(Lie.of(one)) == twice, (one.shape, one.stride())
+        assert overlaps_itself(layout_of(one)) == twice, (one.shape, one.stride())
         found["share"] += shared
         found["overlap themselves"] += twice
         if places and others and not shared:
@@ -68,10 +67,10 @@ def test_huge_interleaved_views_are_told_at_once() -> None:
     """A packed projection of a million tokens and 32 heads; nothing of it is there to be read."""
     b, n, h, d = 2, 1_000_000, 32, 128
     packed = torch.empty(b, n, 3, h, d, dtype=torch.float16, device="meta")
-    lies = [Lie.of(packed[:, :, j].transpose(1, 2), 2**20 + j * h * d * 2) for j in range(3)]
+    lies = [layout_of(packed[:, :, j].transpose(1, 2), 2**20 + j * h * d * 2) for j in range(3)]
     assert not any(share_memory(lies[i], lies[j]) for i in range(3) for j in range(3) if i != j)
     assert not any(map(overlaps_itself, lies))
-    off_by_one = Lie.of(packed[:, :, 1].transpose(1, 2), 2**20 + h * d * 2 - 2)
+    off_by_one = layout_of(packed[:, :, 1].transpose(1, 2), 2**20 + h * d * 2 - 2)
     assert share_memory(lies[0], off_by_one)
 
 

@@ -11,12 +11,12 @@ import torch
 import quorum_attention as qa
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import Block, BlockResults, WholeCall
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
 
 BATCH, HEADS, KV, QUERIES, KEYS = 2, 4, 2, 29, 37
-ON_CPU = Written(devices=torch.device("cpu"))
+ON_CPU = CallOptions(devices=torch.device("cpu"))
 IDS = torch.tensor([[0] * 20 + [1] * 17, [3] * 30 + [4] * 7])
 PADDING = torch.arange(KEYS) % 5 != 1
 MASKS: dict[str, Any] = {

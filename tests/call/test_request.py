@@ -11,7 +11,7 @@ from helpers_attention import inputs
 
 import quorum_attention as qa
 from quorum_attention.call import request as module
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def made(*three: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[Tensors, Request]:
     return request_of(
-        "attention", *three, mask, 0.0, None, False, None, False, None, None, Written()
+        "attention", *three, mask, 0.0, None, False, None, False, None, None, CallOptions()
     )
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import current, filled, layer_of, set_base, using
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -294,7 +294,7 @@ def test_whatever_the_order_in_which_blocks_begin_and_end(moves) -> None:  # typ
                 set_base(layer_of(**base) if base else None)
             said = [base, *(fields for _, fields in opened)]
             wanted = {k: [plain[k], *(s[k] for s in said if k in s)][-1] for k in plain}
-            found = filled(Written())
+            found = filled(CallOptions())
             assert {k: getattr(found, k) for k in plain} == wanted
     finally:
         set_base(None)

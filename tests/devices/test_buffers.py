@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quorum_attention.call.mapped import Mappings
+from quorum_attention.call.overlap import Mappings
 from quorum_attention.devices import buffers
 from quorum_attention.devices.buffers import (
     InFile,

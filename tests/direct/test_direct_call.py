@@ -10,7 +10,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import direct
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.direct import DirectCall, direct_call
 from quorum_attention.kernels.cpu import CpuKernel
@@ -28,7 +28,7 @@ def checked(
 ) -> tuple[Tensors, Request]:
     return request_of(
         "attention", *three, mask, 0.0, None, is_causal, None, True, None, None,  # type: ignore[arg-type]
-        Written(**{"kernel": "cpu", **written}),
+        CallOptions(**{"kernel": "cpu", **written}),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.mask import Mask
 
 
@@ -22,7 +22,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
-    written: Written = Written()
+    written: CallOptions = CallOptions()
 
 
 __all__ = ["Arguments"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quorum_attention.call.gradients import Given, given_of
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
@@ -211,7 +211,7 @@ def request_of_block(
     call: WholeCall,
     block: Block,
     inputs: Mapping[str, torch.Tensor],
-    written: Written,
+    written: CallOptions,
     results: BlockResults,
     masked: tuple[AttnMask, bool] | None = None,
 ) -> tuple[Tensors, Request, Given | None]:

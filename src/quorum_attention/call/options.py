@@ -28,7 +28,7 @@ Budget = float | str | Sequence[float | str]
 _AUTO = "auto"
 
 
-class Written(NamedTuple):
+class CallOptions(NamedTuple):
     """Options as a call's caller wrote them (``api.attention`` says what they mean).
 
     Attributes:
@@ -69,6 +69,9 @@ class Written(NamedTuple):
         return tuple([report for report in both if report is not None])
 
 
+Written = CallOptions  # its earlier name
+
+
 def several(devices: Any) -> bool:
     """Whether ``devices`` of a call says that several compute it, or may say so."""
     if isinstance(devices, str):
@@ -76,7 +79,7 @@ def several(devices: Any) -> bool:
     return isinstance(devices, Several) or (isinstance(devices, (list, tuple)) and len(devices) > 1)
 
 
-def options_of(written: Written, home: torch.device) -> Options:
+def options_of(written: CallOptions, home: torch.device) -> Options:
     """The options of a call.
 
     Args:

@@ -1,16 +1,24 @@
-"""Whether strided tensors share memory, decided exactly.
+"""Whether tensors share memory, and whether it may be written.
 
 Interleaved views of one packed tensor (say query, key and value of one projection) lie in the same
 range of addresses and share no byte, so comparing ranges is not enough. NumPy solves the bounded
 linear Diophantine equation behind the question. It is given addresses only; nothing is read.
+
+A tensor does not know that its memory is a read-only map (writing to it ends the process), nor that
+another tensor maps the same bytes of a file at another address. On Linux the table of this
+process's mappings tells; on other systems nothing is known.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from quorum_attention.execution.device.lookup import on_host
 
 # NumPy gives up after so many steps, about a millisecond; the answer is then yes, to be safe. The
 # layouts of ordinary views take a few steps.
@@ -18,10 +26,12 @@ _MOST_STEPS = 100_000
 _LARGEST_ITEM = 1 << 30
 # Added to all addresses: only their differences matter, and NumPy takes 0 for no address.
 _OFF_ZERO = 64
+_TABLE = "/proc/self/maps"
+
+# --- Addresses ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Lie:
+class Layout(NamedTuple):
     """The addresses of a tensor's elements.
 
     Attributes:
@@ -34,81 +44,136 @@ class Lie:
     start: int
     item: int
     dims: tuple[tuple[int, int], ...]
-    empty: bool = False
+    empty: bool
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, start: int | None = None) -> Lie:
-        """The lie of ``tensor``, with its first element at ``start`` where that is given."""
-        item = tensor.element_size()
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        dims = sorted(((n, s * item) for n, s in sizes if n > 1), key=lambda d: (-d[1], d[0]))
-        # Elements without gaps between them count as one longer element.
-        while dims and dims[-1][1] == item and item * dims[-1][0] <= _LARGEST_ITEM:
-            item *= dims.pop()[0]
-        address = tensor.data_ptr() if start is None else start
-        return cls(address, item, tuple(dims), tensor.numel() == 0)
-
-    @property
-    def stop(self) -> int:
-        """The address after the last element."""
-        return self.start + sum((n - 1) * stride for n, stride in self.dims) + self.item
-
-    @property
-    def nested(self) -> bool:
-        """Whether every stride is at least what the dimensions of shorter strides span: then no
-        two elements overlap."""
-        span = self.item
-        for n, stride in reversed(self.dims):
-            if stride < span:
-                return False
-            span += (n - 1) * stride
-        return True
-
-    def array(self, start: int, sizes: tuple[int, ...]) -> np.ndarray:
+    def array(self, dims: tuple[tuple[int, int], ...], offset: int = 0) -> np.ndarray:
         """Some of the elements, as an array that must not be read."""
-        strides = tuple(stride for _, stride in self.dims)
-        return np.asarray(_Addresses(start + _OFF_ZERO, self.item, sizes, strides))
+        return np.asarray(_Addresses(self.start + offset + _OFF_ZERO, self.item, dims))
 
 
 class _Addresses:
-    def __init__(
-        self, start: int, item: int, sizes: tuple[int, ...], strides: tuple[int, ...]
-    ) -> None:
+    def __init__(self, start: int, item: int, dims: tuple[tuple[int, int], ...]) -> None:
         self.__array_interface__ = {
-            "version": 3,
-            "data": (start, True),
-            "typestr": f"|V{item}",
-            "shape": sizes,
-            "strides": strides,
-        }
+            "version": 3, "data": (start, True), "typestr": f"|V{item}",
+            "shape": tuple(n for n, _ in dims), "strides": tuple(stride for _, stride in dims),
+        }  # fmt: skip
 
 
-def share_memory(one: Lie, other: Lie) -> bool:
+def layout_of(tensor: torch.Tensor, start: int | None = None) -> Layout:
+    """The layout of ``tensor``, with its first element at ``start`` where that is given."""
+    item = tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    dims = sorted(((n, s * item) for n, s in sizes if n > 1), key=lambda d: (-d[1], d[0]))
+    # Elements without gaps between them count as one longer element.
+    while dims and dims[-1][1] == item and item * dims[-1][0] <= _LARGEST_ITEM:
+        item *= dims.pop()[0]
+    address = tensor.data_ptr() if start is None else start
+    return Layout(address, item, tuple(dims), tensor.numel() == 0)
+
+
+def share_memory(one: Layout, other: Layout) -> bool:
     """Whether any byte belongs to both; True also where that takes too long to tell."""
-    if one.empty or other.empty or one.start >= other.stop or other.start >= one.stop:
+    if one.empty or other.empty:
         return False
-    return _meet(
-        one.array(one.start, tuple(n for n, _ in one.dims)),
-        other.array(other.start, tuple(n for n, _ in other.dims)),
-    )
+    return _meet(one.array(one.dims), other.array(other.dims))
 
 
-def overlaps_itself(lie: Lie) -> bool:
+def overlaps_itself(layout: Layout) -> bool:
     """Whether two elements share memory; True also where that takes too long to tell."""
-    if lie.empty or lie.nested:
+    if layout.empty:
         return False
+    span, nested = layout.item, True
+    for n, stride in reversed(layout.dims):
+        nested = nested and stride >= span
+        span += (n - 1) * stride
     # Take two elements, and the first dimension in which their indices differ. There the lower one
     # can be taken as 0 and the higher is at least 1; in later dimensions both are arbitrary.
-    for at, (n, stride) in enumerate(lie.dims):
-        before = (1,) * at
-        after = tuple(size for size, _ in lie.dims[at + 1 :])
-        one = lie.array(lie.start, (*before, 1, *after))
-        further = lie.array(lie.start + stride, (*before, n - 1, *after))
-        if _meet(one, further):
-            return True
-    return False
+    return not nested and any(
+        _meet(
+            layout.array(layout.dims[at + 1 :]),
+            layout.array(((n - 1, stride), *layout.dims[at + 1 :]), stride),
+        )
+        for at, (n, stride) in enumerate(layout.dims)
+    )
 
 
 def _meet(one: np.ndarray, other: np.ndarray) -> bool:
     # Where it runs out of steps this says True; ``shares_memory`` would raise.
     return bool(np.may_share_memory(one, other, max_work=_MOST_STEPS))
+
+
+# --- Mappings -------------------------------------------------------------------------------------
+
+
+class MappedRange(NamedTuple):
+    """A run of addresses that are mapped alike.
+
+    Attributes:
+        start, stop: first address, and the one after the last.
+        writable: whether it may be written.
+        shared: whether writes go to the file.
+        file: device and inode of the mapped file; None where there is none.
+        offset: position of ``start`` in the file, in bytes.
+        path: of the file, as it was called when it was mapped; None where there is none.
+    """
+
+    start: int
+    stop: int
+    writable: bool
+    shared: bool
+    file: tuple[str, int] | None
+    offset: int
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mappings:
+    """All mappings of this process, by ascending address."""
+
+    every: tuple[MappedRange, ...]
+
+    @classmethod
+    def now(cls) -> Mappings:
+        """Read from the system's table; empty where there is no such table."""
+        try:
+            with open(_TABLE, encoding="utf-8", errors="replace") as lines:
+                return cls(tuple(_parsed(line) for line in lines))
+        except OSError:
+            return cls(())
+
+    def of(self, tensor: torch.Tensor) -> tuple[MappedRange, ...]:
+        """The mappings that a tensor in host memory spans."""
+        if not on_host(tensor.device) or tensor.numel() == 0:
+            return ()
+        start = tensor.data_ptr()
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        last = start + sum((n - 1) * s for n, s in sizes) * tensor.element_size()
+        first = bisect_right(self.every, start, key=lambda m: m.start) - 1
+        after = bisect_right(self.every, last, key=lambda m: m.start)
+        return tuple(m for m in self.every[max(0, first) : after] if m.stop > start)
+
+    def read_only(self, tensor: torch.Tensor) -> bool:
+        """Whether writing to ``tensor`` would end the process."""
+        return any(not m.writable for m in self.of(tensor))
+
+    def in_file(self, tensor: torch.Tensor) -> tuple[MappedRange, int] | None:
+        """The file mapping that ``tensor`` begins in, and its first byte's position in the file;
+        None where it begins in no file."""
+        found = self.of(tensor)
+        if not found or found[0].file is None:
+            return None
+        return found[0], tensor.data_ptr() - found[0].start + found[0].offset
+
+
+def _parsed(line: str) -> MappedRange:
+    fields = line.split(maxsplit=5)
+    start, stop = (int(part, 16) for part in fields[0].split("-"))
+    path = fields[5].strip() if len(fields) > 5 else ""
+    # Mappings of device nodes are a driver's memory: their offsets are no positions in a file.
+    device_node = path.startswith("/dev/") and not path.startswith("/dev/shm/")
+    is_file = path.startswith("/") and not device_node and fields[4] != "0"
+    return MappedRange(
+        start, stop, fields[1][1] == "w", fields[1][3] == "s",
+        (fields[3], int(fields[4])) if is_file else None, int(fields[2], 16),
+        path if is_file else None,
+    )  # fmt: skip

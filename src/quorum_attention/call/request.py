@@ -12,7 +12,7 @@ from quorum_attention.call.arranged import arranged
 from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
-from quorum_attention.call.options import Written, options_of
+from quorum_attention.call.options import CallOptions, options_of
 from quorum_attention.call.transforms import (
     is_followed,
     records,
@@ -161,7 +161,7 @@ def request_of(
     enable_gqa: bool,
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
-    written: Written,
+    written: CallOptions,
 ) -> tuple[Tensors, Request]:
     """The tensors that a call reads, and its request.
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.call.options import Device, Written, check_progress, depth_of
+from quorum_attention.call.options import CallOptions, Device, check_progress, depth_of
 from quorum_attention.counts import one_of, shown
 from quorum_attention.execution.device.lookup import present
 from quorum_attention.execution.report import Report
@@ -57,7 +57,7 @@ class Settings(NamedTuple):
     sdpa: bool = False
     min_tokens: int = 0
 
-    def fill(self, written: Written) -> Written:
+    def fill(self, written: CallOptions) -> CallOptions:
         """The options of a call, with these where it says nothing. A plan says all that it pins."""
         budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
         devices = self.devices if devices is None else devices
@@ -67,7 +67,7 @@ class Settings(NamedTuple):
             depth = self.depth if _is_auto(depth) else depth
             kernel = self.kernel if _is_auto(kernel) else kernel
             accumulator = self.accumulator if _is_auto(accumulator) else accumulator
-        return Written(
+        return CallOptions(
             budget, plan, depth, kernel, accumulator, devices, progress, report, self.total
         )
 
@@ -118,7 +118,7 @@ def current() -> Settings | None:
     return stack.whole
 
 
-def filled(written: Written) -> Written:
+def filled(written: CallOptions) -> CallOptions:
     """The options of a call, with the settings here where it says nothing."""
     settings = current()
     return written if settings is None else settings.fill(written)

@@ -14,8 +14,14 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quorum_attention.call.causal_bias import is_causal_bias
-from quorum_attention.call.mapped import Mappings
-from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
+from quorum_attention.call.overlap import (
+    Layout,
+    MappedRange,
+    Mappings,
+    layout_of,
+    overlaps_itself,
+    share_memory,
+)
 from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import is_known, on_host
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, Workload
@@ -268,7 +274,7 @@ def check_apart(
 
     (Inputs are read again after a part of the results has been written.) Interleaved views of one
     packed tensor share none. Two maps of one file do, and a result in a read-only map cannot be
-    written; both are known on Linux (``call/mapped.py``). A tensor over an object that must not
+    written; both are known on Linux (``call/overlap.py``). A tensor over an object that must not
     change, such as ``torch.frombuffer`` of bytes, is not recognised.
 
     Raises:
@@ -277,35 +283,37 @@ def check_apart(
     # Only memory that torch did not allocate itself can be read-only or a file's.
     foreign = any(not t.untyped_storage().resizable() for t in results.values())
     known = Mappings.now() if foreign else Mappings(())
-    lies: dict[str, Lie] = {}
+    before: dict[str, torch.Tensor] = {n: t for n, t in read.items() if t is not None}
+    layouts: dict[str, Layout] = {}
     for name, result in results.items():
         if known.read_only(result):
             raise ValueError(f"{name} must be writable (it is written to), got a read-only map")
-        lies[name] = Lie.of(result)
-        if overlaps_itself(lies[name]):
+        layouts[name] = layout_of(result)
+        if overlaps_itself(layouts[name]):
             raise ValueError(
                 f"{name} must not overlap itself (it is written to), got shape "
                 f"{tuple(result.shape)} with strides {result.stride()}"
             )
-    before: dict[str, torch.Tensor] = {n: t for n, t in read.items() if t is not None}
     for name, result in results.items():
         for other, tensor in before.items():
-            apart = result.device != tensor.device or not _meet(
-                result, lies[name], tensor, lies.get(other) or Lie.of(tensor), known
-            )
-            if not apart:
+            if result.device == tensor.device and (
+                share_memory(layouts[name], layouts.get(other) or layout_of(tensor))
+                or _share_a_file(known.in_file(result), known.in_file(tensor), result, tensor)
+            ):
                 raise ValueError(f"{name} must not share memory with {other}")
         before[name] = result
 
 
-def _meet(one: torch.Tensor, lie: Lie, other: torch.Tensor, lie_2: Lie, known: Mappings) -> bool:
-    if share_memory(lie, lie_2):
-        return True
-    place, place_2 = known.in_file(one), known.in_file(other)
-    if place is None or place_2 is None or not place[0].shared:
+def _share_a_file(
+    place: tuple[MappedRange, int] | None,
+    place_2: tuple[MappedRange, int] | None,
+    result: torch.Tensor,
+    other: torch.Tensor,
+) -> bool:
+    """Whether a result in a shared mapping of a file and another tensor hold bytes of it."""
+    if place is None or place_2 is None or not place[0].shared or place[0].file != place_2[0].file:
         return False
-    same = place[0].file == place_2[0].file
-    return same and share_memory(Lie.of(one, place[1]), Lie.of(other, place_2[1]))
+    return share_memory(layout_of(result, place[1]), layout_of(other, place_2[1]))
 
 
 def check_plan(plan: Plan, work: Workload) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from quorum_attention.call.mapped import Mappings
+from quorum_attention.call.overlap import Mappings
 from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.device.page_locks import (

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.options import Written
+from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import real_number, whole_number
 from quorum_attention.devices.buffers import InFile, in_file
