@@ -4,36 +4,12 @@ nor random numbers of a generator of the CPU."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 from helpers_attention import inputs
 from helpers_plans import passing
 
 import quorum_attention as qa
-
-_MAKE = frozenset((
-    "arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full",
-    "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor",
-    "tensor", "tril_indices", "triu_indices", "zeros",
-))  # fmt: skip
-
-
-def test_every_tensor_that_is_made_names_its_device() -> None:
-    found = []
-    for path in Path(qa.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            of = node.func.value
-            if not isinstance(of, ast.Name) or of.id != "torch" or node.func.attr not in _MAKE:
-                continue
-            # ``**named`` has no name here.
-            if not {"device", None} & {keyword.arg for keyword in node.keywords}:
-                found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
-    assert not found
 
 
 @pytest.mark.parametrize("route", ["slots", "passing"])

@@ -202,9 +202,9 @@ def _request_of(function: str, *call: Any) -> tuple[Tensors, Request]:
 
 def _traced(call: _Call, written: CallOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is traced: as an operator, if one can be called so."""
-    *arguments, out, out_dtype = call
+    out, out_dtype = call[9:]
     if out is None and not several(written.devices):
-        found = as_operator(*arguments, out_dtype, written)
+        found = as_operator(*call[:9], out_dtype, written)
         if found is not None:
             return found
     return _outside_of_graphs(call, written)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import RESULTS, Attention, EagerCall, attend, named_derivative
-from quorum_attention.call.gradients import Given
-from quorum_attention.call.places import place_after
+from quorum_attention.call.gradients import Given, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
@@ -237,7 +236,9 @@ class DirectCall:
         request, bias = self.request, None
         if mask is not None:
             bias = MaskView(mask, 1).whole(request.work.dtype, request.options.device)
-        return Call(*three, request.work.is_causal, request.scale, bias, out_dtype)
+        query, key, value = three
+        causal, scale = request.work.is_causal, request.scale
+        return Call(query, key, value, causal, scale, bias, out_dtype)
 
     def gradients(
         self,
@@ -258,7 +259,7 @@ class DirectCall:
         self, grad_out: torch.Tensor, saved: tuple[Any, ...]
     ) -> tuple[torch.Tensor, ...] | None:
         """The gradients by one kernel call; None where they are not."""
-        *three, mask, _, out, lse = saved[:7]
+        query, key, value, mask, _, out, lse = saved[:7]
         work, dtype = self.request.work, self.request.work.dtype
         if not _is_plain(grad_out) or grad_out.dtype != dtype or grad_out.device != out.device:
             return None
@@ -267,7 +268,7 @@ class DirectCall:
         state = _deterministic(), registrations(), torch.get_num_threads()
         one_call = self.backwards.get(state)
         if one_call is None:
-            tensors, given = Tensors(*three, mask), Given(grad_out, out, lse)
+            tensors, given = Tensors(query, key, value, mask), Given(grad_out, out, lse)
             _, decision = decide_backward(tensors, self.request, given)
             kernel = decision.kernel
             one_call = kernel is get_kernel(self.kernel) and _is_one_call(decision, self.request)
@@ -281,7 +282,7 @@ class DirectCall:
         try:
             lse = lse if kernel.empty_rows else without_empty_rows(lse)
             kept = Saved(operand(grad_out, dtype), operand(out, dtype), lse)
-            return kernel.whole_backward(self._call(three, mask, dtype), kept)
+            return kernel.whole_backward(self._call((query, key, value), mask, dtype), kept)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -38,12 +38,11 @@ from quorum_attention.autograd import (
     mask_in_front,
     refuse_mapped,
 )
-from quorum_attention.call.arranged import arranged
-from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Settings, current
+from quorum_attention.call.validation import as_mask, broadcast_inputs
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
@@ -121,7 +120,7 @@ def as_operator(
         seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu")
         if dropout_seed is not None:
             seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
-    query, key, value, grouped, without_heads, _ = arranged(query, key, value, enable_gqa)
+    query, key, value, grouped, without_heads, _ = broadcast_inputs(query, key, value, enable_gqa)
     # Whether gradients are asked for is seen where autograd sees the operator.
     out, lse, _ = torch.ops.quorum_attention.attention(
         query, key, value, mask, sinks, seed, encoder.tensors, float(dropout_p), scale, is_causal,

@@ -10,9 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from quorum_attention.call.gradients import Given
+from quorum_attention.call.gradients import Given, backward_place, forward_place, place_after
 from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
-from quorum_attention.call.places import backward_place, forward_place, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import (
@@ -103,7 +102,23 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
-    return _run_whole_backward(tensors, request, given)
+    if given.of_sinks:
+        found = run_backward(tensors, request, given._replace(of_sinks=False))
+        assert tensors.sinks is not None
+        with torch.no_grad():
+            of_sinks = sinks_gradient(
+                given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
+            )
+        return (*found, of_sinks)
+    if request.runner is not None and not is_trivial(tensors):
+        return request.runner.backward(tensors, request, given)
+    if not given.of_mask:
+        return _run_backward(tensors, request, given)
+    held = 0 if given.grad_mask is not None else _mask_gradient_bytes(tensors, request)
+    return beside(
+        request, held, "gives its mask's gradient", "the mask's gradient",
+        lambda left: _run_backward(tensors, left, given),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -136,28 +151,6 @@ def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
             )
 
 
-def _run_whole_backward(
-    tensors: Tensors, request: Request, given: Given
-) -> tuple[torch.Tensor, ...]:
-    if given.of_sinks:
-        found = _run_whole_backward(tensors, request, given._replace(of_sinks=False))
-        assert tensors.sinks is not None
-        with torch.no_grad():
-            of_sinks = sinks_gradient(
-                given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
-            )
-        return (*found, of_sinks)
-    if request.runner is not None and not is_trivial(tensors):
-        return request.runner.backward(tensors, request, given)
-    if not given.of_mask:
-        return _run_backward(tensors, request, given)
-    held = 0 if given.grad_mask is not None else _mask_gradient_bytes(tensors, request)
-    return beside(
-        request, held, "gives its mask's gradient", "the mask's gradient",
-        lambda left: _run_backward(tensors, left, given),
-    )  # fmt: skip
-
-
 def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     query, key, value, mask, _ = tensors
     grads = given.grads
@@ -167,17 +160,15 @@ def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[tor
         return tuple(t.zero_() for t in (*found, *of_mask))
     if given.grad_lse is None:
         return _run_gradients(tensors, request, given)
-    return beside(
-        request, column_bytes(tensors, request, given), "has a gradient of its log-sum-exp",
-        "columns for it", lambda left: _run_widened(tensors, left, given),
-    )  # fmt: skip
 
+    def run_wider(left: Request) -> tuple[torch.Tensor, ...]:
+        # The wider inputs are freed before results are made as wide as they should be.
+        made = _run_gradients(*with_columns(tensors, left, given))
+        return (*without_columns(made[:3], left.work, grads), *made[3:])
 
-def _run_widened(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
-    """A backward with a gradient of the log-sum-exp, as one without it on wider rows."""
-    # The wider inputs are freed before results are made as wide as they should be.
-    made = _run_gradients(*with_columns(tensors, request, given))
-    return (*without_columns(made[:3], request.work, given.grads), *made[3:])
+    held = column_bytes(tensors, request, given)
+    how = "has a gradient of its log-sum-exp"
+    return beside(request, held, how, "columns for it", run_wider)
 
 
 def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
@@ -309,17 +300,14 @@ def _run(
         assert plan is not None, "a pass that is decided again has a plan"
         log_cut(plan)
         report = _pass_report(plan, timed=watched is not None)
-        if watched is not None and request.dropout is not None:
-            report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
-            if request.options.kernel == "auto":
-                report.without_dropout = without_dropout(decision.kernel, problem.call_shape)
         report.recoveries.extend(recoveries)
         if watched is not None:
             watched.pool = None
-        if watched is not None and problem.backward:
-            watched.backward = report
-        elif watched is not None:
-            watched.forward = report
+            if request.dropout is not None:
+                report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
+                if request.options.kernel == "auto":
+                    report.without_dropout = without_dropout(decision.kernel, problem.call_shape)
+            setattr(watched, "backward" if problem.backward else "forward", report)
         with (
             backend_of(device).current(device),
             _peak_memory(device, report),

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.causal_bias import is_causal_bias
 from quorum_attention.call.options import CallOptions, Device
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import (
@@ -28,6 +27,7 @@ from quorum_attention.call.settings import (
     set_base,
     using,
 )
+from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import ELEMENT_BYTES
@@ -196,7 +196,7 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
         except TypeError:
             call = None  # torch's own says so
         own, mask = original, None if call is None else call[3]
-        if is_causal_bias(mask):
+        if mask is not None and is_causal_bias(mask):
             # It looks for the name in torch.nn.functional, and does not know torch's own there.
             own = mask._dispatch
         taken = None

@@ -71,7 +71,8 @@ def _sample(n: int, count: int, generator: torch.Generator) -> torch.Tensor:
     if n <= count:
         return torch.arange(n, device="cpu")
     inner = torch.randint(0, n, (count - 2,), generator=generator, device="cpu")
-    return torch.cat([torch.tensor([0, n - 1], device="cpu"), inner]).unique()
+    chosen: torch.Tensor = torch.cat([torch.tensor([0, n - 1], device="cpu"), inner]).unique()
+    return chosen
 
 
 @dataclass(slots=True)
@@ -186,7 +187,7 @@ def compare(
     """The errors of a result: out (*batch, heads, n, dv), lse (*batch, heads, n), gradients."""
     rows, keys = expected.query_rows, expected.key_rows
     of_lse = None if lse is None else _relative(expected.lse, _heads(lse, 1), rows)
-    errors: tuple[float | None, ...] = (None, None, None)
+    errors: tuple[float | None, float | None, float | None] = (None, None, None)
     if grads is not None:
         query, key, value = map(_heads, grads)
         errors = (
@@ -195,7 +196,7 @@ def compare(
             _relative(expected.grad_value, value, keys),
         )
     of_out = _relative(expected.out, _heads(out), rows)
-    return Sampled(of_out, of_lse, *errors, lse_is_exact=expected.lse_is_exact)
+    return Sampled(of_out, of_lse, *errors, expected.lse_is_exact)
 
 
 def _relative(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from helpers_attention import inputs
 
 import quorum_attention as qa
 from quorum_attention.call import request as module
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.devices import Pool
+from quorum_attention.ray import Farm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,3 +74,11 @@ def test_a_request_holds_no_input_and_does_not_change() -> None:
     assert request.work.n_queries == tensors.query.shape[-2] == 20
     with pytest.raises(FrozenInstanceError):
         request.scale = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("function", [qa.attention, Pool.attention, Farm.attention])
+def test_the_same_defaults_everywhere(function) -> None:  # type: ignore[no-untyped-def]
+    usual = {**Arguments._field_defaults, **CallOptions._field_defaults}
+    known = {n: p.default for n, p in signature(function).parameters.items() if n in usual}
+    assert {"attn_mask", "dropout_p", "dropout_seed", "is_causal", "depth"} <= known.keys()
+    assert known == {name: usual[name] for name in known}

@@ -79,7 +79,7 @@ def test_a_long_window_is_remembered_and_a_second_derivative_is_refused() -> Non
     assert [type(known) for known in direct._CACHE.values()] == [direct.DirectCall]
     second = qa.attention(q, k, v, mask)
     assert torch.equal(first, second)
-    assert type(second.grad_fn).__name__ == "_DirectBackward"
+    assert type(second.grad_fn).__name__ == "AttentionBackward"
     (grad,) = torch.autograd.grad(second.float().square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.autograd.grad(grad.float().sum(), q)

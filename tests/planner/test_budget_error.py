@@ -15,7 +15,7 @@ from helpers_attention import assert_close, exact, inputs
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.cli import main, recover
+from quorum_attention.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGURATIONS = [
@@ -206,29 +206,3 @@ def test_an_estimate_names_the_pass_that_needs_more() -> None:
     with pytest.raises(qa.BudgetError, match=r"^backward pass: .* smallest that works") as refused:
         qa.estimate(16_384, budget="24MiB", device="cpu")
     assert qa.estimate(16_384, budget=printed(str(refused.value)), device="cpu").backward
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_what_recover_prints_can_be_typed(
-    seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Up to the check before any work; a call in a process is tests/cli/test_recover.py's."""
-    draw = random.Random(f"printed recover {seed}")
-    problem = drawn_problem(draw)
-    arguments = ["recover", "--device", "cpu", "--tokens", str(draw.randint(1, 3000))]
-    for name in ("heads", "kv_heads", "head_dim"):
-        arguments += [f"--{name.replace('_', '-')}", str(problem[name])]
-    arguments += ["--dtype", str(problem["dtype"]).removeprefix("torch.")]
-    arguments += ["--causal"] * bool(problem["is_causal"]) + ["--forward-only"] * (seed % 2)
-
-    class AcceptedError(Exception):
-        pass
-
-    def accept(*_: object) -> None:
-        raise AcceptedError
-
-    monkeypatch.setattr(recover, "_headline", accept)
-    assert main([*arguments, "--budget", "1KiB"]) == 2
-    budget = printed(capsys.readouterr().err)
-    with pytest.raises(AcceptedError):
-        main([*arguments, "--budget", budget])

@@ -12,6 +12,7 @@ from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.execution.device.lookup import best_device, on_host, present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Options, Plan
 from quorum_attention.sizes import parse_bytes
 
@@ -67,6 +68,21 @@ class CallOptions(NamedTuple):
             return ()
         both = (self.report,) if self.report is self.total else (self.report, self.total)
         return tuple([report for report in both if report is not None])
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call that follow query, key and value, unchecked, in the order in which
+    ``request_of`` takes them; ``api.attention`` says what they mean."""
+
+    attn_mask: torch.Tensor | Mask | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    out: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    written: CallOptions = CallOptions()
 
 
 Written = CallOptions  # its earlier name

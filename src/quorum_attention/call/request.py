@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from quorum_attention.call.arranged import arranged
-from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import CallOptions, options_of
@@ -21,7 +19,9 @@ from quorum_attention.call.transforms import (
     refuse_out,
 )
 from quorum_attention.call.validation import (
+    as_mask,
     as_tensor,
+    broadcast_inputs,
     check_apart,
     check_kind,
     check_mask,
@@ -181,7 +181,9 @@ def request_of(
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_kind(tensor, name)
-    query, key, value, shared, without_heads, cast_bytes = arranged(query, key, value, enable_gqa)
+    query, key, value, shared, without_heads, cast_bytes = broadcast_inputs(
+        query, key, value, enable_gqa
+    )
     if out is not None:
         out = as_tensor(out, "out", written=True)
         out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out

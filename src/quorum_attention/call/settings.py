@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.call.options import CallOptions, Device, check_progress, depth_of
-from quorum_attention.counts import one_of, shown
-from quorum_attention.execution.device.lookup import present
+from quorum_attention.call.options import CallOptions, Device, options_of
+from quorum_attention.counts import shown
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.sizes import parse_bytes
 
 
 class _Unsaid(Enum):
@@ -168,54 +166,20 @@ def layer_of(**fields: Any) -> Layer:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
     """
     said = {name: value for name, value in fields.items() if value is not UNSAID}
-    for name, value in said.items():
-        _CHECKS[name](value)
+    options = {name: value for name, value in said.items() if name not in ("sdpa", "min_tokens")}
+    options_of(CallOptions(**options, report=said.get("total")), torch.device("cpu"))
+    if not _is_auto(said.get("kernel", "auto")):
+        kernel = get_kernel(said["kernel"])
+        if kernel.own_attention or kernel.probed_as is not None:
+            raise ValueError(
+                f"kernel must be one of exact attention here, got {kernel.name!r}, which computes "
+                f"another: settings say how calls are run, not what they compute. Give it to the "
+                f"call itself"
+            )
+    least = said.get("min_tokens", 0)
+    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+        raise ValueError(f"min_tokens must be a whole number from 0, got {shown(least)}")
     return Layer(said)
-
-
-def _check_kernel(kernel: Any) -> None:
-    if _is_auto(kernel):
-        return
-    named = get_kernel(kernel)
-    if named.own_attention or named.probed_as is not None:
-        raise ValueError(
-            f"kernel must be one of exact attention here, got {get_kernel(kernel).name!r}, which "
-            f"computes another: settings say how calls are run, not what they compute. Give it to "
-            f"the call itself"
-        )
-
-
-def _check_devices(devices: Any) -> None:
-    if devices is not None:
-        present(devices, "devices")
-
-
-def _check_total(report: Any) -> None:
-    if report is not None and not isinstance(report, Report):
-        raise TypeError(f"report must be a quorum_attention.Report, got {type(report).__name__}")
-
-
-def _check_min_tokens(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"min_tokens must be a whole number from 0, got {shown(value)}")
-
-
-def _check_budget(budget: Any) -> None:
-    if budget is not None:
-        parse_bytes(budget)
-
-
-_CHECKS = {
-    "budget": _check_budget,
-    "depth": depth_of,
-    "kernel": _check_kernel,
-    "accumulator": lambda value: one_of(value, "accumulator", ("auto", "device", "host")),
-    "devices": _check_devices,
-    "progress": check_progress,
-    "total": _check_total,
-    "sdpa": lambda value: None,
-    "min_tokens": _check_min_tokens,
-}
 
 
 class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no_grad)

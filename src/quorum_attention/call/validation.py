@@ -1,10 +1,13 @@
-"""Checks of a call's arguments, before any work.
+"""Checks of a call's arguments, before any work; casts of autocast and broadcasting, as torch's own
+function has them.
 
-Every error names the argument, what was given and what is allowed.
+Every error names the argument, what was given and what is allowed. Only views and, under autocast,
+casts are made, by functions that autograd knows: gradients have the inputs' own shapes and dtypes.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +16,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from quorum_attention.call.causal_bias import is_causal_bias
 from quorum_attention.call.overlap import (
     Layout,
     MappedRange,
@@ -23,8 +25,9 @@ from quorum_attention.call.overlap import (
     share_memory,
 )
 from quorum_attention.counts import shown
-from quorum_attention.execution.device.lookup import is_known, on_host
+from quorum_attention.execution.device.lookup import BACKENDS, is_known, on_host
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, Workload
+from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
 
 
@@ -86,6 +89,7 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_USUAL_MASKS = (type(None), *_PLAIN, Mask)
 
 
 def _stands_for_others(tensor: torch.Tensor) -> bool:
@@ -98,6 +102,38 @@ def _stands_for_others(tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() == 0 and not tensor.is_meta
     except RuntimeError:
         return True
+
+
+def is_causal_bias(attn_mask: Any) -> bool:
+    """Whether a mask is one of torch's ``causal_upper_left`` and ``causal_lower_right``."""
+    if type(attn_mask) in _USUAL_MASKS:
+        return False
+    # Where nobody has imported it, nobody has one.
+    home = sys.modules.get("torch.nn.attention.bias")
+    return home is not None and isinstance(attn_mask, home.CausalBias)
+
+
+def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
+    """``attn_mask``; a ``Mask`` that says the same if it is torch's ``CausalBias``.
+
+    Args:
+        query, key: the call's, (..., tokens, head_dim); None: it is not looked at how long they
+            are.
+
+    Raises:
+        ValueError: it was made for other lengths.
+    """
+    if not is_causal_bias(attn_mask):
+        return attn_mask
+    made = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+    if query is not None and min(len(query.shape), len(key.shape)) >= 2:
+        lengths = (query.shape[-2], key.shape[-2])
+        if made != lengths:
+            raise ValueError(
+                f"attn_mask must be made for {lengths[0]} queries and {lengths[1]} keys, got a "
+                f"CausalBias for {made[0]} and {made[1]}"
+            )
+    return Mask(causal="lower_right" if attn_mask.variant.name == "LOWER_RIGHT" else "upper_left")
 
 
 def _check_device(tensor: torch.Tensor, name: str) -> None:
@@ -329,3 +365,103 @@ def check_plan(plan: Plan, work: Workload) -> None:
         planned, came = getattr(plan.work, name), getattr(work, name)
         if planned != came:
             raise ValueError(f"plan was made for {name} = {planned}, the call has {came}")
+
+
+# --- Broadcasting ---------------------------------------------------------------------------------
+
+
+class BroadcastInputs(NamedTuple):
+    """Inputs of one dtype, with at least three dimensions and the same batch dimensions.
+
+    Attributes:
+        enable_gqa: as given, or True where all query heads share one key/value head.
+        without_heads: the inputs were (tokens, head_dim).
+        cast_bytes: bytes of the casts of autocast, on the inputs' device.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    enable_gqa: bool
+    without_heads: bool = False
+    cast_bytes: int = 0
+
+
+def broadcast_inputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> BroadcastInputs:
+    """The inputs cast and broadcast, for ``validation.sizes_of``.
+
+    Raises:
+        ValueError: batch dimensions that do not broadcast.
+    """
+    cast_bytes = 0
+    dtype = _autocast_dtype(query.device.type)
+    if dtype is not None:
+        given = (query, key, value)
+        query, key, value = (_cast(tensor, dtype) for tensor in given)
+        made = zip((query, key, value), given, strict=True)
+        # Not ``nbytes``, which torch's compiler cannot read of lengths that may vary.
+        cast_bytes = sum(n.numel() * n.element_size() for n, old in made if n is not old)
+    dims = (query.dim(), key.dim(), value.dim())
+    if _fit(query, key, value, enable_gqa) or min(dims) < 2:
+        return BroadcastInputs(query, key, value, enable_gqa, False, cast_bytes)
+    rank = max(3, *dims)
+    query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))
+    heads, shared, grouped = _heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
+    batch = query.shape[:-3]
+    for name, tensor in (("key", key), ("value", value)):
+        batch = _broadcast(batch, tensor.shape[:-3], name)
+    query = query.expand(*batch, heads, *query.shape[-2:])
+    key, value = (
+        t.expand(*batch, shared if t.shape[-3] == 1 else t.shape[-3], *t.shape[-2:])
+        for t in (key, value)
+    )
+    return BroadcastInputs(query, key, value, grouped, max(dims) == 2, cast_bytes)
+
+
+def _broadcast(batch: torch.Size, other: torch.Size, name: str) -> torch.Size:
+    try:
+        found: torch.Size = torch.broadcast_shapes(batch, other)
+        return found
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must have batch dimensions that broadcast with {tuple(batch)}, got "
+            f"{tuple(other)}"
+        ) from None
+
+
+def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Whether nothing has to be broadcast: equal batch dimensions, and heads equal or grouped."""
+    if query.dim() < 3 or query.dim() != key.dim():
+        return False
+    shape, shared = query.shape[:-2], key.shape[:-2]
+    if shared != value.shape[:-2]:
+        return False
+    return shape == shared or (bool(enable_gqa) and shape[:-1] == shared[:-1])
+
+
+def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int, bool]:
+    """(query heads, key/value heads, enable_gqa) after broadcasting.
+
+    As torch broadcasts, except that a single key/value head is shared instead of expanded.
+    """
+    shared = value if key == 1 else key
+    if enable_gqa or query == shared:
+        return query, shared, enable_gqa
+    if query == 1:
+        return shared, shared, False
+    return query, shared, shared == 1
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast casts to on such a device; None where it is off."""
+    if device_type not in BACKENDS or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` as autocast casts it: only floating dtypes, and not float64."""
+    spared = not tensor.is_floating_point() or tensor.dtype == torch.float64
+    return tensor if spared else tensor.to(dtype)

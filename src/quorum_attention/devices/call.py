@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import Budget, Written
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, Tensors, request_of
-from quorum_attention.call.validation import as_tensor
+from quorum_attention.call.validation import as_mask, as_tensor
 from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import Prefault, Shared, kept_room, made_for
 from quorum_attention.devices.messages import Begin, Rule, with_functions

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.block import Block
-from quorum_attention.call.options import Budget, Several, Written
+from quorum_attention.call.options import Arguments, Budget, Several, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from quorum_attention.call.causal_bias import as_mask
+from quorum_attention.call.validation import as_mask
 from quorum_attention.counts import shown
 from quorum_attention.mask import Mask
 

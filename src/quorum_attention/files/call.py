@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
+from quorum_attention.call.validation import as_mask
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.workload import Workload
 from quorum_attention.files.formats import Wanted

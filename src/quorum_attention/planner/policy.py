@@ -1,7 +1,7 @@
 """The planner's constants: which decompositions are looked at, and when one is preferred.
 
 The rates of a device are measured (``calibration.py``), and the bytes and seconds of a pass are
-computed (``footprint.py``, ``cost.py``).
+computed (``price.py``).
 """
 
 from __future__ import annotations
