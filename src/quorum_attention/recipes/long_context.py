@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quorum_attention.counts import one_of, whole_number
+from quorum_attention.recipes.changes import Change, Summary
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
 from quorum_attention.recipes.config import read_shape
 from quorum_attention.recipes.loss import NAME as LOSS
@@ -12,7 +13,6 @@ from quorum_attention.recipes.loss import chunk_loss
 from quorum_attention.recipes.mlp import NAME as MLP
 from quorum_attention.recipes.mlp import tile_mlps
 from quorum_attention.recipes.step import MLP_TILE, Training
-from quorum_attention.recipes.summary import Change, Summary, left_out
 from quorum_attention.sizes import parse_bytes
 
 ATTENTION, CHECKPOINTS = "quorum attention", "checkpoints"
@@ -65,13 +65,11 @@ def long_context(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
-    done: list[Change] = []
-    if attention:
-        done.append(_attend(base, *name_for(budget)))
-    else:
-        done.append(left_out(ATTENTION, "not asked for"))
-    done.append(chunk_loss(base) if chunked_loss else left_out(LOSS, "not asked for"))
-    done.append(tile_mlps(base, mlp_tile) if mlp_tile else left_out(MLP, "not asked for"))
+    name, budget = name_for(budget)  # with what ``register`` was given, if nothing is given here
+    none = "not asked for"
+    done = [_attend(base, name, budget) if attention else Change(ATTENTION, False, none)]
+    done.append(chunk_loss(base) if chunked_loss else Change(LOSS, False, none))
+    done.append(tile_mlps(base, mlp_tile) if mlp_tile else Change(MLP, False, none))
     training = Training(
         1, dtype=base.dtype, lora=None if all(p.requires_grad for p in base.parameters()) else 1,
         budget=None if budget is None else parse_bytes(budget), device=base.device.type,
@@ -88,16 +86,17 @@ def _attend(model: Any, name: str, budget: int | str | None) -> Change:
 
     model.set_attn_implementation(name)
     if name not in names_of(model.config):
-        return left_out(ATTENTION, f"{type(model).__name__} does not take its attention by name")
+        kind = type(model).__name__
+        return Change(ATTENTION, False, f"{kind} does not take its attention by name")
     return Change(ATTENTION, True, f"budget {budget or 'of what is free'}")
 
 
 def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Change:
     """Keep of every layer its input and attention's results alone."""
     if where is None:
-        return left_out(CHECKPOINTS, "not asked for")
+        return Change(CHECKPOINTS, False, "not asked for")
     if not getattr(model, "supports_gradient_checkpointing", False):
-        return left_out(CHECKPOINTS, f"{type(model).__name__} has none")
+        return Change(CHECKPOINTS, False, f"{type(model).__name__} has none")
     try:
         shape = read_shape(model.config.to_dict())
     except ValueError:  # sizes by other names: then all goes to host memory

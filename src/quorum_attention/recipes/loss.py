@@ -17,9 +17,8 @@ from torch.autograd import forward_ad
 from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
+from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
 from quorum_attention.recipes.step import LOSS_CHUNK
-from quorum_attention.recipes.summary import Change, left_out
 
 NAME = "chunked loss"
 _IGNORED = -100
@@ -36,16 +35,16 @@ def chunk_loss(model: Any) -> Change:
     base = getattr(model, "base_model", model)
     kind = type(model).__name__
     if type(head) is not torch.nn.Linear or decoder is None or model in (decoder, base):
-        return left_out(NAME, f"{kind} is not a decoder with one linear layer to the vocabulary")
+        return Change(NAME, False, f"{kind} is no decoder with one linear layer to the vocabulary")
     if not has_own_forward(model):
-        return left_out(NAME, f"this {kind} was given another forward")
+        return Change(NAME, False, f"this {kind} was given another forward")
     if head.weight.device.type == "meta":
-        return left_out(NAME, "the weights are not there yet")
+        return Change(NAME, False, "the weights are not there yet")
     patch_forward(model, _forward(model))
     why = _differs(model)
     if why is not None:
         del model.forward
-        return left_out(NAME, why)
+        return Change(NAME, False, why)
     return Change(NAME, True, f"{LOSS_CHUNK:,} tokens at a time; a call with labels has no logits")
 
 

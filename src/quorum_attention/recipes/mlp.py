@@ -6,6 +6,7 @@ tokens; the backward computes it again, tile by tile: torch's checkpoints.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,23 +17,24 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
-from quorum_attention.recipes.summary import Change, left_out
+from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
 
 NAME = "tiled MLP"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
+# A module has other weights for a while: calls of other threads wait, or it might keep those.
+_swapping = threading.RLock()
 
 
 def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
     """Let every gated MLP of ``model`` work ``tokens`` tokens at a time."""
     found = [module for module in model.modules() if _is_gated(module)]
     if not found:
-        return left_out(NAME, "no MLP of gate_proj, up_proj and down_proj (experts are not tiled)")
+        return Change(NAME, False, "no MLP of gate_proj, up_proj, down_proj (experts stay whole)")
     if not all(map(has_own_forward, found)):
-        return left_out(NAME, "an MLP was given another forward")
+        return Change(NAME, False, "an MLP was given another forward")
     for kind, one in {type(module): module for module in found}.items():
         if not _goes_token_by_token(one):
-            return left_out(NAME, f"{kind.__name__} gives other results for some tokens alone")
+            return Change(NAME, False, f"{kind.__name__} gives other results for some tokens alone")
     for module in found:
         _tile(module, tokens)
     return Change(NAME, True, f"{tokens:,} tokens at a time, {len(found)} of them")
@@ -108,7 +110,8 @@ def _tiles(
                 "of the tiled MLP, which its gradient needs"
             )
         held = weights | {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
-        return functional_call(whole, held, (tile,))
+        with _swapping:
+            return functional_call(whole, held, (tile,))
 
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
 

@@ -13,8 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-from quorum_attention.integrations.transformers.closures import MaskFunction
-from quorum_attention.integrations.transformers.recognition import Sizes
+from quorum_attention.integrations.transformers.recognition import MaskFunction, Sizes
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import alive, told
-from quorum_attention.integrations.transformers.closures import MaskFunction, known
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.integrations.transformers.recognition import MaskFunction, known
 from quorum_attention.integrations.transformers.whose import Kept, check_layers
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask

@@ -1,4 +1,4 @@
-"""A module changed for a while or for good: evaluation mode, and another ``forward``.
+"""Changes of a model: another ``forward`` for a module, and what was changed or left out, and why.
 
 Others replace forwards too: libraries of kernels, offloading, adaptation by hand. A module whose
 forward somebody has replaced is left as it is.
@@ -8,12 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 
 _OURS = "_quorum_attention_recipe"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a model.
+
+    Attributes:
+        name: of the change.
+        done: whether it was made.
+        how: how it was made, or why it was left out.
+    """
+
+    name: str
+    done: bool
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'' if self.done else 'left out: '}{self.how}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All changes, in the order in which they were tried."""
+
+    changes: tuple[Change, ...]
+
+    @property
+    def done(self) -> tuple[str, ...]:
+        """Names of the changes that were made."""
+        return tuple(change.name for change in self.changes if change.done)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the changes that were not made."""
+        return tuple(change.name for change in self.changes if not change.done)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes))
 
 
 @contextmanager
@@ -42,4 +81,4 @@ def patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)
 
 
-__all__ = ["eval_mode", "has_own_forward", "patch_forward"]
+__all__ = ["Change", "Summary", "eval_mode", "has_own_forward", "patch_forward"]
