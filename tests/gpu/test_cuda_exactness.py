@@ -149,14 +149,15 @@ def test_scores_far_below_zero(kernel, dtype, is_causal, n_keys) -> None:
     assert max(found.values()) < 0.5, found
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "flash"])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("n", [300, 2000])
 def test_a_key_that_is_nan_reaches_every_gradient_of_values(kernel, depth, number, n) -> None:
     """Whatever the row's largest score is taken for: its sum is NaN, and all probabilities.
 
-    Also where the operator splits keys and merges the parts, those of NaN left out.
+    Also where the operator splits keys and merges the parts, those of NaN left out. Not on
+    ``flash``: torch's own call loses the NaN, and so does ours (docs/kernels.md).
     """
     given = cuda_inputs(n, dtype=torch.float16)
     given.key.data[:, :, 7] = number  # infinite: of both signs in each score

@@ -313,7 +313,7 @@ def corrected_output(
     work = call.work
     query, key, value = (_four(t, work) for t in (call.query, call.key, call.value))
     mask = call.mask
-    bias = None if mask is None else mask.whole(work.dtype, call.device, work.batch_shape)
+    bias = None if mask is None else mask.whole(work.dtype, query.device, work.batch_shape)
     one = Call(query, key, value, work.is_causal, call.scale, bias, dropout=call.dropout)
     saved = Saved(*(_four(t, work) for t in (grad_out, out.to(work.dtype), lse.to(out.device))))
     return exact_carrier(one, saved, work.columns).view(out.shape)
