@@ -10,7 +10,7 @@ import torch
 import quorum_attention as qa
 from quorum_attention.execution.routes import over_inputs
 from quorum_attention.kernels.protocol import Call, Saved
-from quorum_attention.kernels.reference import SMALL, whole_backward
+from quorum_attention.kernels.reference import SMALL, not_whole, whole_backward
 
 
 def small_gradients(call: Call, saved: Saved) -> tuple[torch.Tensor, ...]:
@@ -168,3 +168,12 @@ def test_gradients_that_are_not_finite_are_left_to_the_kernel() -> None:
     got = torch.autograd.grad(out, three, grad_out)[0]
     wanted = torch.autograd.grad(theirs, three, grad_out)[0]
     assert torch.equal(got.isnan(), wanted.isnan())
+
+
+@pytest.mark.parametrize("lse", [0.0, 30.0, 1e3, 1e6, 1e12])
+def test_what_is_taken_for_rounding_is_little_where_a_task_has_a_part_of_the_row(
+    lse: float,
+) -> None:
+    rows = torch.full((4,), lse)
+    total = torch.tensor([1.0, 1.02, 0.8, 0.0])
+    assert not_whole(total, rows, loose=False).tolist() == [False, True, True, True]
