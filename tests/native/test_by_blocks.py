@@ -148,7 +148,7 @@ def test_masked_blocks_are_left_out_and_clear_ones_are_not_tried(
     original = native.launch_forward
 
     def counted(*args: Any, **named: Any) -> None:
-        launched.append((args[3].entries[:, 6].tolist(), args[4].words.numel()))
+        launched.append((args[3].entries[:, 6].tolist(), args[4].mask_bits.numel()))
         original(*args, **named)
 
     monkeypatch.setattr(native, "launch_forward", counted)

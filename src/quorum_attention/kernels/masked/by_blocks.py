@@ -303,7 +303,7 @@ class NativeByBlocks(NativeKernel):
                 bits = bits_of(evaluator, on_device, room.at_once)
             rows, columns = part.rows, part.columns
             extras = replace(
-                self._extras(device, task), words=bits,
+                self._extras(device, task), mask_bits=bits,
                 bias_at=(r.query_start - rows.start, r.key_start - columns.start),
             )  # fmt: skip
             call = Call(

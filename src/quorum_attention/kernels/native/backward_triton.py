@@ -189,9 +189,9 @@ def query_kernel(
         slope = tl.load(slopes + h)
     if BIAS:
         bias += b * bias_b + h * bias_h
-    words = query_bits
+    mask_bits = query_bits
     if BITS == 2:
-        words += b * left + h * right
+        mask_bits += b * left + h * right
     log2_scale = scale * 1.4426950408889634
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -228,7 +228,7 @@ def query_kernel(
                 )  # fmt: skip
                 if BITS == 2:
                     keep = mask_bits_kept(
-                        keep, words, entries + index * 8, rows[:, None], keys[None, :],
+                        keep, mask_bits, entries + index * 8, rows[:, None], keys[None, :],
                     )  # fmt: skip
                 if BITS == 1:
                     # Read again for each tile: holding them would cost the clear tiles registers.
@@ -383,9 +383,9 @@ def key_kernel(
         grad_h = lane_of(grad_out, b, h, g_b, g_h, READ)
         lse_h = lse + b * l_b + h * l_h
         delta_h = delta + (b * key_heads * group + h) * n_queries
-        words = query_bits
+        mask_bits = query_bits
         if BITS == 2:
-            words += b * left + h * right
+            mask_bits += b * left + h * right
         head = 0
         if DROPOUT:
             head = (tl.load(drops + 3) + h).to(tl.uint32)
@@ -437,7 +437,7 @@ def key_kernel(
                         column_high, diagonal, distance, left, right, WINDOW,
                     )  # fmt: skip
                     if BITS == 2:
-                        keep = mask_bits_kept(keep, words, at, rows[None, :], keys[:, None])
+                        keep = mask_bits_kept(keep, mask_bits, at, rows[None, :], keys[:, None])
                     if BITS == 1:
                         own_bits = tl.load(key_bits + keys, mask=live, other=0)
                         other = tl.load(query_bits + rows, mask=rows < part_high, other=0)

@@ -119,9 +119,9 @@ def forward_kernel(
     if BIAS:
         bias += b * bias_b + h * bias_h
 
-    words = query_bits
+    mask_bits = query_bits
     if BITS == 2:
-        words += b * left + h * right
+        mask_bits += b * left + h * right
 
     head, entry, key_low, key_high, threshold, share = 0, 0, 0, 0, 0, 1.0
     if DROPOUT:
@@ -177,7 +177,7 @@ def forward_kernel(
                 )  # fmt: skip
                 if BITS == 2:
                     keep = mask_bits_kept(
-                        keep, words, entries + index * 8, rows[:, None], keys[None, :],
+                        keep, mask_bits, entries + index * 8, rows[:, None], keys[None, :],
                     )  # fmt: skip
                 if BITS == 1:
                     # Read again for each tile: holding them would cost the clear tiles registers.

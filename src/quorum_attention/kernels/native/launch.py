@@ -38,9 +38,9 @@ class Extras:
         bias_at: local positions of the additive mask's first row and column.
         bits: (n,), (m,) int64 on the device, or None: a pair is kept where they have no bit in
             common; tested in the mixed runs of the table.
-        words: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of partial
-            blocks are kept (``mask_bits_kept``), where the table's last column says. Not together
-            with group bits, a window, slopes or dropout.
+        mask_bits: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of
+            partial blocks are kept (``mask_bits_kept``), where the table's last column says. Not
+            together with group bits, a window, slopes or dropout.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
         n_keys: keys of a row in the whole call, which say how small its probabilities are.
     """
@@ -50,7 +50,7 @@ class Extras:
     window: tuple[int, int] | None = None
     bias_at: tuple[int, int] = (0, 0)
     bits: tuple[torch.Tensor, torch.Tensor] | None = None
-    words: torch.Tensor | None = None
+    mask_bits: torch.Tensor | None = None
     tf32: bool = False
     n_keys: int = 0
 
@@ -231,7 +231,7 @@ def _shared(call: Call, extras: Extras) -> dict[str, Any]:
         "ALIBI": extras.slopes is not None,
         "BIAS": biased,
         "WINDOW": extras.window is not None,
-        "BITS": 2 if extras.words is not None else int(extras.bits is not None),
+        "BITS": 2 if extras.mask_bits is not None else int(extras.bits is not None),
         "PRECISION": "tf32" if extras.tf32 else "ieee",
     }
 
@@ -280,20 +280,20 @@ def _describe(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
 
 
 def _pointers(call: Call, extras: Extras) -> tuple[torch.Tensor, ...]:
-    """Bias, slopes, bits (or words) of queries and of keys, and dropout's numbers; or a spare."""
-    own, other = extras.bits or (extras.words, None)
+    """Bias, slopes, bits of queries (or mask bits) and of keys, dropout's numbers; or a spare."""
+    own, other = extras.bits or (extras.mask_bits, None)
     drops = None if call.dropout is None else dropout_numbers(call.dropout, call.query.device)
     every = (call.bias, extras.slopes, own, other, drops)
     return tuple(call.query if tensor is None else tensor for tensor in every)
 
 
 def _bounds(extras: Extras) -> tuple[int, int]:
-    """The bounds of the window, or the strides of words by entry and head."""
-    words = extras.words
-    if words is None:
+    """The bounds of the window, or the strides of the mask bits by entry and head."""
+    bits = extras.mask_bits
+    if bits is None:
         return extras.window or (0, 0)
-    by_entry, by_head = words.stride()[:2]
-    return by_entry if words.shape[0] > 1 else 0, by_head if words.shape[1] > 1 else 0
+    by_entry, by_head = bits.stride()[:2]
+    return by_entry if bits.shape[0] > 1 else 0, by_head if bits.shape[1] > 1 else 0
 
 
 def _bias_strides(bias: torch.Tensor | None) -> tuple[int, ...]:

@@ -213,18 +213,19 @@ def keys_kept(
 
 
 @triton.jit
-def mask_bits_kept(keep, words, at, rows, keys):
-    """Which of the pairs ``keep`` are kept by the words of a run's block too, if it has any.
+def mask_bits_kept(keep, mask_bits, at, rows, keys):
+    """Which of the pairs ``keep`` are kept by the bits of a run's block too, if it has any.
 
     Args:
-        words: int32, of all blocks of a lane: 128 rows of four words, a bit for each key.
-        at: the run's entry, whose column 6 says whether it is a tried block, and column 7 where its
-            words begin.
+        mask_bits: int32, of all partial blocks of a lane: 128 rows of four words, a bit for each
+            key.
+        at: the run's entry, whose column 6 says whether it is a partial block, and column 7 where
+            its bits begin.
         rows, keys: local positions, which the blocks divide at multiples of 128.
     """
     mixed = tl.load(at + 6)
     where = tl.load(at + 7) + (rows & 127) * 4 + ((keys & 127) >> 5)
-    word = tl.load(words + where, mask=keep & (mixed != 0), other=0)
+    word = tl.load(mask_bits + where, mask=keep & (mixed != 0), other=0)
     bit = (word >> (keys & 31)) & 1
     return keep & ((bit != 0) | (mixed == 0))
 
