@@ -313,8 +313,3 @@ def test_several_that_write_at_once_and_are_killed_leave_a_whole_file(folder: Pa
             os.kill(writer.pid, signal.SIGKILL)
             writer.join()
     assert len(load(NAME)) > 1
-    (folder / f"{NAME}.0123abcd.unfinished").write_text("")  # as of a writer killed in the middle
-    for left in folder.glob("*.unfinished"):
-        os.utime(left, (0.0, 0.0))
-    store(NAME, lambda said: said)
-    assert [path.name for path in folder.iterdir()] == [NAME], "what is old goes with the next one"
