@@ -121,16 +121,6 @@ def test_any_history_stays_within_its_limits(
             assert isinstance(order, (GiveUp, Continue))
 
 
-def test_turns_are_groups_in_order_and_their_tasks_in_order() -> None:
-    made = controller(2, groups="ab")
-    paths = [(i,) for i in range(7)]
-    assert made.units_left == 14
-    assert made.start() == 2
-    assert through(made) == [("a", path) for path in paths] + [("b", path) for path in paths]
-    assert made.finished
-    assert made.next() is None
-
-
 def test_a_unit_is_told_by_its_name_not_by_its_turn() -> None:
     made = controller(3)
     made.start()
@@ -197,27 +187,6 @@ def test_headroom_is_asked_about_between_groups_only() -> None:
         through(made, 1)
     assert [number for number, asking in enumerate(asked) if asking] == [49, 98]
     assert asked.count(True) == 2
-
-
-def test_a_group_is_finished_with_its_last_unit() -> None:
-    """A failure in the next group is reported there, and does not reopen the finished one."""
-    made = controller(2, groups="ab")
-    made.start()
-    through(made, 7)
-    made.next()
-    assert made.on(OutOfMemory("no room")) == LowerCap(1)
-    assert made.history[-1].startswith("out of memory in task (0,) (1 head group to go)")
-
-
-def test_a_group_without_tasks_is_finished() -> None:
-    class Nothing(Cuts):
-        def tasks(self, depth: int) -> list:  # type: ignore[type-arg]
-            return []
-
-    made = controller(1, groups="ab", cuts=Nothing(Decomposition(60, (7,))))
-    made.start()
-    assert made.next() is None
-    assert made.finished
 
 
 def test_whole_groups_that_are_too_large_are_cut() -> None:

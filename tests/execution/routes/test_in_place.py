@@ -232,43 +232,6 @@ def test_groups_that_are_done_are_not_computed_again(backward: bool) -> None:
     assert 4 * one <= sum(kernel.pairs.values()) < 5 * one
 
 
-def test_a_plan_serves_other_kernels() -> None:
-    """One of another mask, and one that takes no tasks in place."""
-    given = inputs(N, heads=2, head_dim=8, dtype=torch.float64)
-    plan = plans(given, InPlace(MASKS["window"]), True)
-    other = InPlace(MASKS["none"])
-    right = run(given, other, True, plans(given, other, True, over_inputs=False))
-    for mine, theirs in zip(run(given, other, True, plan), right, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
-    plain = from_score_mod(None, None, compiled=False)
-    assert not plain.task_calls
-    reports = qa.Report(), qa.Report()
-    for mine, theirs in zip(run(given, plain, True, plan, reports), right, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
-    # And is held to what slots take, not to what the plan took in place.
-    assert reports[0].forward is not None
-    needed = reports[0].forward.planned_peak_bytes
-    assert needed != plan[0].peak_bytes
-    common = {"is_causal": True, "kernel": plain, "plan": plan[0], "devices": "cpu"}
-    qa.attention(*given.three, budget=needed, **common)
-    with pytest.raises(qa.BudgetError, match="the plan given"):
-        qa.attention(*given.three, budget=needed - 1, **common)
-
-
-def test_what_is_told() -> None:
-    """Of every task, in the report and while it runs; and what the plan says of it."""
-    given = inputs(N, heads=2, head_dim=8)
-    kernel, seen, report = InPlace(MASKS["window"]), [], qa.Report()
-    plan = plans(given, kernel, True)[0]
-    assert "task by task" in plan.describe()
-    qa.attention(*given.three, is_causal=True, kernel=kernel, plan=plan, devices="cpu",
-                 progress=lambda *now: seen.append(now), report=report)  # fmt: skip
-    assert seen == [(i + 1, 7, "forward") for i in range(7)]
-    assert report.forward is not None
-    assert report.forward.units == 7
-    assert report.forward.left_out > 0.3
-
-
 class Forgetful(InPlace):
     """Looks whether the parts of the task before are gone when the next begins."""
 
