@@ -163,6 +163,9 @@ class _Block:
     keys: slice
 
 
+_DIMENSIONS = ("heads", "queries", "keys")
+
+
 def _runs(whole: slice, most: int) -> Iterator[slice]:
     """``whole`` in runs of at most ``most``."""
     for start in range(whole.start, whole.stop, most):
@@ -219,7 +222,7 @@ class _Walk:
         """Write one block of the gradient: the sum of all its tiles."""
         total: torch.Tensor | None = None
         entries = self._entries(index)
-        at = self._at(index, block)
+        at = (*index, *self._cuts(block))
         shape = self.target[at].shape
         for some in _runs(slice(0, len(entries)), tile.entries):
             for heads in _runs(block.heads, tile.heads):
@@ -230,49 +233,33 @@ class _Walk:
                         part = self._tile(entries[some], index, one, rows)
                         if part is None:
                             continue
+                        if total is None and part.shape == shape:
+                            total = part
+                            continue
                         if total is None:
-                            total = self._room(block, shape, part)
-                            if total is part:
-                                continue
-                        self._within(total, block, one).add_(part)
+                            total = torch.zeros(shape, dtype=part.dtype, device=part.device)
+                        total[self._cuts(one, block)].add_(part)
                         del part
         if total is None:
             self.target[at].zero_()
         else:
             self.target[at].copy_(total)
 
-    def _room(self, block: _Block, shape: torch.Size, part: torch.Tensor) -> torch.Tensor:
-        """Where the tiles of a block are added up: the first one itself if it is as large."""
-        if part.shape == shape:
-            return part
-        return torch.zeros(shape, dtype=part.dtype, device=part.device)
-
-    def _within(self, total: torch.Tensor, block: _Block, one: _Block) -> torch.Tensor:
-        """The part of a block's sum that a tile adds to."""
-        shared = self.call.work.queries_per_key_head
-        cuts = (
-            _shifted(one.heads, block.heads, shared),
-            _shifted(one.queries, block.queries),
-            _shifted(one.keys, block.keys),
-        )
-        return total[
-            tuple(
-                cut if n > 1 else slice(None)
-                for cut, n in zip(cuts, self.mask.shape[-3:], strict=True)
-            )
-        ]
-
     def _entries(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The batch entries whose pairs get the mask at ``index``."""
         sizes = zip(self.call.work.batch_shape, self.mask.shape[:-3], index, strict=True)
         return list(product(*(range(n) if m == 1 else (i,) for n, m, i in sizes)))
 
-    def _at(self, index: tuple[int, ...], block: _Block) -> tuple[int | slice, ...]:
-        """The indices of the mask's part for a block."""
-        shared = self.call.work.queries_per_key_head
-        heads = slice(block.heads.start * shared, block.heads.stop * shared)
-        cuts = zip((heads, block.queries, block.keys), self.mask.shape[-3:], strict=True)
-        return (*index, *(cut if n > 1 else slice(None) for cut, n in cuts))
+    def _cuts(self, block: _Block, within: _Block | None = None) -> tuple[slice, ...]:
+        """The mask's part for a block, in positions of all of the mask or of the block ``within``;
+        dimensions that it broadcasts over are whole."""
+        times, cuts = (self.call.work.queries_per_key_head, 1, 1), []
+        for name, factor, n in zip(_DIMENSIONS, times, self.mask.shape[-3:], strict=True):
+            part = getattr(block, name)
+            first = 0 if within is None else getattr(within, name).start
+            cut = slice((part.start - first) * factor, (part.stop - first) * factor)
+            cuts.append(cut if n > 1 else slice(None))
+        return tuple(cuts)
 
     def _part(
         self, tensor: torch.Tensor, entries: list[tuple[int, ...]], heads: slice, rows: slice
@@ -317,31 +304,22 @@ class _Walk:
         value = self._part(call.value, entries, one.heads, one.keys)
         shape = (len(entries), -1, one.queries.stop - one.queries.start, key.shape[-2])
         p = (rows.query @ key.mT).view(shape).mul_(call.scale)
-        masked = None
+        hidden = []
         if self.knowing is not None:
-            every = slice(
-                *(n * work.queries_per_key_head for n in (one.heads.start, one.heads.stop))
-            )
+            shared = work.queries_per_key_head
+            every = slice(one.heads.start * shared, one.heads.stop * shared)
             numbers = tuple(flat_entry(work, entry) for entry in entries)
-            queries, keys = (
-                torch.arange(cut.start, cut.stop, device=call.device)
-                for cut in (one.queries, one.keys)
-            )
-            masked = self.knowing.masked_pairs(numbers, every, queries, keys)
+            queries, keys = self._positions(one.queries), self._positions(one.keys)
+            hidden.append(self.knowing.masked_pairs(numbers, every, queries, keys))
             self.knowing.change_(p)
-        bias = self.mask[self._at(index, one)].to(call.device)
+        bias = self.mask[(*index, *self._cuts(one))].to(call.device)
         # Kernels get the mask in the inputs' dtype.
         p.add_(bias.to(work.dtype)).sub_(rows.lse)
-        late = None
         if work.is_causal and one.keys.stop - 1 > one.queries.start:
-            queries, keys = (
-                torch.arange(cut.start, cut.stop, device=call.device)
-                for cut in (one.queries, one.keys)
-            )
-            late = keys > queries.unsqueeze(-1)
-            p.masked_fill_(late, -torch.inf)
-        if masked is not None:
-            p.masked_fill_(masked, -torch.inf)
+            queries, keys = self._positions(one.queries), self._positions(one.keys)
+            hidden.append(keys > queries.unsqueeze(-1))
+        for pairs in hidden:
+            p.masked_fill_(pairs, -torch.inf)
         p.exp_()
         ds = (rows.grad_out @ value.mT).view(shape)
         self._drop_(ds, entries, one)
@@ -349,16 +327,17 @@ class _Walk:
         exact = whole_rows and work.dtype != torch.float32 and not work.sinks
         ds.sub_(_exact_delta(p, ds, rows) if exact else rows.delta)
         ds.mul_(p)
-        if late is not None:
+        for pairs in hidden:
             # 0 times a value that is not finite is NaN, and such a pair has no part in anything.
-            ds.masked_fill_(late, 0.0)
-        if masked is not None:
-            ds.masked_fill_(masked, 0.0)
+            ds.masked_fill_(pairs, 0.0)
         over = [0]
         over += [dim for dim, n in zip((1, 2, 3), self.mask.shape[-3:], strict=True) if n == 1]
         if len(over) == 1 and len(entries) == 1:
             return ds.squeeze(0)
         return ds.sum(dim=over, keepdim=True).squeeze(0)
+
+    def _positions(self, cut: slice) -> torch.Tensor:
+        return torch.arange(cut.start, cut.stop, device=self.call.device)
 
     def _drop_(self, pairs: torch.Tensor, entries: list[tuple[int, ...]], one: _Block) -> None:
         """Multiply (e, h, queries, keys) by 0 where the call drops them, and by 1 / (1 - p) where
@@ -367,7 +346,7 @@ class _Walk:
         if dropout is None:
             return
         pairs.mul_(dropout.rescale)
-        queries = torch.arange(one.queries.start, one.queries.stop, device=pairs.device)
+        queries = self._positions(one.queries)
         keys = [Rows(one.keys.start, one.keys.stop, 0)]
         head = one.heads.start * work.queries_per_key_head
         for entry, part in zip(entries, pairs, strict=True):
@@ -378,11 +357,6 @@ class _Walk:
 def _grouped(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
     """(e, g * hk, n, d) as (e, hk, g * n, d): the queries of the heads that share a key head."""
     return rows.reshape(rows.shape[0], n_heads, -1, rows.shape[-1])
-
-
-def _shifted(part: slice, whole: slice, times: int = 1) -> slice:
-    """``part`` in positions of ``whole``."""
-    return slice((part.start - whole.start) * times, (part.stop - whole.start) * times)
 
 
 def _exact_delta(p: torch.Tensor, dp: torch.Tensor, rows: _Rows) -> torch.Tensor:
