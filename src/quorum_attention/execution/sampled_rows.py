@@ -60,7 +60,7 @@ def rows_differ(call: Call, out: torch.Tensor, lse: torch.Tensor, left: int | No
 
 def _drawn(n: int) -> list[int]:
     """One row of each of some equal parts of the sequence."""
-    draw = random.SystemRandom()  # nobody's own generator moves on
+    draw = random.SystemRandom()  # leaves the program's own generators alone
     parts = min(n, _ROWS)
     return [draw.randrange(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
 

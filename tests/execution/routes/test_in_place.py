@@ -145,7 +145,7 @@ def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untype
         for row in range(*(one or (0, 0))):
             holders[row].append(index)
     assert found.n_shared == sum(len(who) > 1 for who in holders)
-    assert [row for here in found.nobody for row in range(n)[here]] == [
+    assert [row for here in found.unowned for row in range(n)[here]] == [
         row for row in range(n) if not holders[row]
     ]
     places: dict[int, int] = {}

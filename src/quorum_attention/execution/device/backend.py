@@ -1,4 +1,4 @@
-"""What a kind of device has to offer to those who plan and run passes on it.
+"""The interface of a kind of device, for planning and running passes on it.
 
 Rates that are assumed for a device until it is calibrated.
 

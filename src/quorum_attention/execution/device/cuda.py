@@ -3,7 +3,7 @@
 Two streams of a GPU, so that a turn's kernel begins while that of the turn before still ends.
 
 Memory belongs to the stream on which it was allocated, and may be given out again as soon as
-nobody holds it. So what is used on another stream is recorded for that one, and what is being sent
+it is freed. So what is used on another stream is recorded for that one, and what is being sent
 is held until the streams have met.
 """
 

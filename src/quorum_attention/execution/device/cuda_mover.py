@@ -142,7 +142,7 @@ class Staging:
     def settle(self, far: int, n_bytes: int) -> None:
         """Write what earlier stages have yet to write to ``n_bytes`` from address ``far`` on.
 
-        Whoever reads such memory, or writes to it in another way, has to ask for it first.
+        Such memory must be settled before it is read, or written to in another way.
         """
         if not self.owes:
             return
@@ -231,7 +231,7 @@ class _CopyThreads:
 
     def __init__(self) -> None:
         self._count = max(1, min(_MOST_THREADS, torch.get_num_threads()))
-        # Its threads end when nobody holds it any more.
+        # Its threads end when it is freed.
         self._pool: ThreadPoolExecutor | None = None
 
     def copy(self, target: int, source: int, n_bytes: int) -> None:
@@ -453,7 +453,7 @@ class CudaMover(StreamMover):
             locked or self.locks.is_cut(far) or self._through_buffers(far) is not None
         ):
             assert self._copies is not None
-            # Without the list of cuts nobody asks where a copy reaches.
+            # None: copies need not be compared with the cuts.
             cuts = self.locks.cuts if not locked or self.locks.is_cut(far) else None
             here, there = slot.data_ptr(), far.data_ptr()
             here_step = slot.stride(0) * slot.element_size()

@@ -12,7 +12,7 @@ are cut at any page if they are copied by address: such a copy is cut there too 
 
 While the driver locks memory, every other call to it waits, and not for its turn. So the thread may
 begin late, when the device has something to do (``begin``), and rests between pieces unless
-somebody waits for one. Until a piece is locked its copies go through buffers (cuda_mover.py).
+a copy waits for one. Until a piece is locked its copies go through buffers (cuda_mover.py).
 
 Host memory of results that is page-locked, and kept for the next call when they are freed.
 
@@ -74,10 +74,10 @@ class _Piece:
         start, stop: addresses, [start, stop).
         share: where it begins in its tensor, from 0 to 1. Pieces are locked in this order, because
             copies reach them about that far into a pass; of equals, those that are read first.
-        fresh: nobody has written to it, and nobody will before it is settled.
+        fresh: it has not been written to, and will not be before it is settled.
         settled: it is decided whether it is locked.
         locked: it is locked.
-        urgent: somebody waits for it.
+        urgent: a copy waits for it.
         only_read: the device writes nothing to it.
         needed: bytes that copies may still touch; ``start`` to ``stop`` at first. None: it belongs
             to several tensors, or to one whose heads share memory, and is locked to the end.
@@ -100,7 +100,7 @@ class Copied:
 
     Attributes:
         is_result: the results of the call are copied to it. It is (*batch, heads, ...).
-        fresh: it holds nothing yet. Whoever writes to it must ask ``PageLocks.covers`` first.
+        fresh: it holds nothing yet. Ask ``PageLocks.covers`` before writing to it.
         by_address: it is copied by address, and never across a cut (``PageLocks.parts``).
         only_read: nothing is copied to it.
     """
@@ -275,7 +275,7 @@ class PageLocks:
         for piece in self._pieces_of(start, stop):
             if piece.fresh and not piece.settled:
                 self._await([piece])
-            if piece.start > start:  # nobody's, before the piece
+            if piece.start > start:  # before the piece
                 found.append((start, piece.start - start, False))
                 start = piece.start
             end = min(piece.stop, stop)
@@ -334,7 +334,7 @@ class PageLocks:
         except BaseException as error:
             self._failure = error
         finally:
-            # After an error nothing more is locked, so nobody may wait for it.
+            # After an error nothing more is locked, so waiting for it would not end.
             with self._changed:
                 self._turns.clear()
                 self._at_work = False
@@ -399,7 +399,7 @@ class _Range:
         head: bytes of a head, where it is a result; otherwise 0.
         anywhere: it may be cut at any page.
         heads_apart: it belongs to one tensor, whose heads have no memory in common.
-        fresh: nobody has written to it.
+        fresh: it has not been written to.
         only_read: nothing is copied to it.
     """
 
@@ -422,7 +422,7 @@ def _range_of(copied: Copied) -> _Range:
 
 
 def _apart(ranges: Iterable[_Range]) -> list[_Range]:
-    """``ranges`` with overlapping ones joined; those are fresh for nobody."""
+    """``ranges`` with overlapping ones joined; those are not fresh."""
     found = sorted(ranges)
     apart = []
     for start, stop in union(((r.start, r.stop) for r in found), gap=0):
@@ -487,7 +487,7 @@ def private_files() -> list[tuple[int, int]]:
 
 
 def ask_for_huge_pages(memory: torch.Tensor) -> None:
-    """Ask the system to back ``memory``, which nobody has touched, by huge pages.
+    """Ask the system to back ``memory``, which has not been touched, by huge pages.
 
     With those a gibibyte is touched in 0.03 s instead of 0.04, locked in 0.02 instead of 0.04, and
     freed in 0.002 instead of 0.04 (one H200's host, 16 threads). It is advice: the system may not

@@ -688,7 +688,7 @@ def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tool
         yield 1
     for state, result, rows in zip(spec.states, results, held, strict=True):
         fill = job.fill(state, group)
-        for here in rows.nobody:
+        for here in rows.unowned:
             result[:, :, here] = fill.squeeze(-1) if isinstance(fill, torch.Tensor) else fill
 
 
@@ -794,12 +794,12 @@ class RowOwners:
     Attributes:
         tasks: the rows of each task, in order; empty for a task without rows.
         n_shared: how many rows several tasks hold.
-        nobody: the rows that no task holds.
+        unowned: the rows that no task holds.
     """
 
     tasks: tuple[tuple[HeldRows, ...], ...]
     n_shared: int
-    nobody: tuple[slice, ...]
+    unowned: tuple[slice, ...]
 
 
 def row_owners(spans: Sequence[tuple[int, int] | None], n: int) -> RowOwners:
@@ -816,18 +816,18 @@ def _row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> RowOwners:
             for cell in cells.of(*span):
                 holders[cell].append((index, span[0]))
     tasks: list[list[HeldRows]] = [[] for _ in spans]
-    nobody: list[slice] = []
+    unowned: list[slice] = []
     n_shared = 0
     for number, holding in enumerate(holders):
         start, stop = cells[number]
         if not holding:
-            nobody.append(slice(start, stop))
+            unowned.append(slice(start, stop))
         for turn, (index, first) in enumerate(holding):
             where = Rows(start, stop, start - first)
             tasks[index].append(HeldRows(_holder(turn, len(holding)), where, n_shared))
         n_shared += stop - start if len(holding) > 1 else 0
     held = (tuple(joined(rows, HeldRows.continued)) for rows in tasks)
-    return RowOwners(tuple(held), n_shared, tuple(nobody))
+    return RowOwners(tuple(held), n_shared, tuple(unowned))
 
 
 def _holder(number: int, count: int) -> Holder:
