@@ -14,10 +14,9 @@ from functools import partial
 import torch
 
 from quorum_attention.decomposition import Rows
-from quorum_attention.execution.device.clock import Clock, HostClock
-from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.backend import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.mover import Mover, StreamMover, local_part
+from quorum_attention.execution.device.mover import Clock, HostClock, Mover, StreamMover, local_part
 from quorum_attention.execution.device.page_locks import PageLocks
 
 

@@ -19,9 +19,8 @@ import torch
 from helpers_fake_device import FakeDevice, FakeEvent, FakeStream
 
 from quorum_attention.execution.device import cuda_mover, page_locks
-from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
-from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.mover import Clock, Mover, NoClock
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
 _GPU = torch.device("cuda", 0)

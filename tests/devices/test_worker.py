@@ -22,7 +22,7 @@ from quorum_attention.devices.messages import Begin, Compute, Done, End, Failed
 from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.worker import _Pass, answer
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.backend import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")

@@ -19,8 +19,7 @@ from helpers_kernels import taken_as_tried
 from quorum_attention.bench.child import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser, recover
 from quorum_attention.cli.bench import EXPERIMENTS
-from quorum_attention.execution.device.backend import TrialSizes
-from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.backend import Cpu, TrialSizes
 from quorum_attention.planner import calibration
 
 OURS = sorted({c.text for c in commands() if c.text.startswith("quorum-attention")})

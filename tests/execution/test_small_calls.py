@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
 from quorum_attention import passes
-from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.backend import Cpu
 from quorum_attention.kernels import CpuKernel
 from quorum_attention.planner import decide
 

@@ -18,9 +18,9 @@ from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stor
 import quorum_attention as qa
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import page_locks
-from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.execution.device.mover import NoClock
 from quorum_attention.execution.device.page_locks import Copied
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.files import create_tensors, open_tensors

@@ -14,9 +14,8 @@ from helpers_memory import FailingAllocations
 import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.errors import CalibrationError
-from quorum_attention.execution.device import cpu
-from quorum_attention.execution.device.backend import TrialSizes
-from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device import backend as cpu
+from quorum_attention.execution.device.backend import Cpu, TrialSizes
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import cache_file, calibrate, device_key, hardware_of

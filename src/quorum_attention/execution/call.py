@@ -14,8 +14,8 @@ import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.case import BACKWARD, FORWARD, Case, PassSpec, Placement, StateSpec
-from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.scaling import Computed, scales

@@ -145,7 +145,7 @@ class PassReport:
         dropout_p, dropout_seed: chance and seed of the call's dropout; None without dropout.
         without_dropout: kernels that were passed over because they have no dropout.
         timed: whether ``stages`` are measured.
-        stages: device seconds by stage (execution/device/clock.py); empty for a monolithic call.
+        stages: device seconds by stage (execution/device/mover.py); empty for a monolithic call.
         recoveries: one line for each recovery.
         recovery_seconds: time lost to failures: from the last unit done before each failure until
             the next attempt began.

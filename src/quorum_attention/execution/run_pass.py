@@ -16,8 +16,8 @@ from quorum_attention.execution.control.controller import (
     OutOfMemory,
     RecoveryController,
 )
-from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.mover import NoClock
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
 

@@ -14,9 +14,8 @@ from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.call import Job
 from quorum_attention.execution.case import PassSpec, RowSpec, StateSpec
 from quorum_attention.execution.control.visits import Visit
-from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.trimming import is_filled

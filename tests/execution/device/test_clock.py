@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.execution.device.clock import STAGES, HostClock
 from quorum_attention.execution.device.cuda import CudaClock
+from quorum_attention.execution.device.mover import STAGES, HostClock
 
 
 def test_sums_by_stage() -> None:

@@ -15,9 +15,8 @@ from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stor
 
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import cuda_mover, page_locks
-from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover
-from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.mover import Mover, NoClock
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
 GPU = torch.device("cuda", 0)

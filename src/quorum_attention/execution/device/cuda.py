@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from quorum_attention.execution.device.backend import Backend, TrialSizes, h200_rates
-from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, cuda_runtime
-from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, Locker, PageLocks, PinnedPool
 from quorum_attention.kernels.protocol import Lanes
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES

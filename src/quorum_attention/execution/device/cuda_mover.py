@@ -30,8 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from quorum_attention.decomposition import Rows
-from quorum_attention.execution.device.clock import Clock, NoClock
-from quorum_attention.execution.device.mover import Event, StreamMover, local_part
+from quorum_attention.execution.device.mover import Clock, Event, NoClock, StreamMover, local_part
 from quorum_attention.execution.device.page_locks import Copied, PageLocks, addresses
 from quorum_attention.kernels.tensors import copy_on_device
 

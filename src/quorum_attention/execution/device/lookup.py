@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown
-from quorum_attention.execution.device.backend import Backend
-from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.backend import Backend, Cpu
 from quorum_attention.execution.device.cuda import Cuda, numbered
 from quorum_attention.sizes import counted
 
