@@ -222,7 +222,7 @@ class _Walk:
         """Write one block of the gradient: the sum of all its tiles."""
         total: torch.Tensor | None = None
         entries = self._entries(index)
-        at = (*index, *self._cuts(block))
+        at = self._at(index, block)
         shape = self.target[at].shape
         for some in _runs(slice(0, len(entries)), tile.entries):
             for heads in _runs(block.heads, tile.heads):
@@ -249,6 +249,10 @@ class _Walk:
         """The batch entries whose pairs get the mask at ``index``."""
         sizes = zip(self.call.work.batch_shape, self.mask.shape[:-3], index, strict=True)
         return list(product(*(range(n) if m == 1 else (i,) for n, m, i in sizes)))
+
+    def _at(self, index: tuple[int, ...], block: _Block) -> tuple[int | slice, ...]:
+        """The indices of the mask's part for a block."""
+        return (*index, *self._cuts(block))
 
     def _cuts(self, block: _Block, within: _Block | None = None) -> tuple[slice, ...]:
         """The mask's part for a block, in positions of all of the mask or of the block ``within``;
@@ -312,7 +316,7 @@ class _Walk:
             queries, keys = self._positions(one.queries), self._positions(one.keys)
             hidden.append(self.knowing.masked_pairs(numbers, every, queries, keys))
             self.knowing.change_(p)
-        bias = self.mask[(*index, *self._cuts(one))].to(call.device)
+        bias = self.mask[self._at(index, one)].to(call.device)
         # Kernels get the mask in the inputs' dtype.
         p.add_(bias.to(work.dtype)).sub_(rows.lse)
         if work.is_causal and one.keys.stop - 1 > one.queries.start:
