@@ -24,11 +24,11 @@ class Counted(CpuKernel):
     def __init__(self) -> None:
         self.fail_at: set[int] = set()
         self.armed = False
-        self.calls = 0
+        self.n_calls = 0
         self.pairs = 0
 
     def arm(self, fail_at: set[int]) -> None:
-        self.armed, self.fail_at, self.calls, self.pairs = True, fail_at, 0, 0
+        self.armed, self.fail_at, self.n_calls, self.pairs = True, fail_at, 0, 0
 
     def rectangle_forward(self, call):  # type: ignore[no-untyped-def]
         return self._count(call, lambda: super(Counted, self).rectangle_forward(call))
@@ -40,11 +40,11 @@ class Counted(CpuKernel):
         query, key, causal = call.query, call.key, call.causal
         if not self.armed:
             return work()
-        self.calls += 1
+        self.n_calls += 1
         found = work()
-        if self.calls - 1 in self.fail_at:
+        if self.n_calls - 1 in self.fail_at:
             del found
-            raise torch.OutOfMemoryError(f"sabotaged call {self.calls - 1}")
+            raise torch.OutOfMemoryError(f"sabotaged call {self.n_calls - 1}")
         rows, columns = query.shape[2], key.shape[2]
         one = rows * (rows + 1) // 2 if causal else rows * columns
         self.pairs += one * math.prod(query.shape[:2])
@@ -101,7 +101,7 @@ def test_a_failure_costs_the_group_it_met(route, backward, is_causal, dtype, bat
 
     kernel.arm(set())
     usual = call()
-    calls, pairs = kernel.calls, kernel.pairs
+    calls, pairs = kernel.n_calls, kernel.pairs
     groups = HEADS * every
     assert pairs == groups * (N * (N + 1) // 2 if is_causal else N * N)
     kernel.arm({calls * 5 // 8 + calls // groups // 2})

@@ -112,11 +112,11 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
         )  # fmt: skip
 
     computed(qa.Report())  # it is tried out once
-    kernel.calls, report = 0, qa.Report()
+    kernel.n_calls, report = 0, qa.Report()
     computed(report)
     assert report.backward.repeated_units > 0
-    for number in range(0, kernel.calls, 3):
-        kernel.calls, kernel.fail_at, report = 0, {number, number + 4}, qa.Report()
+    for number in range(0, kernel.n_calls, 3):
+        kernel.n_calls, kernel.fail_at, report = 0, {number, number + 4}, qa.Report()
         got = computed(report)
         assert report.backward.recoveries
         for actual, wanted in zip(got, reference.grads, strict=True):
@@ -129,15 +129,15 @@ class Failing(CpuKernel):
     name = "failing"
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.n_calls = 0
         self.fail_at: set[int] = set()
 
     def rectangle_backward(self, *given):  # type: ignore[no-untyped-def]
         found = super().rectangle_backward(*given)
-        self.calls += 1
-        if self.calls - 1 in self.fail_at:
+        self.n_calls += 1
+        if self.n_calls - 1 in self.fail_at:
             del found
-            raise torch.OutOfMemoryError(f"sabotaged call {self.calls - 1}")
+            raise torch.OutOfMemoryError(f"sabotaged call {self.n_calls - 1}")
         return found
 
 

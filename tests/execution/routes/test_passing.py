@@ -115,12 +115,12 @@ class Failing(CpuKernel):
     name = "failing"
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.n_calls = 0
         self.fail_at: set[int] = set()
 
     def _count(self) -> None:
-        self.calls += 1
-        if self.calls - 1 in self.fail_at:
+        self.n_calls += 1
+        if self.n_calls - 1 in self.fail_at:
             raise torch.OutOfMemoryError("made up")
 
     def forward(self, task, state) -> None:  # type: ignore[no-untyped-def]
@@ -142,7 +142,7 @@ def test_any_call_may_run_out_of_memory(backward: bool) -> None:
     out, lse = wanted.out.float(), wanted.lse.float()
 
     def computed(report: qa.Report):  # type: ignore[no-untyped-def]
-        kernel.calls = 0
+        kernel.n_calls = 0
         call = {"is_causal": True, "plan": made, "report": report, "kernel": kernel}
         with FakeDevice():
             if backward:
@@ -155,7 +155,7 @@ def test_any_call_may_run_out_of_memory(backward: bool) -> None:
     part = report.backward if backward else report.forward
     assert part is not None
     units = part.units
-    assert kernel.calls == units
+    assert kernel.n_calls == units
     for number in range(units):
         kernel.fail_at, report = {number, number + 9}, qa.Report()
         found = computed(report)
@@ -164,7 +164,7 @@ def test_any_call_may_run_out_of_memory(backward: bool) -> None:
         assert "through slots" in part.recoveries[0]
         done = number // (units // 3)
         # Seven tasks a head group, and one call more for each that fails.
-        assert kernel.calls <= number + 1 + 7 * 7 * (3 - done) + 1
+        assert kernel.n_calls <= number + 1 + 7 * 7 * (3 - done) + 1
         for mine, right in zip(found, wanted.grads if backward else (wanted.out,), strict=True):
             assert_close(mine, right, GRADIENT_TOLERANCE[torch.float32])
 
