@@ -1,5 +1,4 @@
-"""First calls in new processes, over second ones: without any caches on disk, and with kept ones;
-and what the host takes for a launch of a merge, and of the addition of three gradients, after them.
+"""First calls in new processes, over second ones: without any caches on disk, and with kept ones.
 
 Caches are Triton's, this package's, and the bytecode of all that Python imports.
 
@@ -17,11 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -57,33 +54,6 @@ def in_this_process(case: str, calls: int) -> list[tuple[float, float]]:
     return [both(forward, tensors[:3], tensors[3]) for _ in range(calls)]
 
 
-def launches(count: int = 100) -> dict[str, float]:
-    """Microseconds of the host for a launch, medians."""
-    import torch
-
-    from quorum_attention.kernels.merge import add_all_, merge_
-
-    states = tuple(torch.zeros(1, 2, 128, 64, device="cuda") for _ in range(3))
-    parts = tuple(state.half() for state in states)
-    lse, other = torch.zeros(2, 1, 2, 128, device="cuda")
-    factors = torch.ones(1, 2, device="cuda")
-    flags = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
-    found = {}
-    for name, run in {
-        "merge": lambda: merge_(states[0], lse, parts[0], other),
-        "add": lambda: add_all_(states, parts, 1.0, factors, flags),
-    }.items():
-        spent = []
-        for _ in range(30):
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            for _ in range(count):
-                run()
-            spent.append((time.perf_counter() - begun) / count * 1e6)
-        found[name] = statistics.median(spent)
-    return found
-
-
 def in_a_new_process(case: str, calls: int, source: Path, caches: Path) -> dict[str, Any]:
     """Both in a process that imports the package from ``source``."""
     paths = [str(source), os.environ.get("PYTHONPATH", "")]
@@ -115,7 +85,7 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
     """A line for each process."""
     if options.within:
         calls = in_this_process(options.within, options.calls)
-        print(json.dumps({"calls": calls, "launches": launches()}))
+        print(json.dumps({"calls": calls}))
         return
     versions = {} if options.before is None else {"before": options.before}
     versions["now"] = ROOT / "src"
@@ -133,8 +103,7 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
                 if options.calls > 1:
                     second = sum(calls[1])
                     over += f", over second {first - second:.2f} s, second {second:.3f} s"
-                each = ", ".join(f"{n} {t:.1f} us" for n, t in found["launches"].items())
-                print(f"{case:15} {name:6} caches {caches}: {over}; launches: {each}", flush=True)
+                print(f"{case:15} {name:6} caches {caches}: {over}", flush=True)
                 document.setdefault(case, {}).setdefault(name, []).append(
                     {"caches": caches, **found}
                 )

@@ -9,20 +9,27 @@ turn. Needs a CUDA device; fa4 needs flash-attn-4.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import ROOT, Version, both, in_turn, medians
+from measure import PACKAGE, ROOT, Version, both, in_turn, medians
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
 class Case:
-    """A causal call of batch 1; ``place``: "pinned" and "pageable" host memory, or "device"."""
+    """A causal call of batch 1.
+
+    ``place`` of the tensors: "pinned" and "pageable" host memory, or "device". ``kernel`` and
+    ``depth`` as in ``attention``; "flex": a window of 4,096 by compiled FlexAttention. ``calls``:
+    how many of them are one measurement.
+    """
 
     tokens: int
     heads: int
@@ -32,6 +39,9 @@ class Case:
     budget: str | None = None
     place: str = "pinned"
     window: int | None = None
+    kernel: str = "auto"
+    depth: int | str = "auto"
+    calls: int = 1
 
 
 _HALF, _BFLOAT = torch.float16, torch.bfloat16
@@ -86,30 +96,52 @@ def alone(name: str, case: Case, tensors: list[torch.Tensor], rounds: int) -> Se
 
 
 def ours(
-    case: Case,
-    versions: dict[str, Version],
-    tensors: list[torch.Tensor],
-    rounds: int,
-    kernel: str,
+    case: Case, versions: dict[str, Version], tensors: list[torch.Tensor], rounds: int
 ) -> dict[str, Any]:
     """From where the case has its tensors; the versions in turn."""
+    flex = {}
+    for name, version in versions.items() if case.kernel == "flex" else ():
+        with version.active():
+            kit = importlib.import_module(f"{PACKAGE}.kernels.kit")
+            flex[name] = kit.from_score_mod(None, kit.sliding_window(4096), compiled=True)
 
-    def run(version: Version) -> tuple[float, float]:
-        with version.active() as qa:
-            mask = case.window and qa.Mask(window=(case.window - 1, 0))
+    def run(name: str) -> list[float]:
+        with versions[name].active() as qa:
+            options = {
+                "attn_mask": case.window and qa.Mask(window=(case.window - 1, 0)),
+                "is_causal": case.kernel != "flex", "enable_gqa": True, "budget": case.budget,
+                "kernel": flex.get(name, case.kernel), "depth": case.depth,
+            }  # fmt: skip
 
             def forward(*three: torch.Tensor) -> Any:
-                return qa.attention(
-                    *three, attn_mask=mask, enable_gqa=True, is_causal=True, budget=case.budget,
-                    kernel=kernel,
-                )  # fmt: skip
+                return qa.attention(*three, **options)
 
-            return both(forward, tensors[:3], tensors[3])
+            pairs = [both(forward, tensors[:3], tensors[3]) for _ in range(case.calls)]
+        return [sum(part) / case.calls for part in zip(*pairs, strict=True)]
 
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    found = in_turn({name: lambda v=v: run(v) for name, v in versions.items()}, rounds)
-    return {**found, "peak_bytes": torch.cuda.max_memory_allocated() - held}
+    on_gpu = torch.cuda.is_available()
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = in_turn({n: partial(run, n) for n in versions}, rounds)
+    if on_gpu:
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() - held
+    return found
+
+
+def drawn(case: Case, device: str = "cuda") -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the output, on the device."""
+    torch.manual_seed(0)
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    shapes = [(1, h, case.tokens, case.head_dim) for h in heads]
+    return [torch.randn(shape, device=device).to(case.dtype) for shape in shapes]
+
+
+def placed(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Where the case has them."""
+    if case.place != "device":
+        tensors = [t.cpu().pin_memory() if case.place == "pinned" else t.cpu() for t in tensors]
+    return tensors
 
 
 def measure(
@@ -118,24 +150,17 @@ def measure(
     rounds: int,
     rivals: list[str],
     known: dict[str, Seconds],
-    kernel: str = "auto",
 ) -> dict[str, Any]:
     """Seconds of all calls of a case; ``known`` are those of kernels alone that have been measured,
     and gets the others."""
-    torch.manual_seed(0)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    tensors = [
-        torch.randn(1, h, case.tokens, case.head_dim, device="cuda", dtype=case.dtype)
-        for h in heads
-    ]
+    tensors = drawn(case)
     for name in rivals:
         if name not in known and (case.window is None or name == "fa4"):
             known[name] = alone(name, case, tensors, rounds)
             torch.cuda.empty_cache()
-    if case.place != "device":
-        tensors = [t.cpu().pin_memory() if case.place == "pinned" else t.cpu() for t in tensors]
-        torch.cuda.empty_cache()
-    return known | ours(case, versions, tensors, rounds, kernel)
+    tensors = placed(case, tensors)
+    torch.cuda.empty_cache()
+    return known | ours(case, versions, tensors, rounds)
 
 
 def line(found: dict[str, Any], versions: dict[str, Version]) -> str:
@@ -172,8 +197,8 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
     rivals = [rival for rival in options.alone.split(",") if rival]
     cases = {}
     for name in options.cases.split(","):
-        case = CASES[name]
+        case = replace(CASES[name], kernel=options.kernel)
         shape = known.setdefault(replace(case, budget=None, place="device"), {})
-        cases[name] = measure(case, versions, options.rounds, rivals, shape, options.kernel)
+        cases[name] = measure(case, versions, options.rounds, rivals, shape)
         print(f"{name:18} {line(cases[name], versions)}", flush=True)
         yield {"kernel": options.kernel, "cases": cases}

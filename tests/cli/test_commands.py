@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import quorum_attention as qa
-from quorum_attention.cli import main, parser
+from quorum_attention.cli import main
 
 
 def test_plan_and_estimate_speak_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,13 +58,6 @@ def test_an_empty_name_is_no_option_left_out(
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, ""])
     assert f"argument {arguments[1]}: must be a name" in capsys.readouterr().err
-
-
-def test_a_budget_of_nothing_is_a_budget(tmp_path: Path) -> None:
-    from quorum_attention.cli.bench import _settings
-
-    options = parser().parse_args(["bench", "--device", "cpu", "--budget", "0"])
-    assert _settings(options).budget_bytes == 0
 
 
 MODULE = """

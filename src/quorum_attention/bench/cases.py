@@ -31,7 +31,6 @@ class Settings:
         methods: names, in the order of the tables.
         min_tokens, max_tokens: shortest and longest call of a sweep, which doubles its length.
         accuracy_tokens: length of the calls of the accuracy tables.
-        budget_bytes: the capped budget of ``recovery``.
         repeats: timed runs of a measurement.
         draws: number of random inputs for the accuracy tables.
         method_seconds: a sweep of a method ends if its next length is expected to take longer.
@@ -47,20 +46,17 @@ class Settings:
     min_tokens: int
     max_tokens: int
     accuracy_tokens: int
-    budget_bytes: int
     repeats: int
     draws: int
     method_seconds: float
     quick: bool = False
 
-    def spec(self, method: str, tokens: int, limit: int | None = None, **others: Any) -> Spec:
-        """A measurement of ``method``, with ``limit`` bytes beyond its inputs."""
-        # The limit also counts memory that the allocator holds but cannot use.
-        budget = None if limit is None else limit * (6 if self.device == "cpu" else 9) // 10
+    def spec(self, method: str, tokens: int, **others: Any) -> Spec:
+        """A measurement of ``method``."""
         fields: dict[str, Any] = {
             "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim,
             "dtype": self.dtype, "device": self.device, "repeats": self.repeats,
-            "limit_bytes": limit, "budget_bytes": budget, **others,
+            **others,
         }  # fmt: skip
         return Spec(method, tokens, **fields)
 
@@ -150,56 +146,6 @@ def _cost_cell(answer: Answer | None, other: float | None) -> str:
     return f"{spent:.4g} ({spent / other:.3g}x, {memory})" if other else f"{spent:.4g} ({memory})"
 
 
-def recovery(settings: Settings, measure: Measure) -> list[Section]:
-    """The reference's longest forward within the budget, and calls beyond it."""
-    against, title = reference(settings.device), "Recovery at the memory boundary"
-    limit = settings.budget_bytes
-    boundary = longest(settings, measure, against)
-    if not boundary:
-        text = f"{against} does not run at {short(settings.min_tokens)} tokens in the budget."
-        return [Section(title, text, [], [])]
-    names = [against, *(m for m in ("quorum", "stream-cqsa") if m in settings.methods)]
-    lengths = [boundary * factor for factor in (1, 2, 4, 8)]
-    rows = []
-    for tokens in [n for n in lengths if n <= settings.max_tokens] or lengths[:1]:
-        cells = [short(tokens)]
-        for method in names:
-            spec = settings.spec(method, tokens, limit, repeats=1, backward=True)
-            answer = measure("recovery", spec)
-            spent = seconds(answer)
-            times = sum(len(p.get("recoveries", [])) for p in answer.report.values() if p)
-            again = f", recovered {times}x" if times else ""
-            peak = format_bytes(answer.peak_bytes or 0)
-            label = status_label(answer)
-            cells.append(label if spent is None else f"{spent:.4g} s, {peak}{again}")
-        rows.append(cells)
-    text = (
-        f"Forward and backward with {format_bytes(limit)} beyond the inputs, enforced. The longest "
-        f"forward of {against} in it has {short(boundary)} tokens. Seconds, peak memory, and how "
-        f"often ours recovered from a failure."
-    )
-    return [Section(title, text, ["tokens", *names], rows)]
-
-
-def longest(settings: Settings, measure: Measure, method: str) -> int:
-    """Tokens of the longest forward of ``method`` in the budget: doubled until a call fails; then
-    two halvings of the interval (none if ``settings.quick``). 0 if the shortest call fails."""
-
-    def completes(tokens: int) -> bool:
-        spec = settings.spec(method, tokens, settings.budget_bytes, repeats=0)
-        return measure("recovery", spec).ok
-
-    best = 0
-    for tokens in settings.lengths():
-        if not completes(tokens):
-            break
-        best = tokens
-    if best and 2 * best <= settings.max_tokens and not settings.quick:
-        for step in (best // 2, best // 4):
-            best += step if completes(best + step) else 0
-    return best
-
-
 def wrapped(settings: Settings, measure: Measure) -> list[Section]:
     """Dense and LongNet kernels recovered: what that changes."""
     tokens = 2 * settings.accuracy_tokens if settings.device == "cpu" else 4096
@@ -226,7 +172,7 @@ def wrapped(settings: Settings, measure: Measure) -> list[Section]:
 
 
 EXPERIMENTS: dict[str, Callable[[Settings, Measure], list[Section]]] = {
-    "accuracy": accuracy, "cost": cost, "recovery": recovery, "wrapped": wrapped,
+    "accuracy": accuracy, "cost": cost, "wrapped": wrapped,
 }  # fmt: skip
 
 

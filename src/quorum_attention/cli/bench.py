@@ -18,7 +18,7 @@ _DESCRIPTION = (
     "causal, as the paper's are."
 )
 _seconds = shared.number_of("seconds, a number above 0", lambda number: number > 0)
-EXPERIMENTS = ("accuracy", "cost", "recovery", "wrapped")
+EXPERIMENTS = ("accuracy", "cost", "wrapped")
 
 
 def add_to(commands: Any) -> None:
@@ -41,8 +41,6 @@ def add_to(commands: Any) -> None:
         shared.HEAD_DIM,
         ("--repeats", n, "of every measurement; 1 with --quick", 3),
         shared.DTYPE,
-        ("--budget", shared.bytes_of, "the capped budget, enforced (default: 1GiB, 64MiB with "
-         "--quick; 48MiB on a CPU)"),
         ("--method-seconds S", _seconds, "a sweep ends where a method's next length should take "
          "longer (default: 300; 20 with --quick)"),
         ("--timeout S", _seconds, "of one measurement, seconds", 1800.0),
@@ -127,8 +125,6 @@ def _settings(options: argparse.Namespace) -> Any:
     kv_heads = shared.kv_heads(heads, options.kv_heads)
     usual_max = (4_096 if quick else 16_384) if on_cpu else (65_536 if quick else 1 << 20)
     usual_min = (2_048 if quick else 1_024) if on_cpu else (32_768 if quick else 8_192)
-    # Few tokens fit in much: a small limit is one that something reaches.
-    usual_budget = (48 << 20) if on_cpu else ((64 << 20) if quick else (1 << 30))
     max_tokens = options.max_tokens or usual_max
     if options.max_tokens and (options.min_tokens or 0) > max_tokens:
         raise ValueError(
@@ -145,7 +141,6 @@ def _settings(options: argparse.Namespace) -> Any:
         min_tokens=min(options.min_tokens or usual_min, max_tokens),
         max_tokens=max_tokens,
         accuracy_tokens=options.tokens or (1_024 if on_cpu else 8_192),
-        budget_bytes=usual_budget if options.budget is None else options.budget,
         repeats=1 if quick else options.repeats,
         draws=options.draws or (2 if quick else 10),
         method_seconds=options.method_seconds or (20.0 if quick else 300.0),
