@@ -59,80 +59,69 @@ def _console() -> Console | None:
     return None
 
 
-class _Bars:
-    """A bar for each label of one call, below those of other calls that run meanwhile."""
+class _Shown:
+    """A callable (done, total, label): a bar for each label, below those of other calls.
+
+    Nothing is loaded or drawn in the first half second.
+    """
 
     _lock = threading.Lock()
     _users = 0
-    _progress: Progress | None = None
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._ids: dict[str, TaskID] = {}
-        self._open = False
-
-    def update(self, done: int, total: int, label: str) -> None:
-        """Draw the bar of ``label``; one that would be full from the start is not drawn."""
-        if not self._open:
-            if done >= total:
-                return
-            self._enter()
-        assert _Bars._progress is not None
-        if label in self._ids:
-            _Bars._progress.update(self._ids[label], completed=done, total=total)
-        else:
-            self._ids[label] = _Bars._progress.add_task(label, completed=done, total=total)
-
-    def _enter(self) -> None:
-        from rich import progress as parts
-
-        with _Bars._lock:
-            if _Bars._progress is None:
-                _Bars._progress = parts.Progress(
-                    parts.TextColumn("{task.description}", markup=False), parts.BarColumn(),
-                    parts.MofNCompleteColumn(), parts.TimeRemainingColumn(),
-                    console=self._console, transient=True, redirect_stdout=_stdout_is_seen(),
-                )  # fmt: skip
-                _Bars._progress.start()
-            _Bars._users += 1
-            self._open = True
-
-    def close(self) -> None:
-        """Remove the bars; the last call takes the display down."""
-        if not self._open:
-            return
-        self._open = False
-        with _Bars._lock:
-            progress = _Bars._progress
-            assert progress is not None
-            for task in self._ids.values():
-                progress.remove_task(task)
-            _Bars._users -= 1
-            if _Bars._users == 0:
-                _Bars._progress = None
-                progress.stop()
-
-
-class _Shown:
-    """A callable (done, total, label). Nothing is loaded or drawn in the first half second."""
+    _display: Progress | None = None
 
     def __init__(self) -> None:
         self._opened = time.monotonic()
-        self._view: _Bars | Lines | None = None
+        self._lines: Lines | None = None
+        self._bars: dict[str, TaskID] = {}
 
     def __call__(self, done: int, total: int, label: str) -> None:
         """Show that ``done`` of ``total`` are done."""
-        if self._view is None:
-            if time.monotonic() - self._opened < _PATIENCE:
-                return
-            console = _console()
-            self._view = Lines(self._opened) if console is None else _Bars(console)
-        self._view.update(done, total, label)
+        if self._lines is not None:
+            self._lines.update(done, total, label)
+        elif label in self._bars:
+            assert _Shown._display is not None
+            _Shown._display.update(self._bars[label], completed=done, total=total)
+        elif time.monotonic() - self._opened >= _PATIENCE:
+            self._begin(done, total, label)
+
+    def _begin(self, done: int, total: int, label: str) -> None:
+        """A first line, or a bar; one that would be full from the start is not drawn."""
+        console = _console()
+        if console is None:
+            self._lines = Lines(self._opened)
+            self._lines.update(done, total, label)
+        elif self._bars or done < total:
+            with _Shown._lock:
+                display = _Shown._display or _started(console)
+                _Shown._display = display
+                _Shown._users += not self._bars
+                self._bars[label] = display.add_task(label, completed=done, total=total)
 
     def close(self) -> None:
-        """Remove bars; lines stay."""
-        if self._view is not None:
-            self._view.close()
+        """Remove the bars, and with the last call's the display; lines stay."""
+        if not self._bars:
+            return
+        with _Shown._lock:
+            display = _Shown._display
+            assert display is not None
+            for bar in self._bars.values():
+                display.remove_task(bar)
+            _Shown._users -= 1
+            if _Shown._users == 0:
+                _Shown._display = None
+                display.stop()
+
+
+def _started(console: Console) -> Progress:
+    from rich import progress as parts
+
+    found = parts.Progress(
+        parts.TextColumn("{task.description}", markup=False), parts.BarColumn(),
+        parts.MofNCompleteColumn(), parts.TimeRemainingColumn(), console=console, transient=True,
+        redirect_stdout=_stdout_is_seen(),
+    )  # fmt: skip
+    found.start()
+    return found
 
 
 @contextmanager

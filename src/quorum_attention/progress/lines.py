@@ -39,9 +39,6 @@ class Lines:
             text += f", about {(now - began) * (1 - share) / (share - known):.0f} s left"
         line(text)
 
-    def close(self) -> None:
-        """Do nothing: lines stay."""
-
 
 def line(text: str) -> None:
     """Write ``text`` and the end of the line to stderr at once, so that lines of several threads do
