@@ -41,6 +41,7 @@ CASES = {
     "1048576": ("1,048,576 tokens", "1GiB"), "1048576-512MiB": ("1,048,576 tokens", "512MiB"),
     "1048576-256MiB": ("1,048,576 tokens", "256MiB"),
     "1048576-128MiB": ("1,048,576 tokens", "128MiB"),
+    "1048576-pageable": ("1,048,576 tokens in ordinary memory", "1GiB"),
     "1048576-device": ("1,048,576 tokens, on the device", "none"),
     "window": ("a window of 4,096 in 262,144 tokens, on the device, bf16", "none"),
     "window-gqa": ("the same window, 32 heads over 8 of 128", "none"),
@@ -64,7 +65,8 @@ def main() -> None:
 def page() -> str:
     """The whole page."""
     sections = (
-        head(), accuracy(), long_accuracy(), cost(), budgets(), beside_fa4(), steps(), windows(),
+        head(), accuracy(), long_accuracy(), cost(), budgets(), beside_fa4(), several(),
+        steps(), windows(),
         native(), small(), first(), census(), wrapped(),
     )  # fmt: skip
     return "\n".join(sections)
@@ -291,6 +293,39 @@ Results made by the call, gradients by autograd, page-locked host memory unless 
 the device; later calls, forward; forward+backward. {origin(name, "python benchmarks/run.py plain --alone fa4")}.
 
 {table(["call", "budget", "ratio"], rows)}"""
+
+
+def several() -> str:
+    """Calls on several devices, and over ranks."""
+    name = "h200-several.json"
+    found = loaded(name)
+    calls = [
+        [f"{count} devices", f"1,048,576 tokens from host memory, {budget} each",
+         "; ".join(f"{a / b:.2f}" for a, b in zip(
+             *(later(seconds)[who] for who in ("one", "all")), strict=True))]
+        for count, budgets in found["devices"].items() for budget, seconds in budgets.items()
+    ]  # fmt: skip
+    words = {
+        "131072": "131,072 tokens, 32 heads over 8 of 128, bf16",
+        "8192-a-gpu-x8": "8,192 tokens a rank, 64 heads over 8 of 128, bf16, eight calls in a row",
+    }
+    ranks = [
+        [f"{count} ranks", words[case], *("; ".join(
+            f"{one / mine:.2f}" for one, mine in zip(methods["fa4"], methods[way], strict=True)
+        ) if way in methods else "-" for way in ("ours", "fa4 exchange", "cudnn ring"))]
+        for count, cases in found["ranks"].items() for case, methods in cases.items()
+    ]  # fmt: skip
+    commands = "python benchmarks/devices.py`, `python benchmarks/sharded.py"
+    return f"""## Several GPUs
+
+How many times as fast as one of them, forward; forward+backward. Devices: a plain call with `devices="all"` against the same call on one, with
+FlashAttention-4 inside both. {origin(name, commands)}.
+
+{table(["on", "call", "times one device"], calls)}
+Ranks: a sequence that is sharded over them, on the devices, against FlashAttention-4 on one device with the whole sequence. Beside ours a plain
+exchange of heads around FlashAttention-4, and torch's context parallel around cuDNN.
+
+{table(["on", "call", "ours", "exchange", "torch's ring"], ranks)}"""
 
 
 def steps() -> str:
