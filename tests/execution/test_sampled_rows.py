@@ -76,20 +76,21 @@ def test_a_kernel_registered_anew_is_not_the_forwards() -> None:
 
         return qa.from_lse_function(function, name="registered anew")
 
-    def compiled(*given: torch.Tensor) -> torch.Tensor:
-        return qa.attention(*given, kernel="registered anew")
-
-    for call in (compiled, torch.compile(compiled, backend="aot_eager")):
-        found = []
-        for anew in (False, True):
-            qa.register_kernel(kernel_of(1.0))
-            torch.manual_seed(0)
-            given = [
-                torch.randn(1, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
-            ]
-            out = call(*given)
-            if anew:
-                qa.register_kernel(kernel_of(4.0))
-            out.sum().backward()
-            found.append(given[0].grad)
-        assert torch.equal(*found)  # type: ignore[arg-type]
+    found = []
+    for anew in (False, True):
+        qa.register_kernel(kernel_of(1.0))
+        torch.manual_seed(0)
+        given = [
+            torch.randn(1, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+        ]
+        out = qa.attention(*given, kernel="registered anew")
+        if anew:
+            qa.register_kernel(kernel_of(4.0))
+        out.sum().backward()
+        found.append(given[0].grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+    by_name = torch.compile(
+        lambda *three: qa.attention(*three, kernel="registered anew"), backend="aot_eager"
+    )
+    with pytest.raises(NotImplementedError, match="'registered anew'"):
+        by_name(*given)

@@ -103,9 +103,7 @@ def test_the_metadata_is_what_an_index_wants(built: tuple[Path, Path]) -> None:
     classifiers = data.get_all("Classifier") or []
     assert {f"Programming Language :: Python :: {v}" for v in PYTHONS} <= set(classifiers)
     assert not any(c.startswith("License ::") for c in classifiers), "an expression takes its place"
-    assert {"draw", "transformers", "long-context", "docs", "dev"} <= set(
-        data.get_all("Provides-Extra") or []
-    )
+    assert {"draw", "transformers", "docs", "dev"} <= set(data.get_all("Provides-Extra") or [])
     (entries,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
     assert "quorum-attention = quorum_attention.cli:main" in archive.read(entries).decode()
 

@@ -45,7 +45,7 @@ def test_every_hint_names_an_extra_that_there_is() -> None:
         for path in (ROOT / "src").rglob("*.py")
         for extra in HINT.findall(path.read_text(encoding="utf-8"))
     }
-    assert {"draw", "transformers", "rivals", "long-context"} <= found <= set(EXTRAS)
+    assert {"draw", "transformers", "rivals"} <= found <= set(EXTRAS)
 
 
 def pictures(folder: Path) -> dict[str, Any]:

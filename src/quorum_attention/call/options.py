@@ -85,9 +85,6 @@ class Arguments(NamedTuple):
     written: CallOptions = CallOptions()
 
 
-Written = CallOptions  # its earlier name
-
-
 def several(devices: Any) -> bool:
     """Whether ``devices`` of a call says that several compute it, or may say so."""
     if isinstance(devices, str):

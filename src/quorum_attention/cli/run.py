@@ -14,7 +14,7 @@ import torch
 
 import quorum_attention
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, warn
@@ -165,7 +165,7 @@ def _run(options: argparse.Namespace) -> int:
     device = shared.default_device(options.device)
     if options.kernel != "auto":
         get_kernel(options.kernel)
-    written = Written(
+    written = CallOptions(
         budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
     )
     mask, is_causal, sources = masks.mask_of(options, inputs.tensors.get("mask"))

@@ -18,7 +18,7 @@ import torch
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.gradients import Given
-from quorum_attention.call.options import Budget, Written
+from quorum_attention.call.options import Budget, CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_mask, as_tensor
@@ -93,7 +93,7 @@ def request_on_several(
     return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
 
 
-def check_options(written: Written) -> None:
+def check_options(written: CallOptions) -> None:
     """Raise NotImplementedError for options that several devices cannot have."""
     if written.plan is not None:
         raise NotImplementedError(

@@ -25,7 +25,7 @@ class Begin:
         call: the whole call, a ``WholeCall``; its mask has no bias and no sinks.
         tensors: handles by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
             grad_value, grad_mask; grad_lse, sinks.
-        options: ``Written``'s depth, kernel and accumulator.
+        options: ``CallOptions``'s depth, kernel and accumulator.
         watched: whether somebody reads the report.
         unequal: whether other workers may have more memory.
         budget: bytes that each part may take on the device; None: what is free.

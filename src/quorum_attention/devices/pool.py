@@ -15,7 +15,7 @@ import torch
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.block import Block
-from quorum_attention.call.options import Arguments, Budget, Several, Written
+from quorum_attention.call.options import Arguments, Budget, CallOptions, Several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
@@ -187,7 +187,7 @@ class Pool(Several):
         """
         said = Arguments(
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
-            written=Written(budget, None, depth, kernel, devices=self, progress=progress),
+            written=CallOptions(budget, None, depth, kernel, devices=self, progress=progress),
         )  # fmt: skip
         tensors, request = request_on_several(
             "attention", query, key, value, *said, count=len(self._workers), pool_of=lambda: self,

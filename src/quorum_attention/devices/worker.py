@@ -15,7 +15,7 @@ import torch
 
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.devices.buffers import InFile, MappedBuffers, Prefault, of_host, opened
 from quorum_attention.devices.messages import (
     Begin,
@@ -226,7 +226,7 @@ class _Pass:
         )  # fmt: skip
         masked = self._masked(block, at)
         budget = self._begin.budget
-        written = Written(
+        written = CallOptions(
             **self._begin.options, devices=self._device, total=report,
             budget=None if budget is None else max(0, budget - at.copied_bytes),
             report=report if self._begin.watched else None,

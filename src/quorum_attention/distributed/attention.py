@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.dropout import checked_dropout
-from quorum_attention.call.options import Written, options_of
+from quorum_attention.call.options import CallOptions, options_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.transforms import is_followed, refuse_learned
 from quorum_attention.counts import real_number, shown, switch
@@ -121,7 +121,7 @@ def attention(
         factor = None if scale is None else real_number(scale, "scale")
         mask = checked_mask(attn_mask)
         p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
-        written = _checked(Written(budget, None, depth, kernel), report, query, key, value)
+        written = _checked(CallOptions(budget, None, depth, kernel), report, query, key, value)
     kind, inputs, dtype = query.device.type, (query, key, value), query.dtype
     cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
     if cast:
@@ -152,8 +152,8 @@ def attention(
 
 
 def _checked(
-    written: Written, report: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Written:
+    written: CallOptions, report: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> CallOptions:
     """The options, with the kernel that now has the name asked for.
 
     Raises:

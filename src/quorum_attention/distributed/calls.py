@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import Block, BlockResults, WholeCall
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.agreement import Arguments, compare, waits
@@ -131,7 +131,7 @@ class Calls:
     """
 
     whole: WholeCall
-    written: Written
+    written: CallOptions
     arguments: Arguments
     report: ShardedReport | None = None
     partial: bool = False
@@ -213,7 +213,7 @@ class Calls:
         entries, keys = Interval(0, self.whole.batch_shape[0]), Interval(0, self.whole.n_keys)
         return Block(entries, heads, rows, keys)
 
-    def _written(self) -> Written:
+    def _written(self) -> CallOptions:
         report = None
         if self.report is not None:
             report = Report()

@@ -9,7 +9,7 @@ import torch
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.gradients import given_of
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import request_of
 from quorum_attention.call.validation import as_mask
 from quorum_attention.decomposition.intervals import Interval
@@ -39,7 +39,7 @@ class FileCall:
     whole: WholeCall
     out_dtype: torch.dtype
     backward: bool
-    written: Written
+    written: CallOptions
     work: Workload
     without_heads: bool
 
@@ -106,7 +106,7 @@ class FileCall:
 def file_call(
     tensors: Mapping[str, torch.Tensor],
     mask: torch.Tensor | Mask | None,
-    written: Written,
+    written: CallOptions,
     *,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,

@@ -16,7 +16,7 @@ import torch
 
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import Block, BlockResults, request_of_block
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
@@ -206,7 +206,7 @@ def _shifted(bar: Any, number: int, parts: int) -> Any:
     return lambda done, total, label: bar(number * total + done, parts * total, label)
 
 
-def _compute(work: Work, part: Block, written: Written) -> None:
+def _compute(work: Work, part: Block, written: CallOptions) -> None:
     call, in_file = work.call, work.settings.in_file
     wanted = call.cut(written_as(call, work.results), part)
     shapes = _scratch_shapes(call, part, wanted, in_file=in_file)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import GPU, backend_of, on_host
@@ -275,7 +275,7 @@ class _Work:
         masked: _Masked | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A block's out and lse, or its gradients; ``dtype``: of all but the lse."""
-        written = Written(
+        written = CallOptions(
             **self._job.options, budget=self._left, devices=self._device, report=self._report
         )
         results = BlockResults(out_dtype=dtype)

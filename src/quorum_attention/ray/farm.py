@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import real_number, whole_number
@@ -141,7 +141,7 @@ class Farm:
         """
         call = _call(
             {"query": query, "key": key, "value": value}, attn_mask,
-            Written(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
+            CallOptions(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
         results = {"out": _given(out, "out")} | ({} if lse is None else {"lse": lse})
@@ -188,7 +188,7 @@ class Farm:
         call = _call(
             {"query": query, "key": key, "value": value, "grad_out": grad_out, "out": out,
              "lse": lse}, attn_mask,
-            Written(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
+            CallOptions(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
         grads = _given(grads, "grads")
@@ -275,12 +275,12 @@ class Farm:
 
 
 def _call(
-    tensors: Mapping[str, Any], mask: torch.Tensor | Mask | None, written: Written, **said: Any
+    tensors: Mapping[str, Any], mask: torch.Tensor | Mask | None, written: CallOptions, **said: Any
 ) -> FileCall:
     """A call of ``Farm.attention``. This process computes nothing of it."""
     check_options(written)
     given = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
-    here = Written(depth=written.depth, devices="cpu")
+    here = CallOptions(depth=written.depth, devices="cpu")
     return replace(file_call(given, mask, here, **said), written=written)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 # From 5.6 on masks are described by lengths and offsets; before, by a tensor of positions.
 OLDEST, NEXT = (5, 6), (6, 0)
@@ -19,8 +19,8 @@ def check_version() -> None:
             not know.
     """
     try:
-        found = version("transformers")
-    except PackageNotFoundError:
+        found = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
         message = f"this needs Hugging Face Transformers ({RANGE}), which is not installed: "
         raise ImportError(message + INSTALL) from None
     numbers = re.match(r"(\d+)\.(\d+)", found)
