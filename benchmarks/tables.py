@@ -66,8 +66,7 @@ def page() -> str:
     """The whole page."""
     sections = (
         head(), accuracy(), long_accuracy(), cost(), budgets(), beside_fa4(), several(),
-        steps(), windows(),
-        native(), small(), first(), census(), wrapped(),
+        versions(), steps(), windows(), native(), small(), first(), census(), wrapped(),
     )  # fmt: skip
     return "\n".join(sections)
 
@@ -326,6 +325,19 @@ Ranks: a sequence that is sharded over them, on the devices, against FlashAttent
 exchange of heads around FlashAttention-4, and torch's context parallel around cuDNN.
 
 {table(["on", "call", "ours", "exchange", "torch's ring"], ranks)}"""
+
+
+def versions() -> str:
+    """Plain calls of an earlier state of the code and of a later one, in turn."""
+    name = "h200-versions.json"
+    found = loaded(name)
+    rows = [[*CASES[case], over(later(calls), "before")] for case, calls in found["cases"].items()]
+    return f"""## Before and after the code was made smaller
+
+The same plain calls of both, in turn, medians, later over earlier, forward; forward+backward.
+{origin(name, found["command"])}.
+
+{table(["call", "budget", "ratio"], rows)}"""
 
 
 def steps() -> str:
