@@ -66,7 +66,7 @@ _Machine = TypeVar("_Machine", bound="DataclassInstance")
 
 
 def pace(machine: _Machine, head_dim: int, backward: bool) -> _Machine:
-    """The rates of an H200 (``planner.hardware.Machine``) as this kernel reaches them.
+    """The rates of an H200 (``planner.hardware.HardwareModel``) as this kernel reaches them.
 
     It begins a causal call with the longest rows, walks keys in an order that suits the cache, and
     has nothing to prepare for a new shape.

@@ -307,8 +307,8 @@ class Kernel(ABC):
         launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
             tasks.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
-        pace: ``pace(machine, head_dim, backward)`` is a ``planner.hardware.Machine`` with the rates
-            that this kernel reaches on it; None: they are the device's, by ``rates``.
+        pace: ``pace(machine, head_dim, backward)`` is a ``planner.hardware.HardwareModel`` with the
+            rates that this kernel reaches on it; None: they are the device's, by ``rates``.
         scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
             (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
         wide_products: its backward may be handed an fp16 upstream gradient of up to 2**15: what it

@@ -38,7 +38,7 @@ _CPU = {
 
 
 def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """The rates of an H200, as fields of ``planner.hardware.Machine``."""
+    """The rates of an H200, as fields of ``planner.hardware.HardwareModel``."""
     forward, backward = (45e12, 35e12) if dtype in _WIDE else by_head_dim(_H200, head_dim)
     return {
         "flops": forward,
@@ -66,7 +66,7 @@ def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
 
 def cpu_rates(dtype: torch.dtype) -> dict[str, Any]:
     """The rates of a CPU with as many threads as torch has, as fields of
-    ``planner.hardware.Machine``."""
+    ``planner.hardware.HardwareModel``."""
     threads = torch.get_num_threads()
     forward, backward = _CPU[dtype]
     return {
@@ -225,7 +225,7 @@ class Backend(ABC):
     def rates(
         self, device: torch.device | None, dtype: torch.dtype, head_dim: int
     ) -> dict[str, Any]:
-        """Assumed rates, as fields of a ``planner.hardware.Machine``.
+        """Assumed rates, as fields of a ``planner.hardware.HardwareModel``.
 
         They are for ``device``; for None, or where it is not here, for a typical one.
         """
