@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -127,6 +128,36 @@ def test_several_forwards_backward_again_and_autocast(
     assert all(map(torch.equal, *found))
 
 
+def test_a_layer_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the layers before it either, whose graph an interrupt lets go of."""
+    in_host_memory(monkeypatch, 1 << 30)
+    plain, model = pair()
+    ids = torch.randint(VOCABULARY, (1, 100))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids, labels=ids)
+    gc.collect()
+    assert checkpoints._Away.alive == 0
+    hook.remove()
+    assert all(map(torch.equal, step(model, ids)[1], step(plain, ids)[1]))
+
+
+def test_an_input_written_to_after_its_layer_is_refused() -> None:
+    _, model = pair()
+    ids = torch.randint(VOCABULARY, (1, 100))
+    inputs: list[torch.Tensor] = []
+    model.model.layers[1].register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    loss = model(input_ids=ids, labels=ids).loss
+    with torch.no_grad():
+        inputs[0].mul_(2.0)
+    with pytest.raises(RuntimeError, match="written to in place"):
+        loss.backward()
+
+
 def test_what_is_kept_goes_when_it_has_been_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer, on the device and in host memory; and with a loss that is let go of."""
     in_host_memory(monkeypatch, 1 << 30)
@@ -157,7 +188,7 @@ def test_a_layer_that_writes_to_what_is_kept_is_refused() -> None:
         inputs[0].detach().mul_(2)
 
     norm.register_forward_pre_hook(write)
-    with pytest.raises(RuntimeError, match="writes in place"):
+    with pytest.raises(RuntimeError, match="written to in place"):
         model(input_ids=ids, labels=ids)
 
 

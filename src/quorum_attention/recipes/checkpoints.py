@@ -83,12 +83,14 @@ class LayerCheckpoints:
         if step is None or number <= self._number:
             step, self._before = self._begin(inputs[0]), None
         one = _Layer(step, self._before)
+        # If the layer fails, nothing of this step is held here.
+        self._number, self._step, self._before = -1, None, None
         with saved_tensors_hooks(one.pack, one.unpack):
             found = checkpoint(layer, *inputs, use_reentrant=False, context_fn=one.contexts)
         one.settle()
         # From the last layer on the graph alone holds what is kept.
-        last = number == step.layers - 1
-        self._number, self._step, self._before = (-1, None, None) if last else (number, step, one)
+        if number != step.layers - 1:
+            self._number, self._step, self._before = number, step, one
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,7 +142,6 @@ class _Layer:
         self._kept: list[_Here | _Away] = []
         self._results: list[tuple[_Here | _Away, ...] | None] = []
         self._again = 0
-        self._unwritten: list[tuple[torch.Tensor, int]] = []
 
     def pack(self, tensor: torch.Tensor) -> _Here | _Away:
         """An input of the layer: kept."""
@@ -182,8 +183,7 @@ class _Layer:
         return out, lse
 
     def _keep(self, tensor: torch.Tensor) -> _Here | _Away:
-        self._unwritten.append((tensor, tensor._version))
-        kept = self._step.keep(tensor.detach())
+        kept = self._step.keep(tensor.detach())  # whose graph may hold this layer
         self._kept.append(kept)
         return kept
 
@@ -191,12 +191,6 @@ class _Layer:
         """Its first run is over: what is kept is what the second run has to read."""
         for kept in self._kept:
             kept.settle()
-        if any(tensor._version != version for tensor, version in self._unwritten):
-            raise RuntimeError(
-                "a layer writes in place to its input or to attention's output, which its "
-                "checkpoint keeps: use long_context(checkpoints=None)"
-            )
-        self._unwritten.clear()
 
 
 class _Running:
@@ -217,14 +211,20 @@ class _Here:
     """Kept where it is."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self._tensor, self._version = tensor, tensor._version
 
     def settle(self) -> None:
-        """It is here."""
+        """It is here, as it was. (Where there are hooks torch does not look.)"""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "a layer's input or attention's output, which its checkpoint keeps, was written to "
+                "in place: use long_context(checkpoints=None)"
+            )
 
     fetch = settle
 
     def get(self) -> torch.Tensor:
+        self.settle()
         return self._tensor.detach()
 
 
@@ -235,7 +235,7 @@ class _Away:
     alive = most = 0
 
     def __init__(self, tensor: torch.Tensor, copies: _Copies) -> None:
-        self._device, self._copies = tensor.device, copies
+        self._device, self._copies, given = tensor.device, copies, _Here(tensor)
         self._like = torch.empty_like(tensor, device="meta")  # its layout, without gaps
         if tensor.stride() != self._like.stride():
             tensor = tensor.clone()
@@ -244,7 +244,7 @@ class _Away:
         self._pieces = [copies.host_memory(part.numel()) for part in parts]
         # The computation waits before its memory is used again: a host far ahead of the device
         # would find none free.
-        self._source: Any = tensor, copies.run(parts, self._pieces)
+        self._source: Any = tensor, copies.run(parts, self._pieces), given
         self._bytes = sum(1 << (part.numel() - 1).bit_length() for part in parts)
         _Away.alive += self._bytes
         _Away.most = max(_Away.most, _Away.alive)
@@ -257,6 +257,7 @@ class _Away:
     def settle(self) -> None:
         """Let the computation wait for the copy, and let go of what was copied."""
         self._copies.wait(self._source[1])
+        self._source[2].settle()
         self._source = None
 
     def fetch(self) -> None:
