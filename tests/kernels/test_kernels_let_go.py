@@ -70,6 +70,21 @@ def test_a_kernel_that_nobody_holds_is_gone(kind: str) -> None:
     assert watch() is None, gc.get_referrers(watch())
 
 
+def test_what_a_mask_reads_goes_with_the_mask() -> None:
+    """At once: it may be memory of a GPU, for which no garbage is collected."""
+    made, ids = inputs(150), torch.arange(150) // 40
+    watch = weakref.ref(ids)
+    gc.collect()
+    gc.disable()
+    try:
+        mask = qa.Mask(keeps=lambda b, h, q, k, ids=ids: ids[q] == ids[k])
+        qa.attention(*made.three, mask)
+        del mask, ids
+        assert watch() is None
+    finally:
+        gc.enable()
+
+
 def test_a_kernel_of_another_one_s_address_is_tried_anew() -> None:
     """Answers go with the kernel: the next one in the same place is another."""
 

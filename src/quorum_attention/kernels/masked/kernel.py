@@ -62,7 +62,8 @@ class MaskedKernel(Kernel):
     whole_calls = True
 
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
-        self.mask, self.base, self._functions = mask, base, mask.functions
+        # Not the mask, which holds its kernels.
+        self.batch, self.base, self._functions = mask.sizes.batch, base, mask.functions
         self.geometries = mask.geometries
         self._distinct = tuple(dict.fromkeys(mask.geometries))
         self._parts = ByParts(self._distinct, base, mask.softcap)
@@ -256,10 +257,9 @@ class MaskedKernel(Kernel):
 
     def _own(self, entries: tuple[int, ...]) -> tuple[int, ...]:
         """The numbers of entries among those of the batch."""
-        batch = self.mask.sizes.batch
-        if max(entries, default=0) < batch:
+        if max(entries, default=0) < self.batch:
             return entries
-        return tuple(entry % batch for entry in entries)
+        return tuple(entry % self.batch for entry in entries)
 
     def _told(self, task: TaskTensors) -> TaskTensors:
         """A task with numbers of entries that functions know."""
