@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -335,6 +336,17 @@ def test_group_bits_are_saved_for_the_backward(device: str) -> None:
     other.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_inputs_go_when_the_backward_has_read_them(device: str) -> None:
+    """Though the output stays."""
+    leaf = torch.randn(1, 1, 40, 16, device=device, requires_grad=True)
+    query = leaf * 2.0
+    watch = weakref.ref(query)
+    out, _ = qa.native_attention(query, leaf, leaf)
+    del query
+    out.sum().backward()
+    assert watch() is None
 
 
 def test_slopes_are_the_kernels_own(device: str) -> None:

@@ -87,7 +87,8 @@ class _Function(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = kernel.whole_forward(call)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.call, ctx.kernel = call, kernel
+        # Not the call, whose tensors would stay as long as the output.
+        ctx.how, ctx.kernel = (call.causal, call.scale), kernel
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -95,7 +96,7 @@ class _Function(torch.autograd.Function):
     @first_derivative("native_attention")
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> Any:
         query, key, value, *bits, out, lse = ctx.saved_tensors
-        call = replace(ctx.call, query=query, key=key, value=value, stored=None)
+        call = Call(query, key, value, *ctx.how)
         saved = Saved(grad_out.to(query.dtype).contiguous(), out, lse)
         return None, None, *ctx.kernel.whole_backward(call, saved), *(None for _ in bits)
 
