@@ -112,14 +112,14 @@ def _proven(folder: Path, turn: int) -> None:
 
 
 _RESERVED = "are missing", "more than a file may have here"
-_OF_PROGRESS = "progress.json: No space left on device", _RESERVED[1]
+_OF_ACCUMULATORS = "space for accumulators", _RESERVED[1]
 _UNSAID = "", ""
 WRITERS = {
     "text": Writer(_text, "OSError", "x.txt"),
     "run": Writer(_run("out.safetensors"), "2", "out.safetensors", _RESERVED),
     "run to .npy": Writer(_run("out.npy"), "2", "out.npy", _RESERVED),
     # Room for the results, and for no more.
-    "run, its progress": Writer(_run("out"), "2", "out", _OF_PROGRESS, room=40 << 10),
+    "run, its accumulators": Writer(_run("out"), "2", "out", _OF_ACCUMULATORS, room=36 << 10),
     "new tensors": Writer(_created, "OSError", "x", _RESERVED),
     "scratch": Writer(_scratch, "OSError", "space for accumulators", _RESERVED),
     "picture": Writer(_picture("png"), "2", "plan.png"),

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers_docs import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -68,9 +67,8 @@ def test_a_long_step_is_measured(
     ways = found["longest"]["ways"]
     assert ways["sdpa"]["ran"]
     assert ways["sdpa"]["points"][-1]["peak"] <= 20 << 20
-    # Without the fused loss of this torch less is saved.
-    everything = hasattr(torch.nn, "LinearCrossEntropyOptions")
-    assert ways["everything"]["tokens"] > (4 if everything else 1.2) * ways["sdpa"]["tokens"]
+    # The loss is in one piece: the text is shorter than a chunk.
+    assert ways["everything"]["tokens"] > 1.2 * ways["sdpa"]["tokens"]
     assert "by the line: not run" in capsys.readouterr().out
 
 

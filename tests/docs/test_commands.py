@@ -132,7 +132,10 @@ def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (folder / name).stat().st_size > 0
     for more in others:
         assert main([*more, *SHORT["bench"]]) == 0
-        titles = {"cost": "Cost, forward+backward", "wrapped": "Recovered against itself"}
+        titles = {
+            "accuracy": "Accuracy", "cost": "Cost, forward+backward",
+            "wrapped": "Recovered against itself",
+        }  # fmt: skip
         assert titles[more[-1]] in capsys.readouterr().out
 
 
@@ -143,8 +146,7 @@ def test_calibrate_runs(
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(folder / "cache"))
     sizes = TrialSizes(256, 256, 1 << 20, 0.0, torch.get_num_threads())
     monkeypatch.setattr(Cpu, "trial_sizes", lambda cpu, device: sizes)
-    for name, value in (("_ROUNDS", 1), ("_disagreeing", lambda rounds: []), ("_WAITING", 99.0)):
-        monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr(calibration, "_ROUNDS", 1)
     (text,) = {text for text in OURS if text.startswith("quorum-attention calibrate")}
     try:
         assert main([*filled(text), "--device", "cpu"]) == 0

@@ -44,8 +44,8 @@ def test_quickstart() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r"^forward: kernel ", done.stdout, re.M)
-    assert re.search(r"^backward: kernel ", done.stdout, re.M)
+    assert re.search(r"^forward:\n  kernel: ", done.stdout, re.M)
+    assert re.search(r"^backward:\n  kernel: ", done.stdout, re.M)
     last = done.stdout.splitlines()[-1]
     assert last == "output (1, 8, 4096, 64) gradient of the keys (1, 8, 4096, 64)"
 

@@ -328,7 +328,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class WorkCounts:
-    """The work of a pass in counts; the planner turns it into seconds (planner/cost.py).
+    """The work of a pass in counts; the planner turns it into seconds (planner/price.py).
 
     Attributes:
         units: units of all head groups.

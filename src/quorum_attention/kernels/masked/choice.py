@@ -16,7 +16,7 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import get_kernel, select_kernel, why_not
 from quorum_attention.mask import Mask
 
-# Runs anything, in torch's operators (dense.py).
+# Runs anything, in torch's operators (reference.py).
 _DENSE, _TILES = "dense", "tiles"
 
 

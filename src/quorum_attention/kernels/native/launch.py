@@ -251,7 +251,7 @@ def _ragged(stages: int, call: Call, extras: Extras, width: int) -> int:
 def _as_read(
     config: Config, block_rows: int, width: int, *tensors: torch.Tensor
 ) -> tuple[str, tuple[Any, ...]]:
-    """How a kernel reads blocks of ``block_rows`` rows of ``tensors`` (loads_triton.py), and what
+    """How a kernel reads blocks of ``block_rows`` rows of ``tensors`` (tile_triton.py), and what
     it is given for that: the tensors, or their descriptors."""
     if _described(config, *tensors):
         return "descriptors", tuple(_describe(t, block_rows, width) for t in tensors)
