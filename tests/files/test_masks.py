@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.cli import main
 from quorum_attention.files import compute
 from quorum_attention.files.call import file_call
@@ -133,7 +133,7 @@ def test_a_short_first_entry_does_not_say_how_long_the_others_take(
     call = file_call(
         dict(zip(("query", "key", "value"), three, strict=True)),
         qa.Mask(**{"lengths": {"key_lengths": given}, "documents": {"documents": given}}[option]),
-        Written(budget=1 << 30, devices=torch.device("cpu")),
+        CallOptions(budget=1 << 30, devices=torch.device("cpu")),
     )
     whole = qa.plan(600, heads=1, head_dim=16, dtype=torch.float32, budget="1GiB", device="cpu")
     monkeypatch.setattr(compute, "SECONDS_OF_A_PART", whole.predicted_seconds * 1.5)

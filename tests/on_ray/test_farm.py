@@ -14,7 +14,7 @@ import torch
 from helpers_ray import Case, FakeRay, MaskedCase, fake_farm, in_files
 
 import quorum_attention as qa
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import CallOptions
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import create_tensors
@@ -146,7 +146,7 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
     assert torch.equal(out, torch.zeros(1, 2, 5, 8))
     assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
     q, k, v, out = call(5)
-    call = file_call({"query": q, "key": k, "value": v}, None, Written(devices="cpu"))
+    call = file_call({"query": q, "key": k, "value": v}, None, CallOptions(devices="cpu"))
     assert not list(fake_farm().by_heads(call, {"out": out}, [], report=PoolPass()))
     assert (out == 7).all(), "no head is computed, so nothing is written"
     empty = torch.empty(1, 2, 0, 8)
