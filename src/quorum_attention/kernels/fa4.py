@@ -11,9 +11,10 @@ import importlib.metadata
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,12 +33,6 @@ from quorum_attention.kernels.rectangles import (
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-
-from collections.abc import Mapping
-from itertools import pairwise
-
-# Rates of kernels, by head dimension.
 
 
 def by_head_dim(table: Mapping[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
