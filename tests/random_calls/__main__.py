@@ -40,9 +40,6 @@ def main() -> int:
     print(summary.text())
     if given.json:
         Path(given.json).write_text(json.dumps(summary.data(), indent=1), encoding="utf-8")
-    if given.compilations:
-        text = json.dumps(summary.compilations, indent=1)
-        Path(given.compilations).write_text(text, encoding="utf-8")
     return 1 if summary.outcomes["wrong"] else 0
 
 
@@ -65,10 +62,9 @@ def _arguments() -> argparse.Namespace:
         help="on a GPU: draw freely what has to be compiled for, too (up to 3 s a call)",
     )  # fmt: skip
     parser.add_argument("--kernel", help="on a GPU: draw calls of this kernel alone")
-    parser.add_argument("--compilations", help="file for what Triton compiled")
     parser.add_argument(
         "--serve", action="store_true",
-        help="read runs of seeds (first, stop) line by line; one line of JSON for every seed",
+        help="read seeds line by line; one line of JSON for every seed",
     )  # fmt: skip
     return parser.parse_args()
 
@@ -88,35 +84,26 @@ def _one(given: argparse.Namespace) -> int:
 def _serve(given: argparse.Namespace) -> int:
     import gc
 
-    started = time.perf_counter()
     import torch
 
-    from random_calls import compilations
     from random_calls.draw import draw
     from random_calls.run import check_seed, failed, is_lost
     from random_calls.summary import row_of
 
     torch.set_num_threads(given.threads)
-    if given.device != "cpu":
-        torch.zeros(1, device=given.device)
-        compilations.watch()
     gc.collect()
     gc.freeze()  # what is imported by now is not looked through again and again
-    start = {"start": time.perf_counter() - started}
-    for line in sys.stdin:
-        for seed in range(*map(int, line.split())):
-            try:
-                verdict = check_seed(seed, given.device, free=given.free)
-            except Exception as error:
-                verdict = failed(draw(seed, given.device, free=given.free), error)
-            row = row_of(verdict)
-            row["parts"] |= start
-            row["compiled"] = compilations.taken()
-            row["lost"] = verdict.outcome == "wrong" and is_lost(torch.device(given.device))
-            start = {}
-            print(json.dumps(row), flush=True)
-            if row["lost"]:
-                return 1
+    for seed in map(int, sys.stdin):
+        began = time.perf_counter()
+        try:
+            verdict = check_seed(seed, given.device, free=given.free)
+        except Exception as error:
+            verdict = failed(draw(seed, given.device, free=given.free), error)
+        row = row_of(verdict) | {"seconds": time.perf_counter() - began}
+        row["lost"] = verdict.outcome == "wrong" and is_lost(torch.device(given.device))
+        print(json.dumps(row), flush=True)
+        if row["lost"]:
+            return 1
     return 0
 
 

@@ -7,8 +7,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,8 +41,6 @@ class Verdict:
         ratios: by result, the worst error as a share of what is allowed.
         ran: how each pass ran: (pass, way, levels, kernel).
         once: results that are further off than torch's, but were not again (``_happens_again``).
-        parts: seconds that were spent on "draw", "make", "call", "reference", "torch", "compare",
-            "look".
     """
 
     case: Case
@@ -54,16 +51,6 @@ class Verdict:
     ratios: dict[str, float] = field(default_factory=dict)
     ran: list[tuple[str, str, tuple[int, ...], str]] = field(default_factory=list)
     once: list[str] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """What is done within counts for a part."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - started
 
     def add(self, kind: str, words: str) -> None:
         """Something is wrong."""
@@ -77,12 +64,7 @@ class Verdict:
 
 def check_seed(seed: int, device: str = "cpu", *, free: bool = False) -> Verdict:
     """The verdict on the case of a seed; ``free``: see ``draw``."""
-    started = time.perf_counter()
-    case = draw(seed, device, free=free)
-    drawn = time.perf_counter() - started
-    verdict = check(case, device)
-    verdict.parts["draw"] = drawn
-    return verdict
+    return check(draw(seed, device, free=free), device)
 
 
 def check(case: Case, device: str = "cpu") -> Verdict:
@@ -90,8 +72,7 @@ def check(case: Case, device: str = "cpu") -> Verdict:
     verdict = Verdict(case)
     compute = torch.device(device)
     lives = compute if case.residency == "device" else torch.device("cpu")
-    with verdict.timed("make"):
-        made = make(case, lives)
+    made = make(case, lives)
     done = Done()
     kernel_of(case, made.slopes)  # made once, and kept
     if case.looked_after or case.measured:
@@ -102,7 +83,7 @@ def check(case: Case, device: str = "cpu") -> Verdict:
         gc.collect()
         gc.freeze()
     try:
-        with verdict.timed("call"), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             perform(case, made, compute, done)
             if compute.type == "cuda":
@@ -140,11 +121,10 @@ def judge_results(verdict: Verdict, made: Made, done: Done, compute: torch.devic
     _peaks(verdict, done)
     if verdict.outcome == "right":
         _compare(verdict, made, done, compute)
-    with verdict.timed("look"):
-        for name in changed(made.kept):
-            verdict.add("input changed", name)
-        for name in [target.name for target in done.targets if target.trespassed()]:
-            verdict.add("memory of others changed", name)
+    for name in changed(made.kept):
+        verdict.add("input changed", name)
+    for name in [target.name for target in done.targets if target.trespassed()]:
+        verdict.add("memory of others changed", name)
     for name in done.untaken:
         verdict.add("not where it was asked for", name)
 
@@ -222,12 +202,11 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
     case, results = verdict.case, done.results
     gradients = [name for name in results if name.startswith("grad")]
     where = place(case, compute)
-    with verdict.timed("reference"):
-        reference = Reference(case, made, where)
-        wanted = reference.forward(results["out"].dtype)
-        if gradients:
-            wanted |= reference.backward(results[gradients[0]].dtype)
-        results = {name: found.detach().to(where) for name, found in results.items()}
+    reference = Reference(case, made, where)
+    wanted = reference.forward(results["out"].dtype)
+    if gradients:
+        wanted |= reference.backward(results[gradients[0]].dtype)
+    results = {name: found.detach().to(where) for name, found in results.items()}
     last = results[gradients[0]].dtype if gradients else results["out"].dtype
     dtypes = (results["out"].dtype, last)
     yardstick = Yardstick(case, made, dtypes, compute, lambda: _cut(case, made, compute, done))
@@ -242,18 +221,14 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
             asked = made.mask.dtype
         if name != "lse" and dtype != asked:
             verdict.add("dtype", f"{name} is {dtype}, not {asked}")
-        with verdict.timed("compare"):
-            off, ratio = judge(name, found, wanted[name], yardstick)
-            again = off is None or not off.plausible or _happens_again(case, made, name, compute)
+        off, ratio = judge(name, found, wanted[name], yardstick)
+        again = off is None or not off.plausible or _happens_again(case, made, name, compute)
         verdict.ratios[name] = ratio
         if off is not None and not again:
             verdict.once.append(f"{off.name}: {off.words}")
             verdict.ratios[name] = 1.0
         elif off is not None:
             verdict.add(f"{off.name} {off.kind}", off.words)
-    if yardstick.seconds:
-        verdict.parts["torch"] = yardstick.seconds
-        verdict.parts["compare"] -= yardstick.seconds
 
 
 def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> bool:

@@ -23,7 +23,6 @@ def row_of(verdict: Verdict) -> dict[str, Any]:
         "route": case.route + (", results given" if case.results.given else ""),
         "dtype": case.dtype,
         "kernel": case.kernel,
-        "parts": verdict.parts,
     }
 
 
@@ -40,15 +39,13 @@ class Summary:
         self.refusals: dict[str, list[int]] = defaultdict(list)
         self.failing: list[dict[str, Any]] = []
         self.once: list[dict[str, Any]] = []
-        self.parts: Counter[str] = Counter()
         self.by_kernel: dict[str, list[float]] = defaultdict(list)
-        self.slowest: list[tuple[float, int, str]] = []
-        self.compiled: dict[str, Counter[str]] = defaultdict(Counter)
-        self.compilations: list[dict[str, Any]] = []
+        self.slowest: list[tuple[float, int]] = []
 
     def add(self, row: dict[str, Any]) -> None:
         """One row."""
-        self._add_times(row)
+        self.by_kernel[f"{row['kernel']} {row['dtype']}"].append(row["seconds"])
+        self.slowest = sorted([*self.slowest, (row["seconds"], row["seed"])])[-8:]
         self.outcomes[row["outcome"]] += 1
         self.counts["route"][row["route"]] += 1
         self.counts["dtype"][row["dtype"]] += 1
@@ -68,42 +65,6 @@ class Summary:
         if row["once"]:
             self.once.append({"seed": row["seed"], "text": "; ".join(row["once"])})
 
-    def _add_times(self, row: dict[str, Any]) -> None:
-        self.parts.update(row["parts"])
-        took = sum(row["parts"].values())
-        of = f"{row['kernel']} {row['dtype']}"
-        self.by_kernel[of].append(took)
-        self.slowest = sorted([*self.slowest, (took, row["seed"], of)], reverse=True)[:8]
-        for one in row["compiled"]:
-            found = self.compiled[one["kernel"]]
-            found["loaded" if one["held"] else "compiled"] += 1
-            found["milliseconds"] += round(1000 * one["seconds"])
-            if not one["held"]:
-                self.compilations.append(one | {"seed": row["seed"]})
-
-    def times(self) -> list[str]:
-        """Where time went: seconds of all processes together."""
-        lines = []
-        if self.parts:
-            count = max(1, sum(self.outcomes.values()))
-            shown = (f"{name} {1000 * t / count:.1f}" for name, t in self.parts.most_common())
-            lines.append("milliseconds a call in its process: " + ", ".join(shown))
-            slowest = (f"{seed} ({of}) {t:.1f}" for t, seed, of in self.slowest)
-            lines.append("slowest seeds, s: " + ", ".join(slowest))
-            means = {of: (sum(ts) / len(ts), len(ts)) for of, ts in self.by_kernel.items()}
-            shown = (
-                f"{of} {1000 * mean:.0f} x {n}"
-                for of, (mean, n) in sorted(means.items(), key=lambda item: -item[1][0])
-            )
-            lines.append("milliseconds a call by kernel: " + ", ".join(shown))
-        for name, found in sorted(self.compiled.items(), key=lambda item: -item[1]["milliseconds"]):
-            distinct = len({one["of"] for one in self.compilations if one["kernel"] == name})
-            lines.append(
-                f"  {name}: compiled {found['compiled']} times ({distinct} different), loaded "
-                f"{found['loaded']}, {found['milliseconds'] / 1000:.1f} s"
-            )
-        return lines
-
     def progress(self) -> str:
         """One line."""
         count, spent = sum(self.outcomes.values()), self.seconds
@@ -121,7 +82,11 @@ class Summary:
         if self.worst:
             lines.append("worst errors of right calls, as shares of what is allowed:")
             lines += [f"  {n}: {r:.3f} (seed {s})" for n, (r, s) in sorted(self.worst.items())]
-        lines += self.times()
+        means = ((sum(ts) / len(ts), len(ts), of) for of, ts in self.by_kernel.items())
+        shown = (f"{of} {1000 * mean:.0f} x {n}" for mean, n, of in sorted(means, reverse=True))
+        lines.append("milliseconds a call by kernel: " + ", ".join(shown))
+        slowest = (f"{seed} {took:.1f}" for took, seed in reversed(self.slowest))
+        lines.append("slowest seeds, s: " + ", ".join(slowest))
         lines += [f"off, and not again: seed {one['seed']}, {one['text']}" for one in self.once]
         for title, table in (("refused", self.refusals), ("wrong", self.kinds)):
             if table:
@@ -143,8 +108,6 @@ class Summary:
             "wrong": {what: sorted(seeds) for what, seeds in self.kinds.items()},
             "failing": self.failing,
             "once": self.once,
-            "seconds_by_part": dict(self.parts),
-            "compiled": {name: dict(found) for name, found in self.compiled.items()},
         }
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -55,7 +54,6 @@ class Yardstick:
         made = replace(made if compute is None else made.on(compute), grad_lse=None)
         self.case, self.made, self.dtypes = case, made, dtypes
         self.where = place(case, made.query.device)
-        self.seconds = 0.0
         self._cut = cut
         self._own: Results | None = None
         self._errors: list[Results] = []
@@ -84,9 +82,7 @@ class Yardstick:
             return
         for number in range(_OTHERS + self.made.query.is_cuda):
             while len(self._errors) <= number:
-                started = time.perf_counter()
                 self._errors.append(self._more(len(self._errors)))
-                self.seconds += time.perf_counter() - started
             found = self._errors[number].get(name)
             if found is not None:
                 largest = torch.maximum(largest, found)
