@@ -70,7 +70,7 @@ def _plan_budget_limit_and_peak_agree(found: dict[str, Any]) -> None:
     planned = [ours["report"][name]["planned_peak_bytes"] for name in ("forward", "backward")]
     assert max(planned) <= found["budget_bytes"] - PROCESS
     assert ours["peak_bytes"] <= max(planned) + PROCESS
-    # Four results of 4 MiB and tiles beside them (10 to 11 MiB, by machine): nothing of the process's own.
+    # Four results of 4 MiB and tiles beside them, 10 to 11 MiB: nothing of the process itself.
     assert 16 << 20 <= free["peak_bytes"] <= 32 << 20
 
 
