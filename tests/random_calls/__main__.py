@@ -25,7 +25,7 @@ def main() -> int:
     started = shown = time.monotonic()
     summary = Summary(given.first)
     how = How(
-        given.device, given.jobs, given.threads, given.chunk, given.free, given.kernel,
+        given.device, given.jobs, given.threads, given.chunk, given.failing, given.kernel,
         given.seconds,
     )  # fmt: skip
     for row in rows(given.first, given.count, how):
@@ -58,8 +58,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--chunk", type=int, default=2000, help="seeds of one process")
     parser.add_argument(
-        "--free", action="store_true",
-        help="on a GPU: draw freely what has to be compiled for, too (up to 3 s a call)",
+        "--failing", action="store_true", help="let an allocation of every call fail"
     )  # fmt: skip
     parser.add_argument("--kernel", help="on a GPU: draw calls of this kernel alone")
     parser.add_argument(
@@ -72,7 +71,7 @@ def _arguments() -> argparse.Namespace:
 def _one(given: argparse.Namespace) -> int:
     from random_calls.run import check_seed, simplest
 
-    verdict = check_seed(given.seed, given.device, free=given.free)
+    verdict = check_seed(given.seed, given.device, failing=given.failing)
     print(verdict)
     print("errors as shares of what is allowed:", verdict.ratios)
     print("ran:", verdict.ran)
@@ -96,9 +95,9 @@ def _serve(given: argparse.Namespace) -> int:
     for seed in map(int, sys.stdin):
         began = time.perf_counter()
         try:
-            verdict = check_seed(seed, given.device, free=given.free)
+            verdict = check_seed(seed, given.device, failing=given.failing)
         except Exception as error:
-            verdict = failed(draw(seed, given.device, free=given.free), error)
+            verdict = failed(draw(seed, given.device, failing=given.failing), error)
         row = row_of(verdict) | {"seconds": time.perf_counter() - began}
         row["lost"] = verdict.outcome == "wrong" and is_lost(torch.device(given.device))
         print(json.dumps(row), flush=True)

@@ -43,20 +43,21 @@ _LAYOUTS = {
 }  # fmt: skip
 
 
-def draw(seed: int, device: str = "cpu", *, free: bool = False) -> Case:
+def draw(seed: int, device: str = "cpu", *, failing: bool = False) -> Case:
     """The case of a seed; of a kind of device, because kernels differ.
 
-    ``free``: on a GPU too, no matter how much has to be compiled for it (``pool.py``).
+    ``failing``: allocations of every call fail, not of one in forty.
     """
-    return _Drawing(seed, device, free).case()
+    return _Drawing(seed, device, failing).case()
 
 
 class _Drawing:
-    def __init__(self, seed: int, device: str, free: bool) -> None:
+    def __init__(self, seed: int, device: str, failing: bool) -> None:
+        self.failing = failing
         self.seed = seed
         self.on_cuda = device != "cpu"
         self.r = random.Random(seed)
-        number = kind_of(seed) if self.on_cuda and not free else None
+        number = kind_of(seed) if self.on_cuda else None
         self.kind = None if number is None else pool()[number][0]
         # What all of some neighbouring seeds draw alike, where shapes are prepared.
         shaped = self.kind is not None and self.kind.shaped
@@ -133,6 +134,8 @@ class _Drawing:
             mask = self.mask() if self.sometimes(0.27) and plain else None
             route = self.one_of({"autograd": 45, "pair": 45, "forward": 10})
             is_causal = self.sometimes(0.55)
+        if self.failing:
+            route = "pair"
         content = self.one_of(
             {"normal": 42, "sink": 14, "sinks": 4, "one hot": 12, "large scores": 7, "tiny": 4,
              "constant": 4, "extremes": 3, "offset values": 5, "spread rows": 5}
@@ -159,7 +162,8 @@ class _Drawing:
                 again = self.orders(*sizes)
             layouts = self.layouts()
         failure = None
-        if self.sometimes(0.06) and route == "pair" and not interpreted:
+        fails = self.sometimes(0.06) or self.failing
+        if fails and route == "pair" and not interpreted:
             failure = (
                 r.choice(["forward", "backward"]), r.choice([*range(1, 12), r.randint(12, 90)]),
                 r.choice([1, 1, 1, 2, 3]),

@@ -62,9 +62,9 @@ class Verdict:
         return "\n  ".join([f"{self.outcome}: {self.case}", *self.wrong, self.refusal]).strip()
 
 
-def check_seed(seed: int, device: str = "cpu", *, free: bool = False) -> Verdict:
-    """The verdict on the case of a seed; ``free``: see ``draw``."""
-    return check(draw(seed, device, free=free), device)
+def check_seed(seed: int, device: str = "cpu", *, failing: bool = False) -> Verdict:
+    """The verdict on the case of a seed; ``failing``: see ``draw``."""
+    return check(draw(seed, device, failing=failing), device)
 
 
 def check(case: Case, device: str = "cpu") -> Verdict:

@@ -31,7 +31,7 @@ class How:
         jobs: processes at once.
         threads: of each process.
         chunk: seeds of a process; then another takes its place.
-        free: whether cases are drawn freely on a GPU too.
+        failing: whether allocations of every call fail.
         kernel: on a GPU, draw calls of this kernel alone.
         seconds: stop after so many.
     """
@@ -40,7 +40,7 @@ class How:
     jobs: int = 1
     threads: int = 1
     chunk: int = 2000
-    free: bool = False
+    failing: bool = False
     kernel: str | None = None
     seconds: float | None = None
 
@@ -52,7 +52,7 @@ def lots(first: int, count: int, how: How) -> list[list[int]]:
     loaded and tried out serves the next. Seeds of no kind take long, and come last.
     """
     seeds = list(range(first, first + count))
-    if how.device == "cpu" or how.free:
+    if how.device == "cpu":
         return [seeds[i :: how.jobs] for i in range(how.jobs)]
     kinds = {block: kind_of(block * BLOCK) for block in {seed // BLOCK for seed in seeds}}
     rest = [seed for seed in seeds if kinds[seed // BLOCK] is not None]
@@ -118,7 +118,7 @@ class _Driver(threading.Thread):
     def _one_process(self, cache: str) -> None:
         how = self.how
         command = [sys.executable, "-m", "random_calls", "--serve", "--device", how.device]
-        command += ["--threads", str(how.threads), *(["--free"] if how.free else [])]
+        command += ["--threads", str(how.threads), *(["--failing"] if how.failing else [])]
         command += ["--kernel", how.kernel] if how.kernel else []
         self.process = process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -161,7 +161,7 @@ def crashed(seed: int, how: How, what: str) -> dict[str, Any]:
 
     return {
         "seed": seed, "outcome": "wrong", "kinds": [what],
-        "text": f"{what}: {draw(seed, how.device, free=how.free)}",
+        "text": f"{what}: {draw(seed, how.device, failing=how.failing)}",
         "refusal": "", "once": [], "ratios": {}, "ran": [], "route": "", "dtype": "", "kernel": "",
         "seconds": 0.0, "lost": False,
     }  # fmt: skip
