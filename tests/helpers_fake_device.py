@@ -7,16 +7,15 @@ are wrong if the engine does not wait for all that it has to. Durations and fail
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.backend import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.mover import Clock, HostClock, Mover, StreamMover, local_part
+from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 
 
@@ -45,19 +44,19 @@ class FakeStream:
             self._waiting.popleft()()
 
     def wait_event(self, event: FakeEvent) -> None:
-        """See ``stream_mover.Stream``."""
+        """See ``mover.AtOnce``."""
         if event.stream is not None:
             self.now = max(self.now, event.at)
             self.give(partial(event.stream.reach, event.position))
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """See ``stream_mover.Stream``."""
+        """See ``mover.AtOnce``."""
         event = FakeEvent()
         event.record(stream)
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        """See ``stream_mover.Stream``."""
+        """See ``mover.AtOnce``."""
         self.reach(self.issued)
 
 
@@ -69,11 +68,11 @@ class FakeEvent:
         self.position, self.at = 0, 0.0
 
     def record(self, stream: FakeStream) -> None:
-        """See ``stream_mover.Event``."""
+        """See ``mover.AtOnce``."""
         self.stream, self.position, self.at = stream, stream.issued, stream.now
 
     def synchronize(self) -> None:
-        """See ``stream_mover.Event``."""
+        """See ``mover.AtOnce``."""
         if self.stream is not None:
             self.stream.reach(self.position)
 
@@ -140,7 +139,7 @@ class FakeDevice(Cpu):
         return FakeMover(self, n_slots, clock)
 
 
-class FakeMover(StreamMover):
+class FakeMover(Mover):
     """The stages of a device with streams, on fake streams."""
 
     def __init__(self, device: FakeDevice, n_slots: int, clock: Clock) -> None:
@@ -170,28 +169,15 @@ class FakeMover(StreamMover):
         finally:
             device.running = before
 
-    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """See ``Mover.load``; the copies happen later."""
-        for piece in pieces:
-            rows = source[:, piece.start : piece.stop]
-            self.loaded_bytes += self._give(local_part(target, piece), rows)
-
-    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """See ``Mover.store``; the copies happen later."""
-        for piece in pieces:
-            rows = target[:, piece.start : piece.stop]
-            self.stored_bytes += self._give(rows, local_part(source, piece))
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Mover.copy``; it happens later."""
+        seconds = source.numel() * source.element_size() / self._device.bytes_per_second
+        self._device.running.give(lambda: _copy(target, source), seconds)
 
     def finish(self, *, wait: bool) -> None:
         """See ``Mover.finish``; the device's time becomes that of its last stream."""
         super().finish(wait=wait)
         self._device.seconds = max(stream.now for stream in self._streams)
-
-    def _give(self, target: torch.Tensor, source: torch.Tensor) -> int:
-        n_bytes = source.numel() * source.element_size()
-        seconds = n_bytes / self._device.bytes_per_second
-        self._device.running.give(lambda: _copy(target, source), seconds)
-        return n_bytes
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from helpers_fake_device import FakeDevice, FakeEvent, FakeStream
 
 from quorum_attention.execution.device import cuda_mover, page_locks
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
-from quorum_attention.execution.device.mover import Clock, Mover, NoClock
+from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
 _GPU = torch.device("cuda", 0)
@@ -111,14 +111,14 @@ class LateCuda(FakeDevice):
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """A CUDA mover on late streams."""
-        return _LateMover(_GPU, n_slots, locks, NoClock())
+        return _LateMover(_GPU, n_slots, locks, Clock())
 
 
 class _LateMover(CudaMover):
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Compute is not put off: first it does all that its stream waits for."""
-        self._stage = stream
+        self._stream = stream
         if stream is self.compute:
             stream.synchronize()
         yield

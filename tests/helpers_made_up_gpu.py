@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.vendors import CudnnKernel, FlashKernel
@@ -35,7 +34,6 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
-    monkeypatch.setattr(BACKENDS["cuda"], "prepare", lambda device: None)
     new_kernels(monkeypatch)
     forget_files(monkeypatch)
 

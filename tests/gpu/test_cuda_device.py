@@ -20,7 +20,7 @@ from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import page_locks
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
-from quorum_attention.execution.device.mover import NoClock
+from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.page_locks import Copied
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.files import create_tensors, open_tensors
@@ -65,7 +65,7 @@ def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None
     slot, full = torch.zeros(HEADS, ROWS, lay.width, device=gpu), state.to(gpu)
     torch.cuda.synchronize()
     with backend.page_locks([Copied(far), Copied(target)]) as locks:
-        mover = backend.mover(gpu, 2, locks, NoClock())
+        mover = backend.mover(gpu, 2, locks, Clock())
         with mover.input_stage(0):
             mover.load(slot, far, PIECES)
         with mover.state_stage(0, 1):
@@ -88,7 +88,7 @@ def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> Non
     slot = torch.empty(1, rows, 16, device=gpu)
     whole = (Rows(0, rows, 0),)
     with backend.page_locks(()) as locks:
-        mover = backend.mover(gpu, 1, locks, NoClock())
+        mover = backend.mover(gpu, 1, locks, Clock())
         for number in range(20):
             with mover.input_stage(0):
                 mover.load(slot, source[number : number + 1], whole)
@@ -125,8 +125,8 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
     with backend.page_locks(
         [Copied(far, by_address=True), Copied(target, by_address=True)]
     ) as locks:
-        mover = backend.mover(gpu, 1, locks, NoClock())
-        assert locks.is_cut(far)
+        mover = backend.mover(gpu, 1, locks, Clock())
+        assert locks.wants(far)
         with mover.input_stage(0):
             mover.load(slot, far, whole)
         with mover.state_stage(0, 0):

@@ -17,7 +17,7 @@ from quorum_attention.execution.control.controller import (
     RecoveryController,
 )
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.mover import NoClock
+from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
 
@@ -102,7 +102,7 @@ def _attempt(
     backend = backend_of(device)
     report.accumulator, report.left_out = route.accumulators, schedule.left_out
     report.levels, report.n_cap = schedule.decomposition.levels, schedule.n_cap
-    clock = backend.clock() if report.timed and route.measured else NoClock()
+    clock = backend.clock() if report.timed and route.measured else Clock()
     tools, failure = Tools(clock, backend.lanes(device, schedule.streams)), None
     controller.start()
     last_done = time.perf_counter()

@@ -16,7 +16,7 @@ from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stor
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import cuda_mover, page_locks
 from quorum_attention.execution.device.cuda_mover import CudaMover
-from quorum_attention.execution.device.mover import Mover, NoClock
+from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
 GPU = torch.device("cuda", 0)
@@ -70,37 +70,21 @@ class Locks:
 
     def __init__(self, every: bool) -> None:
         self.every = every
-
-    settled = True
-    cuts: tuple[int, ...] = ()
+        self.asked: list[int] = []
 
     def begin(self) -> None: ...
-
-    def is_cut(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def wants(self, tensor: torch.Tensor) -> bool:
-        return self.every
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        return self.every
-
-
-class LocksOnTheWay(Locks):
-    """What is asked is told; the others are not known yet."""
-
-    settled = False
-
-    def __init__(self, every: bool) -> None:
-        super().__init__(every)
-        self.asked: list[tuple[int, int]] = []
 
     def wants(self, tensor: torch.Tensor) -> bool:
         return True
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        self.asked.append((tensor.data_ptr(), tensor.nbytes))
+        self.asked.append(tensor.data_ptr())
         return self.every
+
+    def parts(self, start: int, n_bytes: int, *, wait: bool) -> list[tuple[int, int, bool]]:
+        assert wait, "there are no buffers for tensors as small as these"
+        self.asked.append(start)
+        return [(start, n_bytes, self.every)]
 
 
 @pytest.fixture
@@ -116,11 +100,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def made(  # type: ignore[no-untyped-def]
-    monkeypatch, runtime: Runtime | None, *, locked: bool = True, locks: Locks | None = None
-) -> CudaMover:
+def made(monkeypatch, runtime: Runtime | None, locks: Locks | None = None) -> CudaMover:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(cuda_mover, "cuda_runtime", lambda: runtime)
-    return CudaMover(GPU, 2, locks or Locks(locked), NoClock())  # type: ignore[arg-type]
+    return CudaMover(GPU, 2, locks or Locks(True), Clock())  # type: ignore[arg-type]
 
 
 def check(mover: Mover, lay: Lay) -> None:
@@ -141,7 +123,7 @@ def check(mover: Mover, lay: Lay) -> None:
 
 @pytest.mark.parametrize("lay", LAYS, ids=str)
 def test_in_order(lay: Lay) -> None:
-    check(Mover(NoClock()), lay)
+    check(Mover(Clock(), 2), lay)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -149,39 +131,25 @@ def test_in_order(lay: Lay) -> None:
 @pytest.mark.parametrize("locked", [True, False])
 @pytest.mark.parametrize("runtime", ["batches", "old driver", "none"])
 def test_on_streams(lay: Lay, locked: bool, runtime: str, monkeypatch) -> None:
+    """Every row is waited for, whatever way it is copied: until it is locked, or not, its memory
+    may be written to by another thread."""
     bindings = None if runtime == "none" else Runtime(batch_status=runtime == "old driver")
-    check(made(monkeypatch, bindings, locked=locked), lay)
+    locks = Locks(locked)
+    check(made(monkeypatch, bindings, locks), lay)
+    assert len(set(locks.asked)) == len(PIECES) * HEADS * 2
     if bindings is None:
         return
     dense = lay.name == "dense" and lay.dtype == torch.float32
     pieces = len(PIECES) * HEADS * 2
-    if locked and dense:
-        # A driver that refuses a batch is not asked again.
+    batches, singles = 0, 0
+    if dense:
+        # A driver that refuses a batch is not asked again; what is not locked it takes singly.
         batches, singles = (2, 0) if runtime == "batches" else (1, pieces)
-        assert (bindings.batches, bindings.singles) == (batches, singles)
-    else:
-        assert (bindings.batches, bindings.singles) == (0, 0)
+        batches, singles = (batches, singles) if locked else (0, pieces)
+    assert (bindings.batches, bindings.singles) == (batches, singles)
     # A single row needs no pitch.
     by_pitch = (len(PIECES) - 1) * HEADS * 2
     assert bindings.pitched == (by_pitch if locked and lay.name == "gaps between rows" else 0)
-
-
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("lay", LAYS, ids=str)
-@pytest.mark.parametrize("locked", [True, False])
-@pytest.mark.parametrize("bindings", [True, False])
-def test_every_row_is_waited_for_while_memory_is_being_locked(
-    lay: Lay, locked: bool, bindings: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever way it is copied: until then its memory may be written to by another thread."""
-    locks = LocksOnTheWay(locked)
-    mover = made(monkeypatch, Runtime() if bindings else None, locks=locks)
-    target, state = lay.made(), torch.randn(HEADS, ROWS, lay.width)
-    with mover.store_stage(0):
-        mover.store(target, state, PIECES)
-    parts = [head[piece.start : piece.stop] for head in target for piece in PIECES]
-    asked = {start for start, _ in locks.asked}
-    assert all(part.data_ptr() in asked for part in parts)
 
 
 class Driver(Runtime):
@@ -239,7 +207,7 @@ def test_no_copy_reaches_from_one_locked_piece_into_another(
     slot = torch.zeros_like(state)
     expected = stored(target, state)
     with PageLocks([Copied(far, by_address=True), Copied(target, by_address=True)]) as locks:
-        mover = made(monkeypatch, driver, locks=locks)  # type: ignore[arg-type]
+        mover = made(monkeypatch, driver, locks)  # type: ignore[arg-type]
         for _ in range(2):
             with mover.input_stage(0):
                 mover.load(slot, far, PIECES)

@@ -62,7 +62,7 @@ def fresh(n_bytes: int) -> torch.Tensor:
     return torch.zeros(n_bytes, dtype=torch.uint8)
 
 
-def test_what_is_freed_is_locked_once_and_used_again(driver: Driver) -> None:
+def test_what_is_free_is_locked_once_and_used_again(driver: Driver) -> None:
     kept = driver.kept()
     assert kept.take(MIB) is None
     lent = kept.lend(fresh(MIB))
@@ -121,7 +121,7 @@ def test_it_is_given_back_when_unused_or_too_much(driver: Driver) -> None:
     del again
     held = [kept.lend(fresh(4 * MIB)) for _ in range(10)]
     del held
-    assert sum(room.memory.nbytes for room in kept._freed) <= 16 * MIB
+    assert sum(room.memory.nbytes for room in kept._free) <= 16 * MIB
     kept.give_back()
     assert not driver.locked
 
@@ -137,11 +137,11 @@ def test_an_interrupt_leaves_nothing_locked_for_ever(driver: Driver) -> None:
         raise KeyboardInterrupt
 
     broken = PinnedPool(Locker(driver.lock, driver.unlock, interrupted), MIB, lambda: driver.now)
-    broken._freed.extend(kept._freed)
-    kept._freed.clear()
+    broken._free.extend(kept._free)
+    kept._free.clear()
     with pytest.raises(KeyboardInterrupt):
         broken.take(MIB)
-    kept._freed.extend(broken._freed)
+    kept._free.extend(broken._free)
     kept.give_back()
     assert not driver.locked
 

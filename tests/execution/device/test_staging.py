@@ -15,7 +15,7 @@ from helpers_plans import passing
 
 import quorum_attention as qa
 from quorum_attention.execution.device import cuda_mover as staging
-from quorum_attention.execution.device.cuda_mover import Staging, _Copies
+from quorum_attention.execution.device.cuda_mover import Copies, Staging
 from quorum_attention.files import create_tensors, open_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +31,7 @@ def test_random_copies_are_as_if_made_at_once(buffer_bytes: int, monkeypatch) ->
         near = torch.randint(0, 255, (4000,), dtype=torch.uint8)
         far = torch.randint(0, 255, (3000,), dtype=torch.uint8)
         wanted_near, wanted_far = near.clone(), far.clone()
-        copies = _Copies(driver)
+        copies = Copies(driver)
         ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
         streams = LateStream(), LateStream()
         for _ in range(draw.randint(1, 12)):
@@ -49,7 +49,7 @@ def test_random_copies_are_as_if_made_at_once(buffer_bytes: int, monkeypatch) ->
                 else:
                     ring.down(*at, n, stream)
                     wanted_far[there : there + n] = wanted_near[here : here + n]
-            copies.flush(stream)  # type: ignore[arg-type]
+            copies.flush(stream)
             ring.ended(stream, given_up=False)
         for stream in streams:
             stream.synchronize()
@@ -60,14 +60,14 @@ def test_random_copies_are_as_if_made_at_once(buffer_bytes: int, monkeypatch) ->
 
 def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
     driver = stand_in(monkeypatch)
-    copies, stream = _Copies(driver), LateStream()
+    copies, stream = Copies(driver), LateStream()
     ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
     near, far = torch.ones(300, dtype=torch.uint8), torch.full((300,), 7, dtype=torch.uint8)
     ring.down(near.data_ptr(), far.data_ptr(), 100, stream)
-    copies.flush(stream)  # type: ignore[arg-type]
+    copies.flush(stream)
     ring.ended(stream, given_up=False)
     ring.down(near.data_ptr(), far.data_ptr() + 100, 100, stream)
-    copies.flush(stream, given_up=True)  # type: ignore[arg-type]
+    copies.forget()
     ring.ended(stream, given_up=True)
     stream.synchronize()
     ring.finish()

@@ -130,7 +130,6 @@ class Backend(ABC):
             slot, or cutting a call that fits, can save time.
         pins: page-locked host memory makes copies faster.
         most_streams: more kernel calls in flight at once than this save no time.
-        remembers: schedules found for it are remembered on disk, because their searches take long.
         pinned: the memory of results that is kept between calls; None: none is.
         word_bytes: the address and the size of each row must be multiples of this for its kernels.
     """
@@ -141,7 +140,6 @@ class Backend(ABC):
     overlaps = False
     pins = False
     most_streams = 1
-    remembers = False
     word_bytes = 1
     pinned: PinnedPool | None = None
 
@@ -167,9 +165,6 @@ class Backend(ABC):
         """Bytes that its allocator may take beyond the sum of tensors of ``sizes`` bytes."""
         return ROUNDING_BYTES * len(sizes)
 
-    def prepare(self, device: torch.device) -> None:  # noqa: B027
-        """Begin, in a thread, what takes long the first time that a pass goes through slots."""
-
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which kernels run on ``device`` unless told otherwise."""
         return nullcontext()
@@ -192,7 +187,7 @@ class Backend(ABC):
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """A mover of rows into and out of ``n_slots`` slots on ``device``."""
-        return Mover(clock)
+        return Mover(clock, n_slots)
 
     def count_peak(self, device: torch.device) -> Callable[[], int] | None:
         """Begin to count allocated bytes; None if the allocator does not count.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from quorum_attention.execution.device.backend import Backend, TrialSizes, h200_rates
-from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, cuda_runtime
+from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, Locker, PageLocks, PinnedPool
 from quorum_attention.kernels.protocol import Lanes
@@ -37,13 +37,11 @@ class Cuda(Backend):
 
     kind = "cuda"
     own_memory = True
-    remembers = True
     refuses = True
     overlaps = True
     pins = True
     most_streams = 2
     word_bytes = 16
-    _prepared = False
 
     def __init__(self) -> None:
         self.pinned = PinnedPool(Locker(_lock, _unlock, _wait_for_all))
@@ -77,12 +75,6 @@ class Cuda(Backend):
         """A little for each tensor, and more for large ones, which get whole blocks."""
         unsplit = sum(size > UNSPLIT_BYTES for size in sizes)
         return super().rounding(sizes) + UNSPLIT_BYTES * unsplit
-
-    def prepare(self, device: torch.device) -> None:
-        """Import the bindings that copies by address are made with."""
-        if not self._prepared and self.is_here():
-            self._prepared = True
-            threading.Thread(target=cuda_runtime, name="imports CUDA's bindings").start()
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which ``device`` is current: kernels run there, wherever tensors are."""

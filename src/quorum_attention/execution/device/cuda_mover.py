@@ -4,34 +4,29 @@ Rows without gaps are copied by address, in one batch for each stage: page-locke
 others through page-locked buffers (``Staging``). Rows with gaps are copied in pitches or by
 torch.
 
-Copies between a device and pageable host memory, through page-locked buffers.
-
 A copy of memory that is not page-locked holds the host until the device has done everything before
 it, at a fraction of the speed. Some memory cannot be locked: files that are mapped to be read only,
-systems with limits; and small tensors are not worth it. Here the host's threads copy such memory
-to a buffer and the device copies the buffer; results the other way round. The host waits only
-where all buffers are in use.
-
-What comes from the device is written to its place later: when its buffer is needed again, before
-the same memory is read, and at the end.
+systems with limits; and small tensors are not worth it. So the host's threads copy such memory to a
+buffer and the device copies the buffer; results the other way round. The host waits only where all
+buffers are in use. What comes from the device is written to its place later: when its buffer is
+needed again, before the same memory is read, and at the end.
 """
 
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Rows
-from quorum_attention.execution.device.mover import Clock, Event, NoClock, StreamMover, local_part
-from quorum_attention.execution.device.page_locks import Copied, PageLocks, addresses
+from quorum_attention.execution.device.mover import Clock, HostClock, Mover, local_part
+from quorum_attention.execution.device.page_locks import Copied, PageLocks, addresses, is_locked
 from quorum_attention.kernels.tensors import copy_on_device
 
 # Of a buffer, and how many there are each way. A buffer is filled while others are copied.
@@ -45,18 +40,6 @@ _LEAST_SHARE = 1 << 18
 _ALIGNMENT = 256
 
 
-class Copies(Protocol):
-    """Notes copies between buffers and the device, and gives them to a stream."""
-
-    def add(self, target: int, source: int, n_bytes: int) -> None:
-        """Note a copy of ``n_bytes`` from address ``source`` to address ``target``."""
-        ...
-
-    def flush(self, stream: Any) -> None:
-        """Give ``stream`` the copies noted since the last flush."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Buffer:
     """Page-locked memory.
@@ -67,35 +50,30 @@ class _Buffer:
         used: bytes from the beginning on that copies have been given.
         writes: what has to be written from it once ``event`` has happened: (from, to, bytes).
         issued: how many of ``writes`` the device has been told of.
-        low, high: addresses between which all of ``writes`` are.
     """
 
     memory: torch.Tensor
-    event: Event
+    event: Any
     used: int = 0
     writes: list[tuple[int, int, int]] = field(default_factory=list)
     issued: int = 0
-    low: int = 0
-    high: int = 0
 
     @property
     def address(self) -> int:
         """Of its next free byte."""
         return self.memory.data_ptr() + self.used
 
-    def defer_write(self, target: int, count: int) -> None:
-        """Note that ``count`` bytes from the next free byte on have to be written to ``target``."""
-        if not self.writes:
-            self.low, self.high = target, target + count
-        self.low, self.high = min(self.low, target), max(self.high, target + count)
-        self.writes.append((self.address, target, count))
+    def record(self, stream: Any) -> None:
+        """Note that ``stream`` has been given all copies from and to it."""
+        self.issued = len(self.writes)
+        self.event.record(stream)
 
 
 class Staging:
     """Two rings of buffers, one for each direction.
 
     Copies of each direction go to a stream of their own, in stages; ``ended`` is called at the end
-    of each stage. Buffers are made when they are needed, at most ``BUFFERS`` each way.
+    of each stage.
 
     Args:
         allocate: makes page-locked memory: (bytes,) uint8; a RuntimeError says that there is none.
@@ -104,17 +82,18 @@ class Staging:
     """
 
     def __init__(
-        self,
-        allocate: Callable[[int], torch.Tensor],
-        event: Callable[[], Event],
-        copies: Copies,
+        self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], copies: Copies
     ) -> None:
-        self._allocate, self._event, self._copies = allocate, event, copies
-        # The first of each ring is the one in use, the second the oldest. More are made as they are
-        # needed.
-        self._ups, self._downs = ([self._made()] for _ in range(2))
-        self._touched: list[list[_Buffer]] = []
-        self._copy_threads = _CopyThreads()
+        self._copies = copies
+        # The first of each ring is the one in use, the second the oldest.
+        self._ups, self._downs = (
+            [_Buffer(allocate(BUFFER_BYTES), event()) for _ in range(BUFFERS)] for _ in range(2)
+        )
+        # The buffer that the present stage used last.
+        self._touched: _Buffer | None = None
+        self._n_threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
+        # The caller's is one of them; the others end when the pool is freed.
+        self._pool = ThreadPoolExecutor(max(1, self._n_threads - 1), "copies")
 
     def up(self, near: int, far: int, n_bytes: int, stream: Any) -> None:
         """Copy pageable memory from address ``far`` on to address ``near`` of the device, within a
@@ -122,9 +101,9 @@ class Staging:
         while n_bytes > 0:
             buffer = self._room(self._ups, stream)
             count = min(n_bytes, BUFFER_BYTES - buffer.used)
-            self._copy_threads.copy(buffer.address, far, count)
+            self._copy(buffer.address, far, count)
             self._copies.add(near, buffer.address, count)
-            _use(buffer, count)
+            buffer.used += -(-count // _ALIGNMENT) * _ALIGNMENT
             near, far, n_bytes = near + count, far + count, n_bytes - count
 
     def down(self, near: int, far: int, n_bytes: int, stream: Any) -> None:
@@ -134,8 +113,8 @@ class Staging:
             buffer = self._room(self._downs, stream)
             count = min(n_bytes, BUFFER_BYTES - buffer.used)
             self._copies.add(buffer.address, near, count)
-            buffer.defer_write(far, count)
-            _use(buffer, count)
+            buffer.writes.append((buffer.address, far, count))
+            buffer.used += -(-count // _ALIGNMENT) * _ALIGNMENT
             near, far, n_bytes = near + count, far + count, n_bytes - count
 
     def settle(self, far: int, n_bytes: int) -> None:
@@ -143,15 +122,11 @@ class Staging:
 
         Such memory must be settled before it is read, or written to in another way.
         """
-        if not self.owes:
-            return
         oldest_first = [*self._downs[1:], self._downs[0]]
         late = [
             place
             for place, buffer in enumerate(oldest_first)
-            if buffer.low < far + n_bytes
-            and far < buffer.high
-            and any(to < far + n_bytes and far < to + count for _, to, count in buffer.writes)
+            if any(to < far + n_bytes and far < to + count for _, to, count in buffer.writes)
         ]
         # What is older is written first: the same memory may be meant twice.
         for buffer in oldest_first[: late[-1] + 1] if late else ():
@@ -160,16 +135,11 @@ class Staging:
     def ended(self, stream: Any, *, given_up: bool) -> None:
         """Note that a stage is over and its copies have been given to ``stream``; or, with
         ``given_up``, that those noted last have been forgotten."""
-        for ring in self._touched:
+        if self._touched is not None:
             if given_up:
-                del ring[0].writes[ring[0].issued :]
-            _issued(ring[0], stream)
-        self._touched.clear()
-
-    @property
-    def owes(self) -> bool:
-        """Whether anything has yet to be written."""
-        return any(buffer.writes for buffer in self._downs)
+                del self._touched.writes[self._touched.issued :]
+            self._touched.record(stream)
+            self._touched = None
 
     def finish(self) -> None:
         """Write all that is left, after the last stage."""
@@ -178,18 +148,14 @@ class Staging:
 
     def _room(self, ring: list[_Buffer], stream: Any) -> _Buffer:
         """A buffer with free bytes."""
-        if not any(ring is touched for touched in self._touched):
-            self._touched.append(ring)
         if ring[0].used >= BUFFER_BYTES:
             self._copies.flush(stream)
-            _issued(ring[0], stream)
-            more = self._another() if len(ring) < BUFFERS else None
+            ring[0].record(stream)
             ring.append(ring.pop(0))
-            if more is not None:
-                ring.insert(0, more)
             ring[0].event.synchronize()
             self._write(ring[0])
             ring[0].used = 0
+        self._touched = ring[0]
         return ring[0]
 
     def _write(self, buffer: _Buffer) -> None:
@@ -197,63 +163,24 @@ class Staging:
         if buffer.issued:
             buffer.event.synchronize()
             for source, target, count in buffer.writes[: buffer.issued]:
-                self._copy_threads.copy(target, source, count)
+                self._copy(target, source, count)
             del buffer.writes[: buffer.issued]
             buffer.issued = 0
 
-    def _made(self) -> _Buffer:
-        return _Buffer(self._allocate(BUFFER_BYTES), self._event())
+    def _copy(self, target: int, source: int, n_bytes: int) -> None:
+        """Copy ``n_bytes`` of host memory; none of it is under way when it returns or raises.
 
-    def _another(self) -> _Buffer | None:
-        """One more buffer, if there is memory for it."""
-        try:
-            return self._made()
-        except RuntimeError:
-            return None
-
-
-def _issued(buffer: _Buffer, stream: Any) -> None:
-    buffer.issued = len(buffer.writes)
-    buffer.event.record(stream)
-
-
-def _use(buffer: _Buffer, count: int) -> None:
-    buffer.used += -(-count // _ALIGNMENT) * _ALIGNMENT
-
-
-class _CopyThreads:
-    """A few threads that copy bytes from one address to another, the caller's among them.
-
-    torch's own threads would do it as fast, but all of them wake up for each copy, and keep the
-    cores busy for a while after it.
-    """
-
-    def __init__(self) -> None:
-        self._count = max(1, min(_MOST_THREADS, torch.get_num_threads()))
-        # Its threads end when it is freed.
-        self._pool: ThreadPoolExecutor | None = None
-
-    def copy(self, target: int, source: int, n_bytes: int) -> None:
-        """Copy ``n_bytes``; none of it is under way when it returns or raises."""
-        share = max(_LEAST_SHARE, -(-n_bytes // self._count))
-        if share >= n_bytes:
-            ctypes.memmove(target, source, n_bytes)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._count - 1, "copies")
+        torch's own threads would do it as fast, but all of them wake up for each copy, and keep the
+        cores busy for a while after it.
+        """
+        share = max(_LEAST_SHARE, -(-n_bytes // self._n_threads))
         others: list[Future[int]] = []
         interrupt: BaseException | None = None
         try:
             for at in range(share, n_bytes, share):
                 given = target + at, source + at, min(share, n_bytes - at)
-                try:
-                    others.append(self._pool.submit(ctypes.memmove, *given))
-                except RuntimeError:  # no thread can be started
-                    self._pool.shutdown()
-                    self._count = 1
-                    ctypes.memmove(target + at, source + at, n_bytes - at)
-                    break
-            ctypes.memmove(target, source, share)
+                others.append(self._pool.submit(ctypes.memmove, *given))
+            ctypes.memmove(target, source, min(share, n_bytes))
         finally:
             # The memory may be freed next, so an interrupt (Ctrl-C) is raised only after that.
             while not all(other.done() for other in others):
@@ -265,18 +192,16 @@ class _CopyThreads:
             raise interrupt
 
 
-class _Copies:
+class Copies:
     """Contiguous copies between page-locked memory and the device, issued many at a time.
 
-    Issuing a copy takes the host 2 microseconds by itself and 0.6 in a batch (docs/kernels.md). A
-    task of a deep decomposition makes hundreds.
+    Args:
+        runtime: the module of cuda-bindings.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self._targets: list[int] = []
-        self._sources: list[int] = []
-        self._sizes: list[int] = []
+        self._noted: list[tuple[int, int, int]] = []
         self._attributes: list[Any] | None = None
         if hasattr(runtime, "cudaMemcpyBatchAsync") and hasattr(runtime, "cudaMemcpyAttributes"):
             attributes = runtime.cudaMemcpyAttributes()
@@ -287,72 +212,62 @@ class _Copies:
 
     def add(self, target: int, source: int, n_bytes: int) -> None:
         """Note a copy of ``n_bytes`` from address ``source`` to address ``target``."""
-        self._targets.append(target)
-        self._sources.append(source)
-        self._sizes.append(n_bytes)
+        self._noted.append((target, source, n_bytes))
 
-    def flush(self, stream: torch.cuda.Stream, *, given_up: bool = False) -> None:
-        """Issue the copies noted since the last flush; with ``given_up`` forget them."""
-        count = len(self._sizes)
-        if count == 0:
-            return
-        try:
-            if not given_up:
-                self._issue(count, stream.cuda_stream)
-        finally:
-            self._targets, self._sources, self._sizes = [], [], []
+    def forget(self) -> None:
+        """Forget the copies noted since the last flush."""
+        self._noted.clear()
 
-    def _issue(self, count: int, stream: int) -> None:
-        runtime = self._runtime
-        if count > 1 and self._attributes is not None:
-            status = runtime.cudaMemcpyBatchAsync(
-                self._targets, self._sources, self._sizes, count, self._attributes, [0], 1, stream
+    def flush(self, stream: Any) -> None:
+        """Issue the copies noted since the last flush."""
+        noted, self._noted = self._noted, []
+        if len(noted) > 1 and self._attributes is not None:
+            targets, sources, sizes = (list(column) for column in zip(*noted, strict=True))
+            status = self._runtime.cudaMemcpyBatchAsync(
+                targets, sources, sizes, len(noted), self._attributes, [0], 1, stream.cuda_stream
             )[0]
             if int(status) == 0:
                 return
             # The driver is older than the bindings and has no batches: one by one from now on.
             self._attributes = None
-        for target, source, n_bytes in zip(self._targets, self._sources, self._sizes, strict=True):
-            self._one(target, source, n_bytes, stream)
+        for copy in noted:
+            self.at_once(*copy, stream)
 
-    def at_once(self, target: int, source: int, n_bytes: int, stream: torch.cuda.Stream) -> None:
+    def at_once(self, target: int, source: int, n_bytes: int, stream: Any) -> None:
         """Issue a single copy."""
-        self._one(target, source, n_bytes, stream.cuda_stream)
-
-    def _one(self, target: int, source: int, n_bytes: int, stream: int) -> None:
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDefault
-        (status,) = self._runtime.cudaMemcpyAsync(target, source, n_bytes, kind, stream)
+        (status,) = self._runtime.cudaMemcpyAsync(target, source, n_bytes, kind, stream.cuda_stream)
         if int(status) != 0:
             raise RuntimeError(f"cudaMemcpyAsync of {n_bytes} bytes failed: {status}")
 
 
-class CudaMover(StreamMover):
+class CudaMover(Mover):
     """Moves rows between the slots on one CUDA device and host or device memory.
 
-    Attributes:
-        device: where the slots are.
+    Args:
         locks: the page locks of the tensors that are moved.
     """
 
     def __init__(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> None:
         compute = torch.cuda.current_stream(device)
-        up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        super().__init__(clock, n_slots, (up, compute, down), torch.cuda.Event)
-        self.device = device
-        self.locks = locks
+        streams = torch.cuda.Stream(device), compute, torch.cuda.Stream(device)
+        super().__init__(clock, n_slots, streams, torch.cuda.Event)
+        self._locks = locks
         self._is_current = device.index == torch.cuda.current_device()
-        self._locked: dict[int, bool] = {}
+        # By address: whether a tensor was page-locked before.
+        self._was_locked: dict[int, bool] = {}
         # The stream of the present stage, and whether stages are timed on the current stream.
-        self._stage: Any = compute
-        self._timed = not isinstance(clock, NoClock)
-        self._runtime = cuda_runtime()
-        self._copies = None if self._runtime is None else _Copies(self._runtime)
-        # Made when something needs it; False: its memory cannot be had.
-        self._staging: Staging | bool | None = None
+        self._stream: Any = compute
+        self._timed = isinstance(clock, HostClock)
+        self._runtime: Any = cuda_runtime()
+        self._copies = None if self._runtime is None else Copies(self._runtime)
+        # Made when something needs it.
+        self._staging: Staging | None = None
+        self._may_stage = self._copies is not None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context with ``stream`` as the current stream."""
-        self._stage = stream
+        self._stream = stream
         # On the current device the compute stream is the current stream already. Copies by address
         # name their stream: to make it current takes longer than to issue them.
         named = self._copies is not None and not self._timed
@@ -362,19 +277,21 @@ class CudaMover(StreamMover):
     def issue(self, stream: Any, *, given_up: bool) -> None:
         """Issue the copies that a stage noted, or forget them."""
         if self._copies is not None:
-            self._copies.flush(stream, given_up=given_up)
-        if isinstance(self._staging, Staging):
+            if given_up:
+                self._copies.forget()
+            self._copies.flush(stream)
+        if self._staging is not None:
             self._staging.ended(stream, given_up=given_up)
 
-    def store_stage(self, slot: int) -> AbstractContextManager[Any]:
+    def store_stage(self, slot: int) -> AbstractContextManager[None]:
         """See ``Mover.store_stage``. The device computes by then, so memory may be locked."""
-        self.locks.begin()
+        self._locks.begin()
         return super().store_stage(slot)
 
     def finish(self, *, wait: bool) -> None:
         """See ``Mover.finish``; with ``wait`` what is stored has arrived."""
         super().finish(wait=wait)
-        if wait and isinstance(self._staging, Staging):
+        if wait and self._staging is not None:
             self._staging.finish()
 
     def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
@@ -387,43 +304,10 @@ class CudaMover(StreamMover):
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """See ``Mover.release``; they are unlocked when the copies have been made."""
-        both: tuple[Any, Any] = (self.up, self.down)
-        events = [torch.cuda.Event() for _ in both]
-        for event, stream in zip(events, both, strict=True):
+        events = [torch.cuda.Event() for _ in range(2)]
+        for event, stream in zip(events, (self.up, self.down), strict=True):
             event.record(stream)
-        self.locks.release(tensors, lambda: all(event.query() for event in events))
-
-    def _is_locked(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
-        """Whether ``pieces`` of ``host`` (heads, n, width) are page-locked.
-
-        If they are just being locked, it waits until that is done and they may be written to.
-        """
-        key = host.data_ptr()
-        if key not in self._locked:
-            if self.locks.wants(host) and not self.locks.settled:
-                # A list, so that all are asked even if the first is not locked: asking waits.
-                found = [self.locks.covers(h[p.start : p.stop]) for h in host for p in pieces]
-                return all(found)
-            self._locked[key] = self.locks.covers(host)
-        return self._locked[key]
-
-    def _is_locked_now(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
-        """As ``_is_locked``, but it does not wait where copies can go through buffers meanwhile:
-        then ``_add_parts`` finds out."""
-        known = self._locked.get(host.data_ptr())
-        if known is not None:
-            return known
-        on_the_way = self.locks.wants(host) and not self.locks.settled
-        if on_the_way and self._through_buffers(host) is not None:
-            return False
-        return self._is_locked(host, pieces)
-
-    def _settle(self, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Have what was stored to ``pieces`` of ``far`` (heads, n, width) by buffers arrive."""
-        if isinstance(self._staging, Staging) and self._staging.owes and far.device.type == "cpu":
-            low, high = min(p.start for p in pieces), max(p.stop for p in pieces)
-            start, stop = addresses(far[:, low:high])
-            self._staging.settle(start, stop - start)
+        self._locks.release(tensors, lambda: all(event.query() for event in events))
 
     def _move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
@@ -439,47 +323,50 @@ class CudaMover(StreamMover):
             return 0
         heads, _, width = slot.shape
         row = width * slot.element_size()
+        on_host = far.device.type == "cpu"
         by_address = (
             self._copies is not None
-            and far.device.type == "cpu"
+            and on_host
             and far.dtype == slot.dtype
             and _has_dense_rows(far)
         )
-        locked = by_address and self._is_locked_now(far, pieces)
-        if up or locked or not by_address:
-            self._settle(far, pieces)
-        if by_address and (
-            locked or self.locks.is_cut(far) or self._through_buffers(far) is not None
-        ):
-            assert self._copies is not None
-            # None: copies need not be compared with the cuts.
-            cuts = self.locks.cuts if not locked or self.locks.is_cut(far) else None
-            here, there = slot.data_ptr(), far.data_ptr()
-            here_step = slot.stride(0) * slot.element_size()
-            there_step = far.stride(0) * far.element_size()
-            for piece in pieces:
-                n_bytes = (piece.stop - piece.start) * row
-                at, beyond = here + piece.local * row, there + piece.start * row
-                for head in range(heads):
-                    ours, theirs = at + head * here_step, beyond + head * there_step
-                    if cuts is not None and (not locked or _cut_inside(cuts, theirs, n_bytes)):
-                        self._add_parts(far, ours, theirs, n_bytes, up=up)
-                    elif up:
-                        self._copies.add(ours, theirs, n_bytes)
-                    else:
-                        self._copies.add(theirs, ours, n_bytes)
-        else:
-            with torch.cuda.stream(self._stage):
+        if self._staging is not None and on_host and (up or not by_address):
+            low, high = min(p.start for p in pieces), max(p.stop for p in pieces)
+            start, stop = addresses(far[:, low:high])
+            self._staging.settle(start, stop - start)
+        if not by_address:
+            with torch.cuda.stream(self._stream):
                 for piece in pieces:
                     part, other = local_part(slot, piece), far[:, piece.start : piece.stop]
-                    if up:
-                        self._copy(part, other, other)
-                    else:
-                        self._copy(other, part, other)
-        return sum(piece.stop - piece.start for piece in pieces) * row * heads
+                    self._copy(*((part, other) if up else (other, part)), far=other)
+            return sum(piece.length for piece in pieces) * row * heads
+        assert self._copies is not None
+        was_locked = self._is_locked_before(far)
+        here_step = slot.stride(0) * slot.element_size()
+        there_step = far.stride(0) * far.element_size()
+        for piece in pieces:
+            n_bytes = piece.length * row
+            here = slot.data_ptr() + piece.local * row
+            there = far.data_ptr() + piece.start * row
+            for head in range(heads):
+                near, away = here + head * here_step, there + head * there_step
+                if not was_locked:
+                    self._add_parts(far, near, away, n_bytes, up=up)
+                elif up:
+                    self._copies.add(near, away, n_bytes)
+                else:
+                    self._copies.add(away, near, n_bytes)
+        return sum(piece.length for piece in pieces) * row * heads
+
+    def _is_locked_before(self, host: torch.Tensor) -> bool:
+        """Whether ``host`` was page-locked before the pass."""
+        key = host.data_ptr()
+        if key not in self._was_locked:
+            self._was_locked[key] = not self._locks.wants(host) and is_locked(host)
+        return self._was_locked[key]
 
     def _add_parts(
-        self, far: torch.Tensor, ours: int, theirs: int, n_bytes: int, *, up: bool
+        self, far: torch.Tensor, near: int, away: int, n_bytes: int, *, up: bool
     ) -> None:
         """Note a copy in parts that do not reach from one locked piece of ``far`` into another.
 
@@ -487,32 +374,30 @@ class CudaMover(StreamMover):
         the driver takes such copies singly.
         """
         assert self._copies is not None
-        for start, count, locked in self.locks.parts(theirs, n_bytes):
-            near = ours + start - theirs
-            target, source = (near, start) if up else (start, near)
+        buffers = self._buffers(far)
+        for start, count, locked in self._locks.parts(away, n_bytes, wait=buffers is None):
+            here = near + start - away
+            target, source = (here, start) if up else (start, here)
             if locked:
-                if isinstance(self._staging, Staging) and not up:
-                    self._staging.settle(start, count)
+                if buffers is not None and not up:
+                    buffers.settle(start, count)
                 self._copies.add(target, source, count)
-            elif (buffers := self._through_buffers(far)) is None:
-                self._copies.at_once(target, source, count, self._stage)
-            elif up:
-                buffers.up(near, start, count, self._stage)
+            elif buffers is None:
+                self._copies.at_once(target, source, count, self._stream)
             else:
-                buffers.down(near, start, count, self._stage)
+                (buffers.up if up else buffers.down)(here, start, count, self._stream)
 
-    def _through_buffers(self, host: torch.Tensor) -> Staging | None:
+    def _buffers(self, host: torch.Tensor) -> Staging | None:
         """The buffers for memory that is not page-locked, such as that of ``host``; None if there
         is no memory for them, or little to copy."""
-        if self._staging is None:
-            if host.untyped_storage().nbytes() < WORTH_BUFFERS_BYTES:
-                return None
+        large = host.untyped_storage().nbytes() >= WORTH_BUFFERS_BYTES
+        if self._staging is None and self._may_stage and large:
             assert self._copies is not None
             try:
                 self._staging = Staging(_locked_memory, torch.cuda.Event, self._copies)
             except RuntimeError:
-                self._staging = False
-        return self._staging if isinstance(self._staging, Staging) else None
+                self._may_stage = False
+        return self._staging
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, far: torch.Tensor) -> None:
         """Copy (heads, rows, width); ``far`` is the one of the two tensors outside of the slot."""
@@ -522,40 +407,35 @@ class CudaMover(StreamMover):
             return
         # Another dtype, or elements that do not lie side by side.
         converted = target.dtype != source.dtype or not (width == 1 or far.stride(2) == 1)
-        locked = self._is_locked(far, (Rows(0, rows, 0),))
-        if converted or self._runtime is None or not locked:
-            # torch stages such copies: they hold the host, and stay in the stream's order. Head by
-            # head, torch needs no contiguous temporary tensor on the device.
-            for head in range(heads):
-                target[head].copy_(source[head], non_blocking=True)
-            return
+        # All are asked, even if the first is not locked: asking waits.
+        locked = [self._is_locked_before(far) or self._locks.covers(head) for head in far]
+        pitched = not converted and self._runtime is not None and all(locked)
         for head in range(heads):
-            if rows == 1 or far.stride(1) == width:
-                target[head].copy_(source[head], non_blocking=True)
-            else:
+            if pitched and rows > 1 and far.stride(1) != width:
                 self._copy_2d(target[head], source[head])
+            else:
+                # What is converted or not locked torch stages: it holds the host, and stays in the
+                # stream's order. Head by head it needs no temporary tensor on the device.
+                target[head].copy_(source[head], non_blocking=True)
 
     def _copy_2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy (rows, width) with gaps between the rows of either, from two rows on."""
         lines, width = target.shape
         size = target.element_size()
-        n_bytes = width * size
         target_pitch, source_pitch = target.stride(0) * size, source.stride(0) * size
-        assert self._runtime is not None
-        runtime: Any = self._runtime
-        (status,) = runtime.cudaMemcpy2DAsync(
+        (status,) = self._runtime.cudaMemcpy2DAsync(
             target.data_ptr(),
             target_pitch,
             source.data_ptr(),
             source_pitch,
-            n_bytes,
+            width * size,
             lines,
-            runtime.cudaMemcpyKind.cudaMemcpyDefault,
-            self._stage.cuda_stream,
+            self._runtime.cudaMemcpyKind.cudaMemcpyDefault,
+            self._stream.cuda_stream,
         )
         if int(status) != 0:
             raise RuntimeError(
-                f"cudaMemcpy2DAsync of {lines} x {n_bytes} bytes "
+                f"cudaMemcpy2DAsync of {lines} x {width * size} bytes "
                 f"(pitches {target_pitch}, {source_pitch}) failed: {status}"
             )
 
@@ -576,10 +456,6 @@ def _has_dense_rows(tensor: torch.Tensor) -> bool:
     """Whether the rows of each head lie in memory without gaps."""
     width = tensor.shape[-1]
     return (width == 1 or tensor.stride(-1) == 1) and tensor.stride(-2) == width
-
-
-def _cut_inside(cuts: list[int], start: int, n_bytes: int) -> bool:
-    return bisect_right(cuts, start) < bisect_left(cuts, start + n_bytes)
 
 
 def cuda_runtime() -> ModuleType | None:

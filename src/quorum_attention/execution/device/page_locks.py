@@ -14,16 +14,8 @@ While the driver locks memory, every other call to it waits, and not for its tur
 begin late, when the device has something to do (``begin``), and rests between pieces unless
 a copy waits for one. Until a piece is locked its copies go through buffers (cuda_mover.py).
 
-Host memory of results that is page-locked, and kept for the next call when they are freed.
-
-To touch and to lock a gibibyte of fresh memory takes 0.05 s of 16 cores, and calls to the driver
-wait meanwhile. A call of 0.1 s cannot hide that. So what a result lay in is kept, touched and
-locked as one piece, up to a limit. It is given back when a later call has not used it for a while,
-or when host memory is short.
-
-A result that lies in such memory is page-locked for as long as it lives. A copy to a device that
-its owner began without waiting for it may still be under way when the result is freed: so before
-memory is used again, or unlocked, the host waits for every device.
+A call of 0.1 s cannot hide that. So the memory of results is kept for the next call when they are
+freed, touched and locked as one piece, up to a limit (``PinnedPool``).
 """
 
 from __future__ import annotations
@@ -37,7 +29,7 @@ import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -46,8 +38,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-
-from quorum_attention.decomposition.intervals import union
 
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory that is not
 # locked also makes the host wait for all that the device has to do before it.
@@ -66,41 +56,13 @@ HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """Consecutive bytes of host memory that are locked together.
-
-    Attributes:
-        start, stop: addresses, [start, stop).
-        share: where it begins in its tensor, from 0 to 1. Pieces are locked in this order, because
-            copies reach them about that far into a pass; of equals, those that are read first.
-        fresh: it has not been written to, and will not be before it is settled.
-        settled: it is decided whether it is locked.
-        locked: it is locked.
-        urgent: a copy waits for it.
-        only_read: the device writes nothing to it.
-        needed: bytes that copies may still touch; ``start`` to ``stop`` at first. None: it belongs
-            to several tensors, or to one whose heads share memory, and is locked to the end.
-    """
-
-    start: int
-    stop: int
-    share: float
-    fresh: bool
-    only_read: bool = False
-    settled: bool = False
-    locked: bool = False
-    urgent: bool = False
-    needed: int | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Copied:
     """A tensor (..., rows, width) that is copied from or to.
 
     Attributes:
         is_result: the results of the call are copied to it. It is (*batch, heads, ...).
-        fresh: it holds nothing yet. Ask ``PageLocks.covers`` before writing to it.
+        fresh: it holds nothing yet. Ask ``PageLocks`` before writing to it.
         by_address: it is copied by address, and never across a cut (``PageLocks.parts``).
         only_read: nothing is copied to it.
     """
@@ -110,6 +72,34 @@ class Copied:
     fresh: bool = False
     by_address: bool = False
     only_read: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Consecutive bytes of host memory that are locked together.
+
+    Attributes:
+        start, stop: addresses, [start, stop).
+        share: where it begins in its tensor, from 0 to 1. Pieces are locked in this order, because
+            copies reach them about that far into a pass; of equals, those that are read first.
+        fresh: it has not been written to, and will not be before it is settled.
+        only_read: the device writes nothing to it.
+        needed: bytes that copies may still touch; ``start`` to ``stop`` at first. None: it belongs
+            to several tensors, or to one whose heads share memory, and is locked to the end.
+        settled: it is decided whether it is locked.
+        locked: it is locked.
+        urgent: a copy waits for it.
+    """
+
+    start: int
+    stop: int
+    share: float
+    fresh: bool
+    only_read: bool
+    needed: int | None
+    settled: bool = False
+    locked: bool = False
+    urgent: bool = False
 
 
 class PageLocks:
@@ -124,34 +114,18 @@ class PageLocks:
         tensors: what is copied from or to. Only those in host memory, large and not locked yet are
             locked.
         late: nothing is locked before ``begin``, but what a copy waits for.
-
-    Attributes:
-        cuts: addresses at which copies by address have to be cut, in order.
     """
 
     def __init__(self, tensors: Iterable[Copied], *, late: bool = False) -> None:
-        ranges = [
-            _range_of(copied)
-            for copied in tensors
-            if copied.tensor.device.type == "cpu"
-            and copied.tensor.nbytes > 0
-            and not is_locked(copied.tensor)
-        ]
-        # Small tensors are asked as well: they may be parts of large ones.
-        large = [r for r in _apart(ranges) if r.stop - r.start >= WORTH_LOCKING_BYTES]
-        apart = [(found, _cut(found)) for found in large]
-        self._pieces = [piece for _, pieces in apart for piece in pieces]
+        self._pieces = _pieces(tensors)
         self._starts = [piece.start for piece in self._pieces]
-        # Not those between the heads of a result: no copy reaches across.
-        self.cuts = [p.start for r, pieces in apart if not r.head for p in pieces[1:]]
         self._turns = deque(sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh)))
         self._changed = threading.Condition()
         # What is not needed any more once something has happened.
-        self._leaving: deque[tuple[Callable[[], bool], list[_Piece]]] = deque()
+        self._leaving: deque[tuple[Callable[[], bool], _Piece]] = deque()
         # Whether the thread is at a piece; together with what is left, under the lock.
         self._at_work = False
-        self._settled, self._closed = not self._pieces, False
-        self._begun = not late
+        self._closed, self._begun = False, not late
         # Until when the thread rests.
         self._rests_until = 0.0
         self._failure: BaseException | None = None
@@ -194,8 +168,6 @@ class PageLocks:
         while True:
             try:
                 with self._changed:
-                    self._turns.clear()
-                    self._leaving.clear()
                     self._closed = True
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: not self._at_work)
@@ -216,23 +188,15 @@ class PageLocks:
                 self._begun = True
                 self._changed.notify_all()
 
-    @property
-    def settled(self) -> bool:
-        """Whether it is decided of everything whether it is locked."""
-        return self._settled
-
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (on the host) is page-locked, here or by its owner.
 
         It waits until that is decided.
         """
         start, stop = addresses(tensor)
-        found = self._pieces_of(start, stop)
-        if not found or found[0].start > start or found[-1].stop < stop:
+        if not self._pieces_of(start, stop):
             return is_locked(tensor)
-        if not all(piece.settled for piece in found):
-            self._await(found)
-        return all(piece.locked for piece in found)
+        return all(locked for _, _, locked in self.parts(start, stop - start, wait=True))
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
@@ -247,10 +211,8 @@ class PageLocks:
         """
         free: list[_Piece] = []
         for tensor in tensors:
-            if tensor.device.type != "cpu":
-                continue
             start, stop = addresses(tensor)
-            for piece in self._pieces_of(start, stop):
+            for piece in self._pieces_of(start, stop) if tensor.device.type == "cpu" else ():
                 if piece.needed is not None:
                     piece.needed -= min(stop, piece.stop) - max(start, piece.start)
                     if piece.needed == 0:
@@ -260,21 +222,24 @@ class PageLocks:
                 for piece in [piece for piece in free if piece in self._turns]:
                     self._turns.remove(piece)
                     piece.settled = True
-                self._leaving.append((happened, free))
+                self._leaving.extend((happened, piece) for piece in free)
                 self._changed.notify_all()
 
-    def parts(self, start: int, n_bytes: int) -> list[tuple[int, int, bool]]:
+    def parts(self, start: int, n_bytes: int, *, wait: bool = False) -> list[tuple[int, int, bool]]:
         """The memory from address ``start`` on, cut where two pieces meet.
 
-        It waits for what holds nothing yet, and for nothing else.
+        It waits until it is decided whether what holds nothing yet is locked; with ``wait`` of
+        everything.
 
         Returns:
             (address, bytes, whether it is locked here) of each part.
         """
         found, stop = [], start + n_bytes
-        for piece in self._pieces_of(start, stop):
-            if piece.fresh and not piece.settled:
-                self._await([piece])
+        pieces = self._pieces_of(start, stop)
+        unsettled = [p for p in pieces if not p.settled and (wait or p.fresh)]
+        if unsettled:
+            self._await(unsettled)
+        for piece in pieces:
             if piece.start > start:  # before the piece
                 found.append((start, piece.start - start, False))
                 start = piece.start
@@ -284,13 +249,6 @@ class PageLocks:
         if start < stop:
             found.append((start, stop - start, False))
         return found
-
-    def is_cut(self, tensor: torch.Tensor) -> bool:
-        """Whether a copy from or to ``tensor`` (on the host) may have to be cut (``parts``)."""
-        if not self.cuts:
-            return False
-        start, stop = addresses(tensor)
-        return bisect_right(self.cuts, start) < bisect_left(self.cuts, stop)
 
     def _pieces_of(self, start: int, stop: int) -> list[_Piece]:
         first = max(0, bisect_right(self._starts, start) - 1)
@@ -312,19 +270,19 @@ class PageLocks:
         """Lock piece after piece, and unlock what is left; run by the thread."""
         try:
             torch.cuda.set_device(device)
-            copied: list[tuple[int, int]] | None = None
+            private: list[tuple[int, int]] | None = None
             while (found := self._next()) is not None:
                 piece, lock = found
-                began = time.monotonic()
-                if lock and piece.fresh:
-                    _touch(piece)
-                elif copied is None:
-                    copied = private_files()
-                locked = False
+                began, locked = time.monotonic(), False
                 if not lock:
                     runtime.cudaHostUnregister(piece.start)
-                elif not any(a < piece.stop and piece.start < b for a, b in copied or ()):
-                    locked = _lock(runtime, piece)
+                else:
+                    if piece.fresh:
+                        _touch(piece)
+                    elif private is None:
+                        private = private_files()
+                    if not any(a < piece.stop and piece.start < b for a, b in private or ()):
+                        locked = _lock(runtime, piece)
                 with self._changed:
                     piece.locked, piece.settled = locked, True
                     self._at_work = False
@@ -338,7 +296,6 @@ class PageLocks:
             with self._changed:
                 self._turns.clear()
                 self._at_work = False
-                self._settled = True
                 for piece in self._pieces:
                     piece.settled = True
                 self._changed.notify_all()
@@ -351,12 +308,8 @@ class PageLocks:
                 if self._turns and (self._turns[0].urgent or (self._begun and rest <= 0)):
                     self._at_work = True
                     return self._turns.popleft(), True
-                self._settled = not self._turns
                 if self._leaving and self._leaving[0][0]():
-                    free = self._leaving[0][1]
-                    piece = free.pop()
-                    if not free:
-                        self._leaving.popleft()
+                    piece = self._leaving.popleft()[1]
                     if piece.locked:
                         piece.locked = False
                         self._at_work = True
@@ -390,74 +343,55 @@ def is_locked(tensor: torch.Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Range:
-    """Consecutive bytes of one tensor, or of several that overlap.
-
-    Attributes:
-        start, stop: addresses, [start, stop).
-        head: bytes of a head, where it is a result; otherwise 0.
-        anywhere: it may be cut at any page.
-        heads_apart: it belongs to one tensor, whose heads have no memory in common.
-        fresh: it has not been written to.
-        only_read: nothing is copied to it.
-    """
-
-    start: int
-    stop: int
-    head: int = 0
-    anywhere: bool = False
-    heads_apart: bool = False
-    fresh: bool = False
-    only_read: bool = False
-
-
-def _range_of(copied: Copied) -> _Range:
-    tensor, head = copied.tensor, 0
-    dense = tensor.is_contiguous()
-    if copied.fresh or (copied.is_result and dense):
-        head = math.prod(tensor.shape[-2:]) * tensor.element_size()
-    start, stop = addresses(tensor)
-    return _Range(start, stop, head, copied.by_address, dense, copied.fresh, copied.only_read)
-
-
-def _apart(ranges: Iterable[_Range]) -> list[_Range]:
-    """``ranges`` with overlapping ones joined; those are not fresh."""
-    found = sorted(ranges)
-    apart = []
-    for start, stop in union(((r.start, r.stop) for r in found), gap=0):
-        within = found[bisect_left(found, _Range(start, 0)) : bisect_left(found, _Range(stop, 0))]
-        if len(within) == 1:
-            apart.append(within[0])
+def _pieces(tensors: Iterable[Copied]) -> list[_Piece]:
+    """What is worth locking of ``tensors``, by address. Where some overlap they are one range."""
+    ranges: list[tuple[int, int, list[Copied]]] = []
+    # Small tensors are asked as well: they may be parts of large ones.
+    host = [c for c in tensors if c.tensor.device.type == "cpu" and c.tensor.nbytes]
+    for one in sorted(host, key=lambda copied: addresses(copied.tensor)):
+        if is_locked(one.tensor):
+            continue
+        start, stop = addresses(one.tensor)
+        if ranges and start < ranges[-1][1]:
+            first, last, others = ranges.pop()
+            ranges.append((first, max(last, stop), [*others, one]))
         else:
-            anywhere, read = all(r.anywhere for r in within), all(r.only_read for r in within)
-            apart.append(_Range(start, stop, anywhere=anywhere, only_read=read))
-    return apart
+            ranges.append((start, stop, [one]))
+    large = [found for found in ranges if found[1] - found[0] >= WORTH_LOCKING_BYTES]
+    return [piece for found in large for piece in _cut(*found)]
 
 
-def _cut(found: _Range) -> list[_Piece]:
-    """A range as pieces that are large enough to be worth locking.
+def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_Piece]:
+    """The range of ``tensors`` as pieces that are large enough to be worth locking.
 
-    Results are cut at multiples of a head, if those are between pages. One that is locked as a
-    whole, or head by head, is not needed before the inputs of these heads.
+    A result that shares no memory is cut at multiples of a head, if those are between pages: no
+    copy reaches across. One that is locked as a whole, or head by head, is not needed before the
+    inputs of these heads.
     """
-    start, stop, head = found.start, found.stop, found.head
+    one, alone = tensors[0], len(tensors) == 1
+    fresh, dense = alone and one.fresh, alone and one.tensor.is_contiguous()
+    head = 0
+    if fresh or (dense and one.is_result):
+        head = math.prod(one.tensor.shape[-2:]) * one.tensor.element_size()
+    cuts = range(0)
     if head > 0 and start % PAGE_BYTES == 0 and head % PAGE_BYTES == 0:
         size = -(-PIECE_BYTES // head) * head
         cuts = range(start + size, stop, size)
-    elif head == 0 and found.anywhere:
+    elif head == 0 and all(tensor.by_address for tensor in tensors):
         # The last piece takes what is left: nothing shorter than a piece.
-        first = start - start % PAGE_BYTES + PIECE_BYTES
-        cuts = range(first, stop - PIECE_BYTES + 1, PIECE_BYTES)
-    else:
-        cuts = range(0)
-    edges = [start, *cuts, stop]
-    pieces = []
-    for low, high in pairwise(edges):
-        needed = high - low if found.heads_apart else None
-        share = ((high if head > 0 and not found.fresh else low) - start) / (stop - start)
-        pieces.append(_Piece(low, high, share, found.fresh, found.only_read, needed=needed))
-    return pieces
+        cuts = range(start - start % PAGE_BYTES + PIECE_BYTES, stop - PIECE_BYTES + 1, PIECE_BYTES)
+    only_read = all(tensor.only_read for tensor in tensors)
+    return [
+        _Piece(
+            low,
+            high,
+            ((high if head > 0 and not fresh else low) - start) / (stop - start),
+            fresh,
+            only_read,
+            high - low if dense else None,
+        )
+        for low, high in pairwise([start, *cuts, stop])
+    ]
 
 
 def _lock(runtime: Any, piece: _Piece) -> bool:
@@ -552,7 +486,11 @@ def _most_bytes() -> int:
 
 @dataclass(eq=False)
 class PinnedPool:
-    """The memory that is kept of results.
+    """The memory that is kept of results, for as long as later calls use it.
+
+    A result that lies in it is page-locked for as long as it lives. A copy to a device that its
+    owner began without waiting for it may still be under way when the result is freed: so before
+    memory is used again, or unlocked, the host waits for every device.
 
     Args:
         locker: how it is page-locked.
@@ -563,18 +501,14 @@ class PinnedPool:
     locker: Locker
     most_bytes: int = field(default_factory=_most_bytes)
     clock: Callable[[], float] = time.monotonic
-    # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken.
-    _freed: deque[_Block] = field(default_factory=deque)
+    # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken, so
+    # it is changed by single operations of the list only.
     _free: list[_Block] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    # Of what is free; a little off where threads free results at the same time, until ``take``.
-    _free_bytes: int = 0
 
     def __post_init__(self) -> None:
         if hasattr(os, "register_at_fork"):
-            # A child has the parent's memory, but neither its locks nor its devices.
-            mine = weakref.ref(self)
-            os.register_at_fork(after_in_child=lambda: _forget(mine()))
+            os.register_at_fork(after_in_child=self._forget)
 
     def lend(self, memory: torch.Tensor) -> torch.Tensor:
         """``memory`` (n_bytes,) uint8 as a tensor whose memory is kept when it is freed, if it is
@@ -586,84 +520,67 @@ class PinnedPool:
     def take(self, n_bytes: int) -> torch.Tensor | None:
         """(n_bytes,) uint8 that is page-locked and was touched; None if nothing fits.
 
-        What has been free for long is given back.
+        What has been free for long is given back, and the oldest of what is too much.
         """
+        out: list[_Block] = []
         with self._lock:
-            self._collect()
-            room = self._fitting(n_bytes)
-            if room is not None:
-                self._free.remove(room)
-            old = self._superfluous()
+            free = sorted(self._free, key=lambda block: block.freed)
+            most = n_bytes * _LARGEST_ROOM
+            fitting = [block for block in free if n_bytes <= block.memory.nbytes <= most]
+            # The smallest that is large enough, and not too large.
+            chosen = min(fitting, key=lambda b: (b.memory.nbytes, not b.locked), default=None)
+            if chosen is not None:
+                free.remove(chosen)
+            too_much = sum(block.memory.nbytes for block in free) - self.most_bytes
+            for block in free:
+                if too_much > 0 or self.clock() - block.freed > _SECONDS:
+                    out.append(block)
+                    too_much -= block.memory.nbytes
+            for block in out if chosen is None else (*out, chosen):
+                self._free.remove(block)
         try:
-            if old or (room is not None and room.locked):
+            if out or (chosen is not None and chosen.locked):
                 self.locker.wait()
-            self._unlock(old)
-            if room is None:
+            self._unlock(out)
+            if chosen is None:
                 return None
-            if not room.locked:
-                room.locked = self.locker.lock(room.memory.data_ptr(), room.memory.nbytes)
+            if not chosen.locked:
+                memory = chosen.memory
+                chosen.locked = self.locker.lock(memory.data_ptr(), memory.nbytes)
         except BaseException:
             # An interrupt, maybe: what is locked must not be freed as it is.
-            for one in old if room is None else (*old, room):
-                self._freed.append(one)
+            self._free.extend(out if chosen is None else (*out, chosen))
             raise
-        return self._lent(room, n_bytes) if room.locked else None
+        return self._lent(chosen, n_bytes) if chosen.locked else None
 
     def give_back(self) -> None:
         """Unlock and free all that is not in use."""
+        out: list[_Block] = []
         with self._lock:
-            self._collect()
-            old, self._free, self._free_bytes = self._free, [], 0
-        if old:
+            while self._free:
+                out.append(self._free.pop())
+        if out:
             self.locker.wait()
-            self._unlock(old)
+            self._unlock(out)
 
-    def _lent(self, room: _Block, n_bytes: int) -> torch.Tensor:
-        held = (ctypes.c_char * n_bytes).from_address(room.memory.data_ptr())
+    def _lent(self, block: _Block, n_bytes: int) -> torch.Tensor:
+        held = (ctypes.c_char * n_bytes).from_address(block.memory.data_ptr())
         # The tensor's storage holds this object, and frees it.
-        weakref.finalize(held, self._came_back, room).atexit = False
+        weakref.finalize(held, self._came_back, block).atexit = False
         return torch.frombuffer(held, dtype=torch.uint8)
 
-    def _came_back(self, room: _Block) -> None:
-        n_bytes = room.memory.nbytes
-        if not room.locked and self._free_bytes + n_bytes > self.most_bytes:
-            return  # it is freed
-        room.freed = self.clock()
-        self._free_bytes += n_bytes
-        self._freed.append(room)
+    def _came_back(self, block: _Block) -> None:
+        free = sum(other.memory.nbytes for other in tuple(self._free))
+        if block.locked or free + block.memory.nbytes <= self.most_bytes:
+            block.freed = self.clock()
+            self._free.append(block)
 
-    def _collect(self) -> None:
-        """Take in what was freed; under the lock."""
-        while self._freed:
-            self._free.append(self._freed.popleft())
+    def _unlock(self, blocks: Iterable[_Block]) -> None:
+        for block in blocks:
+            if block.locked:
+                block.locked = False
+                self.locker.unlock(block.memory.data_ptr())
 
-    def _superfluous(self) -> list[_Block]:
-        """Take out what nothing has used for long, and the oldest of what is too much; under the
-        lock."""
-        self._free.sort(key=lambda room: room.freed)
-        too_much = sum(room.memory.nbytes for room in self._free) - self.most_bytes
-        old: list[_Block] = []
-        while self._free and (too_much > 0 or self.clock() - self._free[0].freed > _SECONDS):
-            old.append(self._free.pop(0))
-            too_much -= old[-1].memory.nbytes
-        self._free_bytes = sum(room.memory.nbytes for room in self._free)
-        return old
-
-    def _fitting(self, n_bytes: int) -> _Block | None:
-        """The smallest room that is large enough, and not too large."""
-        fitting = [
-            room for room in self._free if n_bytes <= room.memory.nbytes <= n_bytes * _LARGEST_ROOM
-        ]
-        return min(fitting, key=lambda room: (room.memory.nbytes, not room.locked), default=None)
-
-    def _unlock(self, rooms: Iterable[_Block]) -> None:
-        for room in rooms:
-            if room.locked:
-                room.locked = False
-                self.locker.unlock(room.memory.data_ptr())
-
-
-def _forget(kept: PinnedPool | None) -> None:
-    if kept is not None:
-        kept._freed, kept._free, kept._lock = deque(), [], threading.Lock()
-        kept._free_bytes = 0
+    def _forget(self) -> None:
+        """In a child, which has the parent's memory, but neither its locks nor its devices."""
+        self._free, self._lock = [], threading.Lock()
