@@ -1,4 +1,4 @@
-"""Masks inside a compiled graph: what symbols say of a mask function, and no breaks."""
+"""What symbols say of a mask function; inside a compiled graph there are no breaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers_models import VOCABULARY, attended, distance, register_all, tiny
 from torch._dynamo.utils import counters
 from transformers import masking_utils as made
 
-from quorum_attention.integrations.transformers.in_graph import described_in_graph
+from quorum_attention.integrations.transformers.reader import Sizes, mask_of
 
 ids = torch.arange(40)[None] // 9
 FUNCTIONS = {
@@ -26,11 +26,14 @@ FUNCTIONS = {
     "two windows": made.and_masks(made.sliding_window_overlay(9), made.sliding_window_overlay(4)),
     "turned round": lambda b, h, q, k: q >= k,
     "strictly": lambda b, h, q, k: (q - 3 < k) & (k - 2 < q),
-}
-UNKNOWN = {
     "chunks": lambda b, h, q, k: q // 8 == k // 8,
     "packed": made.packed_sequence_mask_function(ids),
-    "blocks": made.or_masks(made.causal_mask_function, made.blockwise_overlay(ids)),
+    "blocks": made.or_masks(made.causal_mask_function, made.blockwise_overlay(ids - 1)),
+    "itself": lambda b, h, q, k: q == k,
+    "shifted": lambda b, h, q, k: (q + 2) // 5 == (k + 2) // 5,
+    "rows": lambda b, h, q, k: (k <= q) & (ids > 1)[b, q],
+}
+UNKNOWN = {
     "before the query": lambda b, h, q, k: k < q,
     "by head": lambda b, h, q, k: (k <= q) if h == 0 else (k >= q),
     "by truth": lambda b, h, q, k: (k <= q) and (k > q - 3),
@@ -46,23 +49,25 @@ UNKNOWN = {
 @pytest.mark.parametrize(("queries", "keys", "offset"), [(40, 40, 0), (12, 40, 28), (5, 40, 3)])
 def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, offset: int) -> None:
     function = FUNCTIONS[name]
-    padding = torch.rand(2, keys) < 0.7
-    found = described_in_graph((2, queries, keys), offset, function, padding)
-    assert found is not None
+    padding = torch.rand(1, keys) < 0.7
+    sizes = Sizes(1, queries, keys, offset, 0, torch.device("cpu"))
+    found = mask_of(function, sizes, padding)
+    assert found.keeps is None
     at = torch.arange(queries)[:, None] + offset
-    kept = function(torch.zeros(()), torch.zeros(()), at, torch.arange(keys)[None])
+    zero = torch.zeros((), dtype=torch.int64)
+    kept = function(zero, zero, at, torch.arange(keys)[None])
     kept = kept.expand(queries, keys) & padding[:, None, None]
-    assert torch.equal(dense(found.mask, 2, 1, queries, keys), kept)
-    assert not kept[..., found.seen :].any()
+    assert torch.equal(dense(found, 1, 1, queries, keys), kept)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_symbols_do_not_say_is_read_outside(name: str) -> None:
-    assert described_in_graph((1, 40, 40), 0, UNKNOWN[name], None) is None
-
-
-def test_an_offset_that_is_a_tensor_is_read_outside() -> None:
-    assert described_in_graph((1, 4, 40), torch.tensor(3), FUNCTIONS["causal"], None) is None
+def test_what_symbols_do_not_say_stays_a_function(name: str) -> None:
+    """So does a part of what Transformers joins: the rest is described."""
+    sizes = Sizes(1, 40, 40, 0, 0, torch.device("cpu"))
+    assert mask_of(UNKNOWN[name], sizes).keeps is not None
+    found = mask_of(made.and_masks(made.causal_mask_function, UNKNOWN[name]), sizes)
+    assert found.causal
+    assert found.keeps is not None
 
 
 def test_a_compiled_model_that_is_given_its_padding_is_one_graph() -> None:

@@ -9,11 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from quorum_attention.api import attention
-from quorum_attention.integrations.transformers.comparison import dense
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
-from quorum_attention.integrations.transformers.recognition import Sizes
 from quorum_attention.mask import Mask
 
 
@@ -70,7 +68,7 @@ def attend(
     if seen < key.shape[2] and _only_numbers(mask):
         key, value = key[:, :, :seen], value[:, :, :seen]
     if position_bias is not None:
-        mask = _biased(mask, position_bias, query, key)
+        mask = _biased(mask, position_bias[..., : key.shape[2]])
     if softcap is not None or s_aux is not None:
         mask = replace(mask, softcap=softcap, sinks=s_aux)
     square = mask.offset in (None, 0) and query.shape[2] == key.shape[2]
@@ -111,12 +109,7 @@ def _mask(
                 f"{queries} queries and {keys} keys: (batch, heads, queries, keys) can be honoured"
             )
         return Mask(bias=given[..., :keys]), keys
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    if causal is None:
-        raise ValueError(
-            f"{type(module).__name__} gives its attention neither a mask nor is_causal: "
-            "whether it is causal is not known"
-        )
+    causal = causal_of(module, is_causal)
     if causal and queries != keys:
         raise ValueError(
             f"{type(module).__name__} asks for causal attention of {queries} queries over {keys} "
@@ -125,7 +118,18 @@ def _mask(
     window = None
     if sliding_window is not None and sliding_window < max(queries, keys):
         window = (sliding_window - 1, -1 if causal else sliding_window - 1)
-    return Mask(causal=bool(causal), window=window), keys
+    return Mask(causal=causal, window=window), keys
+
+
+def causal_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """Whether a call without a mask is causal."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
+        raise ValueError(
+            f"{type(module).__name__} gives its attention neither a mask nor is_causal: "
+            "whether it is causal is not known"
+        )
+    return bool(causal)
 
 
 def _packed(
@@ -167,16 +171,10 @@ def _plain(mask: Mask) -> bool:
     return _only_numbers(mask) and not any(each is not None for each in scores)
 
 
-def _biased(mask: Mask, bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Mask:
+def _biased(mask: Mask, bias: torch.Tensor) -> Mask:
     """The mask with ``bias`` added to the scores, and to a bias that it has."""
-    bias = bias[..., : key.shape[2]]
-    if mask.bias is None and not (bias.requires_grad and mask.is_structured):
-        return replace(mask, bias=bias)
     if mask.bias is None:
-        # A gradient of every pair is made: there a mask of every pair is no more.
-        batch = max(query.shape[0], key.shape[0])
-        sizes = Sizes(batch, query.shape[2], key.shape[2], 0, 0, query.device)
-        return Mask(bias=bias.masked_fill(~dense(mask, sizes), -torch.inf))
+        return replace(mask, bias=bias)
     if mask.bias.dtype == torch.bool:
         return replace(mask, bias=bias.masked_fill(~mask.bias, -torch.inf))
     return replace(mask, bias=bias + mask.bias)
@@ -238,4 +236,4 @@ def _one_query(
     return out.reshape(batch, heads, 1, -1).transpose(1, 2).contiguous()
 
 
-__all__ = ["attend"]
+__all__ = ["attend", "causal_of"]

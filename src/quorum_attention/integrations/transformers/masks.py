@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from quorum_attention.integrations.transformers.comparison import agrees
 from quorum_attention.integrations.transformers.described import DescribedMask
-from quorum_attention.integrations.transformers.in_graph import described_in_graph
-from quorum_attention.integrations.transformers.recognition import (
-    Parts,
+from quorum_attention.integrations.transformers.reader import (
+    UNKNOWN,
     Sizes,
+    conditions_of,
+    described,
     mask_of,
-    parts_of,
 )
 from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.mask import Mask
 
 
 def quorum_mask(
@@ -52,89 +51,78 @@ def quorum_mask(
             "attention_mask must be (batch, tokens), or (batch, heads, queries, keys), got shape "
             f"{tuple(attention_mask.shape)}"
         )
-    if torch.compiler.is_compiling() and q_length != 1:
-        found = _in_graph(
-            (batch_size, q_length, kv_length), q_offset, kv_offset, mask_function, attention_mask
-        )
+    if isinstance(attention_mask, DescribedMask):
+        return attention_mask  # made before, by ``generate`` for a static cache
+    asked = (batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    if torch.compiler.is_compiling() and q_length != 1 and not isinstance(q_offset, torch.Tensor):
+        found = _in_graph(Sizes(*asked), mask_function, attention_mask)
         if found is not None:
             return found
-    return _read(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device,
-        **others,
-    )  # fmt: skip
+    return _read(asked, mask_function, attention_mask, **others)
 
 
 def _in_graph(
-    sizes: tuple[int, int, int],
-    q_offset: int | torch.Tensor,
-    kv_offset: int,
+    sizes: Sizes,
     mask_function: Callable[..., torch.Tensor] | None,
-    attention_mask: torch.Tensor | DescribedMask | None,
+    attention_mask: torch.Tensor | None,
 ) -> DescribedMask | None:
     """The description, where a graph need not be left for it."""
     from transformers import masking_utils
 
-    if isinstance(attention_mask, DescribedMask):
-        return attention_mask
-    if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
-    padding = None
-    if attention_mask is not None:
-        padding = masking_utils.prepare_padding_mask(attention_mask, sizes[2], kv_offset)
-        stop = kv_offset + sizes[2]
-        if padding.shape[0] < sizes[0] or padding.shape[1] < stop:
-            return None
-        padding = padding[: sizes[0], kv_offset:stop].bool()
-    elif mask_function is not masking_utils.causal_mask_function:
+    function = mask_function or masking_utils.causal_mask_function
+    if attention_mask is None and function is not masking_utils.causal_mask_function:
         return None  # packed documents, for all that is known: of those a tensor is asked
-    return described_in_graph(sizes, q_offset - kv_offset, mask_function, padding)
+    try:
+        mask = described(conditions_of(function), sizes, _padding(attention_mask, sizes))
+    except UNKNOWN:
+        return None
+    return _with_sizes(mask, sizes)
 
 
 @uncompiled
 def _read(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor,
-    kv_offset: int,
+    asked: tuple[Any, ...],
     mask_function: Callable[..., torch.Tensor] | None,
-    attention_mask: torch.Tensor | DescribedMask | None,
-    device: torch.device | str,
+    attention_mask: torch.Tensor | None,
     **others: Any,
 ) -> DescribedMask | torch.Tensor | None:
     """See ``quorum_mask``; outside of graphs."""
     from transformers import masking_utils
 
-    if isinstance(attention_mask, DescribedMask):
-        return attention_mask  # made before, by ``generate`` for a static cache
-    if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
+    batch_size, q_length, kv_length, q_offset, kv_offset, device = asked
+    function = mask_function or masking_utils.causal_mask_function
     if q_length == 1:
         one: torch.Tensor | None = masking_utils.sdpa_mask(
             batch_size=batch_size, q_length=1, kv_length=kv_length, q_offset=q_offset,
-            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+            kv_offset=kv_offset, mask_function=function, attention_mask=attention_mask,
             device=device, **others,
         )  # fmt: skip
         return one
-    q_offset = int(q_offset)
-    sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    whole = mask_function
-    if padding is not None:
-        padded = masking_utils.padding_mask_function(padding.to(device))
-        whole = masking_utils.and_masks(mask_function, padded)
-    parts = parts_of(whole, sizes)
-    mask = mask_of(parts, sizes)
-    if not agrees(mask, whole, sizes):
-        warnings.warn(
-            f"quorum attention took {mask_function!r} for {mask}, and it is not: this mask is "
-            "tried pair by pair, which is slow; please report it with the version of Transformers",
-            stacklevel=2,
+    sizes = Sizes(*asked[:3], int(q_offset), kv_offset, torch.device(device))
+    padding = _padding(attention_mask, sizes)
+    padding = None if padding is None or bool(padding.all()) else padding.to(sizes.device)
+    return _with_sizes(mask_of(function, sizes, padding), sizes)
+
+
+def _padding(attention_mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor | None:
+    """(batch, keys) bool: the keys that are kept."""
+    from transformers import masking_utils
+
+    stop = sizes.key_offset + sizes.keys
+    kept = masking_utils.prepare_padding_mask(attention_mask, sizes.keys, sizes.key_offset)
+    if kept is None:
+        return None
+    if kept.shape[0] < sizes.batch or kept.shape[1] < stop:
+        raise ValueError(
+            f"attention_mask must be for {sizes.batch} rows of {stop} tokens, got shape "
+            f"{tuple(kept.shape)}"
         )
-        parts = Parts(others=[whole])
-        mask = mask_of(parts, sizes)
-    seen = min(kv_length, q_length + sizes.offset) if parts.causal else kv_length
-    return DescribedMask(mask, (batch_size, 1, q_length, kv_length), max(seen, 0))
+    return kept[: sizes.batch, sizes.key_offset : stop].bool()
+
+
+def _with_sizes(mask: Mask, sizes: Sizes) -> DescribedMask:
+    seen = min(sizes.keys, sizes.queries + sizes.offset) if mask.causal else sizes.keys
+    return DescribedMask(mask, (sizes.batch, 1, sizes.queries, sizes.keys), max(seen, 0))
 
 
 __all__ = ["quorum_mask"]

@@ -19,10 +19,17 @@ import torch.distributed as dist
 
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import alive, told
+from quorum_attention.integrations.transformers.attending import causal_of
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
-from quorum_attention.integrations.transformers.recognition import MaskFunction, known
+from quorum_attention.integrations.transformers.reader import (
+    UNKNOWN,
+    Equal,
+    MaskFunction,
+    Near,
+    conditions_of,
+)
 from quorum_attention.integrations.transformers.whose import Kept, check_layers
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
@@ -32,14 +39,14 @@ class Asked(NamedTuple):
     """What the functions of a mask ask for, as numbers that ranks can compare.
 
     Attributes:
-        left, right: tokens before and after a query that it sees; -1 is no limit.
+        left, right: tokens before and after a query that it sees; -1 is no limit, ``right`` 0 is
+            causal.
         chunk: tokens; 0: no chunks.
         packed: whether these rows are of several documents, and the model asks for that.
         silent: whether it is known that the model does not ask, or its cache says there is one.
         refused: whether there is anything else, which is not known for a whole sequence.
     """
 
-    causal: bool = False
     left: int = -1
     right: int = -1
     chunk: int = 0
@@ -47,40 +54,25 @@ class Asked(NamedTuple):
     silent: bool = False
     refused: bool = False
 
-    def near(self, left: int, right: int) -> Asked:
-        """Only keys within so many tokens."""
-        lefts = [n for n in (self.left, left) if n >= 0]
-        rights = [n for n in (self.right, right) if n >= 0]
-        return self._replace(left=min(lefts, default=-1), right=min(rights, default=-1))
 
-
-def asked_of(function: MaskFunction, asked: Asked | None = None) -> Asked:
-    """What ``function`` asks of a pair, and what is asked already."""
-    asked = asked or Asked()
-    what = known(function)
-    name = "" if what is None else what.name
-    if what is None or name == "":
-        return asked._replace(refused=True)
-    if name == "causal_mask_function":
-        return asked._replace(causal=True)
-    if name == "sliding_window_overlay":
-        return asked.near(int(what["sliding_window"]) - 1, -1)
-    if name == "sliding_window_bidirectional_overlay":
-        return asked.near(int(what["sliding_window"]), int(what["sliding_window"]))
-    if name == "chunked_overlay":
-        size = int(what["chunk_size"])
-        # Chunks that count from the first token that is no padding differ between sequences.
-        shifted = bool(what["left_padding"].any()) or asked.chunk not in (0, size)
-        return asked._replace(chunk=size, refused=asked.refused or shifted)
-    if name == "and_masks":
-        for part in what["mask_functions"]:
-            asked = asked_of(part, asked)
-        return asked
-    if name == "packed_sequence_mask_function":
-        return asked._replace(packed=True)  # of these rows; what positions say counts
-    if name == "remap_positions_for_packed_sequence":
-        return asked_of(what["mask_function"], asked)
-    return asked._replace(refused=name != "bidirectional_mask_function")
+def asked_of(function: MaskFunction) -> Asked:
+    """What ``function`` asks of a pair."""
+    try:
+        parts = conditions_of(function).parts
+    except UNKNOWN:
+        return Asked(refused=True)
+    lefts = [p.left for p in parts if isinstance(p, Near) and p.left is not None]
+    rights = [p.right for p in parts if isinstance(p, Near) and p.right is not None]
+    chunks = {part.chunk for part in parts if isinstance(part, Equal)}
+    packed = 1 in chunks  # of these rows; what positions say counts
+    # Chunks that count from the first token that is no padding (0) differ between sequences.
+    known = all(isinstance(part, (Near, Equal)) for part in parts) and 0 not in chunks
+    known &= packed or all(p.counts is None for p in parts if isinstance(p, Near))
+    sizes = chunks - {1}
+    return Asked(
+        min(lefts, default=-1), min(rights, default=-1), max(sizes, default=0), packed,
+        refused=not known or len(sizes) > 1,
+    )  # fmt: skip
 
 
 class ShardedMask(DescribedMask):
@@ -197,11 +189,11 @@ def _check(listed: list[list[int]]) -> None:
             "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
             "left padding, positions of another shape, or a cache that holds keys already"
         )
-    for name in ("causal", "left", "right", "chunk", "batch", "placed"):
+    for name in ("left", "right", "chunk", "batch", "placed"):
         if len({one[names.index(name)] for one in listed}) > 1:
             raise ValueError(f"the ranks do not agree on {name}: {[one[:count] for one in listed]}")
     known = listed[0][names.index("placed")] or any(one[names.index("padded")] for one in listed)
-    if listed[0][names.index("causal")] and not known:
+    if listed[0][names.index("right")] == 0 and not known:
         raise NotImplementedError(
             "this model does not hand position_ids to its attention, so whether documents are "
             "packed over several ranks is not known: give attention_mask (batch, rows), of ones if "
@@ -225,16 +217,17 @@ def _as_mask(
         _check_places(positions, padding, sizes)
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
-        if padding is None and asked.causal:
+        if padding is None and asked.right == 0:
             documents = _documents(positions, sizes, asked)
-    window = (asked.left, asked.right)
+    causal = asked.right == 0
+    window = (asked.left, -1 if causal else asked.right)
     chunk: int | None = asked.chunk or None
     if documents is not None and positions is not None and chunk is not None:
         counts = positions // chunk
         documents, chunk = documents * (counts.max() + 1) + counts, None
     kept = None if padding is None or bool(padding.all()) else padding.bool()
     return Mask(
-        causal=asked.causal, window=None if window == (-1, -1) else window, chunk=chunk,
+        causal=causal, window=None if window == (-1, -1) else window, chunk=chunk,
         documents=documents, key_padding=kept,
     )  # fmt: skip
 
@@ -313,15 +306,8 @@ def attend_sharded(
             f"{query.shape[2]} and {key.shape[2]}, a cache's: generate on one process"
         )
     if attention_mask is None:
-        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-        if causal is None:
-            raise ValueError(
-                f"{name} gives its attention neither a mask nor is_causal: whether it is causal is "
-                "not known"
-            )
-        asked = Asked(causal=bool(causal))
-        if sliding_window is not None:
-            asked = asked.near(sliding_window - 1, -1 if causal else sliding_window - 1)
+        side = -1 if sliding_window is None else sliding_window - 1
+        asked = Asked(side, 0 if causal_of(module, is_causal) else side)
         sizes = (query.shape[0], 1, query.shape[2], query.shape[2])
         attention_mask = ShardedMask(asked, None, sizes)
     if not isinstance(attention_mask, ShardedMask):

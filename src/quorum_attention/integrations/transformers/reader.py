@@ -1,0 +1,426 @@
+"""What a mask function of Transformers keeps: called with symbols, it tells what it compares.
+
+Transformers composes a mask of functions of (batch, head, query, key). Called with symbols of
+positions, a function that compares positions, or numbers that a tensor holds for each token, is
+described completely: causal masks, windows, chunks, padding, packed documents, and these joined by
+``&`` and ``|``. A function that does anything else stays a function.
+
+Positions in a mask function count from the first token ever seen; a ``Mask`` counts from the first
+query and the first key of the call. With a cache the two differ, by the offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from quorum_attention.mask import Mask
+
+# (batch, head, query position, key position) -> keep
+MaskFunction = Callable[..., torch.Tensor]
+
+
+class Sizes(NamedTuple):
+    """What a mask is for, as Transformers hands it over; offsets are in tokens."""
+
+    batch: int
+    queries: int
+    keys: int
+    query_offset: int
+    key_offset: int
+    device: torch.device
+
+    @property
+    def offset(self) -> int:
+        """The position of the first query relative to the first key."""
+        return self.query_offset - self.key_offset
+
+
+class _UnknownError(Exception):
+    """A mask function asks for more than symbols can tell."""
+
+
+# What a function may raise that is called with symbols in place of tensors.
+UNKNOWN = (_UnknownError, TypeError, AttributeError, IndexError)
+
+
+class _Symbol:
+    """Something that a mask function may not decide by."""
+
+    __hash__ = None  # type: ignore[assignment]
+    device = None
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        """Itself."""
+        return self
+
+    def __bool__(self) -> bool:
+        raise _UnknownError
+
+    def __eq__(self, _: object) -> Any:
+        raise _UnknownError
+
+    def __ne__(self, _: object) -> Any:
+        raise _UnknownError
+
+
+class _Entry(_Symbol):
+    """The batch entry; or, with ``table``, a number of each entry."""
+
+    def __init__(self, table: torch.Tensor | None = None) -> None:
+        self.table = table
+
+
+class Near(NamedTuple):
+    """Keys at most so many tokens before and after the query; None: no limit.
+
+    Attributes:
+        counts: (batch, tokens) that tokens are counted by; None: by position.
+    """
+
+    counts: torch.Tensor | None
+    left: int | None
+    right: int | None
+
+
+class Equal(NamedTuple):
+    """Pairs whose numbers are the same."""
+
+    query: Numbers
+    key: Numbers
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of chunks by position, or by what a table counts; 1: the ids of a table are
+        compared; 0: something else."""
+        query, key = self.query, self.key
+        same = query.divisor == key.divisor and query.table is key.table
+        plain = not any(n.shift or n.first_token for n in (query, key))
+        return key.divisor if same and plain and (key.table is not None or key.divisor > 1) else 0
+
+
+class Either(NamedTuple):
+    """Pairs that at least one of these keeps."""
+
+    masks: tuple[Kept, ...]
+
+
+class Kept(_Symbol):
+    """Pairs that meet all conditions; it answers like a tensor.
+
+    Attributes:
+        parts: ``Near``, ``Equal``, ``Either``; ``Numbers`` of bools: tokens that are kept; mask
+            functions that are not known.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __and__(self, other: Any) -> Kept:
+        return Kept(*self.parts, *_kept(other).parts)
+
+    def __or__(self, other: Any) -> Kept:
+        return Kept(Either((self, _kept(other))))
+
+
+class _Nothing(_Symbol):
+    """No pair, to which others are joined."""
+
+    def __or__(self, other: Any) -> Kept:
+        return _kept(other)
+
+
+def _kept(what: Any) -> Kept:
+    if isinstance(what, Numbers) and what.table is not None and what.table.dtype == torch.bool:
+        return Kept(what)
+    if not isinstance(what, Kept):
+        raise _UnknownError
+    return what
+
+
+class Numbers(_Symbol):
+    """A number of each query, or of each key: ``(table[entry, token] + shift - first) // divisor``;
+    without a table its position.
+
+    Attributes:
+        first: (batch,), or None.
+    """
+
+    def __init__(
+        self,
+        of_key: bool,
+        table: torch.Tensor | None = None,
+        shift: int = 0,
+        first: torch.Tensor | None = None,
+        divisor: int = 1,
+    ) -> None:
+        self.of_key, self.table, self.shift = of_key, table, shift
+        self.first, self.divisor = first, divisor
+
+    @property
+    def first_token(self) -> bool:
+        """Whether numbers begin at another token than the first of a row."""
+        return self.first is not None and bool(self.first.any())
+
+    def new_ones(self, *_: Any, **__: Any) -> Kept:
+        """Every pair."""
+        return Kept()
+
+    def new_zeros(self, *_: Any, **__: Any) -> _Nothing:
+        """No pair."""
+        return _Nothing()
+
+    def __add__(self, number: Any) -> Numbers:
+        if not isinstance(number, int) or self.divisor != 1:
+            raise _UnknownError
+        return Numbers(self.of_key, self.table, self.shift + number, self.first)
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, int):
+            return self + -other
+        if isinstance(other, _Entry) and self.first is None and self.divisor == 1:
+            return Numbers(self.of_key, self.table, self.shift, other.table)
+        return _Distance(self, other)
+
+    def __floordiv__(self, number: Any) -> Numbers:
+        if not isinstance(number, int) or self.divisor != 1:
+            raise _UnknownError
+        return Numbers(self.of_key, self.table, self.shift, self.first, number)
+
+    def __and__(self, other: Any) -> Kept:
+        return _kept(self) & other
+
+    def __eq__(self, other: object) -> Any:
+        if not isinstance(other, Numbers) or other.of_key == self.of_key:
+            raise _UnknownError
+        return Kept(Equal(other, self) if self.of_key else Equal(self, other))
+
+    def _at_most(self, other: Any, more: int) -> Kept:
+        """Pairs with ``self <= other + more``."""
+        if not isinstance(other, Numbers) or other.of_key == self.of_key:
+            raise _UnknownError
+        plain = all(one.first is None and one.divisor == 1 for one in (self, other))
+        bound = other.shift - self.shift + more
+        if not plain or self.table is not other.table or bound < 0:
+            raise _UnknownError  # or a band beside the diagonal
+        return Kept(Near(self.table, *((None, bound) if self.of_key else (bound, None))))
+
+    def __le__(self, other: Any) -> Kept:
+        return self._at_most(other, 0)
+
+    def __lt__(self, other: Any) -> Kept:
+        return self._at_most(other, -1)
+
+    def __ge__(self, other: Any) -> Kept:
+        if isinstance(other, Numbers):
+            return other._at_most(self, 0)
+        if other != 0 or self.shift != 0 or self.first is not None or self.divisor != 1:
+            raise _UnknownError
+        # No position is below 0.
+        return Kept() if self.table is None else Kept(Numbers(self.of_key, self.table >= 0))
+
+    def __gt__(self, other: Any) -> Kept:
+        if not isinstance(other, Numbers):
+            raise _UnknownError
+        return other._at_most(self, -1)
+
+    def values(self, sizes: Sizes) -> torch.Tensor:
+        """(1 or batch, queries or keys) of a call."""
+        start = sizes.key_offset if self.of_key else sizes.query_offset
+        stop = start + (sizes.keys if self.of_key else sizes.queries)
+        numbers = torch.arange(start, stop, device=sizes.device)[None]
+        if self.table is not None:
+            if self.table.dim() != 2 or any(
+                n < wanted for n, wanted in zip(self.table.shape, (sizes.batch, stop), strict=True)
+            ):
+                raise _UnknownError
+            numbers = self.table[: sizes.batch, start:stop].to(sizes.device)
+        if self.first is not None:
+            numbers = numbers - self.first[: sizes.batch, None].to(sizes.device)
+        return (numbers + self.shift) // self.divisor
+
+
+class _Distance(_Symbol):
+    """From one position to another, of which only the absolute value is of use."""
+
+    def __init__(self, one: Numbers, other: Any, absolute: bool = False) -> None:
+        self.one, self.other, self.absolute = one, other, absolute
+
+    def __abs__(self) -> _Distance:
+        return _Distance(self.one, self.other, True)
+
+    def __le__(self, most: Any) -> Kept:
+        if not self.absolute or not isinstance(most, int):
+            raise _UnknownError
+        return self.one._at_most(self.other, most) & self.other._at_most(self.one, most)
+
+
+class _Lookups(TorchFunctionMode):
+    """Symbols as indices of tensors: ``table[entry, token]`` and ``table[entry]``."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__:
+            table, index = args
+            if isinstance(index, _Entry):
+                return _Entry(table)
+            entry, token = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
+            if isinstance(entry, _Entry) and isinstance(token, Numbers):
+                if token.table is not None or token.shift or token.first is not None:
+                    raise _UnknownError
+                return Numbers(token.of_key, table)
+        return function(*args, **(named or {}))
+
+
+def conditions_of(function: MaskFunction) -> Kept:
+    """What ``function`` asks of a pair.
+
+    Raises:
+        UNKNOWN: it asks for more than symbols can tell.
+    """
+    # Inside a graph of torch.compile symbols know comparisons of positions alone.
+    with nullcontext() if torch.compiler.is_compiling() else _Lookups():
+        return _kept(function(_Entry(), _Symbol(), Numbers(False), Numbers(True)))
+
+
+def mask_of(function: MaskFunction, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
+    """The description of a mask function, as far as that is known; ``padding`` as there."""
+    try:
+        return described(conditions_of(function), sizes, padding)
+    except UNKNOWN:
+        kept = Kept()
+        for part in _joined_by_and(function):
+            try:
+                known = conditions_of(part)
+                described(known, sizes)
+            except UNKNOWN:
+                known = Kept(part)
+            kept &= known
+        return described(kept, sizes, padding)
+
+
+def _joined_by_and(function: MaskFunction) -> tuple[MaskFunction, ...]:
+    """The functions that Transformers' ``and_masks`` joined to this one; itself, if it did not."""
+    from transformers.masking_utils import and_masks
+
+    if isinstance(function, FunctionType) and function.__code__ is and_masks(len).__code__:
+        (functions,) = (cell.cell_contents for cell in function.__closure__ or ())
+        return tuple(functions)
+    return (function,)
+
+
+def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
+    """The conditions as the fields of a ``Mask``, without those that mask nothing here.
+
+    Args:
+        padding: (batch, keys) bool, True where a key is kept.
+
+    Raises:
+        UNKNOWN: they cannot be described.
+    """
+    near: list[Near] = []
+    chunk: int | None = None
+    ids: list[tuple[torch.Tensor, torch.Tensor]] = []
+    functions: list[MaskFunction] = []
+    unions: list[tuple[Mask, ...]] = []
+    for part in kept.parts:
+        if isinstance(part, Near):
+            if part.counts is not None:
+                _check_counts(part.counts, kept, sizes)
+            near.append(part)
+        elif isinstance(part, Equal):
+            plain = part.key.table is None and part.chunk > 1 and chunk in (None, part.chunk)
+            if plain and sizes.key_offset % part.chunk == 0:
+                chunk = part.chunk
+            else:
+                ids.append((part.query.values(sizes), part.key.values(sizes)))
+        elif isinstance(part, Numbers):
+            tokens = part.values(sizes).bool()
+            if part.of_key:
+                padding = tokens if padding is None else padding & tokens
+            else:
+                none = torch.zeros((1, sizes.keys), dtype=torch.int64, device=sizes.device)
+                ids.append(((~tokens).long(), none))
+        elif isinstance(part, Either):
+            unions.append(tuple(described(one, sizes) for one in part.masks))
+        else:
+            functions.append(part)
+    left = _limit([part.left for part in near], sizes.queries - 1 + sizes.offset)
+    right = _limit([part.right for part in near], sizes.keys - 1 - sizes.offset)
+    causal = right == 0
+    window = (left, -1 if causal else right)
+    placed = causal or window != (-1, -1) or chunk is not None
+    return Mask(
+        causal=causal,
+        offset=sizes.offset if placed and sizes.offset else None,
+        window=None if window == (-1, -1) else window,
+        chunk=chunk,
+        documents=_joined(ids),
+        key_padding=padding,
+        keeps=_keeps(functions, sizes),
+        either=unions[0] if len(unions) == 1 else (),
+        every=tuple(Mask(either=union) for union in unions) if len(unions) > 1 else (),
+    )
+
+
+def _limit(limits: list[int | None], furthest: int) -> int:
+    """The smallest limit; -1 if none is closer than the furthest key."""
+    smallest = min([n for n in limits if n is not None], default=-1)
+    # In a graph sizes are symbols, and would become constants here.
+    far = not torch.compiler.is_compiling() and smallest >= furthest
+    return -1 if far else smallest
+
+
+def _check_counts(counts: torch.Tensor, kept: Kept, sizes: Sizes) -> None:
+    """Nothing, if two tokens of one document are as far apart by ``counts`` as by position.
+
+    Raises:
+        UNKNOWN: they are not, or there are no documents.
+    """
+    for part in kept.parts:
+        if isinstance(part, Equal) and part.key.table is not None and not sizes.offset:
+            ids = part.key.table
+            if ids is part.query.table and part.key.divisor == 1 and counts.shape == ids.shape:
+                inside = (ids.diff() == 0) & (counts.diff() == 1)
+                if bool(((ids.diff() == 1) | inside).all()):
+                    return
+    raise _UnknownError
+
+
+def _joined(
+    ids: list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """One pair of ids that is equal where all of them are."""
+    if not ids:
+        return None
+    queries, keys = ids[0]
+    for q, k in ids[1:]:
+        lowest = torch.minimum(q.min(), k.min())
+        room = torch.maximum(q.max(), k.max()) - lowest + 1
+        queries, keys = queries * room + (q - lowest), keys * room + (k - lowest)
+    return queries, keys
+
+
+def _keeps(functions: list[MaskFunction], sizes: Sizes) -> MaskFunction | None:
+    """Those functions in positions of the call, as FlexAttention's ``mask_mod`` has them."""
+    if not functions:
+        return None
+    q_offset, k_offset = sizes.query_offset, sizes.key_offset
+
+    def keeps(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        kept = functions[0](b, h, q + q_offset, k + k_offset)
+        for function in functions[1:]:
+            kept = kept & function(b, h, q + q_offset, k + k_offset)
+        return kept
+
+    return keeps
+
+
+__all__ = [
+    "UNKNOWN", "Equal", "Kept", "MaskFunction", "Near", "Numbers", "Sizes", "conditions_of",
+    "described", "mask_of",
+]  # fmt: skip
