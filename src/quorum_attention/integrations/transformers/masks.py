@@ -53,12 +53,13 @@ def quorum_mask(
         )
     if isinstance(attention_mask, DescribedMask):
         return attention_mask  # made before, by ``generate`` for a static cache
-    asked = (batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    first: Any = q_offset
+    sizes = Sizes(batch_size, q_length, kv_length, first, kv_offset, torch.device(device))
     if torch.compiler.is_compiling() and q_length != 1 and not isinstance(q_offset, torch.Tensor):
-        found = _in_graph(Sizes(*asked), mask_function, attention_mask)
+        found = _in_graph(sizes, mask_function, attention_mask)
         if found is not None:
             return found
-    return _read(asked, mask_function, attention_mask, **others)
+    return _read(sizes, mask_function, attention_mask, **others)
 
 
 def _in_graph(
@@ -81,7 +82,7 @@ def _in_graph(
 
 @uncompiled
 def _read(
-    asked: tuple[Any, ...],
+    sizes: Sizes,
     mask_function: Callable[..., torch.Tensor] | None,
     attention_mask: torch.Tensor | None,
     **others: Any,
@@ -89,16 +90,15 @@ def _read(
     """See ``quorum_mask``; outside of graphs."""
     from transformers import masking_utils
 
-    batch_size, q_length, kv_length, q_offset, kv_offset, device = asked
     function = mask_function or masking_utils.causal_mask_function
-    if q_length == 1:
+    if sizes.queries == 1:
         one: torch.Tensor | None = masking_utils.sdpa_mask(
-            batch_size=batch_size, q_length=1, kv_length=kv_length, q_offset=q_offset,
-            kv_offset=kv_offset, mask_function=function, attention_mask=attention_mask,
-            device=device, **others,
+            batch_size=sizes.batch, q_length=1, kv_length=sizes.keys, q_offset=sizes.query_offset,
+            kv_offset=sizes.key_offset, mask_function=function, attention_mask=attention_mask,
+            device=sizes.device, **others,
         )  # fmt: skip
         return one
-    sizes = Sizes(*asked[:3], int(q_offset), kv_offset, torch.device(device))
+    sizes = sizes._replace(query_offset=int(sizes.query_offset))
     padding = _padding(attention_mask, sizes)
     padding = None if padding is None or bool(padding.all()) else padding.to(sizes.device)
     return _with_sizes(mask_of(function, sizes, padding), sizes)
@@ -109,9 +109,11 @@ def _padding(attention_mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor 
     from transformers import masking_utils
 
     stop = sizes.key_offset + sizes.keys
-    kept = masking_utils.prepare_padding_mask(attention_mask, sizes.keys, sizes.key_offset)
-    if kept is None:
+    if attention_mask is None:
         return None
+    kept: torch.Tensor = masking_utils.prepare_padding_mask(
+        attention_mask, sizes.keys, sizes.key_offset
+    )
     if kept.shape[0] < sizes.batch or kept.shape[1] < stop:
         raise ValueError(
             f"attention_mask must be for {sizes.batch} rows of {stop} tokens, got shape "

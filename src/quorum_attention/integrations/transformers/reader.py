@@ -136,8 +136,10 @@ class _Nothing(_Symbol):
 
 
 def _kept(what: Any) -> Kept:
-    if isinstance(what, Numbers) and what.table is not None and what.table.dtype == torch.bool:
-        return Kept(what)
+    if isinstance(what, Numbers):
+        plain = not what.shift and what.first is None and what.divisor == 1
+        if plain and what.table is not None and what.table.dtype == torch.bool:
+            return Kept(what)
     if not isinstance(what, Kept):
         raise _UnknownError
     return what
@@ -193,7 +195,7 @@ class Numbers(_Symbol):
         return Numbers(self.of_key, self.table, self.shift, self.first, number)
 
     def __and__(self, other: Any) -> Kept:
-        return _kept(self) & other
+        return _kept(self).__and__(other)
 
     def __eq__(self, other: object) -> Any:
         if not isinstance(other, Numbers) or other.of_key == self.of_key:
@@ -257,7 +259,7 @@ class _Distance(_Symbol):
     def __le__(self, most: Any) -> Kept:
         if not self.absolute or not isinstance(most, int):
             raise _UnknownError
-        return self.one._at_most(self.other, most) & self.other._at_most(self.one, most)
+        return _kept(self.one._at_most(self.other, most) & self.other._at_most(self.one, most))
 
 
 class _Lookups(TorchFunctionMode):
