@@ -12,20 +12,10 @@ import numpy as np
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.control.controller import (
-    Continue,
-    Deepen,
-    Event,
     Fallback,
-    GiveUp,
-    Headroom,
     Launch,
     Limits,
-    OutOfMemory,
-    Overflow,
-    PlanAnew,
     RecoveryController,
-    Repeat,
-    UnitDone,
 )
 
 DEEPEN_BY = 7
@@ -86,7 +76,7 @@ def through(made: RecoveryController, n: int | None = None) -> list[tuple[str, t
         if launch is None:
             break
         units.append((launch.group, launch.visit.task.path))
-        made.on(UnitDone(*units[-1]))
+        made.done(*units[-1])
     return units
 
 
@@ -156,17 +146,16 @@ class History:
 
     def _mishap(self) -> None:
         if self.draw.random() < 0.5:
-            self._told(OutOfMemory("by chance"))
+            self._out_of_memory()
         elif self.in_flight:
             launch = self.draw.choice(self.in_flight)
-            path = launch.visit.task.path
-            order: object = None
-            for _ in range(4):
-                assert not isinstance(order, Continue)
-                order = self._told(Overflow(launch.group, path, {(0, 0): 3, (0, 1): 2}))
-                if not isinstance(order, Repeat) or self.draw.random() < 0.5:
+            for number in range(4):
+                most = {(0, 0): 3, (0, 1): 2}
+                steps = self.controller.overflow(launch.group, launch.visit.task.path, most)
+                self.seen["repeated"] += bool(steps)
+                if not steps or self.draw.random() < 0.5:
                     return
-            raise AssertionError("an overflow goes on for ever")
+                assert number < 3, "an overflow goes on for ever"
 
     def _turn(self) -> None:
         """One step: begin an attempt, take a unit, or be done with one."""
@@ -174,7 +163,7 @@ class History:
         if not self.slots:
             self.slots = here.start()
             if self.slots * self._tokens(here.depth) > self.room:
-                self._told(OutOfMemory("no room for slots"))
+                self._out_of_memory()
         elif len(self.in_flight) < self.slots:
             headroom = False
             if here.between_groups and here.may_coarsen:
@@ -186,7 +175,8 @@ class History:
             elif headroom:
                 while self.in_flight:
                     self._done()
-                self._told(Headroom())
+                here.headroom()
+                self.seen["coarsened"] += 1
                 self.slots = 0
             elif not self.in_flight:
                 self.slots = 0
@@ -199,22 +189,29 @@ class History:
         self.completed[group, path] += 1
         assert self.completed[group, path] == 1, f"{path} of {group} ran again"
         self.pairs[group] += pairs_of(self.shape, path)
-        self._told(UnitDone(group, path))
+        self.controller.done(group, path)
 
-    def _told(self, event: Event) -> object:
-        order = self.controller.on(event)
-        self.seen[type(order).__name__] += 1
-        if isinstance(order, (GiveUp, PlanAnew)):
-            self.end = "gave up" if isinstance(order, GiveUp) else "planned anew"
-            assert isinstance(order, PlanAnew) == self.controller.limits.guessed
-            assert self.controller.end == order
-        elif isinstance(event, OutOfMemory):
-            self.slots = 0
-            self.in_flight.clear()
-            if isinstance(order, Deepen) and self.draw.random() < 0.5:
+    def _out_of_memory(self) -> None:
+        here = self.controller
+        before = here.n_cap, here.depth, here.groups_are_whole
+        here.out_of_memory()
+        self.slots = 0
+        self.in_flight.clear()
+        assert not (here.given_up and here.anew)
+        if here.anew or here.given_up:
+            assert here.anew == here.limits.guessed
+            assert before == (here.n_cap, here.depth, here.groups_are_whole)
+            self.end = "planned anew" if here.anew else "gave up"
+        elif before[2]:
+            self.seen["fell back"] += 1
+        elif here.n_cap < before[0]:
+            self.seen["one slot less"] += 1
+        else:
+            assert here.depth == before[1] + 1
+            self.seen["deepened"] += 1
+            if self.draw.random() < 0.5:
                 # Whoever else had the memory lets go of it.
                 self.room *= 4
-        return order
 
     def told(self) -> str:
         """What a failure is reported with."""

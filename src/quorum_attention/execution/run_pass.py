@@ -10,10 +10,7 @@ from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.call import Job, ProgressStoppedError, Tools
 from quorum_attention.execution.control.controller import (
     Fallback,
-    GiveUp,
-    Headroom,
     Limits,
-    OutOfMemory,
     RecoveryController,
 )
 from quorum_attention.execution.device.lookup import backend_of
@@ -53,7 +50,7 @@ def run_pass(
                 # Whole groups that are too large are cut, and go on by another route.
                 while not controller.finished and controller.groups_are_whole == route.whole_groups:
                     _attempt(job, _continued(schedule, controller), controller, attempt)
-                    if controller.end is not None:
+                    if controller.anew:
                         return None
     except ProgressStoppedError as stopped:
         raise stopped.error from None
@@ -120,15 +117,12 @@ def _attempt(
     if controller.finished:
         return
     if failure is None:
-        controller.on(Headroom())
+        controller.headroom()
     else:
         backend.give_back_cached()
-        order = controller.on(OutOfMemory(failure))
-        if isinstance(order, GiveUp):
+        controller.out_of_memory(failure)
+        if controller.given_up:
             before = "".join(f"\n  before that: {line}" for line in controller.history)
-            raise OutOfMemoryError(
-                f"out of memory in {order.where} and no recovery: {order.reason}. The allocator "
-                f"said: {failure}{before}"
-            )
+            raise OutOfMemoryError(f"{controller.given_up}. The allocator said: {failure}{before}")
         report.recovery_seconds += time.perf_counter() - last_done
     report.recoveries.append(controller.history[-1])

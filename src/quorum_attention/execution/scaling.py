@@ -31,12 +31,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quorum_attention.execution.control.controller import (
-    Overflow,
-    Path,
-    RecoveryController,
-    Repeat,
-)
+from quorum_attention.execution.control.controller import Path, RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.protocol import InnerKernel
@@ -201,8 +196,7 @@ def asking(
 
     def ask(most: dict[tuple[int, int], int]) -> Mapping[tuple[int, int], int]:
         named = {(e + entry, h + head): steps for (e, h), steps in most.items()}
-        order = controller.on(Overflow(group, path, named))
-        steps = order.steps if isinstance(order, Repeat) else {}
+        steps = controller.overflow(group, path, named)
         return {(e - entry, h - head): steps[e, h] for e, h in named if (e, h) in steps}
 
     return ask

@@ -11,64 +11,52 @@ from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.control import controller as module
-from quorum_attention.execution.control.controller import (
-    Coarsen,
-    Continue,
-    Deepen,
-    Event,
-    FallBack,
-    Fallback,
-    GiveUp,
-    Headroom,
-    Limits,
-    LowerCap,
-    OutOfMemory,
-    Overflow,
-    PlanAnew,
-    RecoveryController,
-    Repeat,
-    UnitDone,
-)
+from quorum_attention.execution.control.controller import Fallback, Limits, RecoveryController
 from quorum_attention.execution.control.visits import visits
 
-OOM, ROOM = OutOfMemory(), Headroom()
+GIVES_UP, NOTHING = "gives up", "nothing"
 
 
 def state(made: RecoveryController) -> tuple[int, int, int, int]:
     return made.n_cap, made.depth, made.coarsenings, len(made.history)
 
 
+def happens(made: RecoveryController, memory: bool) -> str:
+    """Memory runs out, or there is some; what becomes of that."""
+    before = state(made)
+    made.headroom() if memory else made.out_of_memory()
+    if made.given_up or state(made) == before:
+        assert state(made) == before, "it gave up and changed something"
+        return GIVES_UP if made.given_up else NOTHING
+    assert len(made.history) == before[3] + 1, "a change leaves one line"
+    return made.history[-1].rpartition(": ")[2]
+
+
 @pytest.mark.parametrize(
-    ("made", "event", "order", "after"),
+    ("made", "memory", "change", "after"),
     [
-        pytest.param(controller(3), OOM, LowerCap(2), (2, 1), id="several-slots"),
-        pytest.param(controller(2), OOM, LowerCap(1), (1, 1), id="two-slots"),
-        pytest.param(controller(1), OOM, Deepen(1), (1, 2), id="one-slot"),
-        pytest.param(controller(1, depth=3), OOM, GiveUp, (1, 3), id="nothing-finer"),
-        pytest.param(controller(2, depth=3), OOM, LowerCap(1), (1, 3), id="finest"),
-        pytest.param(controller(3, pinned=True), OOM, GiveUp, (3, 1), id="pinned"),
-        pytest.param(controller(1, depth=2), ROOM, Coarsen(1), (1, 1), id="headroom"),
-        pytest.param(controller(1, depth=1), ROOM, Continue, (1, 1), id="headroom-at-plan"),
+        pytest.param(controller(3), False, "n_cap 3 -> 2", (2, 1), id="several-slots"),
+        pytest.param(controller(2), False, "n_cap 2 -> 1", (1, 1), id="two-slots"),
+        pytest.param(controller(1), False, "depth 1 -> 2", (1, 2), id="one-slot"),
+        pytest.param(controller(1, depth=3), False, GIVES_UP, (1, 3), id="nothing-finer"),
+        pytest.param(controller(2, depth=3), False, "n_cap 2 -> 1", (1, 3), id="finest"),
+        pytest.param(controller(3, pinned=True), False, GIVES_UP, (3, 1), id="pinned"),
+        pytest.param(controller(1, depth=2), True, "depth 2 -> 1", (1, 1), id="headroom"),
+        pytest.param(controller(1, depth=1), True, NOTHING, (1, 1), id="headroom-at-plan"),
         pytest.param(
-            controller(1, depth=2, pinned=True), ROOM, Continue, (1, 2), id="headroom-pinned"
+            controller(1, depth=2, pinned=True), True, NOTHING, (1, 2), id="headroom-pinned"
         ),
         pytest.param(
-            controller(1, depth=2, coarsenings=2), ROOM, Continue, (1, 2), id="headroom-spent"
+            controller(1, depth=2, coarsenings=2), True, NOTHING, (1, 2), id="headroom-spent"
         ),
     ],
 )
-def test_every_transition(made: RecoveryController, event: Event, order, after) -> None:
-    lines, where = len(made.history), made.where
-    found = made.on(event)
-    if isinstance(order, type):
-        assert isinstance(found, order)
-    else:
-        assert found == order
+def test_every_transition(made: RecoveryController, memory: bool, change: str, after) -> None:
+    where = made.where
+    assert happens(made, memory) == change
     assert state(made)[:2] == after
-    changed = isinstance(found, (LowerCap, Deepen, Coarsen))
-    assert len(made.history) == lines + changed, "a change leaves one line"
-    if changed and event is OOM:
-        assert f"out of memory in {where}" in made.history[-1]
+    if not memory:
+        assert f"out of memory in {where}" in (made.given_up or made.history[-1])
 
 
 def test_a_guessed_plan_is_made_anew_and_nothing_else_is_tried() -> None:
@@ -77,22 +65,9 @@ def test_a_guessed_plan_is_made_anew_and_nothing_else_is_tried() -> None:
     )
     made.start()
     made.next()
-    order = made.on(OutOfMemory("so it said"))
-    assert order == made.end == PlanAnew("monolithic call out of memory (so it said)")
+    made.out_of_memory("so it said")
+    assert made.anew
     assert made.history == ["monolithic call out of memory (so it said): planned anew"]
-
-
-def test_memory_that_comes_and_goes_cannot_make_a_call_swing_for_ever() -> None:
-    made = controller(1, deepest=9)
-    coarsened = 0
-    for _ in range(20):
-        order = made.on(OOM)
-        if isinstance(order, GiveUp):
-            break
-        order = made.on(ROOM)
-        coarsened += isinstance(order, Coarsen)
-    assert coarsened == 2
-    assert isinstance(order, GiveUp) or made.depth == made.limits.max_depth
 
 
 @given(
@@ -100,35 +75,33 @@ def test_memory_that_comes_and_goes_cannot_make_a_call_swing_for_ever() -> None:
     floor=st.integers(0, 3),
     finer=st.integers(0, 4),
     pinned=st.booleans(),
-    events=st.lists(st.sampled_from([OOM, ROOM]), max_size=40),
+    events=st.lists(st.booleans(), max_size=40),
 )
 def test_any_history_stays_within_its_limits(
-    n_cap: int, floor: int, finer: int, pinned: bool, events: list[Event]
+    n_cap: int, floor: int, finer: int, pinned: bool, events: list[bool]
 ) -> None:
+    """Memory that comes and goes cannot make a call swing for ever either."""
     made = controller(n_cap, floor, floor, floor + finer, pinned=pinned)
-    for event in events:
-        before = state(made)
-        order = made.on(event)
+    for memory in events:
+        change = happens(made, memory)
         here, limits = made, made.limits
         assert limits.depth <= here.depth <= limits.max_depth
         assert 1 <= here.n_cap <= n_cap
         assert here.coarsenings <= 2
-        if isinstance(order, (GiveUp, Continue)):
-            assert state(made) == before
-        if isinstance(order, GiveUp):
+        if change == GIVES_UP:
             assert pinned or (here.n_cap == 1 and here.depth == limits.max_depth)
-        if pinned:
-            assert isinstance(order, (GiveUp, Continue))
+            return
+        assert not pinned or change == NOTHING
 
 
 def test_a_unit_is_told_by_its_name_not_by_its_turn() -> None:
     made = controller(3)
     made.start()
     units = [made.next() for _ in range(3)]
-    made.on(UnitDone("a", units[2].visit.task.path))
+    made.done("a", units[2].visit.task.path)
     assert made.where == "task (0,) (2 head groups to go)"
-    made.on(UnitDone("a", units[0].visit.task.path))
-    made.on(OutOfMemory())
+    made.done("a", units[0].visit.task.path)
+    made.out_of_memory()
     assert made.history == ["out of memory in task (1,) (2 head groups to go): n_cap 3 -> 2"]
     made.start()
     assert [path for group, path in through(made) if group == "a"] == [
@@ -141,7 +114,7 @@ def test_only_what_is_left_of_the_group_in_work_is_cut_further() -> None:
     made.start()
     through(made, 2)
     made.next()
-    assert made.on(OutOfMemory()) == Deepen(1)
+    assert happens(made, memory=False).startswith("depth")
     assert made.units_left == 7 + 21
     made.start()
     children = [[(i, j) for j in range(7)] for i in range(3)]
@@ -158,7 +131,7 @@ def test_a_group_loaded_ahead_is_begun_anew_after_a_deepening() -> None:
     made.start()
     made.next()
     made.next()
-    assert made.on(OutOfMemory()) == Deepen(1)
+    assert happens(made, memory=False).startswith("depth")
     made.start()
     assert through(made) == [(group, (i,)) for group in "ab" for i in range(7)]
 
@@ -169,9 +142,9 @@ def test_a_group_loaded_ahead_keeps_what_is_done_of_it() -> None:
     through(made, 6)
     last, ahead = made.next(), made.next()
     assert (last.group, ahead.group) == ("a", "b")
-    made.on(UnitDone("b", ahead.visit.task.path))
-    assert made.on(OutOfMemory()) == LowerCap(1)
-    assert made.on(OutOfMemory()) == Deepen(1)
+    made.done("b", ahead.visit.task.path)
+    assert happens(made, memory=False) == "n_cap 2 -> 1"
+    assert happens(made, memory=False).startswith("depth")
     made.start()
     assert through(made) == [("a", (6, j)) for j in range(7)] + [
         ("b", (i, j)) for i in range(1, 7) for j in range(7)
@@ -200,7 +173,7 @@ def test_whole_groups_that_are_too_large_are_cut() -> None:
     assert through(made, 1) == [("a", ())]
     assert made.groups_left == ["b", "c"]
     made.next()
-    assert made.on(OutOfMemory("no room")) == FallBack()
+    made.out_of_memory("no room")
     assert made.history == ["whole: out of memory (no room, 1 of 3 head groups done): depth 0 -> 1"]
     made.start()
     assert made.units_left == 14
@@ -212,14 +185,15 @@ def test_an_overflow_is_repeated_while_that_may_help() -> None:
     made = controller(2)
     made.start()
     path = made.next().visit.task.path
-    both = Overflow("a", path, {(0, 0): 2, (0, 1): 1})
-    assert made.on(both) == Repeat({(0, 0): 1, (0, 1): 1})
-    assert made.on(both) == Repeat({(0, 0): 2, (0, 1): 1})
-    assert made.on(both) == Continue()
-    made.on(OutOfMemory())
+    most = {(0, 0): 2, (0, 1): 1}
+    assert made.overflow("a", path, most) == {(0, 0): 1, (0, 1): 1}
+    assert made.overflow("a", path, most) == {(0, 0): 2, (0, 1): 1}
+    assert not made.overflow("a", path, most)
+    made.out_of_memory()
     made.start()
     assert made.next().visit.task.path == path
-    assert made.on(both) == Repeat({(0, 0): 1, (0, 1): 1}), "after a failure from the beginning"
+    again = made.overflow("a", path, most)
+    assert again == {(0, 0): 1, (0, 1): 1}, "after a failure from the beginning"
 
 
 def test_ten_thousand_histories() -> None:
@@ -242,8 +216,8 @@ def test_ten_thousand_histories() -> None:
     assert ends["finished"] > 6_000
     assert ends["gave up"] > 100
     assert ends["planned anew"] > 50
-    for order in (LowerCap, Deepen, Coarsen, FallBack, Repeat):
-        assert ends[order.__name__] > 200, order
+    for kind in ("one slot less", "deepened", "coarsened", "fell back", "repeated"):
+        assert ends[kind] > 200, kind
 
 
 def test_visits_that_failed_to_be_worked_out_are_worked_out_again(monkeypatch) -> None:
@@ -261,7 +235,7 @@ def test_visits_that_failed_to_be_worked_out_are_worked_out_again(monkeypatch) -
     made.start()
     with pytest.raises(MemoryError):
         through(made)
-    made.on(OutOfMemory())
+    made.out_of_memory()
     made.start()
     monkeypatch.undo()
     through(made)

@@ -1,7 +1,7 @@
 """The recovery controller: what runs next, and what to do about failures (paper, Section 3.4).
 
-It is told events and answers with instructions. It allocates nothing and never waits, so every
-history of events can be tested without a device.
+It is told what happens, and decides. It allocates nothing and never waits, so every history of
+events can be tested without a device.
 
     out of memory, whole groups  -> groups that are not done are cut into tasks, for slots
     out of memory, n_cap > 1     -> units in flight return to the queue, n_cap - 1
@@ -12,7 +12,7 @@ history of events can be tested without a device.
     the user chose the depth     -> give up at the first failure
     overflow of scaled gradients -> the unit runs again, scaled down further, while that may help
 
-No instruction makes a completed unit run again.
+No completed unit runs again.
 
 The paper coarsens once all tasks are resident and memory is left. Here two slots saturate a
 device, so all tasks are never resident. Instead *headroom* is measured: free memory would hold the
@@ -45,120 +45,13 @@ Group: TypeAlias = Any
 Steps = Mapping[tuple[int, int], int]
 
 
-# --- Events ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class UnitDone:
-    """The results of a unit are stored, or their copies are issued."""
-
-    group: Group
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """Memory ran out: units that were not reported done have to run again.
-
-    ``said`` is the allocator's message.
-    """
-
-    said: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Overflow:
-    """Gradients of a unit of the scaled backward are not finite.
-
-    ``most`` maps each (entry, key/value head) at fault to the most steps down that its numbers
-    allow (see execution/scaling.py).
-    """
-
-    group: Group
-    path: Path
-    most: Steps
-
-
-@dataclass(frozen=True, slots=True)
-class Headroom:
-    """Free memory holds the slots of one level less twice; nothing is in flight."""
-
-
-Event = UnitDone | OutOfMemory | Overflow | Headroom
-
-
-# --- Instructions ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Run this unit. Its visit is valid only if units run in the order given."""
+    """A unit to run. Its visit is valid only if units run in the order given."""
 
     group: Group
     visit: Visit
 
-
-@dataclass(frozen=True, slots=True)
-class LowerCap:
-    """Continue with ``n_cap`` slots, one fewer; units that were in flight are queued again."""
-
-    n_cap: int
-
-
-@dataclass(frozen=True, slots=True)
-class Deepen:
-    """Continue one level deeper, with ``n_cap`` slots.
-
-    Tasks left of the groups that were begun have been cut; other groups are cut when they begin.
-    Units that were in flight are queued again.
-    """
-
-    n_cap: int
-
-
-@dataclass(frozen=True, slots=True)
-class Coarsen:
-    """Cut the groups that are not begun one level less; continue with ``n_cap`` slots."""
-
-    n_cap: int
-
-
-@dataclass(frozen=True, slots=True)
-class FallBack:
-    """Head groups that are not done are cut into tasks, which go through slots."""
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """Run the unit again from the state before it; ``steps`` of every head that is scaled down."""
-
-    steps: Steps
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Report the failure: the unit that failed, and why there is no recovery."""
-
-    where: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanAnew:
-    """Plan the pass again with the memory that is free now: nothing of it is done."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Continue:
-    """Nothing changes."""
-
-
-Instruction = LowerCap | Deepen | Coarsen | FallBack | Repeat | GiveUp | PlanAnew | Continue
-
-
-# --- The controller -------------------------------------------------------------------------------
 
 # The task of a head group that is not cut: the whole group is one unit.
 WHOLE = Task((), ())
@@ -254,8 +147,8 @@ class Fallback:
 class RecoveryController:
     """Owns the queue of one pass.
 
-    The pass works in attempts: ``start``, then ``next`` and ``UnitDone`` until no unit is left, or
-    until another event.
+    The pass works in attempts: ``start``, then ``next`` and ``done`` until no unit is left, or
+    until memory runs out or there is headroom.
 
     Args:
         groups: the head groups, in order.
@@ -272,7 +165,8 @@ class RecoveryController:
         units_done: how many units are done.
         n_slots: slots of this attempt.
         history: one line for each recovery, for reports and error messages.
-        end: why the pass ends before all units are done; None as long as it does not.
+        given_up: where memory ran out and why there is no recovery; "" as long as there is.
+        anew: whether the pass has to be planned again with what is free now: nothing of it is done.
     """
 
     def __init__(
@@ -291,7 +185,7 @@ class RecoveryController:
         self.n_groups, self.n_finished = len(self.waiting), 0
         self.units_done, self.n_slots = 0, n_cap
         self.history: list[str] = []
-        self.end: GiveUp | PlanAnew | None = None
+        self.given_up, self.anew = "", False
         # Of this attempt: groups begun before it, the group launched from last, what is left of its
         # visits, and whether state may be carried from one slot to the next.
         self._ahead: list[GroupTasks] = []
@@ -331,7 +225,7 @@ class RecoveryController:
 
     @property
     def may_coarsen(self) -> bool:
-        """Whether ``Headroom`` would take back a level."""
+        """Whether ``headroom`` would take back a level."""
         recovered = self.depth > self.limits.depth and not self.limits.pinned
         return recovered and self.coarsenings < MOST_COARSENINGS
 
@@ -375,25 +269,15 @@ class RecoveryController:
         for."""
         while (launch := self.next()) is not None:
             yield launch.group
-            self.on(UnitDone(launch.group, launch.visit.task.path))
+            self.done(launch.group, launch.visit.task.path)
 
-    def on(self, event: Event) -> Instruction:
-        """Take in ``event``; returns what to do about it."""
-        match event:
-            case UnitDone():
-                order: Instruction = Continue()
-                self.begun[event.group].done(event.path)
-                self.units_done += 1
-                self._finish_empty()
-            case OutOfMemory():
-                order = self._out_of_memory(event.said)
-            case Overflow():
-                order = self._overflow(event)
-            case Headroom():
-                order = self._headroom()
+    def done(self, group: Group, path: Path) -> None:
+        """The results of a unit are stored, or their copies are issued."""
+        self.begun[group].done(path)
+        self.units_done += 1
+        self._finish_empty()
         if self._checked:
-            check(self, event)
-        return order
+            check(self)
 
     def _take(self) -> GroupTasks | None:
         if not self.waiting:
@@ -425,35 +309,41 @@ class RecoveryController:
             (self._level_visits[key],) = tee(visits(left, carry=self._carry), 1)
         return copy(self._level_visits[key])
 
-    def _out_of_memory(self, said: str) -> Instruction:
-        where, limits = self.where, self.limits
+    def out_of_memory(self, said: str = "") -> None:
+        """Memory ran out: units that were not reported done have to run again.
+
+        Args:
+            said: the allocator's message.
+        """
+        limits, where = self.limits, f"out of memory in {self.where}"
         # An iterator that failed would say from then on that it has no more visits.
         self._level_visits.clear()
         if limits.pinned:
-            return self._give_up(where, "the depth is pinned, so the failure is reported as it is")
-        if limits.guessed:
-            self.end = PlanAnew(f"monolithic call out of memory ({said})")
-            self.history.append(f"{self.end.why}: planned anew")
-            return self.end
-        if self._cuts is None:
-            return self._fall_back(said)
-        if self.n_cap == 1 and self.depth >= limits.max_depth:
+            reason = "the depth is pinned, so the failure is reported as it is"
+            self.given_up = f"{where} and no recovery: {reason}"
+        elif limits.guessed:
+            self.anew = True
+            self.history.append(f"monolithic call out of memory ({said}): planned anew")
+        elif self._cuts is None:
+            self._fall_back(said)
+        elif self.n_cap == 1 and self.depth >= limits.max_depth:
             reason = f"one slot at depth {self.depth} is the finest decomposition there is"
-            return self._give_up(where, reason)
-        for one in self.begun.values():
-            one.requeue_in_flight()
-        order: Instruction
-        if self.n_cap > 1:
-            self.n_cap -= 1
-            order, change = LowerCap(self.n_cap), f"n_cap {self.n_cap + 1} -> {self.n_cap}"
+            self.given_up = f"{where} and no recovery: {reason}"
         else:
-            self.depth += 1
-            order, change = Deepen(self.n_cap), f"depth {self.depth - 1} -> {self.depth}"
-            self._cut_further()
-        self.history.append(f"out of memory in {where}: {change}")
-        return order
+            for one in self.begun.values():
+                one.requeue_in_flight()
+            if self.n_cap > 1:
+                self.n_cap -= 1
+                change = f"n_cap {self.n_cap + 1} -> {self.n_cap}"
+            else:
+                self.depth += 1
+                self._cut_further()
+                change = f"depth {self.depth - 1} -> {self.depth}"
+            self.history.append(f"{where}: {change}")
+        if self._checked:
+            check(self, groups=True)
 
-    def _fall_back(self, said: str) -> Instruction:
+    def _fall_back(self, said: str) -> None:
         """Cut the whole groups that are not done: they are too large."""
         assert self._fallback is not None
         fallback = self._fallback()
@@ -463,55 +353,59 @@ class RecoveryController:
         self.history.append(f"{fallback.failed} ({said}{done}): {fallback.instead}")
         self.waiting.extendleft(reversed(self.begun))
         self.begun.clear()
-        return FallBack()
-
-    def _give_up(self, where: str, reason: str) -> Instruction:
-        self.end = GiveUp(where, reason)
-        return self.end
 
     def _cut_further(self) -> None:
-        """Cut the tasks left of the groups begun to the present depth."""
-        for number, (group, one) in enumerate(tuple(self.begun.items())):
-            if number and not one.completed and one.depth < self.depth:
-                # It was only loaded ahead and nothing of it is done, so it begins anew.
-                self.begun[group] = self._fresh(group)
-                continue
+        """Cut the tasks left of the groups begun to the present depth; others are cut when they
+        begin."""
+        for one in self.begun.values():
             while one.depth < self.depth:
                 one.depth += 1
                 finer = self.cuts.further(tuple(one.left.values()), one.depth)
                 one.left, one.is_level = {task.path: task for task in finer}, False
         self._finish_empty()
 
-    def _overflow(self, event: Overflow) -> Instruction:
-        steps = self.begun[event.group].steps.setdefault(event.path, {})
-        lower = {head: steps.get(head, 0) + 1 for head, most in event.most.items()
-                 if steps.get(head, 0) < most}  # fmt: skip
-        if not lower:
-            return Continue()
+    def overflow(self, group: Group, path: Path, most: Steps) -> Steps:
+        """Gradients of a unit of the scaled backward are not finite.
+
+        Args:
+            most: the most steps down that the numbers of each head at fault allow
+                (execution/scaling.py).
+
+        Returns:
+            The steps of every head that is scaled down, with which the unit has to run again from
+            the state before it; empty: its gradients stay as they are.
+        """
+        steps = self.begun[group].steps.setdefault(path, {})
+        lower = {head: steps.get(head, 0) + 1 for head in most if steps.get(head, 0) < most[head]}
         steps.update(lower)
-        return Repeat(dict(steps))
+        return dict(steps) if lower else {}
 
-    def _headroom(self) -> Instruction:
-        if not self.may_coarsen:
-            return Continue()
-        assert not self.begun, "headroom is for groups that are not begun"
-        self.depth -= 1
-        self.coarsenings += 1
-        self.history.append(f"headroom: depth {self.depth + 1} -> {self.depth}")
-        return Coarsen(self.n_cap)
+    def headroom(self) -> None:
+        """Free memory holds the slots of one level less twice, and nothing is in flight: cut the
+        groups that are not begun one level less."""
+        if self.may_coarsen:
+            assert not self.begun, "headroom is for groups that are not begun"
+            self.depth -= 1
+            self.coarsenings += 1
+            self.history.append(f"headroom: depth {self.depth + 1} -> {self.depth}")
+        if self._checked:
+            check(self, groups=True)
 
 
-def check(controller: RecoveryController, event: Event) -> None:
-    """Raise AssertionError if a unit would be lost or run twice, or a limit is exceeded."""
+def check(controller: RecoveryController, *, groups: bool = False) -> None:
+    """Raise AssertionError if a unit would be lost or run twice, or a limit is exceeded.
+
+    Args:
+        groups: whether to check each group too.
+    """
     limits, depth = controller.limits, controller.depth
     assert controller.n_cap >= 1, f"{controller.n_cap} slots"
     assert limits.depth <= depth <= max(limits.depth, limits.max_depth), f"depth {depth}"
     places = Counter([*controller.waiting, *controller.begun])
     assert len(places) + controller.n_finished == controller.n_groups, "a head group is lost"
     assert max(places.values(), default=1) == 1, "a head group is in two places"
-    if not isinstance(event, UnitDone):
-        for one in controller.begun.values():
-            check_group(one)
+    for one in controller.begun.values() if groups else ():
+        check_group(one)
 
 
 def check_group(one: GroupTasks) -> None:

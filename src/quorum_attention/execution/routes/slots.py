@@ -25,7 +25,7 @@ from quorum_attention.execution.case import (
     result_bytes,
     state_bytes,
 )
-from quorum_attention.execution.control.controller import RecoveryController, UnitDone
+from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.residency import Residency
@@ -156,7 +156,7 @@ class Slots(Route):
                 rows = _rows(job, layout, inputs, states, layout.slots(arena, n_slots), mover)
                 engine = Engine(job, tools, mover, schedule.limits, rows, scaling)
                 for unit in engine.run(_units(rows, controller, headroom)):
-                    controller.on(UnitDone(unit.group, unit.visit.task.path))
+                    controller.done(unit.group, unit.visit.task.path)
                     done += 1
                     job.tell(done, total)
                     yield 1
