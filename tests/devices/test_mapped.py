@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import resource
 from pathlib import Path
@@ -11,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quorum_attention.devices import buffers as pool_mapped
-from quorum_attention.devices.buffers import InFile, MappedBuffers, Shared, room
+from quorum_attention.devices.buffers import InFile, MappedBuffers, handle_of, room
 from quorum_attention.execution.device.page_locks import Locker, addresses
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
 
 def mapped() -> int:
@@ -61,9 +57,8 @@ HEAD = (1 << 20, 2)
 
 def begun(openings: MappedBuffers, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """A pass opens what it needs."""
-    found = [openings.open(Shared.made(tensor).handle) for tensor in tensors]
-    openings.forget_unused()
-    return found
+    openings.begin_pass()
+    return [openings.open(handle_of(tensor)) for tensor in tensors]
 
 
 def test_inputs_stay_locked_from_pass_to_pass() -> None:
@@ -97,24 +92,25 @@ def test_a_result_that_nobody_has_touched_is_not_locked_as_a_whole() -> None:
     assert driver.covers(there)
 
 
-def test_what_is_locked_stays_for_a_few_passes() -> None:
+def test_what_is_locked_stays_until_it_is_freed_or_others_need_the_room() -> None:
     before, driver = mapped(), Driver()
-    openings = driver.openings()
-    first, second = (room(HEAD, torch.uint8) for _ in range(2))
-    openings.lock(begun(openings, first), [])
-    for _ in range(pool_mapped._PASSES):
-        openings.lock(begun(openings, second), [])
-        assert len(driver.locked) == 2
-    openings.lock(begun(openings, second), [])
-    assert len(driver.locked) == 1
-    del second
+    openings = driver.openings(most_bytes=4 << 20)
+    first, second, third = (room(HEAD, torch.uint8) for _ in range(3))
+    for tensor in (first, second, second):
+        openings.lock(begun(openings, tensor), [])
+    assert len(driver.locked) == 2
+    openings.lock(begun(openings, third), [])  # instead of what was used longest ago
+    assert sorted(driver.locked.values()) == [2 << 20] * 2
+    del second, tensor
     gc.collect()
     begun(openings, first)  # what is freed meanwhile goes at once
-    assert len(driver.locked) == 0
-    del first
+    assert len(driver.locked) == 1
+    del first, third
+    gc.collect()
     openings.forget_gone()
     gc.collect()
     assert mapped() == before
+    assert not driver.locked
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -147,7 +143,7 @@ def test_all_of_a_tensor_is_locked_or_nothing(seed: int) -> None:
 def test_memory_that_cannot_be_mapped_is_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that other workers compute the part."""
     tensor = room((1 << 20,), torch.uint8)
-    handle = Shared.made(tensor).handle
+    handle = handle_of(tensor)
     assert isinstance(handle, InFile)
     seen = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, seen[1]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ import torch
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.devices import Pool
-from quorum_attention.devices.messages import Rule, checked, with_functions
-from quorum_attention.kernels.kit.functions import Sample
 from quorum_attention.mask import Keeps
 
 
@@ -34,29 +31,12 @@ def absent() -> Iterator[Keeps]:
     sys.modules.pop("made_up_rules", None)
 
 
-SIZES, HERE = (1, 2, 40, 40), torch.device("cpu")
 width = 5
 
 
 def near(b: Any, h: Any, q: Any, k: Any) -> Any:
     """A rule that reads a number of this module."""
     return (q - k).abs() < width
-
-
-def with_rules(mask: Mask) -> Mask:
-    return with_functions(mask, lambda keeps: Rule(keeps, Sample.draw(keeps, SIZES, HERE)))
-
-
-def check_rules(mask: Mask) -> None:
-    with_functions(mask, lambda keeps: checked(keeps, HERE))
-
-
-def test_a_rule_arrives_with_its_function_and_its_answers() -> None:
-    mask = with_rules(Mask(window=3) | Mask(keeps=even))
-    read = pickle.loads(pickle.dumps(mask))
-    assert read.either[1].keeps.keeps is even
-    assert read.either[0].window == 3
-    check_rules(read)
 
 
 def test_workers_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

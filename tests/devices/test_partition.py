@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from quorum_attention.call.block import Block
-from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.devices.partition import is_whole, joined, pairs, partition
+from quorum_attention.kernels.dropout import Dropout
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -17,39 +18,40 @@ def test_every_row_of_every_head_is_in_one_block(seed: int) -> None:
     kv_heads, share = draw.randint(1, 5), draw.choice([1, 1, 2, 5])
     n = draw.choice([1, 7, 128, 129, 1000, 5000])
     causal = draw.random() < 0.5
-    sizes = Sizes(
-        draw.randint(1, 3), kv_heads * share, kv_heads, n, n if causal else draw.randint(1, 900),
-        causal, draw.random() < 0.8,
+    call = WholeCall(
+        (draw.randint(1, 3),), kv_heads * share, kv_heads, n,
+        n if causal else draw.randint(1, 900), is_causal=causal,
+        dropout=None if draw.random() < 0.8 else Dropout(0.5, 1),
     )  # fmt: skip
     speeds = [draw.choice([1.0, 1.0, 0.01, 7.0]) for _ in range(draw.randint(1, 9))]
-    homes = partition(sizes, speeds, draw.choice([1, 10]))
+    homes = partition(call, speeds, draw.choice([1, 10]))
     blocks = [block for home in homes for block in home]
     assert len(homes) == len(speeds)
     assert len(set(blocks)) == len(blocks)
-    joined = list[Block]()
+    fewer = list[Block]()
     for home in homes:
-        first = len(joined)
+        first = len(fewer)
         for block in home:
-            both = sizes.joined(joined[-1], block) if len(joined) > first else None
+            both = joined(call, fewer[-1], block) if len(fewer) > first else None
             if both is not None and draw.random() < 0.7:
-                joined[-1] = both
+                fewer[-1] = both
             else:
-                joined.append(block)
-    for every in (blocks, joined):
-        seen = np.zeros((sizes.batch, sizes.heads, n), int)
+                fewer.append(block)
+    for every in (blocks, fewer):
+        seen = np.zeros((*call.batch_shape, call.heads, n), int)
         for block in every:
             seen[block.entries.start, slice(*block.heads), slice(*block.rows)] += 1
-            assert block.keys.stop >= (block.rows.stop if causal else sizes.n_keys)
-            kv = sizes.key_heads(block)
+            assert block.keys.stop >= (block.rows.stop if causal else call.n_keys)
+            kv = call.key_heads(block)
             every_row = block.heads.length == 1 or block.rows == (0, n)
             assert every_row
-            assert sizes.is_whole(block) or kv.length == 1
+            assert is_whole(call, block) or kv.length == 1
         assert (seen == 1).all()
-    if sizes.rows_may_be_cut and n == 5000 and min(speeds) == max(speeds):
-        work = [sum(map(sizes.pairs, home)) for home in homes]
-        assert max(work) - min(work) < 2 * 128 * sizes.n_keys
+    if call.dropout is None and n == 5000 and min(speeds) == max(speeds):
+        work = [sum(pairs(call, one) for one in home) for home in homes]
+        assert max(work) - min(work) < 2 * 128 * call.n_keys
 
 
 def test_nothing_to_do() -> None:
-    assert partition(Sizes(0, 2, 2, 10, 10, False), [1.0, 1.0]) == [[], []]
-    assert partition(Sizes(1, 2, 2, 0, 10, False), [1.0, 1.0]) == [[], []]
+    assert partition(WholeCall((0,), 2, 2, 10, 10), [1.0, 1.0]) == [[], []]
+    assert partition(WholeCall((1,), 2, 2, 0, 10), [1.0, 1.0]) == [[], []]

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from helpers_processes import run_python
 
+from quorum_attention.call.block import WholeCall
 from quorum_attention.devices import Pool, processes
-from quorum_attention.devices.messages import Begin, End, Ended
 from quorum_attention.devices.processes import Worker, end_after, start
+from quorum_attention.devices.worker import Begin, End, Ended
 
+CALL = WholeCall((1,), 1, 1, 1, 1)
 UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 
 
@@ -152,12 +154,12 @@ def test_a_worker_says_that_it_has_let_go() -> None:
     with Pool(["cpu"]) as pool:
         (worker,), given = pool.workers, Given()
         for number in range(2):
-            worker.begin(Begin(number, False, None, {}, {}), None)
+            worker.begin(Begin(number, False, CALL), None)
             worker.given.append(given)  # type: ignore[arg-type]
             worker.end(End(number))
             assert worker.alive
         assert given.released == 0
-        worker.begin(Begin(9, False, None, {}, {}), None)
+        worker.begin(Begin(9, False, CALL), None)
         worker.given.append(given)  # type: ignore[arg-type]
         os.kill(worker.process.pid, signal.SIGKILL)
         worker.end(End(9))

@@ -13,8 +13,8 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices import Pool
-from quorum_attention.devices.call import Buffers, Sums
-from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.partition import partition
+from quorum_attention.devices.sums import Buffers, Sums
 
 BOUND = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 5e-3}
 
@@ -85,17 +85,17 @@ def test_without_autograd(pool: Pool, heads: int, given: bool) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> None:
     draw = random.Random(seed)
-    sizes = Sizes(2, 6, 2, 1000, 1000, True)
-    key, call = torch.randn(2, 2, 1000, 4).half(), WholeCall((2,), 6, 2, 1000, 1000)
-    homes = partition(sizes, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
+    call = WholeCall((2,), 6, 2, 1000, 1000, is_causal=True)
+    key = torch.randn(2, 2, 1000, 4).half()
+    homes = partition(call, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
     made: list[tuple[Block, Buffers]] = []
     for block in (block for home in homes for block in home):
-        buffers = Sums(sizes, call, key, key).buffers(block)
-        if buffers is not None:
+        buffers = Sums(call, key, key).buffers(block)
+        if buffers:
             made.append((block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()}))
     found = []
     for _ in range(3):
-        sums, grads = Sums(sizes, call, key, key), torch.zeros(2, 2, 2, 1000, 4)
+        sums, grads = Sums(call, key, key), torch.zeros(2, 2, 2, 1000, 4)
         draw.shuffle(made)
         for one in made:
             sums.add(*one)
@@ -105,6 +105,6 @@ def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> No
     assert torch.equal(found[0], found[2])
     wanted = torch.zeros(2, 2, 1000, 4, dtype=torch.float64)
     for block, buffers in made:
-        rows = wanted[block.entries.start, sizes.key_heads(block).start]
+        rows = wanted[block.entries.start, call.key_heads(block).start]
         rows[: block.keys.length] += buffers["grad_key"][0, 0]
     assert torch.allclose(found[0][0].double(), wanted, atol=1e-5)

@@ -18,9 +18,8 @@ from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool, worker
 from quorum_attention.devices.buffers import MappedBuffers
-from quorum_attention.devices.messages import Begin, Compute, Done, End, Failed
 from quorum_attention.devices.processes import Worker
-from quorum_attention.devices.worker import _Pass, answer
+from quorum_attention.devices.worker import Begin, Compute, Done, End, Failed, _Pass, answer
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.backend import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
@@ -100,7 +99,7 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
         def compute(self, message: Compute, report: qa.Report) -> None:
             fail()
 
-    said = answer(Scarce(), Compute(1, 0, None))
+    said = answer(Scarce(), Compute(1, PART))
     assert isinstance(said, Failed)
     assert said.memory
     assert not said.broken
@@ -163,7 +162,7 @@ def backward() -> tuple[_Pass, Compute, dict[str, torch.Tensor], dict[str, torch
     sums = {name: torch.zeros(1, 1, 6, 4, dtype=torch.float64) for name in NAMES}
     tensors |= {name: torch.zeros_like(key) for name in NAMES}
     begin = Begin(1, True, WholeCall((1,), 2, 2, 6, 6, scale=0.5), tensors, options)
-    return _Pass(begin, HOST, MappedBuffers()), Compute(1, 0, PART, sums), sums, wanted
+    return _Pass(begin, HOST, MappedBuffers()), Compute(1, PART, sums), sums, wanted
 
 
 def opened_by(watched: Watched) -> int:

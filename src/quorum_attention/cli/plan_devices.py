@@ -7,9 +7,9 @@ import re
 from contextlib import suppress
 from typing import Any
 
+from quorum_attention.call.block import WholeCall
 from quorum_attention.cli import masks
 from quorum_attention.cli.output import print_json, say
-from quorum_attention.devices.partition import Sizes
 from quorum_attention.devices.simulate import SPEEDS, predicted, simulate
 from quorum_attention.sizes import format_seconds
 
@@ -59,9 +59,10 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
     masks.refuse(options, "--devices")
     devices: list[tuple[str, float]] = options.devices
     tokens, heads = options.tokens, sizes["heads"]
-    of = Sizes(
-        sizes["batch"], heads, sizes["kv_heads"] or heads, tokens, tokens, sizes["is_causal"]
-    )
+    of = WholeCall(
+        (sizes["batch"],), heads, sizes["kv_heads"] or heads, tokens, tokens,
+        is_causal=sizes["is_causal"],
+    )  # fmt: skip
     own = {"heads", "kv_heads", "batch", "is_causal"}
     call = {name: value for name, value in sizes.items() if name not in own} | {"device": "cuda"}
     ran = {

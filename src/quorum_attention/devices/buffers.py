@@ -5,26 +5,26 @@ made then, and workers have it mapped and page-locked. To do that anew takes the
 time of a long call. It is kept until calls have had no use for it for a while, or pools are closed.
 
 Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and the backward reads what the forward has
-read. So a worker keeps what its last passes had mapped until others have had no use for it, or the
-other process has freed it. A worker of a device that copies from and to page-locked memory locks
-its parts of it as wholes, and keeps them so: a pass that locked piece after piece beside its copies
-took 1.46 s, one over memory that was locked 1.31 (an H200, 2 GiB). A result that nobody has touched
-is the exception: the driver would make its pages, one after the other, before anything is computed.
+read. So a worker keeps what passes had mapped until the other process has freed it. A worker of a
+device that copies from and to page-locked memory locks its parts of it as wholes, and keeps them
+so: a pass that locked piece after piece beside its copies took 1.46 s, one over memory that was
+locked 1.31 (an H200, 2 GiB). A result that nobody has touched is the exception: the driver would
+make its pages, one after the other, before anything is computed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock, Thread
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -136,7 +136,9 @@ def _is_same(one: FileId, other: FileId) -> bool:
     return one == other or (one[0] != other[0] and one[2] == other[2])
 
 
+# A CUDA tensor is handed to each worker by a ``Handed`` of its own.
 Handle = torch.Tensor | InFile | Handed
+Handles = Mapping[str, Handle]
 Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
@@ -145,7 +147,7 @@ class Shared:
     """A tensor as other processes get it.
 
     Attributes:
-        handle: what is sent; a tensor in shared memory or on a CUDA device is sent by its handle.
+        handle: what is sent.
         tensor: the same memory here.
         copied_bytes: copied into shared memory, because its own was not.
     """
@@ -158,51 +160,37 @@ class Shared:
     def of(cls, tensor: torch.Tensor, mappings: Mappings, make: Make | None = None) -> Shared:
         """An input, copied into shared memory if other processes cannot have its memory; ``make``
         makes that memory."""
-        found = _as_it_is(tensor, mappings, written=False)
-        if found is not None:
-            return cls(found, tensor)
+        handle = _as_it_is(tensor, mappings, written=False)
+        if handle is not None:
+            return cls(handle, tensor)
         copy = (make or room)(tuple(tensor.shape), tensor.dtype)
-        copy.copy_(tensor)
-        return cls(_as_it_is(copy, mappings) or copy, copy, copy.nbytes)
+        return cls(handle_of(copy.copy_(tensor)), copy, copy.nbytes)
 
     @classmethod
     def written(cls, tensor: torch.Tensor, mappings: Mappings) -> Shared:
         """A given result; in shared memory of its own if others cannot write to it (``tensor`` then
         is that memory, to be copied at the end)."""
-        found = _as_it_is(tensor, mappings, written=True)
-        if found is not None:
-            return cls(found, tensor)
-        return cls.made(room(tuple(tensor.shape), tensor.dtype))
+        handle = _as_it_is(tensor, mappings, written=True)
+        if handle is not None:
+            return cls(handle, tensor)
+        made = room(tuple(tensor.shape), tensor.dtype)
+        return cls(handle_of(made), made)
 
-    @classmethod
-    def made(cls, tensor: torch.Tensor) -> Shared:
-        """A tensor from ``made_for``, or a view of one."""
-        return cls(_in_room(tensor) or tensor, tensor)
+
+# The memory that this process made without a name, by its first address: the open file.
+_rooms: dict[int, int] = {}
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor in shared memory that nobody has touched yet; it reads as zeros.
 
+    It has no name in /dev/shm and does not count against its size, which containers often have set
+    low. Others open it through this process's open files.
+
     Raises:
-        RuntimeError: shared memory (/dev/shm on Linux) has no room for it.
+        OSError: there is no memory or no file for it.
     """
-    n_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-    if n_bytes and hasattr(os, "memfd_create"):
-        storage = _nameless(n_bytes).untyped_storage()
-    else:
-        storage = torch.UntypedStorage._new_shared(n_bytes, device="cpu")
-    made = torch.empty(0, dtype=dtype, device="cpu")
-    made.set_(storage, 0, shape)  # type: ignore[call-overload]
-    return made
-
-
-# The memory that this process made without a name: first address -> (address after it, file).
-_rooms: dict[int, tuple[int, int]] = {}
-
-
-def _nameless(n_bytes: int) -> torch.Tensor:
-    """Shared memory, (n_bytes,) uint8, that has no name in /dev/shm and does not count against its
-    size, which containers often have set low. Others open it through this process's open files."""
+    n_bytes = max(1, math.prod(shape) * dtype.itemsize)
     file = os.memfd_create("quorum-attention")
     try:
         os.ftruncate(file, n_bytes)
@@ -210,11 +198,13 @@ def _nameless(n_bytes: int) -> torch.Tensor:
     except BaseException:
         os.close(file)
         raise
-    made: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    start = made.data_ptr()
-    _rooms[start] = start + n_bytes, file
+    flat: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    start = flat.data_ptr()
+    _rooms[start] = file
     weakref.finalize(memory, _forget, start, file)
-    ask_for_huge_pages(made)
+    ask_for_huge_pages(flat)
+    made = torch.empty(0, dtype=dtype, device="cpu")
+    made.set_(flat.untyped_storage(), 0, shape)  # type: ignore[call-overload]
     return made
 
 
@@ -223,43 +213,30 @@ def _forget(start: int, file: int) -> None:
     os.close(file)
 
 
-def _in_room(tensor: torch.Tensor) -> InFile | None:
-    """The tensor as a part of memory made by ``room``."""
+def handle_of(tensor: torch.Tensor) -> Handle:
+    """The handle of a tensor from ``made_for``, or of a view of one."""
     if not on_host(tensor.device):
-        return None
+        return tensor
     start = tensor.untyped_storage().data_ptr()
-    if start not in _rooms:
-        return None
-    _, file = _rooms[start]
-    path, offset = f"/proc/{os.getpid()}/fd/{file}", tensor.data_ptr() - start
+    return _opened_here(tensor, _rooms[start], tensor.data_ptr() - start)
+
+
+def _opened_here(tensor: torch.Tensor, file: int, offset: int) -> InFile:
+    """A tensor in a file that this process has open."""
+    path = f"/proc/{os.getpid()}/fd/{file}"
     return InFile.of(tensor, path, offset, True, file_id(file))
 
 
-def _opened_here(tensor: torch.Tensor) -> InFile | None:
-    """Torch's shared memory as a file that this process has open; None where there is no such file.
-
-    What torch sends instead, a copy of the file's number, outlives a receiver that was killed.
-    """
-    by_number = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
-    if not (on_host(tensor.device) and by_number and os.path.isdir("/proc/self/fd")):
-        return None
-    file, _ = tensor.untyped_storage()._share_fd_cpu_()
-    if file < 0:
-        return None  # an ordinary file, closed once it was mapped (torch.from_file)
-    offset = int(tensor.storage_offset()) * tensor.element_size()
-    return InFile.of(tensor, f"/proc/{os.getpid()}/fd/{file}", offset, True, file_id(file))
-
-
-def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool = False) -> Handle | None:
+def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool) -> Handle | None:
     """The tensor as others can have it without a copy; None if they cannot."""
-    if not on_host(tensor.device):
-        return tensor if tensor.is_shared() else None
-    if not tensor.is_shared():
-        return _in_room(tensor) or in_file(tensor, mappings, written)
-    found = _opened_here(tensor) or in_file(tensor, mappings, written)
-    # What lies in a file torch cannot send as it is.
-    by_torch = found is None and tensor.numel() and mappings.in_file(tensor) is None
-    return tensor if by_torch else found
+    if not on_host(tensor.device) or tensor.untyped_storage().data_ptr() in _rooms:
+        return handle_of(tensor)
+    # What torch itself sends, a copy of the file's number, outlives a receiver that was killed.
+    if tensor.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
+        file, _ = tensor.untyped_storage()._share_fd_cpu_()
+        if file >= 0:  # else an ordinary file, closed once it was mapped (torch.from_file)
+            return _opened_here(tensor, file, int(tensor.storage_offset()) * tensor.element_size())
+    return in_file(tensor, mappings, written)
 
 
 def made_for(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -296,11 +273,8 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
 
 
 def of_host(share: float) -> int:
-    """Bytes that are such a share of the host's memory; 0 where that is not known."""
-    try:
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share)
-    except (AttributeError, ValueError, OSError):  # not Unix
-        return 0
+    """Bytes that are such a share of the host's memory."""
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share)
 
 
 # Workers lock it, each for itself: here there is nothing to lock, and nobody to wait for. No worker
@@ -318,8 +292,8 @@ def kept_room(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, b
     Raises:
         RuntimeError: shared memory has no room for it.
     """
-    n_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-    if n_bytes < WORTH_LOCKING_BYTES or not hasattr(os, "memfd_create"):
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if n_bytes < WORTH_LOCKING_BYTES:
         return room(tuple(shape), dtype), True
     found = _kept.take(n_bytes)
     if found is not None:
@@ -332,13 +306,9 @@ def give_back() -> None:
     _kept.give_back()
 
 
-# What is mapped and locked stays so for so many passes that have no use for it: of a backward,
-# until the next one. Results lie elsewhere from call to call, and are locked when they come there
-# for a second time.
-_PASSES = 4
 # Make the pages of a range as writing would; Linux 5.14 and later.
 _MADV_POPULATE_WRITE = 23
-_PIECE_BYTES, _LEAST_BYTES = 2 << 20, 8 << 20
+_PIECE_BYTES, _LEAST_BYTES = 8 << 20, 8 << 20
 _MOST_THREADS = 8
 
 
@@ -349,18 +319,16 @@ class _Mapping:
     Attributes:
         memory: all of it, uint8.
         path: of the file.
-        used: whether the pass that is beginning uses it.
+        last: number of the last pass that used it.
         passes: how many have used it.
-        unused: how many have had no use for it since.
         locked: addresses [start, stop) that are page-locked; an empty range: nothing is.
         refused: whether the system did not lock it.
     """
 
     memory: torch.Tensor
     path: str
-    used: bool = True
+    last: int = -1
     passes: int = 0
-    unused: int = 0
     locked: tuple[int, int] = (0, 0)
     refused: bool = False
 
@@ -384,13 +352,18 @@ class MappedBuffers:
 
     def __init__(self, locker: Locker | None = None, most_bytes: int = 0) -> None:
         self._every: dict[FileId, _Mapping] = {}
-        self._locker, self._most_bytes = locker, most_bytes
+        self._locker, self._most_bytes, self._pass = locker, most_bytes, 0
 
     def __bool__(self) -> bool:
         return bool(self._every)
 
+    def begin_pass(self) -> None:
+        """A pass begins."""
+        self.forget_gone()
+        self._pass += 1
+
     def open(self, handle: Handle) -> torch.Tensor:
-        """The tensor of a handle.
+        """The tensor of a handle, for the pass that has begun.
 
         Raises:
             OSError: its file is gone, or another one has taken its place.
@@ -406,32 +379,23 @@ class MappedBuffers:
         finally:
             os.close(file)
         mapping = self._every[name]
-        mapping.used = True
+        mapping.passes += mapping.last != self._pass
+        mapping.last = self._pass
         width = handle.dtype.itemsize
         memory = mapping.memory[handle.offset :]
         flat = memory[: len(memory) // width * width].view(handle.dtype)
         return flat.as_strided(handle.shape, handle.strides)
 
-    def forget_unused(self) -> None:
-        """A pass has opened what it needs: let go of what the one before had beside that; where
-        memory is locked a little later, if it is not gone."""
-        for name, one in list(self._every.items()):
-            one.unused = 0 if one.used else one.unused + 1
-            one.passes += one.used
-            most = _PASSES if self._locker is not None and _is(one.path, name) else 0
-            if one.unused > most:
-                self._forget(name)
-            one.used = False
-
     def forget_gone(self) -> None:
         """Let go of what the other process has no more, and what no tensor uses here."""
         for name, one in list(self._every.items()):
             if not _is(one.path, name):
-                self._forget(name)
+                self._unlock(self._every.pop(name))
 
     def lock(self, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """Page-lock tensors of a pass, after ``forget_unused``, each as a whole; results only where
-        an earlier pass has had them. Nothing is copied from or to them meanwhile.
+        """Page-lock tensors of a pass, each as a whole; results only where an earlier pass has had
+        them, because they lie elsewhere from call to call. Nothing is copied from or to them
+        meanwhile.
 
         Afterwards all of a tensor is locked here, or nothing.
         """
@@ -472,10 +436,10 @@ class MappedBuffers:
             self._unlock(one)
 
     def _has_room(self, n_bytes: int) -> bool:
-        """Whether so much more may be locked; unlocks what passes have had no use for."""
+        """Whether so much more may be locked; unlocks what this pass has no use for."""
         every = sum(one.locked_bytes for one in self._every.values())
-        for one in sorted(self._every.values(), key=lambda one: -one.unused):
-            if every + n_bytes <= self._most_bytes or not one.unused:
+        for one in sorted(self._every.values(), key=lambda one: one.last):
+            if every + n_bytes <= self._most_bytes or one.last == self._pass:
                 break
             every -= one.locked_bytes
             self._unlock(one)
@@ -486,9 +450,6 @@ class MappedBuffers:
             assert self._locker is not None
             self._locker.unlock(one.locked[0])
             one.locked = 0, 0
-
-    def _forget(self, name: FileId) -> None:
-        self._unlock(self._every.pop(name))
 
 
 def _mapped(file: int) -> torch.Tensor:
@@ -511,62 +472,29 @@ def _is(path: str, name: FileId) -> bool:
         return False
 
 
-class Prefault:
+@contextmanager
+def prefaulting(tensors: Iterable[torch.Tensor], *, wait: bool = False) -> Iterator[None]:
     """A ``with`` block, in which threads make the pages of tensors, of all from the first on.
 
     Memory that nobody has written to has no pages yet, and a process that maps memory of another
     one has none of its pages in its tables. Locking such memory takes one core 0.2 to 0.5 s a
     gibibyte; many threads do that part in a tenth of the time. Nothing is written: others may be
-    writing there. Systems that do not offer it are left alone: everything is right without it.
+    writing there. Kernels that do not offer it refuse: everything is right without it.
 
     Args:
         tensors: in shared memory; those with gaps are left alone.
+        wait: for all pages; else what is not begun at the end of the block is left.
     """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        here = [
-            t
-            for t in tensors
-            if on_host(t.device) and t.nbytes >= _LEAST_BYTES and t.is_contiguous()
-        ]
-        pieces = [piece for tensor in here for piece in _pieces(tensor)]
-        self._pieces = iter([(start, count) for _, start, count in sorted(pieces)])
-        self._threads: list[Thread] = []
-        self._many = bool(here) and sys.platform.startswith("linux")
-        self._lock, self._over = Lock(), False
-
-    def __enter__(self) -> Prefault:
-        if self._many:
-            advise = ctypes.CDLL(None, use_errno=True).madvise
-            for _ in range(min(_MOST_THREADS, len(os.sched_getaffinity(0)))):
-                thread = Thread(target=self._work, args=(advise,), name="pages", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        return self
-
-    def wait(self) -> None:
-        """Wait until all pages are made."""
-        for thread in self._threads:
-            thread.join()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over = True
-        self.wait()
-
-    def _work(self, advise: Callable[..., int]) -> None:
-        while not self._over:
-            with self._lock:
-                piece = next(self._pieces, None)
-            if piece is None:
-                return
-            start, n_bytes = piece
-            if advise(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), _MADV_POPULATE_WRITE):
-                self._over = True
+    here = (t for t in tensors if on_host(t.device) and t.nbytes >= _LEAST_BYTES)
+    pieces = sorted(piece for tensor in here if tensor.is_contiguous() for piece in _pieces(tensor))
+    advise = ctypes.CDLL(None).madvise
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        for _, start, n in pieces:
+            threads.submit(advise, ctypes.c_void_p(start), ctypes.c_size_t(n), _MADV_POPULATE_WRITE)
+        try:
+            yield
+        finally:
+            threads.shutdown(cancel_futures=not wait)
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[float, int, int]]:
@@ -578,6 +506,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[float, int, int]]:
 
 
 __all__ = [
-    "FileId", "Handle", "InFile", "MappedBuffers", "Prefault", "Shared", "file_id", "give_back",
-    "in_file", "kept_room", "made_for", "of_host", "opened", "room",
+    "FileId", "Handle", "Handles", "InFile", "MappedBuffers", "Shared", "file_id", "give_back",
+    "handle_of", "in_file", "kept_room", "made_for", "of_host", "opened", "prefaulting", "room",
 ]  # fmt: skip

@@ -1,8 +1,4 @@
-"""A call on several devices, checked; its tensors where workers can have them; its two passes.
-
-Gradients that several blocks contribute to are added up here, in fp32 (fp64), and rounded once: the
-rows of a gradient in the order of the blocks, whatever the order of arrival.
-"""
+"""A call on several devices, checked; its tensors where workers can have them; its two passes."""
 
 from __future__ import annotations
 
@@ -16,17 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import WholeCall
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import Budget, CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_mask, as_tensor
 from quorum_attention.counts import shown
-from quorum_attention.devices.buffers import Prefault, Shared, kept_room, made_for
-from quorum_attention.devices.messages import Begin, Rule, with_functions
-from quorum_attention.devices.partition import Sizes
+from quorum_attention.devices.buffers import (
+    Shared,
+    handle_of,
+    kept_room,
+    made_for,
+    prefaulting,
+)
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
+from quorum_attention.devices.sums import Sums
+from quorum_attention.devices.worker import Begin, Rule, changed
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.kit.functions import Sample
@@ -40,7 +42,6 @@ from quorum_attention.sizes import parse_bytes
 if TYPE_CHECKING:
     from quorum_attention.devices.pool import Pool
 
-Buffers = dict[str, torch.Tensor]
 # Of a result: where the caller wants it, else its shape and dtype.
 _Wanted = tuple[torch.Tensor | None, Sequence[int], torch.dtype]
 _PER_ROW = ("lse", "grad_lse")
@@ -85,10 +86,7 @@ def request_on_several(
         work, place = request.work, request.options.device
         sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
         resolve(mask, sizes, work.is_causal)
-        with_functions(mask, _check_sent)
-        mask = with_functions(
-            sendable(mask), lambda keeps: Rule(keeps, Sample.draw(keeps, sizes, place))
-        )
+        mask = sendable(mask, lambda keeps: _rule(keeps, sizes, place))
     options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
     return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
 
@@ -133,31 +131,22 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
     return (parse_bytes(budget),) * count
 
 
-def _check_sent(keeps: Keeps) -> Keeps:
+def _rule(keeps: Keeps, sizes: MaskSizes, device: torch.device) -> Rule:
     try:
-        pickle.dumps(keeps)
+        pickled = pickle.dumps(keeps)
     except Exception as error:
         raise NotImplementedError(
             f"Mask.keeps must be sent to other processes where several devices compute, and "
             f"{shown(keeps)} cannot be ({type(error).__name__}: {error}): use a function of a "
             "module, not one made inside another function"
         ) from None
-    return keeps
+    return Rule(pickled, shown(keeps), Sample.draw(keeps, sizes, device))
 
 
-def sendable(mask: Mask) -> Mask:
+def sendable(mask: Mask, rule: Callable[[Keeps], Any] = lambda keeps: keeps) -> Mask:
     """The mask with tensors in host memory of their own: a caller's may be written to."""
-
-    def copied(value: Any) -> Any:
-        return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-
-    changes: dict[str, Any] = {}
-    for name in ("documents", "key_lengths", "key_padding"):
-        value = getattr(mask, name)
-        changes[name] = tuple(map(copied, value)) if isinstance(value, tuple) else copied(value)
-    for name in ("either", "every"):
-        changes[name] = tuple(sendable(one) for one in getattr(mask, name))
-    return replace(mask, **changes)
+    found: Mask = changed(mask, lambda tensor: tensor.detach().cpu().clone(), rule)
+    return found
 
 
 class PoolCall:
@@ -216,7 +205,7 @@ class PoolCall:
         mask, batch = tensors.mask if given.of_mask else None, request.work.batch_shape
         likes = flat(tensors.key), flat(tensors.value)
         flattened = None if mask is None else flat_mask(mask.detach(), batch)
-        sums = Sums(self._sizes(request), self._whole(request), *likes, flattened)
+        sums = Sums(self._whole(request), *likes, flattened)
         try:
             made = self._run(tensors, request, inputs, wanted, sums)
         finally:
@@ -247,15 +236,15 @@ class PoolCall:
             handles = self._inputs(pool, report, mappings, inputs, tensors, request)
             results: list[tuple[torch.Tensor, Shared]] = []
             fresh: list[torch.Tensor] = []
-            for name, (given, shape, dtype) in wanted.items():
-                if given is None:
-                    made, touched = _result(shape, dtype, home, pool.pins)
-                    fresh += [] if touched else [made]
-                    handles[name] = Shared.made(flat(made, 2 if name in _PER_ROW else 3))
+            for name, (made, shape, dtype) in wanted.items():
+                if made is None:
+                    made, untouched = _result(shape, dtype, home, pool.pins)
+                    fresh += [made] if untouched else []
+                    view = flat(made, 2 if name in _PER_ROW else 3)
+                    handles[name] = Shared(handle_of(view), view)
                 else:
-                    made = given
-                    handles[name] = Shared.written(flat(given.detach()), mappings)
-                    torch.autograd.graph.increment_version(given)
+                    handles[name] = Shared.written(flat(made.detach()), mappings)
+                    torch.autograd.graph.increment_version(made)
                 results.append((made, handles[name]))
             begin = Begin(
                 next(pool.numbers), sums is not None, self._whole(request),
@@ -264,29 +253,16 @@ class PoolCall:
             )  # fmt: skip
             # Others do not know this process's streams.
             backend_of(home).synchronize(home)
-            fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
-            with Prefault(fresh), progress_of(request) as progress:
+            with prefaulting(fresh), progress_of(request) as progress:
                 pool.run(
-                    begin, self._sizes(request), report, sums, self._left(pool, request, home),
-                    (request.work.dtype, request.work.head_dim),
-                    steady=self._mask is None or not self._mask.is_structured, progress=progress,
-                )  # fmt: skip
+                    begin, request.work, self._left(pool, request, home), report, sums, progress
+                )
             if sums is not None:
                 sums.store(handles["grad_key"].tensor, handles["grad_value"].tensor)
             for made, target in results:
                 if target.tensor.data_ptr() != made.data_ptr():
                     made.detach().copy_(target.tensor.reshape(made.shape))
         return tuple(made for made, _ in results)
-
-    def _sizes(self, request: Request) -> Sizes:
-        """The sizes of the call, and how it may be cut."""
-        work = request.work
-        # Dropped pairs are counted in positions of the whole sequence.
-        return Sizes(
-            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal,
-            rows_may_be_cut=request.dropout is None,
-            all_keys=self._mask is not None or work.mask is not None,
-        )  # fmt: skip
 
     def _whole(self, request: Request) -> WholeCall:
         work = request.work
@@ -353,12 +329,12 @@ class PoolCall:
 
 
 def _result(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, keep: bool
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, pins: bool
 ) -> tuple[torch.Tensor, bool]:
-    """A result that workers can write to, and whether its pages were made before."""
-    if keep and on_host(device):
-        made, fresh = kept_room(shape, dtype)
-        return made, not fresh
+    """A result that workers can write to, and whether its pages are to be made for one that
+    copies."""
+    if pins and on_host(device):
+        return kept_room(shape, dtype)
     return made_for(shape, dtype, device), False
 
 
@@ -376,102 +352,4 @@ def flat_mask(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
 
 
-class _HeadSum:
-    """The gradients of one key/value head's keys and values; its first query head is ``first``."""
-
-    def __init__(self, like: Sequence[torch.Tensor], first: int) -> None:
-        self.both = [_zeros(t.shape[2:], t) for t in like]
-        # Query head and row of what is added next, and what has come before its turn.
-        self._next = first, 0
-        self.early: dict[tuple[int, int], tuple[Block, list[torch.Tensor]]] = {}
-
-    def add(self, block: Block, made: list[torch.Tensor], n_queries: int) -> None:
-        """Add what a block makes of them, in the order of query heads and rows. Blocks have some
-        rows of one query head, or all of several."""
-        self.early[block.heads.start, block.rows.start] = block, made
-        while self._next in self.early:
-            (_, heads, rows, _), parts = self.early.pop(self._next)
-            for total, part in zip(self.both, parts, strict=True):
-                total[: part.shape[0]] += part
-            at_end = rows.stop == n_queries
-            self._next = (heads.stop, 0) if at_end else (heads.start, rows.stop)
-
-
-class Sums:
-    """The gradients of keys and values of heads that are cut, and that of a mask.
-
-    Args:
-        call: the whole call, with one batch dimension.
-        key, value: (batch, kv_heads, n_keys, width); the gradients are like them.
-        mask: (batch or 1, heads or 1, n_queries or 1, n_keys or 1), if its gradient is wanted.
-    """
-
-    def __init__(
-        self,
-        sizes: Sizes,
-        call: WholeCall,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> None:
-        self._sizes, self._call, self._like = sizes, call, (key, value)
-        self._mask = None if mask is None else _zeros(mask.shape, mask)
-        self._heads: dict[tuple[int, int], _HeadSum] = {}
-
-    def buffers(self, block: Block) -> Buffers | None:
-        """Where a worker puts those of a block's gradients that are added up, by name; None: all
-        are results themselves."""
-        found: Buffers = {}
-        if not self._sizes.is_whole(block):
-            for name, like in zip(("grad_key", "grad_value"), self._like, strict=True):
-                found[name] = _buffer((1, 1, block.keys.length, like.shape[3]), like)
-        if self._mask is not None:
-            found["grad_mask"] = _buffer(self._call.cut_bias(self._mask, block).shape, self._mask)
-        return found or None
-
-    def add(self, block: Block, made: Buffers | None) -> None:
-        """Add the gradients of a block that is done."""
-        if made is None:
-            return
-        if self._mask is not None:
-            self._call.cut_bias(self._mask, block).add_(made["grad_mask"])
-        if "grad_key" not in made:
-            return
-        head = self._sizes.key_heads(block).start
-        place = block.entries.start, head
-        if place not in self._heads:
-            self._heads[place] = _HeadSum(self._like, head * self._sizes.share)
-        rows = [made[name][0, 0] for name in ("grad_key", "grad_value")]
-        self._heads[place].add(block, rows, self._sizes.n_queries)
-
-    def store(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
-        """Put the sums of keys and values where they belong."""
-        for (entry, head), found in self._heads.items():
-            assert not found.early, "a block is missing"
-            grad_key[entry, head], grad_value[entry, head] = found.both
-
-    def store_mask(self, result: torch.Tensor, batch: tuple[int, ...]) -> None:
-        """Put the mask's where it belongs, a tensor of the caller's shape; ``batch``: dimensions
-        of the call."""
-        assert self._mask is not None
-        if self._mask.shape[0] == 1:
-            result.copy_(self._mask.reshape(result.shape))
-        else:
-            every = self._mask.reshape(*batch, *self._mask.shape[1:])
-            result.copy_(every.sum_to_size(result.shape))
-
-
-def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(shape, dtype=state_dtype(like.dtype), device=like.device)
-
-
-def _buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    made = made_for(shape, state_dtype(like.dtype), like.device)
-    # Its memory may have been a sum that is still being read; the worker would not wait for it.
-    backend_of(made.device).synchronize(made.device)
-    return made
-
-
-__all__ = [
-    "PoolCall", "Sums", "check_options", "flat", "flat_mask", "request_on_several", "sendable",
-]  # fmt: skip
+__all__ = ["PoolCall", "check_options", "flat", "flat_mask", "request_on_several", "sendable"]

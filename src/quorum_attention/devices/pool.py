@@ -14,19 +14,20 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.block import Block
 from quorum_attention.call.options import Arguments, Budget, CallOptions, Several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
-from quorum_attention.devices.call import Sums, request_on_several
-from quorum_attention.devices.messages import Begin
-from quorum_attention.devices.partition import Sizes, partition
+from quorum_attention.devices.call import request_on_several
+from quorum_attention.devices.partition import partition
 from quorum_attention.devices.processes import Turn, Worker, end, end_after, start
 from quorum_attention.devices.report import PoolPass, PoolReport
-from quorum_attention.devices.scheduler import Coordinator, Schedule
+from quorum_attention.devices.scheduler import Coordinator, DevicePass, Schedule
 from quorum_attention.devices.simulate import PIECES, expected_speed
+from quorum_attention.devices.sums import Sums
+from quorum_attention.devices.worker import Begin
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
+from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
@@ -198,32 +199,21 @@ class Pool(Several):
     def run(
         self,
         begin: Begin,
-        sizes: Sizes,
+        work: Workload,
+        budgets: Sequence[int | None],
         report: PoolPass,
         sums: Sums | None,
-        budgets: Sequence[int | None],
-        kind: tuple[torch.dtype, int],
-        *,
-        steady: bool,
         progress: Callable[[int, int, str], None] | None,
     ) -> None:
         """Run a pass on the workers; see ``Coordinator``.
 
         Args:
-            sums: adds up gradients; None in a forward.
+            work: dtype and head_dim, on which the speed of a device depends.
             budgets: of each worker; those beyond have the last one's.
-            kind: dtype and head_dim, on which the speed of a device depends.
-            steady: whether blocks take as long as their pairs say.
+            sums: adds up gradients; None in a forward.
             progress: told blocks that are done.
         """
-        label = "backward" if begin.backward else "forward"
-
-        def done(part: Block, made: Any) -> None:
-            if sums is not None:
-                sums.add(part, made)
-            if progress is not None:
-                progress(len(report.ran), report.parts, label)
-
+        mask = begin.call.mask
         with self._turn.taken():
             # Another thread may close the pool at any time, or start one more worker.
             workers = list(self._workers)
@@ -233,19 +223,20 @@ class Pool(Several):
             each = [budgets[min(n, len(budgets) - 1)] for n in range(len(workers))]
             speeds = {
                 n: expected_speed(
-                    workers[n].device, workers[n].name, *kind, backward=begin.backward
+                    workers[n].device, workers[n].name, work.dtype, work.head_dim,
+                    backward=begin.backward,
                 )
                 for n in here
-            }
-            alike = len({(workers[n].name, each[n]) for n in here}) == 1
-            blocks = partition(sizes, list(speeds.values()), 1 if steady and alike else PIECES)
-            homes = [blocks[here.index(n)] if n in here else [] for n in range(len(workers))]
+            }  # fmt: skip
+            # Whether blocks take as long as their pairs say.
+            steady = not (isinstance(mask, Mask) and mask.is_structured)
+            alike = steady and len({(workers[n].name, each[n]) for n in here}) == 1
+            blocks = iter(partition(begin.call, list(speeds.values()), 1 if alike else PIECES))
+            homes = [next(blocks) if n in speeds else [] for n in range(len(workers))]
             overlap = all(backend_of(torch.device(workers[n].device)).overlaps for n in here)
-            schedule = Schedule(
-                homes, sizes.pairs, sizes.joined, speeds, alike, alike and steady and overlap
-            )
-            buffers = (lambda part: None) if sums is None else sums.buffers
-            Coordinator(workers, begin, schedule, buffers, done, report, each, steady).run()
+            schedule = Schedule(begin.call, homes, speeds, alike and overlap)
+            spec = DevicePass(begin, schedule, each, steady, sums, progress)
+            Coordinator(workers, spec, report).run()
 
 
 # A process that was forked off has the pools of its parent, and may not use them.
@@ -260,8 +251,7 @@ def _forked() -> None:
     _pools.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)
 
 
 def kept_pool(devices: Sequence[str]) -> Pool:

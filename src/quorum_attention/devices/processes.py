@@ -7,7 +7,6 @@ to one that is forked off it: two processes that talk to one worker read each ot
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import multiprocessing.process
 import os
@@ -19,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from pickle import UnpicklingError
 from threading import RLock
@@ -28,9 +26,8 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from quorum_attention.devices.buffers import Handle, Shared
-from quorum_attention.devices.messages import Begin, Compute, Done, End, Ended, Failed, Ready
-from quorum_attention.devices.worker import work
+from quorum_attention.devices.buffers import Handle, handle_of
+from quorum_attention.devices.worker import Begin, Compute, Done, End, Ended, Failed, work
 from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import on_host
 
@@ -58,8 +55,7 @@ def _let_go() -> None:
     _processes.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_let_go)
 
 
 def check_process(owner: int) -> None:
@@ -106,19 +102,6 @@ class Turn:
                 self._within = False
 
 
-class _Pickler(ForkingPickler):
-    """Sends tensors in ordinary memory, a mask's, by value.
-
-    Torch would move them to shared memory and have a thread of this process hand over its open
-    files. Where a worker dies in that moment it prints an error, and keeps a file open for good.
-    """
-
-    def reducer_override(self, found: Any) -> Any:
-        if type(found) is not torch.Tensor or not on_host(found.device) or found.is_shared():
-            return NotImplemented
-        return pickle.loads, (pickle.dumps(found.detach().clone()),)  # not all that it is a view of
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     """A worker process, and the memory of devices that it has been handed for a pass.
@@ -154,11 +137,11 @@ class Worker:
             RuntimeError: it is another process's.
         """
         check_process(self.owner)
-        # Of its own: what cannot be sent (no file or no memory is left here) is not the worker's.
-        said = io.BytesIO()
-        _Pickler(said).dump(message)
+        # Before: that something cannot be sent is not the worker's fault. Tensors of a mask go by
+        # value: torch's own way keeps a file open for good if a worker dies in that moment.
+        said = pickle.dumps(message)
         try:
-            self.pipe.send_bytes(said.getbuffer())
+            self.pipe.send_bytes(said)
         except (OSError, ValueError, TypeError):  # the last two: another thread has closed it
             return False
         return True
@@ -174,7 +157,7 @@ class Worker:
 
     def compute(self, message: Compute) -> bool:
         """Have a part computed; False if the worker is gone."""
-        sums = {name: self._given_to(one) for name, one in (message.sums or {}).items()}
+        sums = {name: self._given_to(one) for name, one in message.sums.items()}
         return self.send(replace(message, sums=sums))
 
     def end(self, message: End) -> None:
@@ -213,7 +196,7 @@ class Worker:
         if not isinstance(handle, torch.Tensor):
             return handle
         if on_host(handle.device):
-            return Shared.made(handle).handle
+            return handle_of(handle)
         made = Handed.of(handle)
         self.given.append(made)
         return made
@@ -266,8 +249,8 @@ def _wait_for(worker: Worker, seconds: float) -> None:
     answer = None
     with suppress(EOFError, OSError, UnpicklingError):
         answer = worker.pipe.recv() if worker.pipe.poll(seconds) else None
-    if isinstance(answer, Ready):
-        worker.name = answer.name
+    if isinstance(answer, str):
+        worker.name = answer
         return
     worker.process.join(_EXIT_SECONDS)
     code = worker.process.exitcode

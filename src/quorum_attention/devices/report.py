@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +11,15 @@ from quorum_attention.sizes import format_bytes, format_seconds
 
 @dataclass(slots=True)
 class Ran:
-    """A part that a device computed.
+    """Parts that a device computed at once, by one call.
 
     Attributes:
         device: number of the device in its pool.
-        index: of the part.
+        index: of the first part.
         start, stop: seconds since the pass began, as the coordinator saw it.
-        worked: seconds that its worker was at it; what is left went by between the two.
         report: what the device's own call did.
+        worked: seconds that its worker was at it; what is left went by between the two.
+        parts: how many they were.
     """
 
     device: int
@@ -28,6 +28,7 @@ class Ran:
     stop: float
     report: Report
     worked: float = 0.0
+    parts: int = 1
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class PoolPass:
         copied_bytes: of tensors that other processes could not have as they were.
         copy_seconds: that handing over the inputs took, copies and all.
         parts: how many parts the call had.
-        ran: what ran where and when; its parts in the order in which they ended.
+        ran: what ran where and when, in the order in which it ended.
         history: a line for each device that failed or joined.
     """
 
@@ -69,7 +70,7 @@ class PoolPass:
             "copy_seconds": self.copy_seconds,
             "parts": self.parts,
             "ran": [
-                {n: getattr(one, n) for n in ("device", "start", "stop", "worked")}
+                {n: getattr(one, n) for n in ("device", "start", "stop", "worked", "parts")}
                 | {"part": one.index}
                 for one in self.ran
             ],
@@ -83,7 +84,7 @@ class PoolPass:
         if self.copied_bytes:
             lines[0] += f", {format_bytes(self.copied_bytes)} copied into shared memory"
         for number, name in enumerate(self.devices):
-            count = sum(one.device == number for one in self.ran)
+            count = sum(one.parts for one in self.ran if one.device == number)
             share = self.busy(number) / self.seconds if self.seconds else 0.0
             lines.append(f"  {name}: {count} parts, busy {share:.0%}")
         return "\n".join(lines + [f"  {line}" for line in self.history])
@@ -104,32 +105,6 @@ class PoolReport:
     def __str__(self) -> str:
         both = (("forward", self.forward), ("backward", self.backward))
         return "\n".join(f"{name}: {one}" for name, one in both if one is not None)
-
-
-def ran(
-    device: int,
-    parts: Sequence[tuple[int, float]],
-    start: float,
-    stop: float,
-    report: Report,
-    worked: float | None = None,
-) -> list[Ran]:
-    """Parts that a device computed at once, each with its share of the time.
-
-    Args:
-        parts: number and work of each.
-        report: of all together; it goes with the first.
-        worked: seconds that the worker says; None: all of them.
-    """
-    worked = stop - start if worked is None else worked
-    every, before, found = max(1, sum(work for _, work in parts)), 0.0, []
-    for number, work in parts:
-        first, last = (start + (stop - start) * at / every for at in (before, before + work))
-        own = Ran(device, number, first, last, report if not before else Report())
-        own.worked = worked * work / every
-        found.append(own)
-        before += work
-    return found
 
 
 def as_one(of: PoolPass, backward: bool) -> PassReport:
@@ -161,4 +136,4 @@ def as_one(of: PoolPass, backward: bool) -> PassReport:
     return found
 
 
-__all__ = ["PoolPass", "PoolReport", "Ran", "as_one", "ran"]
+__all__ = ["PoolPass", "PoolReport", "Ran", "as_one"]

@@ -15,33 +15,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NoReturn
+from itertools import chain
+from typing import NoReturn
 
-from quorum_attention.devices.messages import Begin, Compute, Done, End, Failed
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.devices.partition import joined, pairs
 from quorum_attention.devices.processes import Worker, listen
-from quorum_attention.devices.report import PoolPass, ran
+from quorum_attention.devices.report import PoolPass, Ran
+from quorum_attention.devices.sums import Buffers, Sums
+from quorum_attention.devices.worker import Begin, Compute, Done, End, Failed
 from quorum_attention.errors import OutOfMemoryError
 
-# The share that a device takes at once of what it will presumably do; where it may be slower than
-# expected, of which it has not told yet, a smaller one.
-_SHARE, _UNSURE_SHARE = 0.6, 0.25
 # No order takes much longer: a device that is lost loses all of its order.
 _LONGEST_SECONDS = 5.0
-# A worker hangs if an order takes so many times what its last one, or those of others, make it; and
-# at least so many seconds.
+# A worker hangs if an order takes so many times what the slowest one before makes it; and at least
+# so many seconds.
 _HUNG_TIMES, _HUNG_SECONDS, _HOUR = 20.0, 60.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Units that a device computes at once; ``part`` is all of them, as one, ``index`` the number
-    of the first."""
+    """Units that a device computes at once; ``block`` is all of them, as one."""
 
-    part: Any
-    units: tuple[Any, ...]
-    index: int
-    work: float
+    block: Block
+    units: tuple[Block, ...]
+    work: int
     begun: float
 
 
@@ -49,38 +47,30 @@ class Schedule:
     """What waits and what runs. It knows neither workers nor a clock.
 
     Args:
-        units: of each device, in the order in which it should begin them.
-        work: how much a unit is.
-        join: two units as one; None where they are none. No function: units stay as they are.
-        speeds: work a second that is expected of each device.
-        alike: whether devices may be taken to be as quick as expected, beside each other.
+        call: whose blocks units are.
+        homes: units of each device, in the order in which it should begin them.
+        speeds: pairs a second that are expected of each device that takes part.
         at_once: whether a device takes all of its units, in equal orders that are not too long.
 
     Attributes:
         numbers: of all units.
         running: the order of each device that has one.
         devices: those that take part.
-        seen: work a second of each, in this pass.
     """
 
     def __init__(
         self,
-        units: Sequence[Sequence[Any]],
-        work: Callable[[Any], float],
-        join: Callable[[Any, Any], Any] | None = None,
-        speeds: Mapping[int, float] = MappingProxyType({}),
-        alike: bool = False,
+        call: WholeCall,
+        homes: Sequence[Sequence[Block]],
+        speeds: Mapping[int, float],
         at_once: bool = False,
     ) -> None:
-        self.work, self._join, self._alike, self._at_once = work, join, alike, at_once
-        self._place = {
-            unit: (home, n) for home, every in enumerate(units) for n, unit in enumerate(every)
-        }
-        self.numbers = {unit: number for number, unit in enumerate(self._place)}
-        self._waiting = [deque(every) for every in units]
-        self._expected, self.seen = speeds, dict[int, float]()
+        self._call, self._speeds, self._at_once = call, speeds, at_once
+        self._waiting = [deque(units) for units in homes]
+        self._homes = {unit: home for home, units in enumerate(homes) for unit in units}
+        self.numbers = {unit: number for number, unit in enumerate(chain(*homes))}
         self.running: dict[int, Order] = {}
-        self.devices: set[int] = set()
+        self.devices = set(speeds)
 
     @property
     def finished(self) -> bool:
@@ -88,91 +78,66 @@ class Schedule:
         return not self.running and not any(self._waiting)
 
     def take(self, device: int, now: float) -> Order | None:
-        """What an idle device does next; None: nothing."""
+        """What an idle device does next; None: nothing that would be done sooner by it."""
         if not any(self._waiting):
             return None
-        left = [sum(map(self.work, units)) for units in self._waiting]
-        home = max(range(len(left)), key=lambda n: (bool(self._waiting[n]), left[n]))
-        if device < len(left) and self._waiting[device]:
-            home = device
-        own = home == device
-        waiting = self._waiting[home]
-        if self._hinders(device, self.work(waiting[0 if own else -1]), sum(left), now):
-            return None
-        most = self._most(device, left[home] if own else math.inf, sum(left))
+        left = [sum(self._work(unit) for unit in units) for units in self._waiting]
+        own, home = bool(self._waiting[device]), device
+        if not own:
+            home = max(range(len(left)), key=lambda n: (bool(self._waiting[n]), left[n]))
+        waiting, speed = self._waiting[home], self._speeds[device]
+        share = 1.0 if own and self._at_once else 0.5
+        if not own and home in self.devices:
+            share = speed / (speed + self._speeds[home])
+            if self._work(waiting[-1]) * self._speeds[home] > left[home] * speed:
+                return None
+        most = share * left[home]
+        most = 1.001 * most / max(1, math.ceil(most / (_LONGEST_SECONDS * speed) - 1e-3))
         units = deque([waiting.popleft() if own else waiting.pop()])
-        part = units[0]
-        while self._join is not None and waiting:
-            both = self._join(part, waiting[0]) if own else self._join(waiting[-1], part)
-            if both is None or self.work(both) > most:
+        block = units[0]
+        while waiting:
+            two = (block, waiting[0]) if own else (waiting[-1], block)
+            both = joined(self._call, *two)
+            if both is None or self._work(both) > most:
                 break
-            part = both
+            block = both
             if own:
                 units.append(waiting.popleft())
             else:
                 units.appendleft(waiting.pop())
-        order = Order(part, tuple(units), self.numbers[units[0]], self.work(part), now)
-        self.running[device] = order
-        return order
-
-    def shares(self, order: Order) -> list[tuple[int, float]]:
-        """Number and work of each of an order's units."""
-        return [(self.numbers[unit], self.work(unit)) for unit in order.units]
-
-    def done(self, device: int, seconds: float) -> Order:
-        """A device has done its order."""
-        order = self.running.pop(device)
-        if order.work and seconds > 0:
-            self.seen[device] = order.work / seconds
+        order = self.running[device] = Order(block, tuple(units), self._work(block), now)
         return order
 
     def put_back(self, device: int) -> None:
         """Others may take what a device was at."""
         order = self.running.pop(device, None)
         for unit in order.units if order is not None else ():
-            self._waiting[self._place[unit][0]].append(unit)
-        self._waiting = [
-            deque(sorted(units, key=self._place.__getitem__)) for units in self._waiting
-        ]
+            self._waiting[self._homes[unit]].append(unit)
+        self._waiting = [deque(sorted(units, key=self.numbers.get)) for units in self._waiting]  # type: ignore[arg-type]
 
-    def lost(self, device: int) -> None:
-        """A device takes part no more."""
-        self.put_back(device)
-        self.devices.discard(device)
-        self.seen.pop(device, None)
+    def _work(self, block: Block) -> int:
+        return pairs(self._call, block)
 
-    def _speed(self, device: int) -> float:
-        """Work a second: as seen, or as expected beside those that were seen."""
-        if device in self.seen:
-            return self.seen[device]
-        expected = self._expected
-        usual = sum(expected.values()) / len(expected) if expected else 1.0
-        ratios = [speed / expected.get(n, usual) for n, speed in self.seen.items()]
-        return expected.get(device, usual) * (sum(ratios) / len(ratios) if ratios else 1.0)
 
-    def _most(self, device: int, left: float, every: float) -> float:
-        """How much work an order may be."""
-        if self._at_once and left < math.inf:
-            # By what is expected: the sizes of orders are the same in every call, and so are plans.
-            longest = _LONGEST_SECONDS * self._expected.get(device, math.inf)
-            return 1.001 * left / max(1, math.ceil(left / longest - 1e-3))
-        fair = every * self._speed(device) / sum(map(self._speed, self.devices))
-        known = bool(self.seen) or bool(self._expected)
-        longest = _LONGEST_SECONDS * self._speed(device) if known else math.inf
-        share = _SHARE if self._alike or device in self.seen else _UNSURE_SHARE
-        return min(share * min(left, fair), longest)
+@dataclass(slots=True)
+class DevicePass:
+    """What a pass is.
 
-    def _hinders(self, device: int, work: float, left: float, now: float) -> bool:
-        """Whether the others would do all the rest sooner than this device that unit."""
-        others = {n: self._speed(n) for n in self.devices if n != device}
-        if not self.running or not others:
-            return False
-        running = sum(
-            max(0.0, order.work - (now - order.begun) * self._speed(n) * bool(self.seen))
-            for n, order in self.running.items()
-        )
-        rest = (left + running) / sum(others.values()) + work / max(others.values())
-        return work / self._speed(device) > rest
+    Attributes:
+        begin: what workers have to know of it.
+        schedule: its units.
+        budgets: bytes that an order may take on each worker's device; None: what is free.
+        steady: whether orders take as long as their pairs say; if not, each may take an hour.
+        sums: adds up gradients; None in a forward.
+        progress: told (units that are done, all units, which pass).
+    """
+
+    begin: Begin
+    schedule: Schedule
+    budgets: Sequence[int | None]
+    steady: bool = True
+    sums: Sums | None = None
+    progress: Callable[[int, int, str], None] | None = None
 
 
 class Coordinator:
@@ -180,36 +145,15 @@ class Coordinator:
 
     A worker that ends, hangs or runs out of memory at every depth leaves the pass; its order goes
     back and others compute it.
-
-    Args:
-        workers: those that are gone take no part.
-        begin: what they have to know of the pass.
-        schedule: its units.
-        sums: where gradients of a part go that have to be added up.
-        done: called with each part that is done, and with what ``sums`` had returned for it.
-        report: what happened.
-        budgets: bytes that a part may take on each worker's device; None: what is free.
-        steady: whether parts take as long as their work says; if not, each may take an hour.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        begin: Begin,
-        schedule: Schedule,
-        sums: Callable[[Any], Any],
-        done: Callable[[Any, Any], None],
-        report: PoolPass,
-        budgets: Sequence[int | None] = (None,),
-        steady: bool = True,
-    ) -> None:
-        self._workers, self._begin, self._schedule = list(workers), begin, schedule
-        self._sums, self._done, self._report = sums, done, report
-        self._budgets, self._steady = budgets, steady
-        self._running = schedule.running
-        self._targets: dict[int, Any] = {}
-        # Seconds for a unit of work of each worker's last order, with all waiting.
-        self._lasted: dict[int, float] = {}
+    def __init__(self, workers: Sequence[Worker], spec: DevicePass, report: PoolPass) -> None:
+        self._workers, self._pass, self._report = workers, spec, report
+        self._number, self._schedule = spec.begin.number, spec.schedule
+        self._running = spec.schedule.running
+        self._targets: dict[int, Buffers] = {}
+        # Seconds for a pair, at most, of the orders that are done; None: none is.
+        self._slowest: float | None = None
         self._errors: list[str] = []
 
     def run(self) -> None:
@@ -225,12 +169,9 @@ class Coordinator:
         report.devices = [worker.label for worker in self._workers]
         report.parts = len(schedule.numbers)
         try:
-            for number, worker in enumerate(self._workers):
-                if worker.alive:
-                    schedule.devices.add(number)
-                    budget = self._budgets[min(number, len(self._budgets) - 1)]
-                    if not worker.begin(self._begin, budget):
-                        self._lost(number, "its worker has ended")
+            for number in sorted(schedule.devices):
+                if not self._workers[number].begin(self._pass.begin, self._pass.budgets[number]):
+                    self._lost(number, "its worker has ended")
             while not schedule.finished:
                 if not schedule.devices:
                     self._give_up()
@@ -245,7 +186,7 @@ class Coordinator:
             self._stop()
             for worker in self._workers:
                 if worker.alive:
-                    worker.end(End(self._begin.number))
+                    worker.end(End(self._number))
             report.seconds = time.perf_counter() - self._began
 
     def _launch(self, number: int) -> None:
@@ -254,10 +195,9 @@ class Coordinator:
         if order is None:
             return
         try:
-            target = self._targets[number] = self._sums(order.part)
-            sent = self._workers[number].compute(
-                Compute(self._begin.number, order.index, order.part, target)
-            )
+            sums = self._pass.sums
+            target = self._targets[number] = {} if sums is None else sums.buffers(order.block)
+            sent = self._workers[number].compute(Compute(self._number, order.block, target))
         except Exception:
             # No memory for sums, say. Nobody waits for an answer to what was never sent.
             self._schedule.put_back(number)
@@ -267,7 +207,7 @@ class Coordinator:
 
     def _hear(self) -> None:
         """Take in what workers say; those that say nothing for too long are given up."""
-        ends = {number: self._limit(number) + one.begun for number, one in self._running.items()}
+        ends = {number: self._limit(one) + one.begun for number, one in self._running.items()}
         soonest = min(ends.values())
         seconds = None if math.isinf(soonest) else max(0.0, soonest - time.perf_counter())
         heard = listen({number: self._workers[number] for number in self._running}, seconds)
@@ -276,7 +216,7 @@ class Coordinator:
         for number, answer in sorted(heard, key=lambda one: not isinstance(one[1], Done)):
             if answer is None:
                 self._lost(number, "its worker has ended")
-            elif answer.number != self._begin.number:
+            elif answer.number != self._number:
                 continue  # of an earlier pass, of which a second interrupt has left a worker
             elif isinstance(answer, Done):
                 self._finished(number, answer)
@@ -300,31 +240,33 @@ class Coordinator:
         for number in [n for n in ends if not heard and n in self._running and ends[n] <= now]:
             self._lost(number, f"no answer for {now - self._running[number].begun:.0f} s")
 
-    def _limit(self, number: int) -> float:
-        """Seconds after which a worker's order is taken from it."""
-        if not self._lasted:
+    def _limit(self, order: Order) -> float:
+        """Seconds after which an order is taken from its worker."""
+        if self._slowest is None:
             return math.inf if len(self._running) == 1 else _HOUR
-        if not self._steady:
+        if not self._pass.steady:
             return _HOUR
-        pace = self._lasted.get(number) or max(self._lasted.values())
-        return max(_HUNG_SECONDS, _HUNG_TIMES * pace * self._running[number].work)
+        return max(_HUNG_SECONDS, _HUNG_TIMES * self._slowest * order.work)
 
     def _finished(self, number: int, answer: Done) -> None:
-        now = time.perf_counter()
-        order = self._schedule.done(number, answer.seconds)
-        assert answer.index == order.index, "another order was meant"
-        self._lasted[number] = (now - order.begun) / max(1, order.work)
-        began, shares = self._began, self._schedule.shares(order)
-        self._report.ran += ran(
-            number, shares, order.begun - began, now - began, answer.report, answer.seconds
-        )
-        self._done(order.part, self._targets.pop(number))
+        now, order, spec = time.perf_counter(), self._running.pop(number), self._pass
+        self._slowest = max(self._slowest or 0.0, (now - order.begun) / max(1, order.work))
+        report, index = self._report, self._schedule.numbers[order.units[0]]
+        start, stop, count = order.begun - self._began, now - self._began, len(order.units)
+        report.ran.append(Ran(number, index, start, stop, answer.report, answer.seconds, count))
+        target = self._targets.pop(number)
+        if spec.sums is not None:
+            spec.sums.add(order.block, target)
+        if spec.progress is not None:
+            done = sum(one.parts for one in report.ran)
+            spec.progress(done, report.parts, "backward" if spec.begin.backward else "forward")
 
     def _lost(self, number: int, why: str, end: bool = True) -> None:
         """A device leaves the pass; its order goes back."""
         if end:
             self._workers[number].kill()
-        self._schedule.lost(number)
+        self._schedule.put_back(number)
+        self._schedule.devices.discard(number)
         self._report.history.append(f"{self._report.devices[number]}: {why}")
 
     def _stop(self) -> None:
@@ -342,16 +284,16 @@ class Coordinator:
             for number, answer in listen({n: self._workers[n] for n in self._running}, 1.0):
                 if answer is None:
                     self._workers[number].kill()
-                if answer is None or answer.number == self._begin.number:
+                if answer is None or answer.number == self._number:
                     self._schedule.put_back(number)
 
     def _give_up(self) -> NoReturn:
-        done, all_ = len(self._report.ran), self._report.parts
+        done = sum(one.parts for one in self._report.ran)
         said = "; ".join(self._report.history) or "all had ended before, or were closed"
-        message = f"no device is left after {done} of {all_} parts: {said}"
+        message = f"no device is left after {done} of {self._report.parts} parts: {said}"
         if self._errors:
             raise OutOfMemoryError(f"{message}; {self._errors[-1]}")
         raise RuntimeError(message)
 
 
-__all__ = ["Coordinator", "Order", "Schedule"]
+__all__ = ["Coordinator", "DevicePass", "Order", "Schedule"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from quorum_attention.call.block import Block
-from quorum_attention.devices.partition import Sizes, partition
-from quorum_attention.devices.report import PoolPass, ran
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.devices.partition import pairs, partition
+from quorum_attention.devices.report import PoolPass, Ran
 from quorum_attention.devices.scheduler import Schedule
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
@@ -50,33 +50,33 @@ def expected_speed(
     return relative * (usual.backward_flops if backward else usual.flops) / head_dim
 
 
-def predicted(sizes: Sizes, *, backward: bool, **call: Any) -> Callable[[Block], float]:
+def predicted(call: WholeCall, *, backward: bool, **options: Any) -> Callable[[Block], float]:
     """A function block -> seconds on an H200, as the planner predicts.
 
     Args:
-        call: other arguments of ``plan``: head_dim, dtype, budget, kernel, device ...
+        options: other arguments of ``plan``: head_dim, dtype, budget, kernel, device ...
     """
 
     @lru_cache
     def whole(heads: int, kv_heads: int) -> float:
         return plan(
-            sizes.n_queries, n_keys=sizes.n_keys, heads=heads, kv_heads=kv_heads,
-            is_causal=sizes.is_causal, backward=backward, **call,
+            call.n_queries, n_keys=call.n_keys, heads=heads, kv_heads=kv_heads,
+            is_causal=call.is_causal, backward=backward, **options,
         ).predicted_seconds  # fmt: skip
 
     def seconds(block: Block) -> float:
-        kv = sizes.key_heads(block).length
-        all_rows = block._replace(rows=type(block.rows)(0, sizes.n_queries))
+        kv = call.key_heads(block).length
+        all_rows = block._replace(rows=type(block.rows)(0, call.n_queries))
         # Some query heads of one key/value head take a share of what all of them do.
-        heads = kv * sizes.share
-        share = sizes.pairs(block) / max(1, sizes.pairs(all_rows)) * block.heads.length / heads
+        heads = kv * (call.heads // call.kv_heads)
+        share = pairs(call, block) / max(1, pairs(call, all_rows)) * block.heads.length / heads
         return whole(heads, kv) * share
 
     return seconds
 
 
 def simulate(
-    sizes: Sizes, devices: Sequence[tuple[str, float]], seconds: Callable[[Block], float]
+    call: WholeCall, devices: Sequence[tuple[str, float]], seconds: Callable[[Block], float]
 ) -> PoolPass:
     """A pass on devices, each a name and its speed; devices of equal names are alike.
 
@@ -88,25 +88,24 @@ def simulate(
     """
     names, speeds = [name for name, _ in devices], [speed for _, speed in devices]
     alike = len(set(devices)) == 1
-    homes = partition(sizes, speeds, 1 if alike else PIECES)
+    homes = partition(call, speeds, 1 if alike else PIECES)
     first = next((unit for home in homes for unit in home), None)
-    rate = 1.0 if first is None else sizes.pairs(first) / seconds(first)
-    expected = {number: speed * rate for number, speed in enumerate(speeds)}
-    schedule = Schedule(homes, sizes.pairs, sizes.joined, expected, alike, alike)
-    schedule.devices |= set(expected)
+    rate = 1.0 if first is None else pairs(call, first) / seconds(first)
+    schedule = Schedule(call, homes, {n: speed * rate for n, speed in enumerate(speeds)}, alike)
     report = PoolPass(devices=names, parts=len(schedule.numbers))
-    events: list[tuple[float, int, float]] = []
+    events: list[tuple[float, int]] = []
     idle, now = set(schedule.devices), 0.0
     while not schedule.finished:
         for device in sorted(idle, key=lambda device: -speeds[device]):
             order = schedule.take(device, now)
             if order is not None:
                 idle.discard(device)
-                takes = _ORDER_SECONDS + seconds(order.part) / speeds[device]
-                heapq.heappush(events, (now + takes, device, now))
-        now, device, begun = heapq.heappop(events)
-        order = schedule.done(device, now - begun)
-        report.ran += ran(device, schedule.shares(order), begun, now, Report())
+                takes = _ORDER_SECONDS + seconds(order.block) / speeds[device]
+                heapq.heappush(events, (now + takes, device))
+        now, device = heapq.heappop(events)
+        order = schedule.running.pop(device)
+        index, count = schedule.numbers[order.units[0]], len(order.units)
+        report.ran.append(Ran(device, index, order.begun, now, Report(), now - order.begun, count))
         idle.add(device)
     report.seconds = now
     return report

@@ -1,4 +1,5 @@
-"""A worker process: computes parts on one device until its pool is closed or gone."""
+"""A worker process, what it is told and what it answers: computes blocks on one device until its
+pool is closed or gone."""
 
 from __future__ import annotations
 
@@ -6,34 +7,32 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
-from quorum_attention.devices.buffers import InFile, MappedBuffers, Prefault, of_host, opened
-from quorum_attention.devices.messages import (
-    Begin,
-    Compute,
-    Done,
-    End,
-    Ended,
-    Failed,
-    Ready,
-    checked,
-    with_functions,
+from quorum_attention.devices.buffers import (
+    Handles,
+    InFile,
+    MappedBuffers,
+    of_host,
+    opened,
+    prefaulting,
 )
 from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.device.page_locks import is_locked
 from quorum_attention.execution.report import Report
-from quorum_attention.mask import Mask
+from quorum_attention.kernels.kit.functions import Sample
+from quorum_attention.mask import Keeps, Mask
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
 # long it gives back what it holds on its device.
@@ -45,6 +44,139 @@ _PIECE_BYTES = 8 << 20
 _INPUTS = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse")
 _GRADS = ("grad_query", "grad_key", "grad_value")
 _OF_KEYS = ("key", "value", "grad_key", "grad_value")
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A pass begins.
+
+    Attributes:
+        number: of the pass, in this pool.
+        backward: which of the two it is.
+        call: the whole call; its mask has no bias and no sinks.
+        tensors: handles by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
+            grad_value, grad_mask; grad_lse, sinks.
+        options: ``CallOptions``'s depth, kernel and accumulator.
+        watched: whether somebody reads the report.
+        unequal: whether other workers may have more memory.
+        budget: bytes that each block may take on the device; None: what is free.
+    """
+
+    number: int
+    backward: bool
+    call: WholeCall
+    tensors: Handles = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    watched: bool = True
+    unequal: bool = False
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute a block of the pass that has begun. ``sums``: where those of its gradients go that
+    have to be added up, by name: grad_key and grad_value, grad_mask."""
+
+    number: int
+    block: Block
+    sums: Handles = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A pass is over: let go of its tensors, and say so if ``confirm``."""
+
+    number: int
+    confirm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker has let go of a pass's tensors."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The results of a block are in place, after so many seconds of the worker's."""
+
+    number: int
+    seconds: float
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A block could not be computed.
+
+    Attributes:
+        memory: whether memory ran out at every depth; others may still compute it.
+        error: the exception, if it can be sent, else its text.
+        trace: the traceback in words.
+        broken: whether the worker can compute nothing any more, and ends.
+    """
+
+    number: int
+    memory: bool
+    error: BaseException | str
+    trace: str
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function of a mask as workers get it: by its name, with some of its answers, because what
+    it reads (a global) may have another value there."""
+
+    pickled: bytes
+    name: str
+    sample: Sample
+
+    def __call__(self, *at: Any) -> torch.Tensor:
+        """Never called: it is a function for ``Mask``'s checks alone."""
+        raise TypeError("a rule that was sent has to be opened")
+
+    def open(self, device: torch.device) -> Keeps:
+        """The function.
+
+        Raises:
+            NotImplementedError: it cannot be imported here.
+            RuntimeError: it answers otherwise than where it was sent.
+        """
+        try:
+            keeps: Keeps = pickle.loads(self.pickled)
+        except Exception as error:
+            raise NotImplementedError(
+                f"Mask.keeps must be a function that other processes can import where several "
+                f"devices compute, and {self.name} cannot be ({type(error).__name__}: {error}): "
+                "put it into a module"
+            ) from error
+        self.sample.check(
+            keeps, device,
+            "in the process that made the call: what it reads differs here, because a worker "
+            "imports the function by its name",
+        )  # fmt: skip
+        return keeps
+
+
+_Change = Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def changed(part: Any, tensor: _Change = _same, keeps: _Change = _same) -> Any:
+    """A mask, or a field of one, with its tensors and its functions changed."""
+    if isinstance(part, torch.Tensor):
+        return tensor(part)
+    if isinstance(part, tuple):
+        return tuple(changed(one, tensor, keeps) for one in part)
+    if not isinstance(part, Mask):
+        return part
+    found = {one.name: changed(getattr(part, one.name), tensor, keeps) for one in fields(part)}
+    return Mask(**found | {"keeps": None if part.keeps is None else keeps(part.keeps)})
 
 
 def work(device: str, threads: int | None, pipe: Connection) -> None:
@@ -60,7 +192,7 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
     backend = backend_of(place)
     with backend.current(place):
         torch.empty(1, device=place)  # opens the device, which takes a while
-        pipe.send(Ready(device if on_host(place) else backend.model(place)))
+        pipe.send(device if on_host(place) else backend.model(place))  # it is ready
         with suppress(EOFError, OSError):  # the pool is gone
             _obey(place, pipe)
 
@@ -106,7 +238,7 @@ def _wait(place: torch.device, pipe: Connection, mapped: MappedBuffers) -> None:
 
 
 def answer(one: _Pass, message: Compute) -> Done | Failed:
-    """Compute a part, and say how that ended."""
+    """Compute a block, and say how that ended."""
     begun = time.perf_counter()
     report = Report()
     try:
@@ -117,8 +249,8 @@ def answer(one: _Pass, message: Compute) -> Done | Failed:
         # After an error of its own a CUDA device takes nothing more from this process.
         broken = not memory and "CUDA error" in str(error)
         said, trace = _as_sent(error), traceback.format_exc()
-        return Failed(message.number, message.index, memory, said, trace, broken)
-    return Done(message.number, message.index, time.perf_counter() - begun, report)
+        return Failed(message.number, memory, said, trace, broken)
+    return Done(message.number, time.perf_counter() - begun, report)
 
 
 def _as_sent(error: BaseException) -> BaseException | str:
@@ -152,29 +284,29 @@ class _Pass:
 
     def compute(self, message: Compute, report: Report) -> None:
         """Compute a part; its results are in place when this returns."""
-        self._sums = {name: opened(handle) for name, handle in (message.sums or {}).items()}
+        self._sums = {name: opened(handle) for name, handle in message.sums.items()}
         if not self._tensors:
             self._open()
         views = {
-            name: self._call.cut(tensor, message.part, of_keys=name in _OF_KEYS)
+            name: self._call.cut(tensor, message.block, of_keys=name in _OF_KEYS)
             for name, tensor in self._tensors.items()
             if name in _INPUTS or name in _GRADS
         }
         try:
-            with Prefault(self._unlocked(views)):
-                self._compute(message.part, views, report).store()
+            with prefaulting(self._unlocked(views)):
+                self._compute(message.block, views, report).store()
         finally:
             self._synchronize()
         self._sums = {}
 
     def _open(self) -> None:
         handles = self._begin.tensors
+        self._mapped.begin_pass()
         self._tensors = {name: self._mapped.open(handle) for name, handle in handles.items()}
-        self._mapped.forget_unused()
         call, bias, sinks = self._call, self._tensors.get("mask"), self._tensors.get("sinks")
         mask: AttnMask = call.mask
         if isinstance(mask, Mask):
-            mask = with_functions(mask, lambda keeps: checked(keeps, self._device))
+            mask = changed(mask, keeps=lambda rule: rule.open(self._device))
         if mask is None and sinks is None:
             mask = bias
         elif bias is not None or sinks is not None:
@@ -209,8 +341,8 @@ class _Pass:
         results = [view for name, view in mapped.items() if name in written]
         inputs = [view for name, view in mapped.items() if name not in written]
         # The driver would map their pages one after the other.
-        with Prefault(view for view in inputs if not is_locked(view)) as pages:
-            pages.wait()
+        with prefaulting((view for view in inputs if not is_locked(view)), wait=True):
+            pass
         self._mapped.lock(inputs, results)
         return [view for view in mapped.values() if not is_locked(view)]
 
@@ -349,4 +481,6 @@ def _in_pieces(
         yield from _in_pieces(target.narrow(at, start, length), made.narrow(at, start, length))
 
 
-__all__ = ["answer", "work"]
+__all__ = [
+    "Begin", "Compute", "Done", "End", "Ended", "Failed", "Rule", "answer", "changed", "work",
+]  # fmt: skip

@@ -290,9 +290,7 @@ def _sent(whole: WholeCall) -> tuple[WholeCall, torch.Tensor | None, torch.Tenso
     if not isinstance(whole.mask, Mask):
         return replace(whole, mask=None), whole.mask, None
     bias, sinks = whole.mask.bias, whole.mask.sinks
-    if sinks is not None:
-        sinks = sinks.detach().cpu().clone()
-    mask = replace(sendable(whole.mask), bias=None, sinks=sinks)
+    mask = sendable(replace(whole.mask, bias=None))
     return replace(whole, mask=mask), None if bias is None else bias.detach(), sinks
 
 
