@@ -59,10 +59,8 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
     masks.refuse(options, "--devices")
     devices: list[tuple[str, float]] = options.devices
     tokens, heads = options.tokens, sizes["heads"]
-    of = WholeCall(
-        (sizes["batch"],), heads, sizes["kv_heads"] or heads, tokens, tokens,
-        is_causal=sizes["is_causal"],
-    )  # fmt: skip
+    batch, kv_heads = (sizes["batch"],), sizes["kv_heads"] or heads
+    of = WholeCall(batch, heads, kv_heads, tokens, tokens, is_causal=sizes["is_causal"])
     own = {"heads", "kv_heads", "batch", "is_causal"}
     call = {name: value for name, value in sizes.items() if name not in own} | {"device": "cuda"}
     ran = {
