@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.execution.routes import over_inputs as routes
-from quorum_attention.execution.routes.over_inputs import (
-    row_owners,
-)
+from quorum_attention.execution.routes.over_inputs import row_owners
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
@@ -139,7 +137,7 @@ def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untype
     edge = st.integers(0, n)
     span = st.none() | st.tuples(edge, edge).filter(lambda e: e[0] < e[1])
     spans = data.draw(st.lists(span, max_size=5))
-    found = row_owners(spans, n)
+    found = row_owners(tuple(spans), n)
     holders = [[] for _ in range(n)]
     for index, one in enumerate(spans):
         for row in range(*(one or (0, 0))):
@@ -157,16 +155,15 @@ def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untype
             rows = range(n)[piece.rows]
             assert list(own[piece.part]) == list(rows)
             state = range(found.n_shared)[piece.state]
-            assert len(state) == (0 if piece.holder == "only" else len(rows))
+            assert len(state) == (0 if piece.first and piece.last else len(rows))
             for row, at in zip(rows, state, strict=False):
                 assert places.setdefault(row, at) == at
             for row in rows:
-                seen[row].append(piece.holder)
+                seen[row].append((piece.first, piece.last))
                 assert holders[row][len(seen[row]) - 1] == index
     assert sorted(places.values()) == list(range(found.n_shared))
     for who in seen:
-        middle = ["next"] * (len(who) - 2)
-        assert who == (["only"][: len(who)] if len(who) < 2 else ["first", *middle, "last"])
+        assert who == [(at == 0, at == len(who) - 1) for at in range(len(who))]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -278,5 +275,5 @@ def test_shared_rows_alone_have_a_state() -> None:
     assert tally is not None
     assert plan_of_window is not None
     owners = [(i * 2432, min(n, (i + 1) * 2432 + 500)) for i in range(7)]
-    assert tally.shared >= row_owners([o for o in owners if o[0] < o[1]], n).n_shared
+    assert tally.shared >= row_owners(tuple(o for o in owners if o[0] < o[1]), n).n_shared
     assert tally.widest >= max(stop - start for start, stop in owners)

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rectangle, Rows, Task
-from quorum_attention.decomposition.intervals import Cells, joined
+from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.decomposition.intervals import Cells
 from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
 from quorum_attention.execution import call as execution
 from quorum_attention.execution.call import Job, Tools, flat_batch, operand
@@ -48,7 +48,6 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import Ask, GroupScaling, all_finite, asking, scales
 from quorum_attention.execution.schedule import Choice, Route, Schedule
 from quorum_attention.execution.workload import (
-    Axis,
     Group,
     GroupSize,
     Workload,
@@ -278,30 +277,17 @@ def _exactly(work: Workload, kernel: InnerKernel) -> bool:
 def _materialised(
     job: Job, lse: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...] | None:
-    call, three = job.call, (job.call.query, job.call.key, job.call.value)
-    grad_out, out = job.tensors["grad_out"], job.tensors["out"]
-    return materialised(call.work, call.scale, grad_out, three, out, lse, bias)
-
-
-def materialised(
-    work: Workload,
-    scale: float,
-    grad_out: torch.Tensor,
-    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...] | None:
-    """The gradients of ``three`` in a small backward, (b, heads, n, d) each, not rounded; None if
-    one is not finite: operators keep NaN to the rows that have it.
+    """The gradients of a small backward from materialised scores, (b, heads, n, d) each, not
+    rounded; None if one is not finite: operators keep NaN to the rows that have it.
 
     Args:
         lse: 0 in rows without keys.
     """
-    query, key, value = [_four(t, work) for t in three]
-    call = Call(query, key, value, work.is_causal, scale, bias, lse.dtype)
-    saved = Saved(*[_four(t, work) for t in (grad_out, out, lse)])
-    parts = whole_backward(call, saved, replace(SMALL, columns=work.columns))
+    call, work = job.call, job.call.work
+    query, key, value = (_four(t, work) for t in (call.query, call.key, call.value))
+    saved = Saved(*(_four(t, work) for t in (job.tensors["grad_out"], job.tensors["out"], lse)))
+    one = Call(query, key, value, work.is_causal, call.scale, bias, lse.dtype)
+    parts = whole_backward(one, saved, replace(SMALL, columns=work.columns))
     return parts if all_finite(parts) else None
 
 
@@ -647,10 +633,11 @@ class PerTask(_Tasks):
 def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tools) -> Iterator[int]:
     """Compute the tasks of a head group, merge the rows that several of them have, and write the
     results. Yields 1 for each task."""
-    call, spec, work = job.call, job.spec, job.call.work
-    lengths = {"query": work.n_queries, "key": work.n_keys}
+    spec, work, kernel = job.spec, job.call.work, job.call.kernel
+    spans = [kernel.task_span(task) for task in tasks]
     owners = {
-        axis: row_owners(spans, lengths[axis]) for axis, spans in _spans(call.kernel, tasks).items()
+        axis: row_owners(tuple(s and (s[at].start, s[at].stop) for s in spans), n)
+        for at, (axis, n) in enumerate((("query", work.n_queries), ("key", work.n_keys)))
     }
     held = [owners[state.axis] for state in spec.states]
     results, given = job.targets(group), job.operands(group)
@@ -658,33 +645,15 @@ def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tool
         torch.empty(
             (1, result.shape[1], rows.n_shared, *result.shape[3:]),
             dtype=work.state_dtype,
-            device=call.device,
+            device=job.call.device,
         )
         for result, rows in zip(results, held, strict=True)
     ]
-    sinks = None
-    if call.sinks is not None and not spec.backward:
-        sinks = call.sinks[group.query_heads]
     for number, task in enumerate(tasks):
         pieces = [rows.tasks[number] for rows in held]
         if pieces[0]:
-            with tools.clock.timed("compute"):
-                parts = spec.of_task(call.kernel, task, given)
-                if sinks is not None:
-                    _take_in(parts, sinks, pieces[0])
-                with tools.clock.timed("merge"):
-                    for together in spec.combined:
-                        _combine(
-                            spec.combine,
-                            [states[index] for index in together],
-                            [parts[index] for index in together],
-                            pieces[together[0]],
-                        )
-            with tools.clock.timed("scatter"):
-                for made in zip(results, parts, states, pieces, strict=True):
-                    _put(*made)
-            # Freed before the next task is computed.
-            del parts, made
+            # What it makes is freed before the next task is computed.
+            _compute_task(job, group, task, given, states, results, pieces, tools)
         yield 1
     for state, result, rows in zip(spec.states, results, held, strict=True):
         fill = job.fill(state, group)
@@ -692,99 +661,81 @@ def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tool
             result[:, :, here] = fill.squeeze(-1) if isinstance(fill, torch.Tensor) else fill
 
 
-def _spans(
-    kernel: InnerKernel, tasks: list[TaskTensors]
-) -> dict[Axis, list[tuple[int, int] | None]]:
-    """For every task the [start, stop) of its queries and of its keys; None if it keeps no pair."""
-    found = [kernel.task_span(task) for task in tasks]
-    return {
-        "query": [None if one is None else (one[0].start, one[0].stop) for one in found],
-        "key": [None if one is None else (one[1].start, one[1].stop) for one in found],
-    }
-
-
-# These are functions so that their views of a part are gone when they return: views left over
-# would keep the part's memory while the next task is computed.
-
-
-def _take_in(
-    parts: tuple[torch.Tensor, ...], sinks: torch.Tensor, pieces: tuple[HeldRows, ...]
+def _compute_task(
+    job: Job,
+    group: Group,
+    task: TaskTensors,
+    given: dict[str, torch.Tensor],
+    states: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    pieces: Sequence[Sequence[HeldRows]],
+    tools: Tools,
 ) -> None:
-    """Take the sinks into the rows of (out, lse) that no task before has."""
-    for piece in pieces:
-        if piece.holder in ("first", "only"):
-            out, lse = (part[:, :, piece.part] for part in parts)
-            join_sinks_(out, lse, sinks)
-
-
-def _combine(
-    combine: Callable[..., None],
-    states: list[torch.Tensor],
-    parts: list[torch.Tensor],
-    pieces: tuple[HeldRows, ...],
-) -> None:
-    """Merge a task's parts of the rows that several tasks have into the states of those rows."""
-    for piece in pieces:
-        there = [state[:, :, piece.state] for state in states]
-        mine = [part[:, :, piece.part] for part in parts]
-        if piece.holder == "first":
-            for state, part in zip(there, mine, strict=True):
-                state.copy_(part)
-        elif piece.holder != "only":
-            combine(*there, *mine)
-
-
-def _put(
-    target: torch.Tensor, part: torch.Tensor, state: torch.Tensor, pieces: tuple[HeldRows, ...]
-) -> None:
-    """Copy final rows to a result: rows that only this task has, and those no later task has."""
-    for piece in pieces:
-        if piece.holder == "only":
-            copy_on_device(target[:, :, piece.rows], part[:, :, piece.part])
-        elif piece.holder == "last":
-            target[:, :, piece.rows].copy_(state[:, :, piece.state])
+    """Compute a task; merge the rows that other tasks have too into ``states``; and copy to
+    ``results`` the rows that only this task has, and those that no later task has."""
+    spec, sinks = job.spec, job.call.sinks
+    with tools.clock.timed("compute"):
+        parts = spec.of_task(job.call.kernel, task, given)
+        if sinks is not None and not spec.backward:
+            for piece in pieces[0]:
+                if piece.first:
+                    out, lse = (part[:, :, piece.part] for part in parts)
+                    join_sinks_(out, lse, sinks[group.query_heads])
+        with tools.clock.timed("merge"):
+            for together in spec.combined:
+                for piece in pieces[together[0]]:
+                    there = [states[index][:, :, piece.state] for index in together]
+                    mine = [parts[index][:, :, piece.part] for index in together]
+                    if not piece.first:
+                        spec.combine(*there, *mine)
+                    elif not piece.last:
+                        for state, part in zip(there, mine, strict=True):
+                            state.copy_(part)
+    with tools.clock.timed("scatter"):
+        for target, part, state, rows in zip(results, parts, states, pieces, strict=True):
+            for piece in rows:
+                if piece.first and piece.last:
+                    copy_on_device(target[:, :, piece.rows], part[:, :, piece.part])
+                elif piece.last:
+                    target[:, :, piece.rows].copy_(state[:, :, piece.state])
 
 
 # --- Which rows are held by one task, and which by several ----------------------------------------
 
-Holder = Literal["only", "first", "next", "last"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Neighbouring rows of one task, all with the same ``holder``.
+    """Neighbouring rows of one task that the same other tasks hold, as far as it matters.
 
     Attributes:
-        holder: which of the tasks that hold these rows this task is, in the order of tasks.
-        where: the rows in the sequence, and their position in the task.
-        state_start: position of the first row among all shared rows (those of several tasks).
+        start, stop: the rows in the sequence.
+        part_start: position of the first one in the task.
+        state_start: and among all shared rows, which are those of several tasks.
+        first, last: whether no task before holds them, and no task after.
     """
 
-    holder: Holder
-    where: Rows
+    start: int
+    stop: int
+    part_start: int
     state_start: int
+    first: bool
+    last: bool
 
     @property
     def rows(self) -> slice:
         """The rows in the sequence."""
-        return slice(self.where.start, self.where.stop)
+        return slice(self.start, self.stop)
 
     @property
     def part(self) -> slice:
         """Their positions in the task."""
-        return slice(self.where.local, self.where.local + self.where.length)
+        return slice(self.part_start, self.part_start + self.stop - self.start)
 
     @property
     def state(self) -> slice:
         """Their positions among all shared rows; empty if only this task holds them."""
-        length = 0 if self.holder == "only" else self.where.length
+        length = 0 if self.first and self.last else self.stop - self.start
         return slice(self.state_start, self.state_start + length)
-
-    def continued(self, after: HeldRows) -> HeldRows | None:
-        """Both as one, if ``after`` follows these rows and has the same holder; else None. Such
-        rows are neighbours among the shared rows too."""
-        where = self.where.continued(after.where) if after.holder == self.holder else None
-        return None if where is None else HeldRows(self.holder, where, self.state_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -797,42 +748,31 @@ class RowOwners:
         unowned: the rows that no task holds.
     """
 
-    tasks: tuple[tuple[HeldRows, ...], ...]
+    tasks: list[list[HeldRows]]
     n_shared: int
-    unowned: tuple[slice, ...]
-
-
-def row_owners(spans: Sequence[tuple[int, int] | None], n: int) -> RowOwners:
-    """The rows of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
-    return _row_owners(tuple(spans), n)
+    unowned: list[slice]
 
 
 @lru_cache(maxsize=64)
-def _row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> RowOwners:
+def row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> RowOwners:
+    """The rows of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
     cells = Cells([0, n, *(edge for span in spans if span is not None for edge in span)])
-    holders: list[list[tuple[int, int]]] = [[] for _ in range(len(cells))]
+    holders: list[list[int]] = [[] for _ in range(len(cells))]
     for index, span in enumerate(spans):
-        if span is not None:
-            for cell in cells.of(*span):
-                holders[cell].append((index, span[0]))
+        for cell in () if span is None else cells.of(*span):
+            holders[cell].append(index)
     tasks: list[list[HeldRows]] = [[] for _ in spans]
-    unowned: list[slice] = []
-    n_shared = 0
+    unowned, n_shared = [], 0
     for number, holding in enumerate(holders):
         start, stop = cells[number]
         if not holding:
             unowned.append(slice(start, stop))
-        for turn, (index, first) in enumerate(holding):
-            where = Rows(start, stop, start - first)
-            tasks[index].append(HeldRows(_holder(turn, len(holding)), where, n_shared))
+        for index in holding:
+            rows, ends = tasks[index], (index == holding[0], index == holding[-1])
+            if rows and (rows[-1].first, rows[-1].last) == ends:
+                rows[-1] = replace(rows[-1], stop=stop)
+            else:
+                at = rows[-1].part.stop if rows else 0
+                rows.append(HeldRows(start, stop, at, n_shared, *ends))
         n_shared += stop - start if len(holding) > 1 else 0
-    held = (tuple(joined(rows, HeldRows.continued)) for rows in tasks)
-    return RowOwners(tuple(held), n_shared, tuple(unowned))
-
-
-def _holder(number: int, count: int) -> Holder:
-    if count == 1:
-        return "only"
-    if number == 0:
-        return "first"
-    return "last" if number == count - 1 else "next"
+    return RowOwners(tasks, n_shared, unowned)
