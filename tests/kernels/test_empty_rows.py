@@ -12,12 +12,6 @@ import quorum_attention as qa
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 N, EMPTY = 24, (5, 11)
-KERNELS = [
-    "dense",
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif("cpu" not in qa.kernels(), reason="torch has no such one")
-    ),
-]
 
 
 def masks() -> dict[str, object]:
@@ -36,34 +30,17 @@ def masks() -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.skipif("cpu" not in qa.kernels(), reason="torch has no such one")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("where", ["key", "value", "query"])
-def test_results(kernel: str, depth: int, value: float, where: str) -> None:
+def test_results(depth: int, value: float, where: str) -> None:
     for name, mask in masks().items():
         given = {what: torch.randn(1, 2, N, 8) for what in ("query", "key", "value")}
         given[where][0, 0, 5 if where == "query" else 9, 3] = value
         out, lse = qa.attention_with_lse(
-            *given.values(), attn_mask=mask, kernel=kernel, depth=depth
+            *given.values(), attn_mask=mask, kernel="cpu", depth=depth
         )  # fmt: skip
         for row in EMPTY:
             assert bool((out[0, :, row] == 0.0).all()), name
             assert bool((lse[0, :, row] == -torch.inf).all()), name
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("where", ["key", "value", "query", "grad_out"])
-def test_gradients_of_the_reference(depth: int, where: str) -> None:
-    """Nothing comes from such rows, nor to them."""
-    for name, mask in masks().items():
-        given = {what: torch.randn(1, 2, N, 8) for what in ("query", "key", "value", "grad_out")}
-        three = [given[what].requires_grad_() for what in ("query", "key", "value")]
-        of_a_row = where in ("query", "grad_out")
-        with torch.no_grad():
-            given[where][0, 0, 5 if of_a_row else 9, 3] = math.nan
-        out = qa.attention(*three, attn_mask=mask, kernel="dense", depth=depth)
-        grads = torch.autograd.grad(out, three, given["grad_out"])
-        assert bool((grads[0][0, :, list(EMPTY)] == 0.0).all()), name
-        if of_a_row:
-            assert all(bool(grad.isfinite().all()) for grad in grads), name

@@ -9,7 +9,7 @@ are errors within the tolerances.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -107,28 +107,21 @@ class _SampledRows:
 
     def _scores(self, first: int = 0) -> Scores:
         """How the kernel changes and masks the scores with keys from ``first`` on."""
-        kernel, work = self.call.kernel, self.call.work
-        known = kernel if kernel.pairwise else None
+        causal = self.call.work.is_causal
 
-        def change(
-            scores: torch.Tensor, block: Block, keys: slice, derivative: bool
-        ) -> tuple[torch.Tensor, None]:
-            if known is not None:
-                known.change_(scores)
-            return scores, None
+        def positions(block: Block, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            device = block.query.device
+            columns = torch.arange(first + keys.start, first + keys.stop, device=device)
+            return torch.tensor(self.at[block.rows], device=device), columns
 
         def kept(block: Block, keys: slice) -> torch.Tensor | None:
-            device = block.query.device
-            rows = torch.tensor(self.at[block.rows], device=device)
-            columns = torch.arange(first + keys.start, first + keys.stop, device=device)
-            seen = columns <= rows[:, None] if work.is_causal else None
-            if known is None:
-                return seen
-            entries = tuple(range(block.entries.start, block.entries.stop))
-            own = ~known.masked_pairs(entries, block.heads, rows, columns)
-            return own if seen is None else own & seen
+            rows, columns = positions(block, keys)
+            seen = columns <= rows[:, None] if causal else None
+            mine = None if own.kept is None else own.kept(block, keys)
+            return mine if seen is None else seen if mine is None else mine & seen
 
-        return Scores(change, kept, matrices=2 if known is None else 4)
+        own = reference.scores_of(self.call.kernel, positions)
+        return replace(own, kept=kept, matrices=max(2, own.matrices))
 
     def _keys(self, tensor: torch.Tensor, keys: slice) -> torch.Tensor:
         part = tensor[..., keys, :]

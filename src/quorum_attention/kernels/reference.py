@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 
 import torch
 
@@ -96,6 +97,32 @@ class Scores:
         return max(1, n_keys if self.whole_rows else min(n_keys, limits.keys))
 
 
+def scores_of(
+    kernel: Kernel, positions: Callable[[Block, slice], tuple[torch.Tensor, torch.Tensor]]
+) -> Scores:
+    """How a kernel that is ``pairwise`` changes and masks scores; of another, nothing.
+
+    Args:
+        positions: of a block's queries, and of some keys, in the whole sequence.
+    """
+    if not kernel.pairwise:
+        return Scores()
+
+    def change(
+        scores: torch.Tensor, block: Block, keys: slice, derivative: bool
+    ) -> tuple[torch.Tensor, None]:
+        kernel.change_(scores)
+        return scores, None
+
+    def kept(block: Block, keys: slice) -> torch.Tensor:
+        first = block.task.first_head
+        heads = slice(first + block.heads.start, first + block.heads.stop)
+        entries = block.task.entries[block.entries]
+        return ~kernel.masked_pairs(entries, heads, *positions(block, keys))
+
+    return Scores(change, kept, matrices=4)
+
+
 PLAIN = Scores()
 WHOLE_ROWS = Scores(whole_rows=True, tiles=LARGE)
 SMALL = replace(WHOLE_ROWS, exact_delta=True)
@@ -103,12 +130,11 @@ SMALL = replace(WHOLE_ROWS, exact_delta=True)
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Most batch entries, key heads, queries and keys of one tile."""
+    """Most batch entries, key heads and queries of one tile."""
 
     batch: int
     key_heads: int
     queries: int
-    keys: int
 
     @classmethod
     def of(cls, task: TaskTensors, r: Rectangle, scores: Scores) -> _Tile:
@@ -123,7 +149,7 @@ class _Tile:
         lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
         heads = max(1, min(key_heads, lanes))
         entries = max(1, min(batch, lanes // heads)) if heads == key_heads else 1
-        return cls(entries, heads, queries, keys)
+        return cls(entries, heads, queries)
 
 
 @dataclass(slots=True)
@@ -135,9 +161,7 @@ class Block:
         most_keys: of a tile.
         entries, key_heads, heads: which batch entries, key heads and query heads.
         rows: queries, local positions.
-        query: (b, hk, g * rows, d) in the dtype that is computed in.
-        empty: (b, hk, g * rows, 1), rows whose masks leave them no key; None: there are none, or
-            they come out right by themselves.
+        query: (b, hk, g * rows, d), on the device and in the dtype that is computed in.
     """
 
     task: TaskTensors
@@ -149,20 +173,41 @@ class Block:
     heads: slice
     rows: slice
     query: torch.Tensor
-    empty: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        task: TaskTensors,
+        rectangle: Rectangle,
+        how: Scores,
+        at: tuple[slice, slice, slice],
+        like: torch.Tensor,
+    ) -> Block:
+        """The block of batch entries, key heads and queries ``at``; ``like``: see ``query``."""
+        entries, key_heads, rows = at
+        shared = task.query.shape[1] // task.key.shape[1]
+        heads = slice(key_heads.start * shared, key_heads.stop * shared)
+        most = how.most_keys(rectangle.n_keys, how.limits(like.device.type))
+        query = task.query[entries, heads, rows].to(like.device).to(like.dtype)
+        shape = (query.shape[0], key_heads.stop - key_heads.start, -1, query.shape[-1])
+        return cls(
+            task, rectangle, how, most, entries, key_heads, heads, rows, query.reshape(shape)
+        )
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The block's part of (b, hq, nq, ...), a view."""
         return tensor[self.entries, self.heads, self.rows]
 
     def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block's part of (b, hq, nq, d) as (b, hk, g * rows, d), in the dtype of ``query``."""
-        part = self.of_rows(tensor).to(self.query.dtype)
-        return part.reshape(*self.query.shape[:3], tensor.shape[-1])
+        """The block's part of (b, hq, nq, d) as (b, hk, g * rows, d), as ``query``."""
+        return self._here(self.of_rows(tensor)).reshape(*self.query.shape[:3], tensor.shape[-1])
 
     def of_keys(self, tensor: torch.Tensor, keys: slice) -> torch.Tensor:
-        """The block's part of (b, hk, nk, d), in the dtype of ``query``."""
-        return tensor[self.entries, self.key_heads, keys].to(self.query.dtype)
+        """The block's part of (b, hk, nk, d), as ``query``."""
+        return self._here(tensor[self.entries, self.key_heads, keys])
+
+    def _here(self, part: torch.Tensor) -> torch.Tensor:
+        return part.to(self.query.device).to(self.query.dtype)
 
     def tiles(self) -> Iterator[slice]:
         """Its keys, by tiles: those that none of its queries sees are left out."""
@@ -177,7 +222,7 @@ class Block:
         """Scores (b, hk, g * rows, keys), -inf where a pair is not kept; the derivative of their
         change if it is asked for, None where it is 1."""
         scores = (self.query @ key.mT).mul_(self.task.scale)
-        pairs, slope = self._by_head(scores), None
+        pairs, slope = self.by_head(scores), None
         if self.how.change is not None:
             pairs, slope = self.how.change(pairs, self, keys, derivative)
         self._mask_(pairs, keys)
@@ -200,16 +245,6 @@ class Block:
         if kept is not None:
             pairs.masked_fill_(~kept, -torch.inf)
 
-    def find_empty(self) -> torch.Tensor:
-        """See ``empty``. Asked of the masks and not of scores: NaN plus -inf is NaN."""
-        best = self.query.new_full(self._pairs_shape(1)[:3], -torch.inf)
-        for keys in self.tiles():
-            zeros = self.query.new_zeros(self._pairs_shape(keys.stop - keys.start))
-            self._mask_(zeros, keys)
-            torch.maximum(best, zeros.amax(dim=-1), out=best)
-            del zeros
-        return (best == -torch.inf).view(*self.query.shape[:3], 1)
-
     def dropped(self, like: torch.Tensor, keys: slice) -> torch.Tensor | None:
         """Which pairs of a tile are dropped, in the shape of ``like`` (b, hk, g * rows, keys)."""
         task = self.task
@@ -225,15 +260,14 @@ class Block:
         heads, rows = self.heads.stop - self.heads.start, self.rows.stop - self.rows.start
         return self.query.shape[0], heads, rows, n_keys
 
-    def _by_head(self, pairs: torch.Tensor) -> torch.Tensor:
+    def by_head(self, pairs: torch.Tensor) -> torch.Tensor:
         """(b, hk, g * rows, keys) as (b, h, rows, keys), a view."""
         return pairs.view(self._pairs_shape(pairs.shape[-1]))
 
 
 def forward(task: TaskTensors, state: Statistics, how: Scores = PLAIN) -> None:
     """Merge the task's kept pairs into ``state``, in place."""
-    odd = _odd(task, how, task.query, task.key, task.value)
-    for block in _blocks(task, state.out.dtype, how, odd):
+    for block in _blocks(task, state.out, how):
         out, lse = _forward_block(block)
         at = block.of_rows(state.out)
         with task.timed("merge"):
@@ -263,58 +297,41 @@ def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         del p, drops
     # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
     lse = torch.where(largest == torch.inf, largest, total.log().add_(largest))
-    out.div_(total.masked_fill_(total == 0.0, 1.0))
+    out.div_(total.masked_fill_(total == 0.0, 1.0)).masked_fill_(lse == -torch.inf, 0.0)
     if task.dropout is not None:
         out.mul_(task.dropout.rescale)
-    if block.empty is not None:
-        out.masked_fill_(block.empty, 0.0)
-        lse.masked_fill_(block.empty, -torch.inf)
     return out, lse
 
 
 def backward(task: TaskTensors, grads: Gradients, how: Scores = PLAIN) -> None:
     """Add the task's gradients into ``grads``, in place. (They are never scaled.)"""
-    odd = _odd(task, how, task.query, task.key, task.value, grads.grad_out)
-    for block in _blocks(task, grads.grad_query.dtype, how, odd):
+    for block in _blocks(task, grads.grad_query, how):
         _backward_block(block, grads)
 
 
 def _backward_block(block: Block, grads: Gradients) -> None:
-    task, empty = block.task, block.empty
+    task, rows = block.task, BackwardRows.of(block, grads)
     rescale = 1.0 if task.dropout is None else task.dropout.rescale
-    rows = _Rows.of(block, grads)
     grad_query = torch.zeros_like(block.query)
     for keys in block.tiles():
         key = block.of_keys(task.key, keys)
-        p, derivative = block.scores(key, keys, derivative=True)
-        if empty is not None:
-            p.masked_fill_(empty, -torch.inf)
-        p.sub_(rows.lse).exp_()
-        drops = block.dropped(p, keys)
-        ds = rows.grad_out @ block.of_keys(task.value, keys).mT
+        p, ds, derivative, drops = rows.pairs(key, keys)
         if drops is not None:
-            ds.mul_(rescale).masked_fill_(drops, 0.0)
-        ds.sub_(rows.delta_of(p, ds) if block.how.whole_rows else rows.delta)
-        weights = p if drops is None else p.masked_fill(drops, 0.0)
+            p.masked_fill_(drops, 0.0)
         at = (block.entries, block.key_heads, keys)
-        grads.grad_value[at].add_(weights.mT @ rows.grad_out, alpha=rescale)
-        del weights
-        ds.mul_(p)
+        grads.grad_value[at].add_(p.mT @ rows.grad_out, alpha=rescale)
+        del p, drops
         if derivative is not None:
             ds.mul_(derivative)
-        if empty is not None:
-            ds.masked_fill_(empty, 0.0)
         grad_query.add_(ds @ key)
         grads.grad_key[at].add_(ds.mT @ block.query, alpha=task.scale)
-        del p, derivative, drops, ds
-    if empty is not None:
-        grad_query.masked_fill_(empty, 0.0)
+        del derivative, ds
     target = block.of_rows(grads.grad_query)
     target.add_(grad_query.view(target.shape), alpha=task.scale)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class BackwardRows:
     """What a backward reads of a block's rows, (b, hk, g * rows, 1 or dv).
 
     Attributes:
@@ -328,21 +345,30 @@ class _Rows:
     taken: torch.Tensor | float
 
     @classmethod
-    def of(cls, block: Block, saved: Gradients | Saved) -> _Rows:
-        """Those of a block; of rows without keys nothing is taken, whatever is in them."""
+    def of(cls, block: Block, saved: Gradients | Saved) -> BackwardRows:
+        """Those of a block."""
         columns, grad_out = block.how.columns, block.grouped(saved.grad_out)
         products = grad_out * block.grouped(saved.out)
         taken = products[..., -columns:].sum(dim=-1, keepdim=True) if columns else 0.0
         delta = products.sum(dim=-1, keepdim=True)
-        lse = block.of_rows(saved.lse).reshape(*block.query.shape[:3], 1)
+        lse = block.grouped(saved.lse.unsqueeze(-1))
         # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        if block.empty is not None:
-            # 0 times NaN is NaN.
-            grad_out, delta, lse, block.query = (
-                t.masked_fill(block.empty, 0.0) for t in (grad_out, delta, lse, block.query)
-            )
-        return cls(block, grad_out, delta, lse, taken)
+        return cls(block, grad_out, delta, lse.masked_fill(lse == -torch.inf, 0.0), taken)
+
+    def pairs(
+        self, key: torch.Tensor, keys: slice
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Of a tile: probabilities; the gradient of scores after their change; the derivative of
+        that (``Block.scores``); and which pairs are dropped."""
+        block, dropout = self.block, self.block.task.dropout
+        p, derivative = block.scores(key, keys, derivative=True)
+        p.sub_(self.lse).exp_()
+        drops = block.dropped(p, keys)
+        ds = self.grad_out @ block.of_keys(block.task.value, keys).mT
+        if dropout is not None and drops is not None:
+            ds.mul_(dropout.rescale).masked_fill_(drops, 0.0)
+        ds.sub_(self.delta_of(p, ds) if block.how.whole_rows else self.delta).mul_(p)
+        return p, ds, derivative, drops
 
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
         """Delta, of rows that have no keys but those of ``p`` by ``exact_delta``. Their
@@ -375,43 +401,27 @@ def not_whole(total: torch.Tensor, lse: torch.Tensor, *, loose: bool = True) -> 
     return total.log().abs_() > (rounding if loose else rounding.clamp_(max=0.01))
 
 
-def _odd(task: TaskTensors, how: Scores, *rows: torch.Tensor) -> bool:
-    """Whether rows without keys, if there are any, have to be looked for: they hold NaN then.
-
-    On a GPU, asking would make the host wait; there it is so wherever something is masked.
-    """
-    some = next((r for r in task.rectangles if r.n_queries and r.n_keys), None)
-    if some is None or (how.kept is None and not task.has_mask(some)):
-        return False
-    wide = torch.float64 if task.query.dtype == torch.float64 else torch.float32
-    return task.query.is_cuda or not all(t.sum(dtype=wide).isfinite() for t in rows)
-
-
-def _blocks(task: TaskTensors, dtype: torch.dtype, how: Scores, odd: bool) -> Iterator[Block]:
+def _blocks(task: TaskTensors, like: torch.Tensor, how: Scores) -> Iterator[Block]:
     """The blocks of a task."""
-    batch, query_heads = task.query.shape[:2]
-    key_heads = task.key.shape[1]
-    if 0 in (batch, query_heads, key_heads):
+    batch, key_heads = task.key.shape[:2]
+    if 0 in task.query.shape[:2]:
         return
-    shared = query_heads // key_heads
     for r in task.rectangles:
         if r.n_queries == 0 or r.n_keys == 0:
             continue
         tile = _Tile.of(task, r, how)
-        for entry in range(0, batch, tile.batch):
-            entries = slice(entry, min(entry + tile.batch, batch))
-            for head in range(0, key_heads, tile.key_heads):
-                own = slice(head, min(head + tile.key_heads, key_heads))
-                heads = slice(own.start * shared, own.stop * shared)
-                for start in range(r.query_start, r.query_stop, tile.queries):
-                    rows = slice(start, min(start + tile.queries, r.query_stop))
-                    query = task.query[entries, heads, rows].to(dtype)
-                    shape = (query.shape[0], own.stop - own.start, -1, query.shape[-1])
-                    query = query.reshape(shape)
-                    block = Block(task, r, how, tile.keys, entries, own, heads, rows, query)
-                    if odd:
-                        block.empty = block.find_empty()
-                    yield block
+        for at in product(
+            runs(slice(0, batch), tile.batch),
+            runs(slice(0, key_heads), tile.key_heads),
+            runs(slice(r.query_start, r.query_stop), tile.queries),
+        ):
+            yield Block.of(task, r, how, at, like)
+
+
+def runs(whole: slice, most: int) -> Iterator[slice]:
+    """``whole`` in runs of at most ``most``."""
+    for start in range(whole.start, whole.stop, most):
+        yield slice(start, min(start + most, whole.stop))
 
 
 def whole_task(call: Call) -> TaskTensors:
@@ -574,9 +584,9 @@ def exact_carrier(call: Call, saved: Saved, columns: int = 0) -> torch.Tensor:
     saved = replace(saved, grad_out=saved.grad_out.to(query.dtype))
     found = torch.empty(saved.out.shape, dtype=saved.out.dtype, device=query.device)
     task, how = whole_task(call), replace(SMALL, columns=columns)
-    odd = _odd(task, how, *call.inputs, saved.grad_out)
-    for block in _blocks(task, work_dtype(query), how, odd):
-        rows = _Rows.of(block, saved)
+    like = query.new_empty(0, dtype=work_dtype(query))
+    for block in _blocks(task, like, how):
+        rows = BackwardRows.of(block, saved)
         delta = rows.delta
         for keys in block.tiles():  # one: all keys
             p, _ = block.scores(block.of_keys(task.key, keys), keys, derivative=False)
