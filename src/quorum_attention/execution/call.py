@@ -18,7 +18,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.scaling import Computed, scales
+from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.workload import Axis, Group, Workload, flat_entries, group_part
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Bias, InnerKernel, Lanes, MaskShape, TaskTensors
@@ -474,13 +474,6 @@ class Job:
         """A head group's part of each result, as views; of one batch entry."""
         states = zip(self.spec.states, self.make_results(), strict=True)
         return [group_part(result, group, state.axis) for state, result in states]
-
-    def computed(self, group: Group, gradients: Sequence[torch.Tensor]) -> Computed:
-        """The inputs of a head group of one batch entry, and ``gradients`` computed from them."""
-        query, key, value, out, grad_out, lse = (
-            group_part(self.tensors[item.name], group, item.axis) for item in self.spec.inputs
-        )
-        return Computed(query, out, grad_out, lse.unsqueeze(-1), key, value, *gradients)
 
     def fill(self, state: StateSpec, group: Group | None) -> float | torch.Tensor:
         """What rows of ``state`` begin with: a number, or one for each head of the group (None: of

@@ -14,9 +14,8 @@ again from its stored state. In the heads at fault the products then go down by 
 two: most of it is divided from ``grad_out``, a little is taken off the shift, so that both stay
 normal numbers. This is repeated until no sum overflows.
 
-Inputs may hold rows that are not finite. Gradients that are not finite because of such a row are no
-overflow. A head with no other fault is left as it is, because further scaling would cost its other
-rows digits. A head with such rows and an overflow is scaled down one step and no further.
+Rows of inputs that are not finite make gradients that are not, however they are scaled. A head with
+such rows is scaled down one step and no further, because each step costs its other rows digits.
 
 The device never waits here: norms and factors stay on it, and the host reads a unit's flags while
 the next unit computes.
@@ -26,14 +25,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from quorum_attention.execution.control.controller import Path, RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.workload import Group, Workload
+from quorum_attention.execution.workload import Axis, Group, Workload, group_part
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.scaling import (
     Scaling,
@@ -42,7 +41,6 @@ from quorum_attention.kernels.scaling import (
     largest_norm,
     value_norms,
 )
-from quorum_attention.kernels.tensors import row_blocks
 
 if TYPE_CHECKING:
     from quorum_attention.execution.slot_rows import Unit
@@ -83,56 +81,17 @@ def all_finite(parts: Sequence[torch.Tensor]) -> bool:
     return math.isfinite(float(sum(others, first)))
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A unit's unscaled inputs, and the gradients that were computed.
+# What a backward reads beside the log-sum-exp, with the rows that each has. Of a unit:
+# (b, h, n, d) or (b, hk, m, d).
+_READ: dict[str, Axis] = {
+    "query": "query", "out": "query", "grad_out": "query", "key": "key", "value": "key",
+}  # fmt: skip
+Read = Mapping[str, torch.Tensor]
 
-    Attributes:
-        query, out, grad_out, grad_query: (b, h, n, d) each.
-        lse: (b, h, n, 1).
-        key, value, grad_key, grad_value: (b, hk, m, d) each.
-    """
 
-    query: torch.Tensor
-    out: torch.Tensor
-    grad_out: torch.Tensor
-    lse: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    grad_query: torch.Tensor
-    grad_key: torch.Tensor
-    grad_value: torch.Tensor
-
-    def head(self, entry: int, head: int) -> Computed:
-        """The part that belongs to one key/value head."""
-        return Computed(
-            *(_head(getattr(self, one.name), self.value, entry, head) for one in fields(self))
-        )
-
-    def finite(self) -> bool:
-        """Whether all inputs are finite."""
-        three = (self.query, self.out, self.grad_out, self.key, self.value)
-        return all(bool(_finite_rows(one).all()) for one in three)
-
-    def overflowed(self) -> bool:
-        """Whether a gradient is not finite that its inputs alone would leave finite."""
-        upstream = _finite_rows(self.grad_out)
-        rows = upstream & _finite_rows(self.query) & _finite_rows(self.out)
-        # A key or value that is not finite makes NaN of a probability of 0, but never infinity: so
-        # where there are any, only an infinite gradient counts.
-        clean = bool(_finite_rows(self.key).all()) and bool(_finite_rows(self.value).all())
-        good = _finite_rows if clean else _rows_without_infinity
-        if not bool((good(self.grad_query) | ~rows).all()):
-            return True
-        if bool(rows.all()) and not bool(good(self.grad_key).all()):
-            return True
-        # All probabilities of a row are finite unless one of its scores is NaN or plus infinity.
-        broken = self.lse.isnan() | (self.lse == torch.inf)
-        if bool(broken.any()):
-            return False
-        # A number of the upstream gradient that is not finite reaches its own column alone.
-        others = _finite_columns(self.grad_out)
-        return not bool(_finite_columns(self.grad_value)[others].all())
+def what_is_read(tensors: Read, group: Group) -> Read:
+    """The inputs of a backward's head group of one batch entry."""
+    return {name: group_part(tensors[name], group, axis) for name, axis in _READ.items()}
 
 
 @dataclass(slots=True)
@@ -162,21 +121,26 @@ class Steps:
             _head(grad_out, value, entry, head).div_(further)
             unscale[entry, head].mul_(further)
 
-    def lower(self, overflow: torch.Tensor, unit: Computed, ask: Ask) -> bool:
+    def lower(self, overflow: torch.Tensor, read: Read, ask: Ask) -> bool:
         """Take the heads that ``overflow`` (b, hk) flags as overflowed down by as many steps as
-        ``ask`` says; returns whether any head was taken down."""
+        ``ask`` says; returns whether any head was taken down.
+
+        Args:
+            read: the unit's inputs, not divided.
+        """
         flagged: list[list[int]] = overflow.nonzero().tolist()
-        steps = ask({(e, h): self._most(unit.head(e, h), (e, h)) for e, h in flagged})
+        steps = ask({(e, h): self._most(read, e, h) for e, h in flagged})
         self.taken.update(steps)
         return bool(steps)
 
-    def _most(self, one: Computed, head: tuple[int, int]) -> int:
+    def _most(self, read: Read, entry: int, head: int) -> int:
         """Most steps that the numbers of a head allow: those taken already, or one more."""
-        taken = self.taken.get(head, 0)
-        if not one.finite() and (taken or not one.overflowed()):
-            return taken
-        largest = largest_norm(one.grad_out)
-        exponent = divisor_exponent(largest, largest_norm(one.value), usual_shift(self.n_keys))
+        taken = self.taken.get((entry, head), 0)
+        one = {name: _head(part, read["value"], entry, head) for name, part in read.items()}
+        if not all_finite(list(one.values())):
+            return max(taken, 1)
+        largest = largest_norm(one["grad_out"])
+        exponent = divisor_exponent(largest, largest_norm(one["value"]), usual_shift(self.n_keys))
         after = math.ldexp(largest, -exponent - _off_the_gradient(taken + 1))
         return taken + (after >= _SMALLEST_ROW)
 
@@ -257,20 +221,11 @@ class GroupScaling:
         """Whether a gradient of the group is not finite; the host waits."""
         return bool(self._overflow.any())
 
-    def repeats(self, computed: Computed, ask: Ask, *, plain: bool = False) -> bool:
-        """Scale the heads at fault down further, if that may help; returns whether it does.
-
-        Args:
-            plain: whether all inputs of these heads have to be finite.
-
-        Raises:
-            OverflowedError: they are not, so it takes tasks to tell.
-        """
+    def repeats(self, read: Read, ask: Ask) -> bool:
+        """Scale the heads at fault down further, if that may help; returns whether it does."""
         flags = self._overflow[:, : self._kv_heads].to("cpu", copy=True)
         self._overflow.zero_()
-        if plain and not all(computed.head(e, h).finite() for e, h in flags.nonzero().tolist()):
-            raise OverflowedError("a scaled gradient overflowed, beside inputs that are not finite")
-        return self._steps.lower(flags, computed, ask)
+        return self._steps.lower(flags, read, ask)
 
     def prepare(self, unit: Unit) -> Scaling:
         """Divide the upstream gradient of a unit that streams by."""
@@ -280,11 +235,6 @@ class GroupScaling:
         if beside.opens:
             self._norms = value_norms(value)
         return self.divide_(unit.fields["grad_out"], value, unit.slot, self._norms)
-
-
-class OverflowedError(torch.OutOfMemoryError):
-    """A scaled gradient overflowed where inputs are not finite: tasks through slots find out which
-    rows that leaves. It is recovered from as if memory had run out."""
 
 
 @dataclass(slots=True)
@@ -338,57 +288,17 @@ class UnitScaling:
     def repeats(self, unit: Unit) -> bool:
         """Scale a unit that overflowed down further, if that may help; returns whether it is.
 
-        The slot holds the unit's unscaled inputs and its computed gradients.
+        The slot holds the unit's inputs, not divided.
         """
-        one, task = self._units[unit.slot], unit.visit.task
-        # Rows of a state beyond the end of the sequence were never written.
-        rows = {
-            "query": task.count_below(self._work.n_queries),
-            "key": task.count_below(self._work.n_keys),
-        }
-        computed = Computed(
-            *(unit.fields[name][:, :, : rows[axis]] for name, axis in _FIELDS_COMPUTED)
-        )
-        ask = asking(self._controller, unit.group, task.path)
-        again = one.steps.lower(one.flags, computed, ask)
+        one, task, work = self._units[unit.slot], unit.visit.task, self._work
+        # Rows beyond the end of the sequence were never written.
+        rows = {"query": task.count_below(work.n_queries), "key": task.count_below(work.n_keys)}
+        read = {name: unit.fields[name][:, :, : rows[axis]] for name, axis in _READ.items()}
+        again = one.steps.lower(one.flags, read, asking(self._controller, unit.group, task.path))
         self.repeated += again
         return again
-
-
-# The fields of a slot in the order of ``Computed``.
-_FIELDS_COMPUTED = (
-    ("query", "query"), ("out", "query"), ("grad_out", "query"), ("lse", "query"),
-    ("key", "key"), ("value", "key"),
-    ("state_query", "query"), ("state_key", "key"), ("state_value", "key"),
-)  # fmt: skip
 
 
 def _by_head(unit: Unit, name: str) -> torch.Tensor:
     field = unit.fields[name]
     return field.view(field.shape[:2])
-
-
-def _finite_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Which rows of (b, h, n, d) are finite everywhere: (b, h, n), boolean."""
-    return _rows(tensor, torch.isfinite)
-
-
-def _finite_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """Which columns of (b, h, n, d) are finite everywhere: (d,), boolean."""
-    batch, heads, rows, width = tensor.shape
-    found = torch.ones(width, dtype=torch.bool, device=tensor.device)
-    for block in row_blocks(batch, heads, rows, max(1, width)):
-        found &= tensor[block].isfinite().flatten(0, -2).all(dim=0)
-    return found
-
-
-def _rows_without_infinity(tensor: torch.Tensor) -> torch.Tensor:
-    return _rows(tensor, lambda part: ~torch.isinf(part))
-
-
-def _rows(tensor: torch.Tensor, good: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    batch, heads, rows, width = tensor.shape
-    found = torch.empty(tensor.shape[:3], dtype=torch.bool, device=tensor.device)
-    for block in row_blocks(batch, heads, rows, max(1, width)):
-        found[block] = good(tensor[block]).all(dim=-1)
-    return found

@@ -45,7 +45,14 @@ from quorum_attention.execution.case import (
 )
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.scaling import Ask, GroupScaling, all_finite, asking, scales
+from quorum_attention.execution.scaling import (
+    Ask,
+    GroupScaling,
+    all_finite,
+    asking,
+    scales,
+    what_is_read,
+)
 from quorum_attention.execution.schedule import Choice, Route, Schedule
 from quorum_attention.execution.workload import (
     Group,
@@ -536,7 +543,7 @@ def compute_group(
             spec.accumulate(call.kernel, task, given, states, told)
         if scaling is None or not scaling.overflowed():
             break
-        if not scaling.repeats(job.computed(group, states), ask):
+        if not scaling.repeats(what_is_read(job.tensors, group), ask):
             break
         job.repeated(1)
         for state in states:

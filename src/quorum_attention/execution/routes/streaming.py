@@ -40,7 +40,7 @@ from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.scaling import GroupScaling, asking
+from quorum_attention.execution.scaling import GroupScaling, asking, what_is_read
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.slot_rows import (
     Beside,
@@ -246,8 +246,7 @@ class Streaming(Route):
                 if not overflowed:
                     break
                 mover.finish(wait=True)
-                ask, computed = asking(controller, group), job.computed(group, job.targets(group))
-                if not scaling.repeats(computed, ask, plain=True):
+                if not scaling.repeats(what_is_read(job.tensors, group), asking(controller, group)):
                     break
                 job.repeated(1)
             job.tell(done, every)
