@@ -141,64 +141,6 @@ class Failing(CpuKernel):
         return found
 
 
-def broken_beside(
-    where: str, route: str, mask: torch.Tensor | None = None
-) -> tuple[tuple[torch.Tensor, ...], Inputs]:
-    """Gradients in the range where fp16 has few digits, with a row of NaN in ``where``."""
-    n = 256
-    generator = torch.Generator().manual_seed(5)
-    q, k, v, grad_out = (torch.randn(1, 1, n, 16, generator=generator) for _ in range(4))
-    if where == "value":  # so large that grad_out is divided, and dV with it
-        v *= 10_000
-    made = Inputs(q.half(), k.half(), v.half(), grad_out.half())
-    getattr(made, where)[0, 0, 100] = torch.nan
-    q, more = made.query, {"levels": () if route == "direct" else (7,)}
-    if route != "direct":
-        more |= {"over_inputs": route == "over_inputs"}
-    if route == "slots of a strided query":
-        q = q.mT.contiguous().mT
-    plan = qa.plan(
-        n, heads=1, head_dim=16, dtype=torch.float16, device="cpu", backward=True, **more
-    )  # fmt: skip
-    call = {"scale": 1e-6, "attn_mask": mask}
-    out, lse = qa.attention_with_lse(*made.three, **call)
-    grads = tuple(torch.empty(t.shape, dtype=torch.float32) for t in made.three)
-    got = qa.attention_backward(
-        made.grad_out, q, *made.three[1:], out, lse, plan=plan, grads=grads, **call
-    )
-    return got, made
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("where", ["query", "grad_out"])
-def test_a_broken_row_costs_the_others_of_its_head_no_digits(route: str, where: str) -> None:
-    """Its gradients are no overflow: scaling the head down for it would cost the others digits."""
-    got, made = broken_beside(where, route)
-    whole = Inputs(*(t.nan_to_num() for t in (*made.three, made.grad_out)))
-    reference = exact(whole, gradients=True, scale=1e-6)
-    others = torch.arange(made.query.shape[2]) != 100
-    assert bool(got[0][:, :, 100].isnan().all())
-    wanted = reference.grads[0][:, :, others]
-    off = (got[0][:, :, others].double() - wanted).abs().max() / wanted.abs().max()
-    assert off < 0.02, float(off)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_broken_value_leaves_the_gradients_of_values_their_digits(
-    route: str, masked: bool
-) -> None:
-    """dV = P^T dO does not depend on values. (Rows of dQ without keys may be NaN: 0 times NaN.)"""
-    mask = None
-    if masked:
-        mask = torch.ones(256, 256, dtype=torch.bool)
-        mask[:50] = False
-    got, made = broken_beside("value", route, mask)
-    whole = Inputs(*(t.nan_to_num() for t in (*made.three, made.grad_out)))
-    wanted = exact(whole, gradients=True, scale=1e-6, mask=mask).grads[2]
-    assert float((got[2].double() - wanted).abs().max() / wanted.abs().max()) < 2e-3
-
-
 @pytest.mark.parametrize("levels", [(), (7,)])
 def test_an_overflow_beside_a_broken_value_is_seen(levels: tuple[int, ...]) -> None:
     """The sink's dV overflows at first and is mended, although dQ and dK cannot be."""
