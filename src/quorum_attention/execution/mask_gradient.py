@@ -180,7 +180,7 @@ class _Walk:
     def fill(self, index: tuple[int, ...], block: _Block, tile: Tile) -> None:
         """Write one block of the gradient: the sum of all its tiles."""
         total: torch.Tensor | None = None
-        at = (*index, *self._cuts(block))
+        at: tuple[int | slice, ...] = (*index, *self._cuts(block))
         shape = self.target[at].shape
         heads_and_queries = runs(block.heads, tile.heads), runs(block.queries, tile.queries)
         for entry, heads, queries in product(self._entries(index), *heads_and_queries):
