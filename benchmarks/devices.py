@@ -268,8 +268,9 @@ def main() -> None:
     with Pool(names, threads=threads) as pool:
         bench = Bench(given, pool)
         bench.results["about"] = {
-            "devices": pool.names, "torch": torch.__version__, "kernel": given.kernel,
-            "date": str(datetime.date.today()), "cores": len(os.sched_getaffinity(0)),
+            "devices": [worker.name for worker in pool.workers], "torch": torch.__version__,
+            "kernel": given.kernel, "date": str(datetime.date.today()),
+            "cores": len(os.sched_getaffinity(0)),
         }  # fmt: skip
         say(f"workers started: {bench.results['about']}")
         for part in given.parts.split(","):

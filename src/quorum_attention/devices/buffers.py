@@ -26,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.multiprocessing
 
@@ -80,11 +79,8 @@ class InFile:
         """Whether it is shared memory of another process."""
         return self.path.startswith("/proc/")
 
-    def open(self, mode: str = "") -> torch.Tensor:
-        """Map it here.
-
-        Args:
-            mode: as NumPy has it; "": "r+" where it is written to, otherwise "c".
+    def open(self) -> torch.Tensor:
+        """Map it here, to be read unless it is written to.
 
         Raises:
             MemoryError: there is no room for it.
@@ -92,21 +88,21 @@ class InFile:
         """
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        mode = mode or ("r+" if self.written else "c")
+        file = self.descriptor(os.O_RDWR if self.written else os.O_RDONLY)
+        try:
+            return self.within(_mapped(file, self.written))
+        finally:
+            os.close(file)
+
+    def within(self, memory: mmap.mmap) -> torch.Tensor:
+        """The tensor in a mapping of the whole file."""
         spanned = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
-        n_bytes = spanned * self.dtype.itemsize
-        flags, opened_as = (os.O_RDWR, "r+b") if mode == "r+" else (os.O_RDONLY, "rb")
-        with os.fdopen(self.descriptor(flags), opened_as) as file:
-            try:
-                raw = np.memmap(file, np.uint8, mode, self.offset, n_bytes)  # type: ignore[call-overload]
-            except OSError as error:
-                if error.errno == errno.ENOMEM:
-                    raise MemoryError(f"{n_bytes} bytes of {self.path} were not mapped") from error
-                raise
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat: torch.Tensor = torch.from_numpy(raw)
-        return flat.view(self.dtype).as_strided(self.shape, self.strides)
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat: torch.Tensor = torch.frombuffer(
+                memory, dtype=self.dtype, count=spanned, offset=self.offset
+            )
+        return flat.as_strided(self.shape, self.strides)
 
     def descriptor(self, flags: int) -> int:
         """The file, opened.
@@ -317,7 +313,8 @@ class _Mapping:
     """A file in this process's memory.
 
     Attributes:
-        memory: all of it, uint8.
+        memory: all of it.
+        start: its first address.
         path: of the file.
         last: number of the last pass that used it.
         passes: how many have used it.
@@ -325,7 +322,8 @@ class _Mapping:
         refused: whether the system did not lock it.
     """
 
-    memory: torch.Tensor
+    memory: mmap.mmap
+    start: int
     path: str
     last: int = -1
     passes: int = 0
@@ -335,7 +333,7 @@ class _Mapping:
     @property
     def stop(self) -> int:
         """The address after its last byte."""
-        return self.memory.data_ptr() + self.memory.nbytes
+        return self.start + len(self.memory)
 
     @property
     def locked_bytes(self) -> int:
@@ -368,23 +366,22 @@ class MappedBuffers:
         Raises:
             OSError: its file is gone, or another one has taken its place.
         """
-        if not (isinstance(handle, InFile) and handle.in_memory and handle.written):
+        if not (isinstance(handle, InFile) and handle.in_memory) or 0 in handle.shape:
             return opened(handle)
         file = handle.descriptor(os.O_RDWR)
         try:
             # As long as it is mapped here, no other file has these numbers.
             name = file_id(file)
             if name not in self._every:
-                self._every[name] = _Mapping(_mapped(file), handle.path)
+                memory = _mapped(file, True)
+                start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+                self._every[name] = _Mapping(memory, start, handle.path)
         finally:
             os.close(file)
         mapping = self._every[name]
         mapping.passes += mapping.last != self._pass
         mapping.last = self._pass
-        width = handle.dtype.itemsize
-        memory = mapping.memory[handle.offset :]
-        flat = memory[: len(memory) // width * width].view(handle.dtype)
-        return flat.as_strided(handle.shape, handle.strides)
+        return handle.within(mapping.memory)
 
     def forget_gone(self) -> None:
         """Let go of what the other process has no more, and what no tensor uses here."""
@@ -406,7 +403,7 @@ class MappedBuffers:
                 continue
             start, stop = addresses(tensor)
             every = self._every.values()
-            one = next((m for m in every if m.memory.data_ptr() <= start < m.stop), None)
+            one = next((m for m in every if m.start <= start < m.stop), None)
             if one is not None:
                 may = one.passes >= least and stop - start >= WORTH_LOCKING_BYTES
                 start = start // PAGE_BYTES * PAGE_BYTES
@@ -452,16 +449,14 @@ class MappedBuffers:
             one.locked = 0, 0
 
 
-def _mapped(file: int) -> torch.Tensor:
-    """All of a file, uint8; taken apart when nothing refers to it any more."""
+def _mapped(file: int, writable: bool) -> mmap.mmap:
+    """All of a file; taken apart when nothing refers to it any more."""
     try:
-        memory = mmap.mmap(file, os.fstat(file).st_size)
+        return mmap.mmap(file, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     except OSError as error:
         if error.errno == errno.ENOMEM:
-            raise MemoryError(f"shared memory was not mapped: {error}") from error
+            raise MemoryError(f"shared memory or a file was not mapped: {error}") from error
         raise
-    made: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    return made
 
 
 def _is(path: str, name: FileId) -> bool:

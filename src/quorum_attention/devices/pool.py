@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import count as count_from
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -102,11 +101,6 @@ class Pool(Several):
         return [worker.device for worker in self._workers if worker.alive]
 
     @property
-    def names(self) -> list[str]:
-        """Their own names, by which one sees whether they are alike."""
-        return [worker.name for worker in self._workers if worker.alive]
-
-    @property
     def pins(self) -> bool:
         """Whether any of them copies faster from and to page-locked memory."""
         return any(backend_of(torch.device(device)).pins for device in self.devices)
@@ -141,12 +135,7 @@ class Pool(Several):
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @uncompiled

@@ -55,7 +55,7 @@ class Begin:
         backward: which of the two it is.
         call: the whole call; its mask has no bias and no sinks.
         tensors: handles by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
-            grad_value, grad_mask; grad_lse, sinks.
+            grad_value; grad_lse, sinks.
         options: ``CallOptions``'s depth, kernel and accumulator.
         watched: whether somebody reads the report.
         unequal: whether other workers may have more memory.
@@ -353,10 +353,11 @@ class _Pass:
         at = Local(self._device, free // 2, views.values())
         names = _INPUTS if self._begin.backward else _INPUTS[:3]
         inputs = {name: at.read(views[name]) for name in names if name in views}
-        results = self._gradients(block, views, at) if self._begin.backward else BlockResults(
+        results = self._gradients(views, at) if self._begin.backward else BlockResults(
             out=at.result(views["out"])
         )  # fmt: skip
-        masked = self._masked(block, at)
+        mask, causal = self._call.mask_of(block)
+        masked = changed(mask, at.read), causal
         budget = self._begin.budget
         written = CallOptions(
             **self._begin.options, devices=self._device, total=report,
@@ -368,7 +369,7 @@ class _Pass:
             at.results.append((views["lse"], made[1]))
         return at
 
-    def _gradients(self, block: Block, views: dict[str, torch.Tensor], at: Local) -> BlockResults:
+    def _gradients(self, views: dict[str, torch.Tensor], at: Local) -> BlockResults:
         sums, target = self._sums, views["grad_query"]
         if "grad_key" not in sums:
             query, key, value = (at.result(views[name]) for name in _GRADS)
@@ -378,20 +379,8 @@ class _Pass:
             query = torch.empty(target.shape, dtype=key.dtype, device=key.device)
             at.results.append((target, query))
         of_mask = sums.get("grad_mask")
-        if of_mask is None and "grad_mask" in self._tensors:
-            of_mask = self._call.cut_bias(self._tensors["grad_mask"], block)
         grad_mask = False if of_mask is None else at.result(of_mask)
         return BlockResults(grads=(query, key, value), grad_mask=grad_mask)
-
-    def _masked(self, block: Block, at: Local) -> tuple[AttnMask, bool]:
-        """``attn_mask`` and ``is_causal`` of a block, its tensors where the device has them."""
-        mask, causal = self._call.mask_of(block)
-        if isinstance(mask, torch.Tensor):
-            return at.read(mask), causal
-        if mask is not None:
-            bias, sinks = (None if t is None else at.read(t) for t in (mask.bias, mask.sinks))
-            mask = replace(mask, bias=bias, sinks=sinks)
-        return mask, causal
 
 
 class Local:

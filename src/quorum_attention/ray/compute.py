@@ -185,7 +185,7 @@ class _Work:
         self._job, self._unit, self._cut = job, unit, job.cut
         self._device, self._report = device, report
         inputs = {
-            name: source.open("r") if isinstance(source, InFile) else source
+            name: source.open() if isinstance(source, InFile) else source
             for name, source in job.inputs.items()
         }
         self._sinks, call = None, job.cut.call
@@ -310,28 +310,15 @@ class _Work:
         if on_host(self._device) or not used:
             return _HOST
         assert self._left is not None
-        taken = self._bytes(used)
+        rows = [t for n in used for t in self._read(self.block(n, n), self._inputs).values()]
+        states = [sum(t.nbytes for t in self._empty(n, torch.device("meta"))) for n in used]
+        # What is added up, and a call's results and the result of an addition beside it.
+        taken = sum(t.nbytes for t in rows) + 3 * max(states)
+        taken += sum(states) if self._job.backward else 0
         if taken > self._left * _RESIDENT:
             return _HOST
         self._left -= taken
         return self._device
-
-    def _bytes(self, used: Sequence[int]) -> int:
-        """Bytes of a task's rows on the device, at most."""
-        rows, keys = ([at(n).length for n in used] for at in (self._cut.queries, self._cut.keys))
-        state, share = self._job.state.itemsize, self.block().heads.length
-        widths = {name: 1 if name == "lse" else t.shape[-1] for name, t in self._inputs.items()}
-        by_row, by_key = (
-            sum(widths[n] * self._inputs[n].element_size() for n in names if n in widths)
-            for names in (_OF_ROWS, _OF_KEYS)
-        )
-        # A call's inputs and results, what is added up, and the result of an addition.
-        if not self._job.backward:
-            each = by_row + 3 * state * (widths["value"] + 1)
-            return sum(keys) * by_key + max(rows) * share * each
-        query, key = (state * sum(widths[n] for n in names) for names in (("query",), _OF_KEYS))
-        found = sum(rows) * share * query + max(rows) * share * (by_row + query)
-        return found + sum(keys) * (by_key + key) + max(keys) * key
 
 
 def _keeps_nothing(block: Block, mask: AttnMask, is_causal: bool) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -88,12 +87,7 @@ class Farm:
     def __enter__(self) -> Farm:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @uncompiled
