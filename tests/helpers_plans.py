@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import quorum_attention as qa
-from quorum_attention.execution.case import Case, spec_of
+from quorum_attention.execution.problem import GroupSize, Problem, spec_of
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.schedule import schedule_of
-from quorum_attention.execution.workload import GroupSize
 from quorum_attention.kernels import get_kernel
 from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.price import price
@@ -18,7 +17,7 @@ from quorum_attention.planner.price import price
 def unpinned(plan: qa.Plan) -> qa.Plan:
     """The plan with its decomposition, but free to recover from running out of memory."""
     schedule = replace(plan.schedule, pinned=False)
-    return replace(plan, candidate=replace(plan.candidate, schedule=schedule))
+    return replace(plan, schedule=schedule)
 
 
 def passing(
@@ -36,6 +35,6 @@ def passing(
     stays = "key" if plan.backward else "query"
     route = Streaming(n_cap, stays=stays, queries=queries, keys=keys, instead=Slots(1, "host"))
     schedule = schedule_of(work, plan.decomposition, GroupSize(1, group), route)
-    case = Case(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
+    problem = Problem(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
     machine = assumed(place.device_type, work.dtype, work.head_dim)
-    return replace(plan, candidate=price(schedule, case, machine))
+    return price(schedule, problem, machine)

@@ -25,7 +25,7 @@ FLOORS = (
     ("limits", "planner"),
     ("call",),
     ("passes",),
-    ("autograd", "blocks"),
+    ("autograd",),
     ("devices", "direct"),
     ("operator", "pool"),
     ("api",),

@@ -10,7 +10,7 @@ is free then. Nothing is remembered that holds a tensor, or a kernel that its us
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,18 +20,17 @@ from quorum_attention.call.gradients import Given, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
+from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.call import MaskView, operand, results_are_dense, rows_overlap
-from quorum_attention.execution.case import corrected_bytes
 from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, best_device
-from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.execution.problem import corrected_bytes, scales
 from quorum_attention.execution.routes.over_inputs import Whole, materialises, without_empty_rows
-from quorum_attention.execution.scaling import scales
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
 from quorum_attention.mask import Mask
 from quorum_attention.passes import as_own, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner.calibration import rates_known
-from quorum_attention.planner.decide import Decision, Problem, decide
+from quorum_attention.planner.decide import Decision, decide
 
 # By names of this file: to look them up in torch would take longer than the shortest calls.
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
@@ -269,7 +268,7 @@ class DirectCall:
         one_call = self.backwards.get(state)
         if one_call is None:
             tensors, given = Tensors(query, key, value, mask), Given(grad_out, out, lse)
-            _, decision = decide_backward(tensors, self.request, given)
+            decision = decide_backward(tensors, self.request, given)
             kernel = decision.kernel
             one_call = kernel is get_kernel(self.kernel) and _is_one_call(decision, self.request)
             # Such gradients are looked at afterwards, or need another output.
@@ -295,29 +294,31 @@ def direct_call(tensors: Tensors, request: Request) -> DirectCall | None:
     """How a call is run that is one kernel call; None if it is not, or is not to be remembered."""
     if is_trivial(tensors) or len(request.work.batch_shape) != 1 or request.runner is not None:
         return None
-    problem, decision = decide_forward(tensors, request)
+    decision = decide_forward(tensors, request)
     kernel = decision.kernel
     if not _is_one_call(decision, request):
         return None
     if kernels().get(kernel.name) is kernel:
         mask = tensors.mask
         large = mask is not None and mask.dtype == torch.bool and 4 * mask.numel() > _MOST_BIAS
-        recorded = not large and _is_recorded(kernel, problem, request)
+        recorded = not large and _is_recorded(decision, request)
         return DirectCall(request, kernel.name, kernel if recorded else None)
     # One of ours under a mask: a call that names a kernel of its own is not remembered.
     return DirectCall(request, kernel) if kernel.empty_rows else None
 
 
-def _is_recorded(kernel: InnerKernel, problem: Problem, request: Request) -> bool:
+def _is_recorded(decision: Decision, request: Request) -> bool:
     """Whether torch's autograd can record the kernel's operator in place of ours."""
-    if not kernel.takes_recorded(problem.call_shape):
+    kernel, work, options = decision.kernel, request.work, request.options
+    if not kernel.takes_recorded(decision.call_shape):
         return False
     if not request.records:
         return True
-    if problem.work.dtype == torch.float16 or materialises(problem.work, kernel):
+    if work.dtype == torch.float16 or materialises(work, kernel):
         return False
-    after = replace(problem, place=place_after(problem.place, request), backward=True)
-    return decide(after) == Decision(kernel)
+    place = place_after(decision.problem.place, request)
+    after = decide(work, place, options, request.out_dtype, backward=True)
+    return after.plan is None and after.kernel is kernel
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 # Where torch has no type of its own (very old builds), a RuntimeError is the nearest base.
@@ -64,3 +67,28 @@ def is_out_of_memory(error: BaseException) -> bool:
         text = str(error)
         return text.strip() in _NOTHING_ELSE_SAID or any(said in text for said in _ALLOCATORS_SAY)
     return False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an allocator's message."""
+    return next((line.strip() for line in str(error).split("\n") if line.strip()), repr(error))
+
+
+@contextmanager
+def named_out_of_memory() -> Iterator[None]:
+    """Turn an allocator's error that leaves the block into our ``OutOfMemoryError``.
+
+    The allocator's error is not chained: its traceback would hold the failed call's tensors.
+    """
+    said = None
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        said = first_line(error)
+    if said is not None:
+        raise OutOfMemoryError(
+            "out of memory: it was the memory of results or accumulators, which a finer plan needs "
+            f"as well. The allocator said: {said}"
+        )

@@ -10,8 +10,8 @@ from types import TracebackType
 
 import torch
 
+from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.memory import is_out_of_memory
 
 _SAMPLE_SECONDS = 0.002
 

@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
+from quorum_attention.call.block import (
+    AttnMask,
+    Block,
+    BlockResults,
+    WholeCall,
+    request_of_block,
+)
 from quorum_attention.call.gradients import Given, backward_place, forward_place, place_after
 from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.errors import BudgetError
+from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.call import (
     Call,
     Job,
     MaskView,
     Progress,
-    Upstream,
     backward_job,
     forward_job,
     upstream_of,
 )
-from quorum_attention.execution.case import corrected_bytes
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.memory import is_out_of_memory, named_out_of_memory
+from quorum_attention.execution.problem import corrected_bytes, takes_wide
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.over_inputs import at_once, corrected_output, materialises
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
-from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import InnerKernel, Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import (
     Decision,
-    Problem,
+    both_passes,
     decide,
     decide_again,
-    decide_both,
 )
 from quorum_attention.planner.plan import Plan, is_cut, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
-_JobOf = Callable[[Call, PassReport | None, Progress | None], Job]
+_JobOf = Callable[[Call, Decision], Job]
 
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,33 +73,37 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
-    problem, decision = decide_forward(tensors, request)
+    decision = decide_forward(tensors, request)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
 
-    def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
-        return forward_job(call, request.out_dtype, out, report, progress, request.lse)
+    def job_of(call: Call, decision: Decision) -> Job:
+        return forward_job(call, decision.problem, out, request.lse)
 
     given = tuple(t for t in (out, request.lse) if t is not None)
-    result, lse = _run(tensors, request, problem, decision, job_of, given)
+    result, lse = _run(tensors, request, decision, job_of, given)
     return result, lse
 
 
-def decide_forward(tensors: Tensors, request: Request) -> tuple[Problem, Decision]:
+def decide_forward(tensors: Tensors, request: Request) -> Decision:
     """How a forward would be run, of a call that is neither empty nor without keys.
 
     Raises:
         BudgetError, NotImplementedError: it cannot be.
     """
-    place = forward_place(tensors, request)
-    problem = Problem(
-        request.work, request.options, place, request.out_dtype, request.records, False
-    )
-    if request.records and request.options.budget_bytes is not None:
-        after = replace(problem, place=place_after(place, request), backward=True)
-        held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
-        return problem, decide_both(problem, after, beside=held)
-    return problem, decide(problem)
+    work, options, records = request.work, request.options, request.records
+    here, budget = forward_place(tensors, request), options.budget_bytes
+    held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
+
+    def of(backward: bool) -> Decision:
+        place, wanted = (place_after(here, request) if backward else here), options
+        if backward and held and budget is not None:
+            wanted = replace(options, budget_bytes=max(0, budget - held))
+        kept = {"backward": backward, "needs_grad": records}
+        return decide(work, place, wanted, request.out_dtype, **kept)
+
+    # The backward, which has to fit the same budget, is decided again when its turn comes.
+    return of(False) if budget is None or not records else both_passes(of, held)[0]
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
@@ -119,6 +127,31 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
         request, held, "gives its mask's gradient", "the mask's gradient",
         lambda left: _run_backward(tensors, left, given),
     )  # fmt: skip
+
+
+def compute_block(
+    call: WholeCall,
+    block: Block,
+    inputs: Mapping[str, torch.Tensor],
+    written: CallOptions,
+    results: BlockResults | None = None,
+    masked: tuple[AttnMask, bool] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Compute a block in this process, on ``written.devices``.
+
+    Args:
+        inputs, masked: as for ``request_of_block``.
+        results: where results go; None: all are made.
+
+    Returns:
+        of a forward (out, lse); of a backward the gradients of query, key and value, then those of
+        bias and sinks where they are wanted.
+    """
+    results = results or BlockResults()
+    tensors, request, given = request_of_block(call, block, inputs, written, results, masked)
+    if given is None:
+        return run_forward(tensors, request)
+    return run_backward(tensors, request, given)
 
 
 @contextmanager
@@ -174,34 +207,29 @@ def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[tor
 def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     work, options = request.work, request.options
     grad_out, out, lse, grads = given[:4]
-    problem, decision = decide_backward(tensors, request, given)
+    decision = decide_backward(tensors, request, given)
     of_mask = _mask_gradient(tensors, request, given, decision.kernel) if given.of_mask else ()
 
-    def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
-        if report is None:
-            upstream = Upstream(grad_out)  # in the inputs' dtype: ``_together``
-        else:
-            wide = takes_wide(call.kernel, work)
-            upstream = upstream_of(grad_out, work, options.device, wide=wide)
+    def job_of(call: Call, decision: Decision) -> Job:
+        # Without a plan, the gradient has the inputs' dtype.
+        wide = takes_wide(call.kernel, work)
+        upstream = upstream_of(grad_out, work, options.device, wide=wide)
         carrier = out
-        if report is not None or not materialises(work, call.kernel):
+        if decision.plan is not None or not materialises(work, call.kernel):
             carrier = _carrier(call, tensors, given, upstream.tensor)
-        return backward_job(call, upstream, carrier, lse, grads, report, progress)
+        return backward_job(call, decision.problem, upstream, carrier, lse, grads)
 
-    return (*_run(tensors, request, problem, decision, job_of, grads or ()), *of_mask)
+    return (*_run(tensors, request, decision, job_of, grads or ()), *of_mask)
 
 
-def decide_backward(tensors: Tensors, request: Request, given: Given) -> tuple[Problem, Decision]:
+def decide_backward(tensors: Tensors, request: Request, given: Given) -> Decision:
     """How a backward would be run, of a call that is neither empty nor without keys.
 
     Raises:
         BudgetError, NotImplementedError: it cannot be.
     """
-    work, options = request.work, request.options
     place = backward_place(tensors, request, given)
-    # The dtype of the output goes into the choice, so that the forward's kernel is taken again.
-    problem = Problem(work, options, place, given.out.dtype, True, True, _together(request, given))
-    return problem, decide(problem)
+    return decide(request.work, place, request.options, given.out.dtype, backward=True)
 
 
 def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
@@ -273,7 +301,6 @@ def beside(
 def _run(
     tensors: Tensors,
     request: Request,
-    problem: Problem,
     decision: Decision,
     job_of: _JobOf,
     given: tuple[torch.Tensor, ...],
@@ -281,18 +308,19 @@ def _run(
     """The results of a pass, by the first decision that does not run out of memory.
 
     Args:
-        job_of: makes the job of a call; without a report where there is no plan.
+        job_of: makes the job of a call.
         given: preallocated results.
     """
+    backward = decision.problem.spec.backward
     if decision.plan is None:
         begun = time.perf_counter() if request.sums else 0.0
-        found = _at_once(job_of(_call(tensors, request, decision.kernel), None, None))
+        found = _at_once(job_of(_call(tensors, request, decision.kernel), decision))
         if found is not None:
             for sums in request.sums:
                 spent = time.perf_counter() - begun
-                sums.total.add(decision.kernel.name, backward=problem.backward, seconds=spent)
+                sums.total.add(decision.kernel.name, backward=backward, seconds=spent)
             return tuple([as_own(made) for made in found])
-        decision = decide_again(problem, decision)
+        decision = decide_again(decision)
     device, watched = request.options.device, request.report
     recoveries: list[str] = []
     while True:
@@ -306,8 +334,8 @@ def _run(
             if request.dropout is not None:
                 report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
                 if request.options.kernel == "auto":
-                    report.without_dropout = without_dropout(decision.kernel, problem.call_shape)
-            setattr(watched, "backward" if problem.backward else "forward", report)
+                    report.without_dropout = without_dropout(decision.kernel, decision.call_shape)
+            setattr(watched, "backward" if backward else "forward", report)
         with (
             backend_of(device).current(device),
             _peak_memory(device, report),
@@ -319,15 +347,17 @@ def _run(
             _note_writing(given)
             # No name for the job: it would hold its results when memory has run out.
             results = run_pass(
-                job_of(_call(tensors, request, decision.kernel), report, progress),
+                job_of(_call(tensors, request, decision.kernel), decision),
                 plan.schedule,
+                report,
+                progress,
                 guessed=not decision.last,
             )
         if results is not None:
             _add_up(request, plan, report)
             return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
         recoveries = report.recoveries
-        decision = decide_again(problem, decision)
+        decision = decide_again(decision)
 
 
 def _add_up(request: Request, plan: Plan, report: PassReport) -> None:
@@ -405,15 +435,6 @@ def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
 def is_trivial(tensors: Tensors) -> bool:
     """Whether the results are empty or all zeros."""
     return 0 in (tensors.query.numel(), tensors.value.numel())
-
-
-def _together(request: Request, given: Given) -> bool:
-    """Whether all that a backward reads beside the inputs has their dtype (lse aside) and lies on
-    the computing device."""
-    grad_out, out, lse = given[:3]
-    device = request.options.device
-    same = grad_out.dtype == out.dtype == request.work.dtype
-    return same and grad_out.device == out.device == lse.device == device
 
 
 def as_own(made: torch.Tensor) -> torch.Tensor:

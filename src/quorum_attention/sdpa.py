@@ -29,8 +29,8 @@ from quorum_attention.call.settings import (
 )
 from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.problem import ELEMENT_BYTES
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator

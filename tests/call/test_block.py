@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import Block, BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.passes import compute_block
 
 BATCH, HEADS, KV, QUERIES, KEYS = 2, 4, 2, 29, 37
 ON_CPU = CallOptions(devices=torch.device("cpu"))

@@ -10,7 +10,7 @@ from helpers_memory import usage
 import quorum_attention as qa
 from quorum_attention.call.lse_columns import column_count
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

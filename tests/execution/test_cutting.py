@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.execution.problem import GroupSize, Workload
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Cutting, schedule_of
-from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 

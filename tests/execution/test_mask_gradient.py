@@ -18,7 +18,7 @@ from quorum_attention.execution.mask_gradient import (
     fitting,
     tile_bytes,
 )
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.protocol import Saved
 from quorum_attention.kernels.registry import get_kernel

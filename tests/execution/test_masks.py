@@ -13,7 +13,7 @@ from helpers_memory import usage
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.execution.call import MaskView
-from quorum_attention.execution.workload import GroupSize, Workload, groups
+from quorum_attention.execution.problem import GroupSize, Workload, groups
 from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
 
 BATCH, HEADS, QUERIES, KEYS = (2, 3), 4, 40, 55

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quorum_attention import BudgetError, OutOfMemoryError
-from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.errors import is_out_of_memory
 
 
 def test_the_cpu_allocators_own_failure_is_recognised() -> None:

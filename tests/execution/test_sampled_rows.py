@@ -11,8 +11,8 @@ from helpers_attention import inputs
 
 import quorum_attention as qa
 from quorum_attention.execution.call import Call, MaskView, mask_shape
+from quorum_attention.execution.problem import Workload
 from quorum_attention.execution.sampled_rows import rows_differ
-from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.registry import get_kernel
 
 N, M = 70, 90

@@ -9,8 +9,8 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.execution.control.controller import Limits, RecoveryController
+from quorum_attention.execution.problem import Group
 from quorum_attention.execution.scaling import asking
-from quorum_attention.execution.workload import Group
 from quorum_attention.kernels.scaling import divisor_exponent
 
 N, D = 896, 32

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.problem import GroupSize, Workload
 from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Route, Schedule, schedule_of
-from quorum_attention.execution.workload import GroupSize, Workload
 
 SHAPES = [
     Decomposition(n, levels, layout, tile)

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.case import FORWARD, spec_of
+from quorum_attention.execution.problem import FORWARD, GroupSize, Workload, spec_of
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import (
     ALIGNMENT,
@@ -18,7 +18,6 @@ from quorum_attention.execution.slot_rows import (
     slot_layout,
 )
 from quorum_attention.execution.trimming import is_filled
-from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 

@@ -12,8 +12,8 @@ import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution import slot_rows
-from quorum_attention.execution.case import FORWARD
 from quorum_attention.execution.device.backend import Cpu
+from quorum_attention.execution.problem import FORWARD
 from quorum_attention.execution.routes import slots
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import slot_layout

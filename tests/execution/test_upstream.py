@@ -9,7 +9,7 @@ from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.execution.call import upstream_of
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 300

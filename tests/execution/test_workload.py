@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.execution.workload import (
+from quorum_attention.execution.problem import (
     GroupSize,
     Workload,
     count_groups,

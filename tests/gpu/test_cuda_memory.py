@@ -230,7 +230,7 @@ def test_a_pinned_depth_reports_a_real_failure() -> None:
     plan = qa.plan(32_768, heads=4, levels=(3,), device="cuda", inputs="host")
     gc.collect()
     torch.cuda.empty_cache()
-    footprint = plan.candidate.footprint
+    footprint = plan.footprint
     room = footprint.total - footprint.workspace - footprint.slots // 2  # no slots, all else
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
     with pytest.raises(qa.OutOfMemoryError, match="pinned"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.execution.workload import scale_is_exact
+from quorum_attention.execution.problem import scale_is_exact
 from quorum_attention.kernels import (
     CallShape,
     Gradients,

@@ -16,9 +16,9 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
 from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.execution.call import no_bias
+from quorum_attention.execution.problem import Workload
 from quorum_attention.execution.routes.over_inputs import rectangles_in_place
 from quorum_attention.execution.trimming import pairs_of, tally
-from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (

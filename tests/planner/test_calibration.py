@@ -75,9 +75,9 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 def test_plans_use_it() -> None:
     sizes = {"device": "cpu", "dtype": torch.float32, "levels": (7,), "over_inputs": False}
     write({device_key(CPU, torch.float32): figures(1e12)})
-    fast = qa.plan(65_536, **sizes).candidate.cost.arithmetic
+    fast = qa.plan(65_536, **sizes).cost.arithmetic
     write({device_key(CPU, torch.float32): figures(1e11)})
-    slow = qa.plan(65_536, **sizes).candidate.cost.arithmetic
+    slow = qa.plan(65_536, **sizes).cost.arithmetic
     assert slow == pytest.approx(10 * fast)
 
 
@@ -139,7 +139,7 @@ def test_small_calls_are_decided_anew_by_new_rates(monkeypatch: pytest.MonkeyPat
 
     asked: list[object] = []
     monkeypatch.setattr(Cpu, "refuses", True)
-    monkeypatch.setattr(decide, "short_monolithic", lambda *given, **named: asked.append(given))
+    monkeypatch.setattr(decide, "short_call", lambda *given, **named: asked.append(given))
     query = torch.randn(1, 1, 37, 8)
 
     def count() -> int:

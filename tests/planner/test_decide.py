@@ -12,14 +12,13 @@ import torch
 from helpers_made_up_gpu import GPU, made_up_gpu, probing
 
 import quorum_attention as qa
-from quorum_attention.execution.case import Case, Placement, spec_of
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Placement, Problem, Workload, spec_of
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.kernels.registry import rivals
 from quorum_attention.planner import decide as module
 from quorum_attention.planner import search
 from quorum_attention.planner.calibration import hardware_of
-from quorum_attention.planner.decide import Problem, choose_plan, decide, decide_again, is_small
+from quorum_attention.planner.decide import Decision, choose_plan, decide, decide_again, is_small
 from quorum_attention.planner.plan import Options
 from quorum_attention.planner.price import least_seconds
 from quorum_attention.planner.search import PlanConstraints
@@ -87,7 +86,7 @@ def test_a_budget_that_only_another_fits() -> None:
 def chosen(constraints: PlanConstraints, kernel_works: Any) -> str:
     work = Workload((1,), 8, 8, N, N, 64, 64, torch.float16, True)
     place = Placement("cuda", False, False, torch.float16)
-    case = Case(work, get_kernel("cudnn"), spec_of(True), place)
+    case = Problem(work, get_kernel("cudnn"), spec_of(True), place)
     hardware = hardware_of(torch.device("cuda"), torch.float16, 64)
     others = [get_kernel("native")]
     return choose_plan(case, constraints, others, hardware, kernel_works=kernel_works)[0].name
@@ -125,24 +124,22 @@ def test_the_number_that_is_named_is_of_a_kernel_that_works() -> None:
     assert smallest[0] < smallest[1]
 
 
-def asked(n: int, kernel: str | qa.InnerKernel = "auto", **given) -> Problem:
-    device = torch.device("cpu")
+def decided(n: int, kernel: str | qa.InnerKernel = "auto", **given) -> Decision:
     work = Workload((1,), 4, 4, n, n, 16, 16, torch.float32, False)
-    options = Options(device, kernel, **given)
-    return Problem(work, options, PLACE, torch.float32, False, False)
+    return decide(work, PLACE, Options(torch.device("cpu"), kernel, **given), torch.float32)
 
 
 @pytest.mark.parametrize(
     "given", [{"budget_bytes": 1 << 30}, {"depth": 0}, {"watched": True}], ids=str
 )
 def test_what_is_asked_for_by_its_caller_has_a_plan(given: dict[str, int]) -> None:
-    assert decide(asked(100, **given)).plan is not None
+    assert decided(100, **given).plan is not None
 
 
 def test_a_pass_without_memory_is_decided_again_until_nothing_is_left() -> None:
-    first = decide(asked(100))
+    first = decided(100)
     assert (first.plan, first.last) == (None, False)
-    second = decide_again(asked(100), first)
+    second = decide_again(first)
     assert second.plan is not None
     assert second.last
     assert second.kernel is first.kernel
@@ -186,7 +183,8 @@ def test_a_rival_is_left_out_only_where_no_search_would_take_it(
 def test_what_is_short_and_lies_well_is_small(backward: bool) -> None:
     def small(n: int = 100, place: Placement = PLACE, batch: tuple[int, ...] = (1,)) -> bool:
         work = Workload(batch, 2, 2, n, n, 16, 16, torch.float32, True)
-        return is_small(work, get_kernel("cpu"), place, torch.device("cpu"), backward=backward)
+        problem = Problem(work, get_kernel("cpu"), spec_of(backward), place)
+        return is_small(problem, torch.device("cpu"))
 
     assert small()
     assert not small(1 << 20)
@@ -207,8 +205,7 @@ def test_a_kernel_is_built_where_it_is_clearly_faster_or_alone_fits(
     work = Workload((1,), 8, 8, tokens, tokens, 64, 64, torch.float16, True)
     place = Placement("cuda", False, False, torch.float16)
     options = Options(GPU, budget_bytes=mib << 20)
-    problem = Problem(work, options, place, torch.float16, False, False)
-    first, *others = (decide(problem) for _ in range(3))
+    first, *others = (decide(work, place, options, torch.float16) for _ in range(3))
     assert first.kernel.name == "native"
     assert others == [first, first]
     assert built == ["cudnn", "native"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.execution.problem import FORWARD, Problem
 from quorum_attention.execution.routes.over_inputs import PerTask
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
@@ -98,7 +99,7 @@ def test_a_mask_of_so_many_tokens_is_asked_about_no_others(device: str) -> None:
     kernel = from_score_mod(None, document(torch.arange(n) // 100), compiled=device == "cuda")
     call = {**CALL, "device": device, "inputs": "device"}
     plan = qa.plan(n, kernel=kernel, levels=(), **call)
-    is_small(plan.work, kernel, plan.place, torch.device(device), backward=False)
+    is_small(Problem(plan.work, kernel, FORWARD, plan.place), torch.device(device))
 
 
 def test_rows_that_trimmed_tasks_leave_out_cost_nothing() -> None:
@@ -109,7 +110,7 @@ def test_rows_that_trimmed_tasks_leave_out_cost_nothing() -> None:
     )  # fmt: skip
     assert plan.schedule.trimmed.tokens < 259
     assert plan.predicted_seconds > 0
-    assert min(plan.candidate.cost.up, plan.candidate.cost.down) >= 0
+    assert min(plan.cost.up, plan.cost.down) >= 0
 
 
 def test_plans_and_estimates_of_a_mask() -> None:

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.case import BACKWARD, FORWARD, Case, Placement
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
+from quorum_attention.execution.problem import (
+    BACKWARD,
+    FORWARD,
+    GroupSize,
+    Placement,
+    Problem,
+    Workload,
+)
 from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Schedule, schedule_of
-from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel, get_kernel
 from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.price import Cost, Footprint, cost, footprint_of, least_seconds
@@ -40,7 +46,7 @@ def of(made: Schedule, spec, *, work=WORK, place=PLACE, machine=MACHINE, launch=
     kernel = DenseKernel()
     if launch is not None:
         kernel.whole_tasks, kernel.launch_seconds = True, launch
-    return cost(made, Case(work, kernel, spec, place), machine)
+    return cost(made, Problem(work, kernel, spec, place), machine)
 
 
 ROUTES = {
@@ -163,7 +169,7 @@ def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:  # type:
         work = replace(WORK, n_queries=sizes[0], n_keys=sizes[1], is_causal=causal)
         made = schedule(levels, work=work)
         assert of(made, spec, work=work).arithmetic >= least_seconds(
-            Case(work, DenseKernel(), spec, PLACE), MACHINE
+            Problem(work, DenseKernel(), spec, PLACE), MACHINE
         )
 
 
@@ -180,7 +186,7 @@ BYTES_OF = {
 
 def footprint(route, levels, spec, *, work=WORK_2, place=PLACE, group=None) -> Footprint:  # type: ignore[no-untyped-def]
     made = schedule_of(work, Decomposition(work.n_tokens, levels), group or GroupSize(1, 2), route)
-    return footprint_of(made, Case(work, get_kernel("dense"), spec, place))
+    return footprint_of(made, Problem(work, get_kernel("dense"), spec, place))
 
 
 @pytest.mark.parametrize("name", list(BYTES_OF))

@@ -11,22 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case, Placement, spec_of
+from quorum_attention.execution.problem import GroupSize, Placement, Problem, Workload, spec_of
 from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.trimming import pairs_of
-from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import get_kernel
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import assumed
-from quorum_attention.planner.price import Candidate, kernel_hardware, price
+from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.price import kernel_hardware, price
 from quorum_attention.planner.search import (
     PlanConstraints,
     _deep_shapes,
     _schedules,
     choose,
     refitted,
-    short_monolithic,
+    short_call,
 )
 
 GIB = 1 << 30
@@ -42,8 +41,8 @@ def work(n: int = 1 << 18, heads: int = 4, **more) -> Workload:  # type: ignore[
 
 def chosen(
     call: Workload, constraints: PlanConstraints, place: Placement = FAR, *, backward: bool = False
-) -> Candidate:
-    case = Case(call, KERNEL, spec_of(backward), place)
+) -> Plan:
+    case = Problem(call, KERNEL, spec_of(backward), place)
     return choose(case, constraints, MACHINE)
 
 
@@ -62,14 +61,13 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
     except BudgetError:
         return
     assert best.footprint.total <= budget
-    pairs = pairs_of(call, KERNEL)
-    case = Case(call, KERNEL, spec_of(backward), place)
+    case = Problem(call, KERNEL, spec_of(backward), place)
     machine = kernel_hardware(case, MACHINE)
     again = price(best.schedule, case, machine)
     assert (again.footprint, again.cost) == (best.footprint, best.cost)
     if best.cost.seconds < policy.WORTH_COMPARING:
         return
-    every = _schedules(case, constraints, pairs)
+    every = _schedules(case, constraints)
     for schedule in list(every)[::7]:
         other = price(schedule, case, machine)
         if other.footprint.total <= budget:
@@ -147,13 +145,14 @@ def test_short_calls_are_not_searched_for() -> None:
     found = chosen(short, PlanConstraints(GIB), NEAR)
     assert isinstance(found.schedule.route, Whole)
     assert "nothing else was looked at" in found.why
-    once = short_monolithic(short, KERNEL, NEAR, spec_of(False), MACHINE)
+    problem = Problem(short, KERNEL, spec_of(False), NEAR)
+    once = short_call(problem, MACHINE)
     assert once is not None
     assert once.footprint == found.footprint
-    assert short_monolithic(work(1 << 20), KERNEL, NEAR, spec_of(False), MACHINE) is None
-    assert short_monolithic(short, KERNEL, FAR, spec_of(False), MACHINE) is None
-    several = replace(short, batch_shape=(2, 2))
-    assert short_monolithic(several, KERNEL, NEAR, spec_of(False), MACHINE) is None
+    for change in (
+        {"work": work(1 << 20)}, {"place": FAR}, {"work": replace(short, batch_shape=(2, 2))},
+    ):  # fmt: skip
+        assert short_call(replace(problem, **change), MACHINE) is None
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -162,11 +161,11 @@ def test_a_plan_for_inputs_here_serves_inputs_elsewhere(backward: bool) -> None:
     call = work(1 << 17)
     for constraints in (PlanConstraints(64 * GIB), PlanConstraints(64 * GIB, depth=1)):
         found = chosen(call, constraints, NEAR, backward=backward)
-        case = Case(call, KERNEL, spec_of(backward), NEAR)
-        same = refitted(found, case, NEAR, MACHINE)
+        case = Problem(call, KERNEL, spec_of(backward), NEAR)
+        same = refitted(found, case, MACHINE)
         assert same == found
         case = replace(case, place=FAR)
-        moved = refitted(found, case, NEAR, MACHINE)
+        moved = refitted(found, case, MACHINE)
         assert moved.schedule.decomposition == found.schedule.decomposition
         assert moved.schedule.runs(case)
         assert isinstance(moved.schedule.route, Slots)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from quorum_attention.bench.methods import METHODS, RESULTS, Call, Method, differences, exact
-from quorum_attention.execution.memory import first_line, is_out_of_memory
+from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.report import Report
 from quorum_attention.files import open_tensors
 from quorum_attention.limits import PeakMemory, ran_out, warm_up

@@ -13,7 +13,7 @@ from quorum_attention.call.transforms import refuse_transforms
 from quorum_attention.call.validation import as_tensor, check_apart, check_given, check_result
 from quorum_attention.counts import shown
 from quorum_attention.execution.call import Three, divided_bytes, is_operand, lie_well
-from quorum_attention.execution.case import Placement
+from quorum_attention.execution.problem import Placement
 
 _NAMES = ("grads[0]", "grads[1]", "grads[2]")
 
@@ -153,17 +153,19 @@ def backward_place(tensors: Tensors, request: Request, given: Given) -> Placemen
     """The placement of a backward."""
     work, device = request.work, request.options.device
     query, key, value = tensors[:3]
-    grad_out, out, _, grads = given[:4]
+    grad_out, out, lse, grads = given[:4]
     divided = divided_bytes(grad_out.dtype, work, here=grad_out.device == device)
     return Placement(
         device.type,
-        query.device == device,
+        query.device == grad_out.device == out.device == device,
         grads is not None,
         work.dtype if grads is None else grads[0].dtype,
         lie_well(query, key, value),
         # The gradient is counted as copied even where it is not: ``estimate`` counts it so.
         (divided is None) + (not is_operand(out, work.dtype)),
         divided,
+        same_dtype=grad_out.dtype == out.dtype == work.dtype,
+        lse_here=lse.device == device,
     )
 
 

@@ -31,7 +31,7 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Workload
 
 
 def column_count(work: Workload, backend: Backend) -> int:

@@ -32,8 +32,8 @@ from quorum_attention.call.validation import (
 )
 from quorum_attention.counts import real_number, switch
 from quorum_attention.execution.call import mask_shape
+from quorum_attention.execution.problem import Workload, scale_is_exact
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.workload import Workload, scale_is_exact
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask

@@ -26,7 +26,7 @@ from quorum_attention.call.overlap import (
 )
 from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import BACKENDS, is_known, on_host
-from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, Workload
+from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
 

@@ -16,8 +16,8 @@ from quorum_attention.checking.laws import fewer_key_heads, violations, writes_i
 from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
 from quorum_attention.checking.trial import Sizes, distance, exceeds, limit, repeated, size
 from quorum_attention.counts import real_number, shown, switch, whole_number
+from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import present
-from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
 from quorum_attention.quorums import quorum_size

@@ -16,7 +16,7 @@ from quorum_attention.checking import causes
 from quorum_attention.checking.experiments import Broken, Experiments
 from quorum_attention.checking.gradients import slopes
 from quorum_attention.checking.trial import Sizes, Trial, exceeds, square
-from quorum_attention.execution.memory import first_line, is_out_of_memory
+from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.kernels import InnerKernel
 
 _TOKENS = 53

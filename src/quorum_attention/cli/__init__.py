@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
         return _user_error(error)
     except Exception as error:
-        from quorum_attention.errors import CalibrationError
-        from quorum_attention.execution.memory import is_out_of_memory
+        from quorum_attention.errors import CalibrationError, is_out_of_memory
 
         if isinstance(error, CalibrationError) or is_out_of_memory(error):
             return _user_error(error)

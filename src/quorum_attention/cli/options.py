@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quorum_attention.execution.device.lookup import present
-from quorum_attention.execution.workload import ELEMENT_BYTES
+from quorum_attention.execution.problem import ELEMENT_BYTES
 from quorum_attention.sizes import parse_bytes, parse_count
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_BYTES}

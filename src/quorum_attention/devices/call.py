@@ -30,7 +30,7 @@ from quorum_attention.devices.report import PoolPass, PoolReport, as_one
 from quorum_attention.devices.sums import Sums
 from quorum_attention.devices.worker import Begin, Rule, changed
 from quorum_attention.execution.device.lookup import backend_of, on_host
-from quorum_attention.execution.workload import state_dtype
+from quorum_attention.execution.problem import state_dtype
 from quorum_attention.kernels.kit.functions import Sample
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
 from quorum_attention.kernels.masked.resolve import resolve

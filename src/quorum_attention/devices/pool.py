@@ -26,7 +26,7 @@ from quorum_attention.devices.simulate import PIECES, expected_speed
 from quorum_attention.devices.sums import Sums
 from quorum_attention.devices.worker import Begin
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 

@@ -11,7 +11,7 @@ from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices.buffers import made_for
 from quorum_attention.devices.partition import is_whole
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.workload import state_dtype
+from quorum_attention.execution.problem import state_dtype
 
 Buffers = dict[str, torch.Tensor]
 

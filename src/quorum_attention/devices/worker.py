@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.devices.buffers import (
@@ -33,6 +32,7 @@ from quorum_attention.execution.device.page_locks import is_locked
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.kit.functions import Sample
 from quorum_attention.mask import Keeps, Mask
+from quorum_attention.passes import compute_block
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
 # long it gives back what it holds on its device.

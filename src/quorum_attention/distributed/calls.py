@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import Block, BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import current, filled
@@ -15,11 +14,12 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.agreement import Arguments, compare, waits
 from quorum_attention.distributed.masks import tensors_of
 from quorum_attention.distributed.partition import Assignment
+from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
+from quorum_attention.passes import compute_block
 from quorum_attention.sizes import format_bytes
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -24,8 +24,8 @@ from quorum_attention.distributed.agreement import (
 )
 from quorum_attention.distributed.calls import ShardedReport, kernel_of_parts
 from quorum_attention.distributed.masks import checked_mask
+from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask

@@ -17,7 +17,7 @@ from quorum_attention.distributed.agreement import alive
 from quorum_attention.distributed.calls import Calls, MaskGradients
 from quorum_attention.distributed.exchange import Gathered, Moving, Transfer
 from quorum_attention.distributed.partition import Assignment, Block, Piece
-from quorum_attention.execution.workload import state_dtype
+from quorum_attention.execution.problem import state_dtype
 from quorum_attention.kernels.merge import add_, empty_, merge_
 
 

@@ -13,13 +13,20 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
-from quorum_attention.execution.case import BACKWARD, FORWARD, Case, PassSpec, Placement, StateSpec
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.problem import (
+    Axis,
+    Group,
+    PassSpec,
+    Problem,
+    StateSpec,
+    Workload,
+    flat_entries,
+    group_part,
+)
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.scaling import scales
-from quorum_attention.execution.workload import Axis, Group, Workload, flat_entries, group_part
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Bias, InnerKernel, Lanes, MaskShape, TaskTensors
 
@@ -167,11 +174,6 @@ class Call:
     kernel: InnerKernel
     sinks: torch.Tensor | None = None
     dropout: Dropout | None = None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether operators can read the inputs where they are, without a copy."""
-        return self.query.device == self.device and lie_well(self.query, self.key, self.value)
 
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
@@ -367,51 +369,26 @@ class Job:
 
     Attributes:
         call: the inputs, and what to run them with.
-        spec: which pass.
+        problem: the pass without its tensors, as routes are asked about it.
         tensors: the tensors it reads, by name: (*batch, heads, n, d); lse is (*batch, heads, n).
         results: the results that exist, by name: given by the caller, or made.
-        result_dtype: of the results, except those whose state is the result (the log-sum-exp).
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
         upstream: the upstream gradient of a backward; None in a forward.
     """
 
     call: Call
-    spec: PassSpec
+    problem: Problem
     tensors: dict[str, torch.Tensor]
     results: dict[str, torch.Tensor]
-    result_dtype: torch.dtype
     report: PassReport | None = None
     progress: Progress | None = None
     upstream: Upstream | None = None
 
     @property
-    def case(self) -> Case:
-        """The pass without its tensors, as routes are asked about it."""
-        call, device = self.call, self.call.device
-        # The log-sum-exp is moved if it is elsewhere.
-        here = all(t.device == device for n, t in self.tensors.items() if n != "lse")
-        place = Placement(
-            device.type,
-            here,
-            False,
-            self.result_dtype,
-            call.in_place,
-            divided=0 if self.is_divided else None,
-            lse_here="lse" not in self.tensors or self.tensors["lse"].device == device,
-            lse_given="lse" in self.results,
-        )
-        return Case(call.work, call.kernel, self.spec, place)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether the upstream gradient was divided (execution/call.py)."""
-        return self.upstream is not None and self.upstream.divisor is not None
-
-    @property
-    def scaled(self) -> bool:
-        """Whether this is a scaled backward (execution/scaling.py)."""
-        return self.spec.divided is not None and scales(self.call.kernel, self.call.work)
+    def spec(self) -> PassSpec:
+        """Which pass."""
+        return self.problem.spec
 
     def factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
         """The factor of a head group's finished rows, (entries, heads, 1, 1); None is 1."""
@@ -429,14 +406,18 @@ class Job:
         found = {}
         for item in self.spec.inputs[3:]:
             part = group_part(self.tensors[item.name], group, item.axis)
-            if copied and item.copied and not (self.scaled and item.name == self.spec.divided):
+            if (
+                copied
+                and item.copied
+                and not (self.problem.scaled and item.name == self.spec.divided)
+            ):
                 part = operand(part, self.call.work.dtype)
             found[item.name] = part
         return found
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
         """The dtype of the result of ``state``."""
-        return self.call.work.state_dtype if state.over is None else self.result_dtype
+        return self.call.work.state_dtype if state.over is None else self.problem.place.result_dtype
 
     def make_results(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
         """All results, in the order of the pass's states; allocates those that do not exist.
@@ -551,32 +532,27 @@ class Job:
 
 def forward_job(
     call: Call,
-    out_dtype: torch.dtype,
+    problem: Problem,
     out: torch.Tensor | None = None,
-    report: PassReport | None = None,
-    progress: Progress | None = None,
     lse: torch.Tensor | None = None,
 ) -> Job:
     """The forward of a call.
 
-    Its results are out (*batch, heads, n_queries, value_dim) in ``out_dtype``, on the inputs'
-    device (or the given ``out``, filled), and lse (*batch, heads, n_queries), natural log, in the
-    state's dtype (or the given ``lse``).
+    Its results are out (*batch, heads, n_queries, value_dim), on the inputs' device (or the given
+    ``out``, filled), and lse (*batch, heads, n_queries), natural log, in the state's dtype (or the
+    given ``lse``).
     """
-    given = {} if out is None else {"out": out}
-    if lse is not None:
-        given["lse"] = lse
-    return Job(call, FORWARD, _inputs(call), given, out_dtype, report, progress)
+    given = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
+    return Job(call, problem, _inputs(call), given)
 
 
 def backward_job(
     call: Call,
+    problem: Problem,
     upstream: Upstream,
     out: torch.Tensor,
     lse: torch.Tensor,
     grads: Sequence[torch.Tensor] | None = None,
-    report: PassReport | None = None,
-    progress: Progress | None = None,
 ) -> Job:
     """The backward of a call.
 
@@ -590,10 +566,8 @@ def backward_job(
     """
     names = ("query", "key", "value")
     given = {} if grads is None else dict(zip(names, grads, strict=True))
-    dtype = call.work.dtype if grads is None else grads[0].dtype
-    tensors = _inputs(call)
-    tensors.update(out=out, grad_out=upstream.tensor, lse=lse)
-    return Job(call, BACKWARD, tensors, given, dtype, report, progress, upstream)
+    tensors = {**_inputs(call), "out": out, "grad_out": upstream.tensor, "lse": lse}
+    return Job(call, problem, tensors, given, upstream=upstream)
 
 
 def _inputs(call: Call) -> dict[str, torch.Tensor]:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.case import RowSpec
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.execution.problem import Group, RowSpec
 from quorum_attention.execution.scaling import GroupScaling, UnitScaling
 from quorum_attention.execution.slot_rows import SlotRows, Unit
 from quorum_attention.execution.trimming import is_filled
-from quorum_attention.execution.workload import Group
 from quorum_attention.kernels.scaling import Scaling
 
 

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 
 from quorum_attention.decomposition import EMPTY, Decomposition, Pairs, Ranges, Rectangle
+from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.call import Call, MaskView
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.memory import first_line, is_out_of_memory
+from quorum_attention.execution.problem import Group, Workload, flat_entry, group_part
 from quorum_attention.execution.trimming import pairs_of
-from quorum_attention.execution.workload import Group, Workload, flat_entry, group_part
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.protocol import Saved, TaskTensors
 from quorum_attention.kernels.reference import BackwardRows, Block, runs, scores_of

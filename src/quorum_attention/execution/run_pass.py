@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.call import Job, ProgressStoppedError, Tools
+from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
+from quorum_attention.execution.call import Job, Progress, ProgressStoppedError, Tools
 from quorum_attention.execution.control.controller import (
     Fallback,
     Limits,
@@ -15,18 +15,25 @@ from quorum_attention.execution.control.controller import (
 )
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
-from quorum_attention.execution.memory import first_line, is_out_of_memory
+from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
 
 
 def run_pass(
-    job: Job, schedule: Schedule, *, guessed: bool = False
+    job: Job,
+    schedule: Schedule,
+    report: PassReport,
+    progress: Progress | None = None,
+    *,
+    guessed: bool = False,
 ) -> tuple[torch.Tensor, ...] | None:
     """Run a pass by its schedule's route, or through slots if that route cannot run it.
 
     What is done when memory runs out stays done.
 
     Args:
+        report: filled while it runs.
+        progress: called with units done, units in all, and the pass's name.
         guessed: whether the schedule was made without asking how much memory is free.
 
     Returns:
@@ -36,11 +43,10 @@ def run_pass(
     Raises:
         OutOfMemoryError: the depth is pinned, or nothing is left to try.
     """
-    report = job.report
-    assert report is not None
+    job.report, job.progress = report, progress
     started = time.perf_counter()
     try:
-        if not schedule.runs(job.case):
+        if not schedule.runs(job.problem):
             schedule = schedule.through_slots(job.call.work)
         controller = _controller(job, schedule, guessed)
         while not controller.finished:

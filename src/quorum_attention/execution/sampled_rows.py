@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.merge import empty_
 from quorum_attention.kernels.protocol import Call as KernelCall

@@ -32,8 +32,7 @@ import torch
 
 from quorum_attention.execution.control.controller import Path, RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.workload import Axis, Group, Workload, group_part
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.execution.problem import Axis, Group, Workload, group_part
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
@@ -61,18 +60,6 @@ _SMALLEST_ROW = 2.0**-18
 def usual_shift(n_keys: int) -> int:
     """The shift for rows of up to ``n_keys`` keys: 0 if they are few enough to need none."""
     return min(_LARGEST_SHIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _LOG2_TYPICAL))
-
-
-def scales(kernel: InnerKernel, work: Workload) -> bool:
-    """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
-    # Kernels that have dropout compute it in fp32, or scale by themselves.
-    return work.dtype in kernel.scaled_backward and not work.dropout
-
-
-def takes_wide(kernel: InnerKernel, work: Workload) -> bool:
-    """Whether a backward by ``kernel`` may be handed an upstream gradient as large as fp16 holds:
-    it is divided again for each unit, or meets nothing narrower than fp32, as with dropout."""
-    return kernel.wide_products or work.dtype in kernel.scaled_backward
 
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:

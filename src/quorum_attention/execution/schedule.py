@@ -15,11 +15,18 @@ from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.case import Bytes, Case, WorkCounts
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.problem import (
+    Bytes,
+    Group,
+    GroupSize,
+    Problem,
+    WorkCounts,
+    Workload,
+    groups,
+)
 from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed_tasks, written
-from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
 from quorum_attention.kernels.protocol import Extent, InnerKernel
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
@@ -116,15 +123,15 @@ class Route(ABC):
         """Most queries and keys of a rectangle, before any limit is put on them."""
 
     @abstractmethod
-    def runs(self, schedule: Schedule, case: Case) -> bool:
+    def runs(self, schedule: Schedule, case: Problem) -> bool:
         """Whether the route can run the pass ``case``."""
 
     @abstractmethod
-    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
         """Most device bytes that it takes."""
 
     @abstractmethod
-    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
         """The work it makes, in counts, for the planner's cost model."""
 
     @abstractmethod
@@ -246,7 +253,7 @@ class Schedule:
             max_keys=self.max_keys,
         )
 
-    def runs(self, case: Case) -> bool:
+    def runs(self, case: Problem) -> bool:
         """Whether its route can run the pass ``case``."""
         return self.route.runs(self, case)
 

@@ -12,20 +12,22 @@ import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.call import Job
-from quorum_attention.execution.case import PassSpec, RowSpec, StateSpec
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.trimming import is_filled
-from quorum_attention.execution.workload import (
+from quorum_attention.execution.problem import (
     Axis,
     Group,
     GroupSize,
+    PassSpec,
+    RowSpec,
     RowTensor,
+    StateSpec,
     Workload,
 )
+from quorum_attention.execution.trimming import is_filled
 from quorum_attention.kernels.tensors import copy_on_device
 
 ALIGNMENT = 256

@@ -24,7 +24,7 @@ from weakref import WeakMethod
 from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, Verdict
 from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.decomposition.trimming import trimmed
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.quorums import quorum_size

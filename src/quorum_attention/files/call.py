@@ -13,7 +13,7 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import request_of
 from quorum_attention.call.validation import as_mask
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.problem import Workload
 from quorum_attention.files.formats import Wanted
 from quorum_attention.mask import Mask
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import Block, BlockResults, request_of_block
 from quorum_attention.call.options import CallOptions
 from quorum_attention.errors import BudgetError
@@ -22,7 +21,13 @@ from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.call import FileCall, written_as
 from quorum_attention.mask import Mask
-from quorum_attention.passes import check_forward, decide_backward, decide_forward, is_trivial
+from quorum_attention.passes import (
+    check_forward,
+    compute_block,
+    decide_backward,
+    decide_forward,
+    is_trivial,
+)
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
 from quorum_attention.progress import progress_bar
@@ -177,9 +182,9 @@ def _decision(call: FileCall, part: Block, *, in_file: bool) -> Decision:
         )  # fmt: skip
         if given is not None:
             given = given._replace(grads=(target, target, target))
-            return decide_backward(tensors, request, given)[1]
+            return decide_backward(tensors, request, given)
         lse = target if lse_given(call, in_file=in_file) else None
-        return decide_forward(tensors, replace(request, out=target, out_dtype=dtype, lse=lse))[1]
+        return decide_forward(tensors, replace(request, out=target, out_dtype=dtype, lse=lse))
 
 
 def lse_given(call: FileCall, *, in_file: bool) -> bool:

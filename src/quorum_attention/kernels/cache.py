@@ -62,7 +62,8 @@ _Answer = TypeVar("_Answer")
 def remembered(
     most: int, size: Callable[[Any], int] = lambda answer: 1
 ) -> Callable[[Callable[_Params, _Answer]], Callable[_Params, _Answer]]:
-    """Decorator for a function with a positional parameter ``kernel``: caches its answers.
+    """Decorator for a function with a positional parameter ``kernel``, or ``problem`` that has one:
+    caches its answers.
 
     The last answers for each kernel, of at most ``most`` in ``size``, are held as long as the
     kernel lives; they must not refer to it. Nothing is remembered for a kernel that takes no weak
@@ -70,19 +71,24 @@ def remembered(
     """
 
     def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
-        at = list(inspect.signature(function).parameters).index("kernel")
+        names = list(inspect.signature(function).parameters)
+        of_problem = "kernel" not in names
+        at = names.index("problem" if of_problem else "kernel")
         answers: WeakKeyDictionary[Any, Cache[_Answer]] = WeakKeyDictionary()
 
         @wraps(function)
         def ask(*args: _Params.args, **named: _Params.kwargs) -> _Answer:
             kernel: Any = args[at]
+            rest: tuple[Any, ...] = ()
+            if of_problem:
+                kernel, rest = kernel.kernel, kernel.without_kernel
             try:
                 known = answers.get(kernel)
                 if known is None:
                     known = answers.setdefault(kernel, Cache(most, size))
             except TypeError:  # no weak reference
                 return function(*args, **named)
-            key = (*args[:at], *args[at + 1 :])
+            key = (*args[:at], *rest, *args[at + 1 :])
             if named:
                 key += tuple(sorted(named.items()))
             return known.get(key, lambda: function(*args, **named))

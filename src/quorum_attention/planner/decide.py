@@ -18,11 +18,10 @@ from typing import TypeVar
 import torch
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case, PassSpec, Placement, spec_of
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.problem import Placement, Problem, Workload, spec_of
 from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.execution.trimming import pairs_of
-from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
@@ -31,64 +30,15 @@ from quorum_attention.planner.calibration import hardware_of, rates_known
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Options, Plan
 from quorum_attention.planner.price import (
-    Candidate,
     footprint_of,
     forward_flops,
     kernel_hardware,
     least_seconds,
 )
-from quorum_attention.planner.search import (
-    PlanConstraints,
-    choose,
-    refitted,
-    short_monolithic,
-    uncut,
-)
+from quorum_attention.planner.search import PlanConstraints, choose, refitted, short_call, uncut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Found = TypeVar("_Found")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One pass of a call, as far as a decision depends on it.
-
-    Attributes:
-        work: the call's sizes.
-        options: what its caller asked for.
-        place: where its tensors are.
-        result: dtype of the output, as the forward returns it.
-        needs_grad: whether this pass is a backward, or a backward follows it.
-        backward: whether this pass is a backward.
-        together: whether all that a backward reads has one dtype and is on the computing device.
-    """
-
-    work: Workload
-    options: Options
-    place: Placement
-    result: torch.dtype
-    needs_grad: bool
-    backward: bool
-    together: bool = True
-
-    @property
-    def call_shape(self) -> CallShape:
-        """The sizes that kernels are asked about."""
-        return self.work.call_shape(self.options.device.type, self.needs_grad)
-
-    @property
-    def spec(self) -> PassSpec:
-        """Forward or backward."""
-        return spec_of(self.backward)
-
-    @property
-    def hardware(self) -> HardwareModel:
-        """The rates of the device that computes."""
-        return hardware_of(self.options.device, self.work.dtype, self.work.head_dim)
-
-    def case(self, kernel: InnerKernel) -> Case:
-        """The pass by ``kernel``."""
-        return Case(self.work, kernel, self.spec, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,52 +46,85 @@ class Decision:
     """How a pass is run.
 
     Attributes:
-        kernel: what computes.
+        problem: the pass, with the kernel that computes it.
+        options: what its caller asked for.
+        call_shape: what kernels were asked about, to be chosen.
+        any_kernel: whether another kernel may be chosen instead.
         plan: None runs the pass as one kernel call on the inputs as they lie, without a report.
         last: whether running out of memory is final; if not, ``decide_again``.
     """
 
-    kernel: InnerKernel
+    problem: Problem
+    options: Options
+    call_shape: CallShape
+    any_kernel: bool
     plan: Plan | None = None
     last: bool = False
 
+    @property
+    def kernel(self) -> InnerKernel:
+        """What computes."""
+        return self.problem.kernel
 
-def decide(problem: Problem) -> Decision:
+
+def decide(
+    work: Workload,
+    place: Placement,
+    options: Options,
+    result: torch.dtype,
+    *,
+    backward: bool = False,
+    needs_grad: bool = False,
+) -> Decision:
     """How to run a pass.
+
+    Args:
+        result: dtype of the output, as the forward returns it. It goes into the choice of the
+            kernel in both passes, so that they take the same one.
+        needs_grad: whether a backward follows this forward.
 
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
-    options, place = problem.options, problem.place
+    device = options.device
+    shape = work.call_shape(device.type, needs_grad or backward)
+    # A plan asks for its own kernel.
+    wanted = unrounded_kernel(options.kernel, shape, device, result)
+    kernel = select_kernel(wanted, shape, device, flops=forward_flops(work))
+    problem = Problem(work, kernel, spec_of(backward), place)
+    decision = Decision(problem, options, shape, wanted == "auto")
     free = options.free and not (options.watched or place.results_given or place.is_divided)
-    if free and problem.together and place.in_place:
-        kernel = _preferred(problem)
-        if is_small(problem.work, kernel, place, options.device, backward=problem.backward):
-            return Decision(kernel)
-    return _by_plan(problem)
+    if free and place.lse_here and place.same_dtype and is_small(problem, device):
+        return decision
+    return decide_again(decision)
 
 
-def decide_again(problem: Problem, failed: Decision) -> Decision:
+def decide_again(failed: Decision) -> Decision:
     """How to run a pass for which ``failed`` ran out of memory; ``failed.last`` is False."""
-    return _by_plan(problem) if failed.plan is None else _planned(problem, failed.kernel)
-
-
-def decide_both(forward: Problem, backward: Problem, *, beside: int = 0) -> Decision:
-    """How to run a forward whose backward has to fit the budget as well.
-
-    Args:
-        beside: bytes of the backward's budget that something else will hold then.
-
-    Raises:
-        BudgetError: one of them does not fit; names the pass, and a budget that would do for both.
-    """
-    if beside and backward.options.budget_bytes is not None:
-        left = max(0, backward.options.budget_bytes - beside)
-        backward = replace(backward, options=replace(backward.options, budget_bytes=left))
-    # The backward is decided again when its turn comes.
-    decision, _ = both_passes(lambda back: decide((forward, backward)[back]), beside)
-    return decision
+    options, device, first = failed.options, failed.options.device, failed.plan is None
+    # Plans assume that the log-sum-exp is where the device computes; where it is not, a route that
+    # reads it in place is left (execution/run_pass.py).
+    problem = replace(failed.problem, place=replace(failed.problem.place, lse_here=True))
+    work, kernel = problem.work, problem.kernel
+    hardware = hardware_of(device, work.dtype, work.head_dim)
+    if first and options.free:
+        # A short call is not worth asking how much memory is free.
+        short = short_call(problem, hardware)
+        if short is not None:
+            return replace(failed, plan=short)
+    given = options.plan
+    if given is not None and given.backward == problem.spec.backward:
+        plan = replace(refitted(given, problem, hardware), budget_bytes=given.budget_bytes)
+        _check_budget(plan, options.budget_bytes)
+        return replace(failed, plan=plan, last=True)
+    kernel, plan = choose_plan(
+        problem, _constraints(options),
+        rivals(kernel, failed.call_shape, device) if first and failed.any_kernel else (),
+        hardware, kernel_works=lambda kernel: why_not(kernel, failed.call_shape, device) is None,
+    )  # fmt: skip
+    plan = replace(plan, budget_bytes=options.budget_bytes)
+    return replace(failed, problem=replace(failed.problem, kernel=kernel), plan=plan, last=True)
 
 
 def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, _Found]:
@@ -175,51 +158,27 @@ def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, 
     return found[0], found[1]
 
 
-def decide_untried(
-    work: Workload,
-    constraints: PlanConstraints,
-    kernel: str | InnerKernel,
-    place: Placement,
-    device: torch.device,
-    *,
-    backward: bool,
-) -> tuple[InnerKernel, Candidate]:
-    """Kernel and schedule of a call without tensors, on a ``device`` that need not be available.
-    Kernels are not tried out: ``kernel_works`` for all of them.
-
-    Raises:
-        BudgetError, NotImplementedError: as ``decide``.
-    """
-    call_shape = work.call_shape(device.type, backward)
-    preferred = select_kernel(kernel, call_shape, device, tried=False, flops=forward_flops(work))
-    others = rivals(preferred, call_shape, device) if kernel == "auto" else ()
-    hardware = hardware_of(device, work.dtype, work.head_dim)
-    case = Case(work, preferred, spec_of(backward), place)
-    return choose_plan(case, constraints, others, hardware, kernel_works=lambda _: True)
-
-
 # --- Without a plan ---------------------------------------------------------------------------
 
 
-def is_small(
-    work: Workload, kernel: InnerKernel, place: Placement, device: torch.device, *, backward: bool
-) -> bool:
-    """Whether ``kernel`` takes the call whole, and the call is so short that no plan is worth its
+def is_small(problem: Problem, device: torch.device) -> bool:
+    """Whether the kernel takes the call whole, and the call is so short that no plan is worth its
     time.
 
     A model that decodes makes a call of a new length every time, so lengths are rounded up before
     answers are looked up or remembered.
     """
-    if not place.in_place or len(work.batch_shape) > 1:
+    work = problem.work
+    if not problem.place.in_place or len(work.batch_shape) > 1:
         return False
     # A kernel's own mask is defined for these lengths only: they cannot be rounded.
-    own_mask = pairs_of(work, kernel).verdict is not None
-    rounded, rates, spec = work if own_mask else _rounded(work), rates_known(), spec_of(backward)
-    if _fits_whole(rounded, kernel, place, device, spec, rates):
+    own_mask = pairs_of(work, problem.kernel).verdict is not None
+    rounded = problem if own_mask else replace(problem, work=_rounded(work))
+    if _fits_whole(rounded, device, rates_known()):
         return True
     # The rounded call may be too long where the call itself is not. On a CPU that does not matter:
     # there a planned call is as quick.
-    return place.backend.refuses and _fits_whole(work, kernel, place, device, spec, rates)
+    return problem.place.backend.refuses and _fits_whole(problem, device, rates_known())
 
 
 def _rounded(work: Workload) -> Workload:
@@ -236,78 +195,27 @@ def _rounded(work: Workload) -> Workload:
 
 
 @remembered(256)
-def _fits_whole(
-    work: Workload,
-    kernel: InnerKernel,
-    place: Placement,
-    device: torch.device,
-    spec: PassSpec,
-    rates: object,
-) -> bool:
+def _fits_whole(problem: Problem, device: torch.device, rates: object) -> bool:
     """The answer by the rates that ``rates`` stands for, and to be asked again after others."""
-    if place.backend.refuses:
-        hardware = hardware_of(device, work.dtype, work.head_dim)
-        return short_monolithic(work, kernel, place, spec, hardware) is not None
-    schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
-    case = Case(work, kernel, spec, place)
-    return schedule.runs(case) and footprint_of(schedule, case).total <= policy.WHOLE_BYTES
+    work = problem.work
+    if problem.place.backend.refuses:
+        return short_call(problem, hardware_of(device, work.dtype, work.head_dim)) is not None
+    schedule = uncut(work)
+    return schedule.runs(problem) and footprint_of(schedule, problem).total <= policy.WHOLE_BYTES
 
 
 # --- With a plan ------------------------------------------------------------------------------
 
 
-def _by_plan(problem: Problem) -> Decision:
-    """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
-    work, options, place = problem.work, problem.options, problem.place
-    preferred = _preferred(problem)
-    if options.free:
-        # A short call is not worth asking how much memory is free.
-        short = short_monolithic(work, preferred, place, problem.spec, problem.hardware)
-        if short is not None:
-            plan = Plan(work, short, place, preferred.name, None, problem.backward)
-            return Decision(preferred, plan)
-    # Where the result's dtype already decides on a kernel, no others are compared.
-    shape, device = problem.call_shape, options.device
-    any_kernel = unrounded_kernel(options.kernel, shape, device, problem.result) == "auto"
-    return _planned(problem, preferred, rivals(preferred, shape, device) if any_kernel else ())
-
-
-def _planned(
-    problem: Problem, preferred: InnerKernel, others: Iterable[InnerKernel] = ()
-) -> Decision:
-    """A decision by the plan given, or by a search within the budget."""
-    work, options, place, backward = problem.work, problem.options, problem.place, problem.backward
-    case, given = problem.case(preferred), options.plan
-    if given is not None and given.backward == backward:
-        same = replace(given.work, batch_shape=work.batch_shape) == work
-        fitted = refitted(given.candidate, case, given.place, problem.hardware, same_work=same)
-        plan = replace(given, candidate=fitted)
-        _check_budget(plan, options.budget_bytes)
-        return Decision(preferred, plan, last=True)
-    kernel, candidate = choose_plan(
-        case, _constraints(options), others, problem.hardware,
-        kernel_works=lambda kernel: why_not(kernel, problem.call_shape, options.device) is None,
-    )  # fmt: skip
-    plan = Plan(work, candidate, place, kernel.name, options.budget_bytes, backward)
-    return Decision(kernel, plan, last=True)
-
-
-def _preferred(problem: Problem) -> InnerKernel:
-    """The kernel asked for (a plan asks for its own), or the first that can run the call."""
-    device, call_shape = problem.options.device, problem.call_shape
-    wanted = unrounded_kernel(problem.options.kernel, call_shape, device, problem.result)
-    return select_kernel(wanted, call_shape, device, flops=forward_flops(problem.work))
-
-
 def choose_plan(
-    case: Case,
+    problem: Problem,
     constraints: PlanConstraints,
     others: Iterable[InnerKernel],
     hardware: HardwareModel,
     *,
     kernel_works: Callable[[InnerKernel], bool],
-) -> tuple[InnerKernel, Candidate]:
-    """A kernel and its schedule: the case's, unless one of ``others`` is predicted to be clearly
+) -> tuple[InnerKernel, Plan]:
+    """A kernel and its plan: the problem's, unless one of ``others`` is predicted to be clearly
     faster, or only that one fits.
 
     Args:
@@ -318,23 +226,24 @@ def choose_plan(
         BudgetError: none fits; names the smallest budget that would do.
     """
     failure: BudgetError | None = None
-    best: tuple[InnerKernel, Candidate] | None = None
+    best: tuple[InnerKernel, Plan] | None = None
     try:
-        best = case.kernel, choose(case, constraints, hardware)
-        route, seconds = best[1].schedule.route, best[1].cost.seconds
-        if isinstance(route, Whole) or seconds < policy.WORTH_BUILDING:
+        best = problem.kernel, choose(problem, constraints, hardware)
+        if isinstance(best[1].schedule.route, Whole) or (
+            best[1].predicted_seconds < policy.WORTH_BUILDING
+        ):
             return best
     except BudgetError as error:
         # Its traceback would hold this frame, and so the caller's tensors, until cycles are looked
         # for.
         failure = error.with_traceback(None)
     for kernel in others:
-        other = replace(case, kernel=kernel)
+        other = replace(problem, kernel=kernel)
         limit = math.inf
         if best is not None:
-            # Of the best schedule's time, what another has to be below.
-            share = policy.CLEARLY_ANOTHER_KERNEL if best[0] is case.kernel else 1.0
-            limit = best[1].cost.seconds * share
+            # Of the best plan's time, what another has to be below.
+            share = policy.CLEARLY_ANOTHER_KERNEL if best[0] is problem.kernel else 1.0
+            limit = best[1].predicted_seconds * share
             if least_seconds(other, kernel_hardware(other, hardware)) >= limit:
                 continue  # whatever a search found, it would not be taken
         try:
@@ -344,7 +253,7 @@ def choose_plan(
             if best is None and kernel_works(kernel):
                 failure = min(failure or error, error, key=_named_bytes).with_traceback(None)
             continue
-        if found.cost.seconds < limit and kernel_works(kernel):
+        if found.predicted_seconds < limit and kernel_works(kernel):
             best = kernel, found
     if best is not None:
         return best

@@ -13,7 +13,6 @@ import torch
 from quorum_attention.counts import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.case import Case, Placement, spec_of
 from quorum_attention.execution.device.lookup import (
     backend_of,
     best_device,
@@ -21,22 +20,26 @@ from quorum_attention.execution.device.lookup import (
     on_host,
     present,
 )
-from quorum_attention.execution.trimming import pairs_of
-from quorum_attention.execution.workload import (
+from quorum_attention.execution.problem import (
     DTYPE_NAMES,
     ELEMENT_BYTES,
     GroupSize,
+    Placement,
+    Problem,
     Workload,
     scale_is_exact,
+    spec_of,
 )
+from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.html_table import html_table
 from quorum_attention.kernels.masked.choice import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.registry import select_kernel
+from quorum_attention.kernels.registry import rivals, select_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
-from quorum_attention.planner.decide import both_passes, decide_untried
+from quorum_attention.planner.calibration import hardware_of
+from quorum_attention.planner.decide import both_passes, choose_plan
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import footprint_of, forward_flops
 from quorum_attention.planner.search import PlanConstraints, uncut
@@ -166,20 +169,19 @@ def plan(
         raise ValueError("inputs must be 'device' when the CPU computes")
     # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
     place = Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
-    chosen, found = decide_untried(work, constraints, kernel, place, where, backward=backward)
+    shape = work.call_shape(where.type, backward)
+    preferred = select_kernel(kernel, shape, where, tried=False, flops=forward_flops(work))
+    # Kernels are not tried out.
+    chosen, found = choose_plan(
+        Problem(work, preferred, spec_of(backward), place), constraints,
+        rivals(preferred, shape, where) if kernel == "auto" else (),
+        hardware_of(where, work.dtype, work.head_dim), kernel_works=lambda _: True,
+    )  # fmt: skip
     pairs = None
     if chosen.sparse:
         pairs = chosen.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
-    return Plan(
-        work,
-        found,
-        place,
-        chosen.name,
-        bytes_given,
-        backward,
-        pairs,
-        _words(attn_mask, given.is_causal),
-    )
+    kept = _words(attn_mask, given.is_causal)
+    return replace(found, budget_bytes=bytes_given, pairs=pairs, kept=kept)
 
 
 def _words(mask: Mask | None, is_causal: bool) -> str:
@@ -416,8 +418,8 @@ def _uncut_bytes(made: Plan, kernel: InnerKernel) -> int:
     if made.depth == 0 and made.n_groups == 1:
         return made.peak_bytes
     work = made.work
-    case = Case(work, kernel, spec_of(False), made.place)
-    schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
-    if not schedule.runs(case):
+    problem = Problem(work, kernel, spec_of(False), made.place)
+    schedule = uncut(work)
+    if not schedule.runs(problem):
         schedule = schedule.through_slots(work, accumulator="host")
-    return footprint_of(schedule, case).total
+    return footprint_of(schedule, problem).total

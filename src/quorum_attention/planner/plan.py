@@ -12,17 +12,89 @@ import torch
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
 from quorum_attention.decomposition.trimming import trimmed
-from quorum_attention.execution.case import Placement
 from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.problem import Placement, Workload, count_groups
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import written
-from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.html_table import html_table
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.planner.price import Candidate
 from quorum_attention.sizes import counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Device bytes by purpose; ``total`` is what is held against the budget.
+
+    ``rounding``: what the allocator may hand out beyond what it is asked for.
+    """
+
+    slots: int
+    workspace: int
+    accumulators: int
+    results: int
+    rounding: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.slots + self.workspace + self.accumulators + self.results + self.rounding
+
+    @property
+    def words(self) -> str:
+        """Its parts, without those that are 0."""
+        parts = {
+            "slots": self.slots,
+            "kernel workspace": self.workspace,
+            "accumulators": self.accumulators,
+            "results": self.results,
+        }
+        return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds by term.
+
+    Attributes:
+        arithmetic: the kernel calls.
+        merge: merging statistics, or adding gradients.
+        up, down: copies to the slots and back.
+        issue: the host's time for issuing calls and copies.
+        exposed: copies that no computation overlaps: those of the first and of the last unit.
+        fixed: time of a pass that does not depend on its size.
+        preparation: extra time of the first call, while the kernel prepares the shapes of a few
+            typical tasks; not part of ``seconds``.
+        even: whether all units are alike, so that the shorter terms are hidden completely.
+        overlaps: whether compute, copies and the host run side by side.
+    """
+
+    arithmetic: float
+    merge: float
+    up: float
+    down: float
+    issue: float
+    exposed: float
+    fixed: float
+    preparation: float
+    even: bool
+    overlaps: bool
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a pass: the slowest of compute, copies and host where they overlap,
+        otherwise their sum."""
+        compute = self.arithmetic + self.merge
+        if self.overlaps:
+            side_by_side = (compute, self.up, self.down, self.issue)
+            longest = max(side_by_side)
+            if not self.even and longest > 0:
+                # One unit computes longer, the next copies longer: two slots hide only a part of
+                # the shorter terms (fitted: docs/planner.md).
+                longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4
+            return longest + self.exposed + self.fixed
+        return compute + self.up + self.down + self.issue + self.fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +103,28 @@ class Plan:
 
     Attributes:
         work: the call's sizes.
-        candidate: the schedule with its bytes and seconds.
         place: where the call's tensors are assumed to be.
         kernel: name of the inner kernel.
-        budget_bytes: the budget that the plan was made for; None where none was given.
         backward: whether it is the plan of a backward pass.
+        schedule: what the executor runs: decomposition, head group and route.
+        footprint, cost: its predicted bytes and seconds.
+        why: what else there was, in words; empty where nothing was compared.
+        budget_bytes: the budget that the plan was made for; None where none was given.
         pairs: the pairs that the call keeps; None is what ``work`` says.
         kept: them in words, such as "causal, window 4096"; "" is all pairs.
     """
 
     work: Workload
-    candidate: Candidate
     place: Placement
     kernel: str
-    budget_bytes: int | None
     backward: bool
+    schedule: Schedule
+    footprint: Footprint
+    cost: Cost
+    why: str = ""
+    budget_bytes: int | None = None
     pairs: Pairs | None = field(default=None, compare=False, repr=False)
     kept: str = field(default="", compare=False)
-
-    @property
-    def schedule(self) -> Schedule:
-        """What the executor runs: decomposition, head group and route."""
-        return self.candidate.schedule
 
     @property
     def decomposition(self) -> Decomposition:
@@ -82,13 +154,13 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """Device bytes at most, beyond what is allocated when the pass begins."""
-        return self.candidate.footprint.total
+        return self.footprint.total
 
     @property
     def predicted_seconds(self) -> float:
         """Predicted by the cost model; ``quorum-attention calibrate`` gives it this machine's
         rates."""
-        return self.candidate.cost.seconds
+        return self.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
         """All tasks of the decomposition, lazily, in the order they run. They include tokens and
@@ -151,7 +223,7 @@ class Plan:
 
     def _lines(self) -> list[tuple[str, str]]:
         """(what, words about it), the call itself first."""
-        work, schedule, cost = self.work, self.schedule, self.candidate.cost
+        work, schedule, cost = self.work, self.schedule, self.cost
         cut, kept = self.decomposition, self._kept()
         dtype = str(work.dtype).removeprefix("torch.")
         call = (
@@ -187,14 +259,14 @@ class Plan:
             ("kernel", f"{self.kernel} on {self.place.device_type}, {schedule.route.words}"),
             (
                 "peak memory",
-                f"{format_bytes(self.peak_bytes)}{within} ({self.candidate.footprint.words})",
+                f"{format_bytes(self.peak_bytes)}{within} ({self.footprint.words})",
             ),
             ("predicted", f"{format_seconds(cost.seconds)} ({parts}, {order})"),
         ]
         if cost.preparation:
             more = f"at least {format_seconds(cost.preparation)} more"
             lines.append(("first call", f"{more}, for the kernel to prepare its shapes"))
-        lines.append(("why", self.candidate.why or "the only one that was asked for"))
+        lines.append(("why", self.why or "the only one that was asked for"))
         return lines
 
     def __str__(self) -> str:

@@ -12,13 +12,12 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
-from quorum_attention.execution.case import Case, PassSpec
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
+from quorum_attention.execution.problem import PassSpec, Problem, Workload, count_groups
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import pairs_of
-from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.planner.hardware import HardwareModel
-from quorum_attention.sizes import format_bytes
+from quorum_attention.planner.plan import Cost, Footprint, Plan
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
 _DEVICE_COPIES = 6
@@ -26,40 +25,10 @@ _DEVICE_COPIES = 6
 _STREAM_SECONDS = 30e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Device bytes by purpose; ``total`` is what is held against the budget.
-
-    ``rounding``: what the allocator may hand out beyond what it is asked for.
-    """
-
-    slots: int
-    workspace: int
-    accumulators: int
-    results: int
-    rounding: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.slots + self.workspace + self.accumulators + self.results + self.rounding
-
-    @property
-    def words(self) -> str:
-        """Its parts, without those that are 0."""
-        parts = {
-            "slots": self.slots,
-            "kernel workspace": self.workspace,
-            "accumulators": self.accumulators,
-            "results": self.results,
-        }
-        return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
-
-
-def footprint_of(schedule: Schedule, case: Case) -> Footprint:
+def footprint_of(schedule: Schedule, problem: Problem) -> Footprint:
     """Device bytes of a pass. What a backward reads of its forward is not counted: it is allocated
     when the pass begins."""
-    taken = schedule.route.memory_use(schedule, case)
+    taken = schedule.route.memory_use(schedule, problem)
     tensors = [size for size in (taken.slots, *taken.accumulators, *taken.results) if size > 0]
     # A workspace is counted with one fixed rounding: the kernel's bound includes the rest.
     rounding = ROUNDING_BYTES if taken.workspace > 0 else 0
@@ -68,52 +37,8 @@ def footprint_of(schedule: Schedule, case: Case) -> Footprint:
         workspace=taken.workspace,
         accumulators=sum(taken.accumulators),
         results=sum(taken.results),
-        rounding=rounding + case.place.backend.rounding(tensors),
+        rounding=rounding + problem.place.backend.rounding(tensors),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds by term.
-
-    Attributes:
-        arithmetic: the kernel calls.
-        merge: merging statistics, or adding gradients.
-        up, down: copies to the slots and back.
-        issue: the host's time for issuing calls and copies.
-        exposed: copies that no computation overlaps: those of the first and of the last unit.
-        fixed: time of a pass that does not depend on its size.
-        preparation: extra time of the first call, while the kernel prepares the shapes of a few
-            typical tasks; not part of ``seconds``.
-        even: whether all units are alike, so that the shorter terms are hidden completely.
-        overlaps: whether compute, copies and the host run side by side.
-    """
-
-    arithmetic: float
-    merge: float
-    up: float
-    down: float
-    issue: float
-    exposed: float
-    fixed: float
-    preparation: float
-    even: bool
-    overlaps: bool
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of a pass: the slowest of compute, copies and host where they overlap,
-        otherwise their sum."""
-        compute = self.arithmetic + self.merge
-        if self.overlaps:
-            side_by_side = (compute, self.up, self.down, self.issue)
-            longest = max(side_by_side)
-            if not self.even and longest > 0:
-                # One unit computes longer, the next copies longer: two slots hide only a part of
-                # the shorter terms (fitted: docs/planner.md).
-                longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4
-            return longest + self.exposed + self.fixed
-        return compute + self.up + self.down + self.issue + self.fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +179,16 @@ def _alike(batch: Batch, count: int) -> Batch:
 
 
 def _device_seconds(
-    sample: _Sample, case: Case, lanes: int, hardware: HardwareModel, *, streams: int, uncut: bool
+    sample: _Sample,
+    problem: Problem,
+    lanes: int,
+    hardware: HardwareModel,
+    *,
+    streams: int,
+    uncut: bool,
 ) -> float:
     """Seconds of the sample's calls for a head group of ``lanes`` query heads and batch entries."""
-    work, spec = case.work, case.spec
+    work, spec = problem.work, problem.spec
     seconds = 0.0
     for call, times in sample.calls:
         r = call.first
@@ -268,16 +199,18 @@ def _device_seconds(
             inner = r.n_queries if spec.backward else r.n_keys
             bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
             share *= hardware.cached_share(inner * bytes_of_row)
-        if uncut and case.kernel.heads_by_thread:
+        if uncut and problem.kernel.heads_by_thread:
             share *= hardware.busy_share(lanes, causal=r.causal, backward=spec.backward)
         flops = _flops_of_pair(work, spec) * r.pairs * call.count * lanes
         seconds += times * (flops / (_rate(hardware, spec) * share) + hardware.call_device_seconds)
     return seconds
 
 
-def _launch_seconds(sample: _Sample, case: Case, lanes: int, hardware: HardwareModel) -> float:
+def _launch_seconds(
+    sample: _Sample, problem: Problem, lanes: int, hardware: HardwareModel
+) -> float:
     """Seconds of the sample's tasks, each in one launch that takes its longest rows first."""
-    work, spec = case.work, case.spec
+    work, spec = problem.work, problem.spec
     rows = max(1.0, sample.rows * lanes)
     # While its last rows finish, a part of the device is idle: about a third of a wave.
     idle = hardware.wave_rows / 3 if hardware.wave_rows else hardware.filling_rows
@@ -286,24 +219,24 @@ def _launch_seconds(sample: _Sample, case: Case, lanes: int, hardware: HardwareM
     return whole + hardware.call_device_seconds * sample.tasks
 
 
-def least_seconds(case: Case, hardware: HardwareModel) -> float:
+def least_seconds(problem: Problem, hardware: HardwareModel) -> float:
     """Seconds that no schedule's cost is below: the arithmetic alone, at the full rate."""
-    work = case.work
-    flops = _flops_of_pair(work, case.spec) * work.pairs * work.batch * work.heads
-    return flops / _rate(hardware, case.spec)
+    work = problem.work
+    flops = _flops_of_pair(work, problem.spec) * work.pairs * work.batch * work.heads
+    return flops / _rate(hardware, problem.spec)
 
 
-def kernel_hardware(case: Case, hardware: HardwareModel) -> HardwareModel:
-    """``hardware`` with the rates that the case's kernel reaches.
+def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
+    """``hardware`` with the rates that the problem's kernel reaches.
 
     Costs count all pairs of a call: a kernel whose own mask leaves out some of them reaches a
     higher rate of counted pairs.
     """
-    kernel = case.kernel
-    share = kept_share(pairs_of(case.work, kernel))
+    kernel = problem.kernel
+    share = kept_share(pairs_of(problem.work, kernel))
     forward, backward = kernel.rates
     if kernel.pace is not None:
-        hardware = kernel.pace(hardware, case.work.head_dim, case.spec.backward)
+        hardware = kernel.pace(hardware, problem.work.head_dim, problem.spec.backward)
     return replace(
         hardware,
         flops=hardware.flops * forward / share,
@@ -330,10 +263,10 @@ def _rate(hardware: HardwareModel, spec: PassSpec) -> float:
     return hardware.backward_flops if spec.backward else hardware.flops
 
 
-def cost(schedule: Schedule, case: Case, hardware: HardwareModel) -> Cost:
+def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
-    work, spec, kernel = case.work, case.spec, case.kernel
-    group, load = schedule.group, schedule.route.work_counts(schedule, case)
+    work, spec, kernel = problem.work, problem.spec, problem.kernel
+    group, load = schedule.group, schedule.route.work_counts(schedule, problem)
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = schedule.limits if group.batch == 1 else None
     if load.calls is None:
@@ -349,11 +282,11 @@ def cost(schedule: Schedule, case: Case, hardware: HardwareModel) -> Cost:
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     merged = 0.0
     if kernel.whole_tasks:
-        on_device = _launch_seconds(sample, case, lanes, hardware)
+        on_device = _launch_seconds(sample, problem, lanes, hardware)
         calls, preparation = kernel.launch_seconds[spec.backward] * load.units, 0.0
     else:
         on_device = _device_seconds(
-            sample, case, lanes, hardware, streams=schedule.streams, uncut=load.uncut
+            sample, problem, lanes, hardware, streams=schedule.streams, uncut=load.uncut
         )
         calls = call_seconds * sample.n_calls / sample.tasks * load.units
         preparation = sample.shapes * hardware.plan_seconds
@@ -383,20 +316,15 @@ def cost(schedule: Schedule, case: Case, hardware: HardwareModel) -> Cost:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A schedule with its price.
-
-    Attributes:
-        why: what else there was, in words; empty where nothing was compared.
-    """
-
-    schedule: Schedule
-    footprint: Footprint
-    cost: Cost
-    why: str = ""
-
-
-def price(schedule: Schedule, case: Case, hardware: HardwareModel, why: str = "") -> Candidate:
-    """Bytes and seconds of one schedule."""
-    return Candidate(schedule, footprint_of(schedule, case), cost(schedule, case, hardware), why)
+def price(schedule: Schedule, problem: Problem, hardware: HardwareModel, why: str = "") -> Plan:
+    """A schedule with its bytes and seconds; ``why``: as that of a plan."""
+    return Plan(
+        work=problem.work,
+        place=problem.place,
+        kernel=problem.kernel.name,
+        backward=problem.spec.backward,
+        schedule=schedule,
+        footprint=footprint_of(schedule, problem),
+        cost=cost(schedule, problem, hardware),
+        why=why,
+    )

@@ -10,27 +10,25 @@ from itertools import pairwise, product
 
 from quorum_attention.decomposition import Decomposition, Layout, Pairs
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case, PassSpec, Placement
 from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.problem import (
+    Axis,
+    GroupSize,
+    Problem,
+    Workload,
+    count_groups,
+    group_sizes,
+)
 from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole, takes_tasks
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.schedule import Choice, Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
-from quorum_attention.execution.workload import (
-    Axis,
-    GroupSize,
-    Workload,
-    count_groups,
-    group_sizes,
-)
 from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import HardwareModel
+from quorum_attention.planner.plan import Footprint, Plan
 from quorum_attention.planner.price import (
-    Candidate,
-    Footprint,
     footprint_of,
     kernel_hardware,
     least_seconds,
@@ -75,51 +73,40 @@ class PlanConstraints:
 _decomposition = lru_cache(maxsize=1024)(Decomposition)
 
 
-def refitted(
-    planned: Candidate,
-    case: Case,
-    place: Placement,
-    hardware: HardwareModel,
-    *,
-    same_work: bool = True,
-) -> Candidate:
-    """``planned``, which was chosen for another case, as it serves this one.
+def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
+    """``given``, which was made for another pass, as it serves this one.
 
     The kernel may be another one, whose mask leaves out more or less; results may be of a wider
     dtype than was planned for; and what cannot run on the inputs as they lie goes through slots.
-
-    Args:
-        place: the place that it was chosen for.
-        same_work: whether it was chosen for the same mask and scale.
     """
-    schedule, here = planned.schedule, case.place
-    found, wider = planned, replace(
-        place, result_dtype=here.result_dtype, copied=here.copied, divided=here.divided
+    schedule, here, work = given.schedule, problem.place, problem.work
+    found, wider = given, replace(
+        given.place, result_dtype=here.result_dtype, copied=here.copied, divided=here.divided
     )  # fmt: skip
-    if not schedule.runs(case):
+    if not schedule.runs(problem):
         if isinstance(schedule.route, Whole):
-            return price(schedule.through_slots(case.work), case, hardware, planned.why)
-        schedule, wider = schedule.through_slots(case.work), here
-    elif isinstance(schedule.route, Blockwise) and wider == place:
-        return planned
-    pairs = pairs_of(case.work, case.kernel)
-    trimmed = _trimmed_tally(schedule.decomposition, pairs, case)
-    unchanged = schedule is planned.schedule and trimmed == schedule.trimmed
-    if not (same_work and unchanged and wider == place):
+            return price(schedule.through_slots(work), problem, hardware, given.why)
+        schedule, wider = schedule.through_slots(work), here
+    elif isinstance(schedule.route, Blockwise) and wider == given.place:
+        return given
+    trimmed = _trimmed_tally(schedule.decomposition, problem)
+    unchanged = schedule is given.schedule and trimmed == schedule.trimmed
+    same_work = replace(given.work, batch_shape=work.batch_shape) == work
+    if not (same_work and unchanged and wider == given.place):
         if isinstance(schedule.route, (PerTask, Slots)):
             schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
-        case_there = replace(case, place=wider)
-        found = price(schedule, case_there, kernel_hardware(case, hardware), planned.why)
+        there = replace(problem, place=wider)
+        found = price(schedule, there, kernel_hardware(problem, hardware), given.why)
     # An uncut schedule goes through no slots where one call can run a head group as it lies.
-    if not found.schedule.decomposition.depth and isinstance(found.schedule.route, Slots):
-        whole = replace(
-            found.schedule, route=Whole(found.schedule.n_cap, found.schedule.accumulator)
-        )
-        found = replace(found, schedule=whole) if whole.runs(case) else found
+    if not found.depth and isinstance(found.schedule.route, Slots):
+        route = Whole(found.schedule.n_cap, found.schedule.accumulator)
+        whole = replace(found.schedule, route=route)
+        found = replace(found, schedule=whole) if whole.runs(problem) else found
     return found
 
 
-def choose(case: Case, constraints: PlanConstraints, hardware: HardwareModel) -> Candidate:
+@remembered(256)
+def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareModel) -> Plan:
     """The fastest schedule that fits; the monolithic call where it fits and nothing is clearly
     faster.
 
@@ -128,23 +115,9 @@ def choose(case: Case, constraints: PlanConstraints, hardware: HardwareModel) ->
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
     """
-    pairs = pairs_of(case.work, case.kernel)
-    return _choose(case.work, constraints, pairs, case.kernel, case.place, case.spec, hardware)
-
-
-@remembered(256)
-def _choose(
-    work: Workload,
-    constraints: PlanConstraints,
-    pairs: Pairs,
-    kernel: InnerKernel,
-    place: Placement,
-    spec: PassSpec,
-    hardware: HardwareModel,
-) -> Candidate:
-    case = Case(work, kernel, spec, place)
-    search = _Search(case, constraints, kernel_hardware(case, hardware))
-    short = search.look(_schedules(case, constraints, pairs))
+    search = _Search(problem, constraints, kernel_hardware(problem, hardware))
+    pairs = pairs_of(problem.work, problem.kernel)
+    short = search.look(_schedules(problem, constraints))
     if short is not None:
         return short
     # Trimming takes time for every task, so decompositions into more tasks are trimmed only while
@@ -154,12 +127,12 @@ def _choose(
         masked = number == 0 and pairs.verdict is not None
         many = masked and search.best is not None and _many(search.best, counts[0])
         if search.monolithic is None and (nothing or many):
-            search.look(_schedules(case, constraints, pairs, n_tasks=counts))
+            search.look(_schedules(problem, constraints, n_tasks=counts))
     if search.nothing and constraints.levels is None and constraints.enforce_budget:
         fitting = 0
         asked = constraints.depth, constraints.layout, constraints.tile
-        for shape in _deep_shapes(work.n_tokens, *asked):
-            search.look(_schedules(case, constraints, pairs, shapes=(shape,)))
+        for shape in _deep_shapes(problem.work.n_tokens, *asked):
+            search.look(_schedules(problem, constraints, shapes=(shape,)))
             fitting += not search.nothing
             if fitting == policy.PRICED_DEEP:
                 break
@@ -180,11 +153,11 @@ class _Search:
         by_levels: the fewest seconds of those that fit, by their levels.
     """
 
-    case: Case
+    problem: Problem
     constraints: PlanConstraints
     hardware: HardwareModel
-    best: Candidate | None = None
-    monolithic: Candidate | None = None
+    best: Plan | None = None
+    monolithic: Plan | None = None
     smallest: tuple[Schedule, Footprint] | None = None
     fitting: int = 0
     whole_bytes: int | None = None
@@ -195,31 +168,31 @@ class _Search:
         """Whether nothing has been found that fits."""
         return self.best is None and self.monolithic is None
 
-    def look(self, schedules: Iterable[Schedule]) -> Candidate | None:
+    def look(self, schedules: Iterable[Schedule]) -> Plan | None:
         """Price the schedules that fit. A monolithic call that needs no comparison is returned."""
         for schedule in schedules:
-            footprint = footprint_of(schedule, self.case)
+            footprint = footprint_of(schedule, self.problem)
             total = footprint.total
             if self.smallest is None or total < self.smallest[1].total:
                 self.smallest = schedule, footprint
-            every = schedule.is_all(self.case.work)
+            every = schedule.is_all(self.problem.work)
             if every and not schedule.decomposition.levels:
                 least = self.whole_bytes
                 self.whole_bytes = total if least is None else min(total, least)
             if total > self.constraints.budget_bytes:
                 continue
-            found = price(schedule, self.case, self.hardware)
+            found = price(schedule, self.problem, self.hardware)
             if not (every and isinstance(schedule.route, Whole)):
                 self._add(found)
-            elif found.cost.seconds < policy.WORTH_COMPARING:
+            elif found.predicted_seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
-            elif not self.case.place.backend.overlaps:
+            elif not self.problem.place.backend.overlaps:
                 return replace(found, why=_ON_A_CPU)
             else:
                 self.monolithic = found
         return None
 
-    def taken(self) -> Candidate:
+    def taken(self) -> Plan:
         """The choice, now that everything has been looked at.
 
         Raises:
@@ -228,7 +201,8 @@ class _Search:
         best, monolithic = self.best, self.monolithic
         if monolithic is not None:
             worth_it = (
-                best is not None and best.cost.seconds < policy.CLEARLY * monolithic.cost.seconds
+                best is not None
+                and best.predicted_seconds < policy.CLEARLY * monolithic.predicted_seconds
             )
             best = best if worth_it else monolithic
         if best is not None:
@@ -236,7 +210,7 @@ class _Search:
         assert self.smallest is not None, "the search always has a candidate"
         schedule, footprint = self.smallest
         if not self.constraints.enforce_budget:
-            return price(schedule, self.case, self.hardware)
+            return price(schedule, self.problem, self.hardware)
         needed, budget = footprint.total, self.constraints.budget_bytes
         raise BudgetError(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
@@ -245,15 +219,15 @@ class _Search:
             smallest_bytes=needed,
         )
 
-    def _add(self, found: Candidate) -> None:
+    def _add(self, found: Plan) -> None:
         self.fitting += 1
         levels = found.schedule.decomposition.levels
-        seconds = found.cost.seconds
+        seconds = found.predicted_seconds
         self.by_levels[levels] = min(seconds, self.by_levels.get(levels, seconds))
         if self.best is None or _score(found) < _score(self.best):
             self.best = found
 
-    def _words(self, taken: Candidate) -> str:
+    def _words(self, taken: Plan) -> str:
         """Why this schedule is taken."""
         levels = taken.schedule.decomposition.levels
         others = [(s, other) for other, s in self.by_levels.items() if other != levels]
@@ -263,7 +237,7 @@ class _Search:
             name = " x ".join(map(str, other)) or "undivided heads"
             following = f"; the best of other levels, {name}, would take {format_seconds(seconds)}"
         if self.monolithic is not None:
-            spent = format_seconds(self.monolithic.cost.seconds)
+            spent = format_seconds(self.monolithic.predicted_seconds)
             if taken is self.monolithic:
                 return f"the monolithic call fits, and nothing is clearly faster{following}"
             return f"predicted clearly faster than the monolithic call ({spent}){following}"
@@ -275,35 +249,34 @@ class _Search:
         return reason + following
 
 
-def _many(found: Candidate, tasks: int) -> bool:
+def _many(found: Plan, tasks: int) -> bool:
     """Whether the schedule has more than ``tasks`` tasks, none of them trimmed."""
     return found.schedule.trimmed is None and found.schedule.decomposition.n_tasks > tasks
 
 
-def uncut(work: Workload, group: GroupSize) -> Schedule:
-    """Head groups in one kernel call each."""
+def uncut(work: Workload) -> Schedule:
+    """The whole call in one kernel call."""
+    group = GroupSize(work.batch, work.kv_heads)
     return schedule_of(work, Decomposition(work.n_tokens), group, Whole())
 
 
 @remembered(256)
-def short_monolithic(
-    work: Workload, kernel: InnerKernel, place: Placement, spec: PassSpec, hardware: HardwareModel
-) -> Candidate | None:
+def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
     """The monolithic call, where it is so short and small that no search is worth its time."""
-    sizes = group_sizes(work)
+    work = problem.work
     # With several batch dimensions there may be several calls: those that are complete when memory
     # runs out must not be repeated, so such a pass needs a plan.
-    if not place.backend.refuses or not sizes or len(work.batch_shape) > 1:
+    if not problem.place.backend.refuses or not group_sizes(work) or len(work.batch_shape) > 1:
         return None
-    schedule, case = uncut(work, sizes[0]), Case(work, kernel, spec, place)
-    if not schedule.runs(case):
+    schedule = uncut(work)
+    if not schedule.runs(problem):
         return None
-    found = price(schedule, case, kernel_hardware(case, hardware), _SHORT)
-    small = found.footprint.total <= policy.SHORT_BYTES
-    return found if small and found.cost.seconds < policy.WORTH_COMPARING else None
+    found = price(schedule, problem, kernel_hardware(problem, hardware), _SHORT)
+    small = found.peak_bytes <= policy.SHORT_BYTES
+    return found if small and found.predicted_seconds < policy.WORTH_COMPARING else None
 
 
-def _score(candidate: Candidate) -> float:
+def _score(candidate: Plan) -> float:
     """What the search minimises: seconds, and a small share of what the first call takes more."""
     seconds = candidate.cost.seconds
     return seconds + min(policy.FIRST_CALL_COUNTS * seconds, candidate.cost.preparation)
@@ -316,9 +289,8 @@ def _pinned_words(constraints: PlanConstraints) -> str:
 
 
 def _schedules(
-    case: Case,
+    problem: Problem,
     constraints: PlanConstraints,
-    pairs: Pairs,
     *,
     n_tasks: tuple[int, int] | None = None,
     shapes: tuple[Decomposition, ...] | None = None,
@@ -326,11 +298,11 @@ def _schedules(
     """Every schedule worth a price.
 
     Args:
-        pairs: which query-key pairs the call keeps.
         n_tasks: (a, b): only through slots, with more than a and at most b tasks, trimmed.
         shapes: only these decompositions, through slots.
     """
-    work, kernel, pinned = case.work, case.kernel, constraints.pinned
+    work, kernel, pinned = problem.work, problem.kernel, constraints.pinned
+    pairs = pairs_of(work, kernel)
     sizes = [constraints.group] if constraints.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
     over_inputs = n_tasks is None and shapes is None
@@ -338,12 +310,12 @@ def _schedules(
         shapes = _decompositions(work, constraints, pairs)
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
-    choice = _choice(constraints, case)
+    choice = _choice(constraints, problem)
     over: type[PerTask | Blockwise] = PerTask if takes_tasks(kernel, work) else Blockwise
-    cuts = _cuts_over_inputs(case, constraints, shapes) if over_inputs else []
+    cuts = _cuts_over_inputs(problem, constraints, shapes) if over_inputs else []
     # One answer holds for all: whether a route can run does not depend on the decomposition.
     able = (
-        [r for r in over.offered(choice) if Schedule(cuts[0], sizes[-1], r).runs(case)]
+        [r for r in over.offered(choice) if Schedule(cuts[0], sizes[-1], r).runs(problem)]
         if cuts
         else []
     )
@@ -351,7 +323,7 @@ def _schedules(
         for shape in cuts:
             routes: Sequence[Route] = able
             if over is PerTask:
-                trimmed = _trimmed_tally(shape, pairs, case)
+                trimmed = _trimmed_tally(shape, problem)
                 routes = tuple(PerTask.offered(replace(choice, trimmed=trimmed)))
             for size, route in product(sizes, routes):
                 if size.batch == 1:
@@ -369,9 +341,9 @@ def _schedules(
                 made = schedule_of(
                     work, shape, size, Whole(slots.n_cap, slots.accumulator), pinned=pinned
                 )
-                yield made if made.runs(case) else made.through_slots(work)
+                yield made if made.runs(problem) else made.through_slots(work)
             continue
-        trimmed = _trimmed_tally(shape, pairs, case) if shape.n_tasks <= few else None
+        trimmed = _trimmed_tally(shape, problem) if shape.n_tasks <= few else None
         mine = replace(choice, trimmed=trimmed)
         for size, slots in product(sizes, tuple(Slots.offered(mine))):
             yield schedule_of(
@@ -379,28 +351,28 @@ def _schedules(
             )
 
 
-def _choice(constraints: PlanConstraints, case: Case) -> Choice:
+def _choice(constraints: PlanConstraints, problem: Problem) -> Choice:
     """The values of a route's fields that are tried: those asked for, or all that may be of use."""
-    backend = case.place.backend
+    backend = problem.place.backend
     n_caps = (2, 1) if backend.overlaps else (1,)
     homes: tuple[Home, ...] = ("device", "host") if backend.own_memory else ("host",)
     streams = (1, 2) if constraints.streams is None else (constraints.streams,)
-    if backend.most_streams == 1 or not case.kernel.several_streams:
+    if backend.most_streams == 1 or not problem.kernel.several_streams:
         streams = (1,)
     return Choice(
         n_caps if constraints.n_cap is None else (constraints.n_cap,),
         homes if constraints.accumulator is None else (constraints.accumulator,),
         streams,
-        pieces=policy.PIECES if backend.overlaps else policy.PIECES_IN_STEP[case.spec.backward],
+        pieces=policy.PIECES if backend.overlaps else policy.PIECES_IN_STEP[problem.spec.backward],
     )
 
 
 def _cuts_over_inputs(
-    case: Case, constraints: PlanConstraints, shapes: tuple[Decomposition, ...]
+    problem: Problem, constraints: PlanConstraints, shapes: tuple[Decomposition, ...]
 ) -> list[Decomposition]:
     """The decompositions that are worth running on the inputs as they lie: some of ``shapes``, and
     one more (``policy.FEWEST``)."""
-    work, kernel, place = case.work, case.kernel, case.place
+    work, kernel, place = problem.work, problem.kernel, problem.place
     asked_for_slots = constraints.n_cap is not None or constraints.over_inputs is False
     asked_for_slots |= constraints.accumulator == "host" and place.backend.own_memory
     gains = kernel.several_streams or takes_tasks(kernel, work)
@@ -442,11 +414,12 @@ def _deep_shapes(
     return tuple(best.values())
 
 
-def _trimmed_tally(shape: Decomposition, pairs: Pairs, case: Case) -> Tally | None:
+def _trimmed_tally(shape: Decomposition, problem: Problem) -> Tally | None:
     """What trimming leaves of the tasks, None where there is nothing to leave out."""
+    pairs = pairs_of(problem.work, problem.kernel)
     if shape.depth == 0 or not _trims(pairs):
         return None
-    return tally(shape, pairs, case.kernel, case.spec.backward)
+    return tally(shape, pairs, problem.kernel, problem.spec.backward)
 
 
 def _trims(pairs: Pairs) -> bool:
@@ -520,28 +493,28 @@ def _is_useful(levels: tuple[int, ...], n_tokens: int, constraints: PlanConstrai
     return tokens / levels[-1] >= smallest
 
 
-def _or_streamed(taken: Candidate, search: _Search) -> Candidate:
+def _or_streamed(taken: Plan, search: _Search) -> Plan:
     """``taken``; or, if that is faster, rows that pass by a chunk which stays on the device."""
-    case, constraints, hardware = search.case, search.constraints, search.hardware
+    problem, constraints, hardware = search.problem, search.constraints, search.hardware
     # Nothing but a budget was asked for.
     usual = replace(constraints, budget_bytes=0, layout="aligned", tile=128)
     free = usual == PlanConstraints(0)
-    enough = taken.cost.seconds * policy.PASSING
-    floor = least_seconds(case, hardware) * policy.NEARLY_ARITHMETIC
+    enough = taken.predicted_seconds * policy.PASSING
+    floor = least_seconds(problem, hardware) * policy.NEARLY_ARITHMETIC
     if not free or floor >= enough:
         return taken
-    streamed = _streamed(taken.schedule, constraints.budget_bytes, case, hardware)
-    found = [price(schedule, case, hardware) for schedule in streamed]
+    streamed = _streamed(taken.schedule, constraints.budget_bytes, problem, hardware)
+    found = [price(schedule, problem, hardware) for schedule in streamed]
     best = min(found, key=_score, default=taken)
-    if best.cost.seconds >= enough:
+    if best.predicted_seconds >= enough:
         return taken
-    spent = format_seconds(taken.cost.seconds)
+    spent = format_seconds(taken.predicted_seconds)
     why = f"predicted faster than tasks through slots ({spent}; {taken.why})"
     return replace(best, why=why)
 
 
 def _streamed(
-    instead: Schedule, budget: int, case: Case, hardware: HardwareModel
+    instead: Schedule, budget: int, problem: Problem, hardware: HardwareModel
 ) -> Iterator[Schedule]:
     """For every head group and a few sizes of a chunk, the schedule with the largest blocks that
     fits ``budget`` bytes; none where the route cannot run the call.
@@ -549,29 +522,29 @@ def _streamed(
     Args:
         instead: the schedule through slots that takes over if memory runs out.
     """
-    route, work = instead.route, case.work
-    if not isinstance(route, Slots) or case.place.resident or not instead.decomposition.depth:
+    route, work = instead.route, problem.work
+    if not isinstance(route, Slots) or problem.place.resident or not instead.decomposition.depth:
         return
-    stays: Axis = "key" if case.spec.backward else "query"
-    length = work.n_keys if case.spec.backward else work.n_queries
+    stays: Axis = "key" if problem.spec.backward else "query"
+    length = work.n_keys if problem.spec.backward else work.n_queries
     for group in group_sizes(work):
         if group.batch > 1:
             continue
         made = replace(instead, group=group)
-        if not Streaming(stays=stays, instead=route).runs(made, case):
+        if not Streaming(stays=stays, instead=route).runs(made, problem):
             return
-        for chunk in _stream_chunks(group, length, case, hardware):
+        for chunk in _stream_chunks(group, length, problem, hardware):
             streaming = Streaming(stays=stays, queries=chunk, keys=chunk, instead=route)
-            found = _largest_block(made, streaming, budget, case)
+            found = _largest_block(made, streaming, budget, problem)
             if found is not None:
                 yield found
 
 
 def _stream_chunks(
-    group: GroupSize, length: int, case: Case, hardware: HardwareModel
+    group: GroupSize, length: int, problem: Problem, hardware: HardwareModel
 ) -> Iterator[int]:
     """Sizes of a chunk: whole waves of rows, all heads of the group together."""
-    lanes = group.kv_heads * case.work.queries_per_key_head
+    lanes = group.kv_heads * problem.work.queries_per_key_head
     rows = (hardware.wave_rows or policy.ROWS_OF_A_WAVE) // lanes
     wave = max(policy.LEAST_ROWS, rows // policy.TILE * policy.TILE)
     most = -(-length // policy.TILE) * policy.TILE
@@ -582,9 +555,11 @@ def _stream_chunks(
         yield waves * wave
 
 
-def _largest_block(instead: Schedule, route: Streaming, budget: int, case: Case) -> Schedule | None:
+def _largest_block(
+    instead: Schedule, route: Streaming, budget: int, problem: Problem
+) -> Schedule | None:
     """The schedule whose blocks are the largest part of a chunk that fits."""
-    work, chunk = case.work, route.rows(route.stays)
+    work, chunk = problem.work, route.rows(route.stays)
     for parts in policy.PARTS_PASSING:
         block, rest = divmod(chunk, parts)
         # Otherwise the rectangles at the diagonal would have many sizes.
@@ -598,6 +573,6 @@ def _largest_block(instead: Schedule, route: Streaming, budget: int, case: Case)
         if units > policy.MOST_PASSAGES:
             return None
         made = schedule_of(work, instead.decomposition, instead.group, one, pinned=instead.pinned)
-        if footprint_of(made, case).total <= budget:
+        if footprint_of(made, problem).total <= budget:
             return made
     return None

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from quorum_attention.blocks import compute_block
 from quorum_attention.call.block import AttnMask, Block, BlockResults
 from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition import EMPTY, Ranges
@@ -27,6 +26,7 @@ from quorum_attention.files.call import GRADIENTS
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
+from quorum_attention.passes import compute_block
 from quorum_attention.ray.units import Cut, Unit
 
 # A task's rows are kept on the device if they take no more than this share of the budget; without a

@@ -150,7 +150,7 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
 def test_an_arena_that_is_too_large_is_made_smaller() -> None:
     report = qa.Report()
     given, run = both_passes(3, report, unpinned=True)
-    slot = plan(3, backward=False).candidate.footprint.slots // 3
+    slot = plan(3, backward=False).footprint.slots // 3
     out = run(FakeDevice(memory_bytes=2 * slot))[0]
     assert_close(out, exact(given, is_causal=True).out, TOLERANCE[torch.float16])
     assert report.forward is not None

@@ -267,7 +267,7 @@ def test_shared_rows_alone_have_a_state() -> None:
                        kernel=kernel, device="cpu", over_inputs=True)  # fmt: skip
         assert isinstance(plan.schedule.route, routes.PerTask)
         whole = 4 * n * 9 + 4 * n
-        assert plan.candidate.footprint.accumulators <= most * whole + 4 * n
+        assert plan.footprint.accumulators <= most * whole + 4 * n
     tally = plan_of_window = qa.plan(
         n, levels=(7,), heads=1, head_dim=8, dtype=torch.float16, is_causal=True,
         kernel=InPlace(sliding_window(500)), device="cpu", over_inputs=True,

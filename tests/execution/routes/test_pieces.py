@@ -29,7 +29,7 @@ def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
     schedule = schedule_of(
         plan.work, plan.decomposition, plan.schedule.group, replace(route, pieces=pieces)
     )
-    return replace(plan, candidate=replace(plan.candidate, schedule=schedule))
+    return replace(plan, schedule=schedule)
 
 
 @pytest.mark.parametrize("pieces", ["rows", "blocks"])

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.errors import OutOfMemoryError, is_out_of_memory
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.device.page_locks import (
     HUGE_PAGE_BYTES,
@@ -16,7 +16,6 @@ from quorum_attention.execution.device.page_locks import (
     WORTH_LOCKING_BYTES,
     ask_for_huge_pages,
 )
-from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.sizes import format_bytes
 
 # Less than this fits few huge pages.

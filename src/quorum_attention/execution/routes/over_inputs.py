@@ -30,38 +30,36 @@ from quorum_attention.decomposition.intervals import Cells
 from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
 from quorum_attention.execution import call as execution
 from quorum_attention.execution.call import Job, Tools, flat_batch, operand
-from quorum_attention.execution.case import (
+from quorum_attention.execution.control.controller import RecoveryController
+from quorum_attention.execution.problem import (
     Bytes,
-    Case,
+    Group,
+    GroupSize,
+    Problem,
     WorkCounts,
+    Workload,
     bytes_before,
     copied_bytes,
     corrected_bytes,
+    count_groups,
     final_bytes,
+    group_part,
+    groups,
     in_results,
     moved_bytes,
     result_bytes,
+    scales,
     state_bytes,
 )
-from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import (
     Ask,
     GroupScaling,
     all_finite,
     asking,
-    scales,
     what_is_read,
 )
 from quorum_attention.execution.schedule import Choice, Route, Schedule
-from quorum_attention.execution.workload import (
-    Group,
-    GroupSize,
-    Workload,
-    count_groups,
-    group_part,
-    groups,
-)
 from quorum_attention.kernels.merge import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved, TaskTensors
 from quorum_attention.kernels.reference import SMALL, backward_bytes, exact_carrier, whole_backward
@@ -129,7 +127,7 @@ class Whole(OverInputs):
         """All queries and all keys: there is one rectangle."""
         return work.n_queries, work.n_keys
 
-    def runs(self, schedule: Schedule, case: Case) -> bool:
+    def runs(self, schedule: Schedule, case: Problem) -> bool:
         """Whether one kernel call can take all of a head group and give its results."""
         work = case.work
         if not case.place.in_place or (case.spec.backward and not _gives_results(case)):
@@ -145,7 +143,7 @@ class Whole(OverInputs):
         _, rectangles = all_rectangles(work, schedule.decomposition)
         return [(r.n_queries, r.n_keys) for r in rectangles] == [(work.n_queries, work.n_keys)]
 
-    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
         """Results take nothing more where the kernel's own are returned: those of all head groups
         in one call, in the right dtype."""
         work = case.work
@@ -175,7 +173,7 @@ class Whole(OverInputs):
         given = (*bytes_before(case), *copied_bytes(case, schedule.group))
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
 
-    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
         """Kernel calls, and nothing else."""
         units = count_groups(case.work, schedule.group)
         return WorkCounts(units=units, uncut=True, merges=False)
@@ -228,12 +226,12 @@ class Whole(OverInputs):
         return compute
 
 
-def _widened(case: Case) -> bool:
+def _widened(case: Problem) -> bool:
     """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
     return case.work.sinks and not case.spec.backward and case.work.dtype != case.work.state_dtype
 
 
-def _gives_results(case: Case) -> bool:
+def _gives_results(case: Problem) -> bool:
     """Whether the kernel's gradients can be the results as they are.
 
     They cannot if the gradient is divided, or if a backward that has to be scaled returns more than
@@ -336,13 +334,13 @@ def _of_call(
     one = Call(
         given["query"], given["key"], given["value"], causal, call.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
-        work.state_dtype if joins else job.result_dtype, dropout,
+        work.state_dtype if joins else job.problem.place.result_dtype, dropout,
     )  # fmt: skip
     parts = job.spec.of_call(call.kernel, one, given)
     if joins and call.sinks is not None:
         sinks = call.sinks if group is None else call.sinks[group.query_heads]
         join_sinks_(parts[0], parts[1], sinks)
-    if job.scaled and not capturing(call.device) and not all_finite(parts):
+    if job.problem.scaled and not capturing(call.device) and not all_finite(parts):
         return None
     return parts
 
@@ -402,17 +400,17 @@ class _Tasks(OverInputs):
             max((r.n_keys for r in rectangles), default=1),
         )
 
-    def runs(self, schedule: Schedule, case: Case) -> bool:
+    def runs(self, schedule: Schedule, case: Problem) -> bool:
         """Whether all inputs can be read where they lie, and the call has no mask."""
         return case.work.mask is None and case.place.in_place and case.place.lse_here
 
-    def results(self, schedule: Schedule, case: Case) -> tuple[int, ...]:
+    def results(self, schedule: Schedule, case: Problem) -> tuple[int, ...]:
         """Bytes of the results, and of the copies of inputs that a pass makes."""
         rows = self.rows_copied(schedule, case)
         copied = copied_bytes(case, schedule.group, rows)
         return *bytes_before(case), *copied, *result_bytes(case)
 
-    def rows_copied(self, schedule: Schedule, case: Case) -> int | None:
+    def rows_copied(self, schedule: Schedule, case: Problem) -> int | None:
         """Most rows of a head that are copied at a time where operators cannot read an input; None:
         all rows of a head group."""
         return None
@@ -444,13 +442,13 @@ class Blockwise(_Tasks):
         keys = chunk if self.pieces == "blocks" else work.n_keys
         return min(chunk, work.n_queries), min(keys, work.n_keys)
 
-    def runs(self, schedule: Schedule, case: Case) -> bool:
+    def runs(self, schedule: Schedule, case: Problem) -> bool:
         """Whether all inputs can be read where they lie. Under a mask only small rectangles are
         of use: each has a part of the mask in the inputs' dtype."""
         maskless = case.work.mask is None or self.pieces != "halves"
         return maskless and case.place.in_place and case.place.lse_here
 
-    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
         """The states of one head group, and the results of all."""
         states = scaled_bytes if case.scaled else merged_bytes
         return Bytes(
@@ -460,12 +458,12 @@ class Blockwise(_Tasks):
             self.results(schedule, case),
         )
 
-    def rows_copied(self, schedule: Schedule, case: Case) -> int | None:
+    def rows_copied(self, schedule: Schedule, case: Problem) -> int | None:
         """The rows of a rectangle, if rectangles are small and the kernel copies by itself."""
         small = self.pieces != "halves" and case.kernel.any_upstream
         return schedule.max_queries if small else None
 
-    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
         """Each head group is one unit."""
         units = count_groups(case.work, schedule.group)
         return WorkCounts(units=units, at_once=self.pieces, begun=units)
@@ -476,7 +474,7 @@ class Blockwise(_Tasks):
         """All tasks as one."""
         job.make_results()
         task, rectangles = all_rectangles(job.call.work, schedule.decomposition, self.pieces)
-        copied = self.rows_copied(schedule, job.case) is None
+        copied = self.rows_copied(schedule, job.problem) is None
 
         def compute(group: Group) -> tuple[int]:
             tensors = job.task(schedule.limits, group, tools, task, rectangles)
@@ -486,12 +484,12 @@ class Blockwise(_Tasks):
         return compute
 
 
-def merged_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
+def merged_bytes(case: Problem, group: GroupSize) -> tuple[int, ...]:
     """Bytes of the states that ``compute_group`` allocates."""
     return () if in_results(case) else state_bytes(case, group)
 
 
-def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
+def scaled_bytes(case: Problem, group: GroupSize) -> tuple[int, ...]:
     """Bytes of what ``compute_group`` allocates where it is scaled: the states, a copy of the input
     that is divided, and a few numbers for every head."""
     spec, work = case.spec, case.work
@@ -519,13 +517,13 @@ def compute_group(
     given = job.operands(group, copied=copied)
     # In a scaled backward: what is divided, from and to.
     upstream = divided = scaling = None
-    if job.scaled and spec.divided is not None:
+    if job.problem.scaled and spec.divided is not None:
         upstream = given[spec.divided]
         divided = torch.empty(upstream.shape, dtype=work.dtype, device=call.device)
         given[spec.divided] = divided
         scaling = GroupScaling(work, call.device, (task.value.shape[0], task.value.shape[1]))
     targets = job.targets(group)
-    own = in_results(job.case)
+    own = in_results(job.problem)
     states = [
         # A result in the state's dtype is its own state.
         _begun(target, job.fill(state, group))
@@ -595,12 +593,12 @@ class PerTask(_Tasks):
         tokens = work.n_tokens if self.trimmed is None else self.trimmed.widest
         return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
-    def runs(self, schedule: Schedule, case: Case) -> bool:
+    def runs(self, schedule: Schedule, case: Problem) -> bool:
         """Whether no gradient is divided or scaled either, and the kernel takes whole tasks."""
         here = _Tasks.runs(self, schedule, case) and not case.place.is_divided
         return here and takes_tasks(case.kernel, case.work)
 
-    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
         """Besides the results, only rows that several tasks have need a state."""
         shared = None if self.trimmed is None else self.trimmed.shared
         return Bytes(
@@ -610,7 +608,7 @@ class PerTask(_Tasks):
             self.results(schedule, case),
         )
 
-    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
         """Each task is a unit: its results are copied once more, by a few copies."""
         units = count_groups(case.work, schedule.group) * schedule.n_tasks
         return WorkCounts(

@@ -15,21 +15,24 @@ import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.case import (
-    Bytes,
-    Case,
-    WorkCounts,
-    bytes_before,
-    final_bytes,
-    moved_bytes,
-    result_bytes,
-    state_bytes,
-)
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Engine
+from quorum_attention.execution.problem import (
+    Bytes,
+    GroupSize,
+    Problem,
+    WorkCounts,
+    Workload,
+    bytes_before,
+    count_groups,
+    final_bytes,
+    moved_bytes,
+    result_bytes,
+    state_bytes,
+)
 from quorum_attention.execution.scaling import UnitScaling
 from quorum_attention.execution.schedule import Attempt, Choice, Route, Schedule
 from quorum_attention.execution.slot_rows import (
@@ -44,7 +47,6 @@ from quorum_attention.execution.slot_rows import (
     slot_layout,
 )
 from quorum_attention.execution.trimming import task_rows
-from quorum_attention.execution.workload import GroupSize, Workload, count_groups
 from quorum_attention.quorums import quorum_size
 
 
@@ -87,11 +89,11 @@ class Slots(Route):
         queries, keys = self.task_rows(shape, work)
         return min(half, queries), min(half, keys)
 
-    def runs(self, schedule: Schedule, case: Case) -> bool:
+    def runs(self, schedule: Schedule, case: Problem) -> bool:
         """Always true."""
         return True
 
-    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
         """The arena, workspace, results, and the accumulators if the budget counts them."""
         work, place, group = case.work, case.place, schedule.group
         rows = schedule.task_rows(work)
@@ -108,7 +110,7 @@ class Slots(Route):
             (*bytes_before(case), *result_bytes(case)),
         )
 
-    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
         """Inputs are copied in at every visit of a row, states in and out."""
         units = count_groups(case.work, schedule.group) * schedule.n_tasks
         inputs, states = moved_bytes(case)
@@ -145,7 +147,7 @@ class Slots(Route):
             schedule: Schedule, controller: RecoveryController, tools: Tools
         ) -> Iterator[int]:
             scaling = None
-            if job.scaled:
+            if job.problem.scaled:
                 scaling = UnitScaling(call.work, call.device, controller)
                 scalings.append(scaling)
             layout, n_slots = _layout(job, schedule), controller.n_slots
@@ -169,9 +171,9 @@ class Slots(Route):
 
 
 def _layout(job: Job, schedule: Schedule) -> SlotLayout:
-    work, dtype = job.call.work, job.result_dtype
+    work, dtype = job.call.work, job.problem.place.result_dtype
     rows = schedule.task_rows(work)
-    return slot_layout(job.spec, work, schedule.group, rows, dtype, scaled=job.scaled)
+    return slot_layout(job.spec, work, schedule.group, rows, dtype, scaled=job.problem.scaled)
 
 
 def _rows(
@@ -182,11 +184,11 @@ def _rows(
     slots: dict[int, torch.Tensor],
     mover: Mover,
 ) -> SlotRows:
-    divided = job.spec.divided if job.scaled else None
+    divided = job.spec.divided if job.problem.scaled else None
     passed_on = frozenset(
         i.name for i in job.spec.inputs if i.name != divided and layout.keeps(i.name)
     )
-    factor = job.factor if job.is_divided else None
+    factor = job.factor if job.problem.place.is_divided else None
     return SlotRows(job.call.work, layout, inputs, states, slots, mover, passed_on, factor)
 
 

@@ -23,22 +23,26 @@ from quorum_attention.decomposition.decomposition import Span, Task
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pieces import Passage
 from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.case import (
-    Bytes,
-    Case,
-    InputSpec,
-    StateSpec,
-    WorkCounts,
-    bytes_before,
-    final_bytes,
-    result_bytes,
-    state_bytes,
-)
 from quorum_attention.execution.control.controller import Group, RecoveryController
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Engine
+from quorum_attention.execution.problem import (
+    Axis,
+    Bytes,
+    GroupSize,
+    InputSpec,
+    Problem,
+    StateSpec,
+    WorkCounts,
+    Workload,
+    bytes_before,
+    count_groups,
+    final_bytes,
+    result_bytes,
+    state_bytes,
+)
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import GroupScaling, asking, what_is_read
 from quorum_attention.execution.schedule import Route, Schedule
@@ -52,12 +56,6 @@ from quorum_attention.execution.slot_rows import (
     arena_and_mover,
     moved_tensors,
     slot_layout,
-)
-from quorum_attention.execution.workload import (
-    Axis,
-    GroupSize,
-    Workload,
-    count_groups,
 )
 from quorum_attention.sizes import counted
 
@@ -131,7 +129,7 @@ class Streaming(Route):
         """A chunk and a block are one rectangle."""
         return self.task_rows(shape, work)
 
-    def runs(self, schedule: Schedule, case: Case) -> bool:
+    def runs(self, schedule: Schedule, case: Problem) -> bool:
         """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
         depends on where they are."""
         work, kernel = case.work, case.kernel
@@ -146,14 +144,14 @@ class Streaming(Route):
             self.stays, work.n_queries, work.n_keys, self.queries, self.keys, work.is_causal
         )
 
-    def layout(self, schedule: Schedule, case: Case, axis: Axis) -> SlotLayout:
+    def layout(self, schedule: Schedule, case: Problem, axis: Axis) -> SlotLayout:
         """The memory of a chunk or of a block."""
         work = case.work
         most = min(self.rows(axis), work.n_queries if axis == "query" else work.n_keys)
         dtype, group = case.place.result_dtype, schedule.group
         return slot_layout(case.spec, work, group, (most, most), dtype, axis=axis)
 
-    def memory_use(self, schedule: Schedule, case: Case) -> Bytes:
+    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
         """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
         results and states."""
         homes: tuple[int, ...] = ()
@@ -170,7 +168,7 @@ class Streaming(Route):
             (*bytes_before(case), *result_bytes(case)),
         )
 
-    def work_counts(self, schedule: Schedule, case: Case) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
         """What stays is copied once; what streams by, for every chunk that it meets."""
         work, spec = case.work, case.spec
         passage, groups = self.passage(work), count_groups(work, schedule.group)
@@ -208,7 +206,9 @@ class Streaming(Route):
         """Compute the head groups that are left, one after the other."""
         home = Residency.of_home("host", job.call.device)
         waiting = (self.streams_by,) if self.passage(job.call.work).n_chunks > 1 else ()
-        chunk, block = (self.layout(schedule, job.case, a) for a in (self.stays, self.streams_by))
+        chunk, block = (
+            self.layout(schedule, job.problem, a) for a in (self.stays, self.streams_by)
+        )
         n_bytes = chunk.slot_bytes + self.n_cap * block.slot_bytes
         with (
             moved_tensors(job, schedule.group, home, waiting) as (inputs, states, locks),
@@ -220,7 +220,7 @@ class Streaming(Route):
             slots = {self.n_cap: arena[self.n_cap * block.slot_bytes :]}
             staying = _side(job, chunk, self.stays, slots, mover, inputs, states)
             scaling = None
-            if job.scaled:
+            if job.problem.scaled:
                 heads = (1, schedule.group.kv_heads)
                 scaling = GroupScaling(job.call.work, job.call.device, heads, self.n_cap)
             engine = Engine(job, tools, mover, schedule.limits, blocks, scaling, staying)
@@ -300,7 +300,7 @@ def _side(
         tuple(state for state in states if state.axis == axis),
         slots,
         mover,
-        factor=job.factor if job.is_divided else None,
+        factor=job.factor if job.problem.place.is_divided else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The two passes as data, and one pass of a call without its tensors.
+"""A call without its tensors: its sizes, its head groups, and its two passes as data.
 
 The forward merges the statistics of every row over the tasks (paper, Algorithm 1). The backward
 adds up three gradients (paper, Algorithm 2): given the global log-sum-exp, every task computes its
@@ -7,8 +7,10 @@ part of the true probabilities, P = exp(s - lse) <= 1 (paper, Equation 9).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
@@ -16,8 +18,6 @@ import torch
 from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.scaling import scales
-from quorum_attention.execution.workload import Axis, GroupSize, Workload
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
@@ -25,12 +25,222 @@ from quorum_attention.kernels.protocol import (
     Extent,
     Gradients,
     InnerKernel,
+    MaskShape,
     Saved,
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.rectangles import SMALL_FACTOR
 from quorum_attention.kernels.reference import small_bytes
 from quorum_attention.kernels.scaling import Scaling
+
+ELEMENT_BYTES = {
+    torch.float16: 2,
+    torch.bfloat16: 2,
+    torch.float32: 4,
+    torch.float64: 8,
+}
+DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The sizes of one call; hashable, without tensors.
+
+    ``batch_shape`` is the shape before the head dimension, () for 3-D inputs. ``positive_scale``
+    says whether the factor of the scores is above 0, ``sinks`` whether rows begin with a sink,
+    ``dropout`` whether probabilities are dropped.
+    ``columns`` is how many of the last columns of the value were added to carry the gradient of the
+    log-sum-exp (call/lse_columns.py). ``exact_scale``: see ``CallShape``.
+    """
+
+    batch_shape: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    is_causal: bool
+    mask: MaskShape | None = None
+    positive_scale: bool = True
+    sinks: bool = False
+    dropout: bool = False
+    columns: int = 0
+    exact_scale: bool = True
+
+    @property
+    def batch(self) -> int:
+        """Batch entries, all batch dimensions together."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions that are decomposed: the larger of queries and keys."""
+        return max(self.n_queries, self.n_keys)
+
+    @property
+    def queries_per_key_head(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one input element."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What statistics and gradients accumulate in: fp32, or fp64 for fp64 inputs."""
+        return state_dtype(self.dtype)
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of one head that are computed (a mask does not count)."""
+        if not self.is_causal:
+            return self.n_queries * self.n_keys
+        square = min(self.n_queries, self.n_keys)
+        below = max(0, self.n_queries - self.n_keys)
+        return square * (square + 1) // 2 + below * self.n_keys
+
+    def call_shape(self, device_type: str, needs_grad: bool) -> CallShape:
+        """The part of this workload that inner kernels ask about."""
+        return CallShape(
+            device_type=device_type,
+            dtype=self.dtype,
+            query_heads=self.heads,
+            key_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            is_causal=self.is_causal,
+            needs_grad=needs_grad,
+            mask=self.mask,
+            positive_scale=self.positive_scale,
+            dropout=self.dropout,
+            exact_scale=self.exact_scale,
+        )
+
+
+def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
+    """The ``exact_scale`` of a call."""
+    if dtype == torch.float16:
+        return scale == 0 or abs(scale) >= SMALL_FACTOR
+    return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What statistics and gradients of inputs of ``dtype`` accumulate in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """The size of a head group.
+
+    Heads never meet, so cutting between them costs nothing. A group is either some key/value heads
+    of one batch entry (``batch`` is 1), or several whole batch entries.
+    """
+
+    batch: int
+    kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One head group: batch entries by index, and a range of key/value heads."""
+
+    entries: tuple[tuple[int, ...], ...]
+    kv_start: int
+    kv_stop: int
+    queries_per_key_head: int
+
+    @property
+    def query_heads(self) -> slice:
+        """The query heads that go with the key/value heads."""
+        g = self.queries_per_key_head
+        return slice(self.kv_start * g, self.kv_stop * g)
+
+    @property
+    def key_heads(self) -> slice:
+        """The key/value heads."""
+        return slice(self.kv_start, self.kv_stop)
+
+
+def group_sizes(work: Workload) -> list[GroupSize]:
+    """Group sizes to choose from, largest first: batch entries are halved, then heads."""
+    if work.batch == 0 or work.kv_heads == 0:
+        return []
+    sizes = []
+    entries = work.batch
+    while entries > 1:
+        sizes.append(GroupSize(entries, work.kv_heads))
+        entries = -(-entries // 2)
+    heads = work.kv_heads
+    while heads > 1:
+        sizes.append(GroupSize(1, heads))
+        heads = -(-heads // 2)
+    sizes.append(GroupSize(1, 1))
+    return sizes
+
+
+def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
+    """The head groups of a call, none larger than ``size``, in order."""
+    entries = list(product(*(range(n) for n in work.batch_shape)))
+    shared = work.queries_per_key_head
+    for first in range(0, len(entries), size.batch):
+        chosen = tuple(entries[first : first + size.batch])
+        for head in range(0, work.kv_heads, size.kv_heads):
+            yield Group(chosen, head, min(head + size.kv_heads, work.kv_heads), shared)
+
+
+def flat_entries(work: Workload, group: Group) -> tuple[int, ...]:
+    """The indices of a group's batch entries when the batch dimensions are flattened."""
+    return tuple(flat_entry(work, entry) for entry in group.entries)
+
+
+def flat_entry(work: Workload, entry: tuple[int, ...]) -> int:
+    """The index of a batch entry when the batch dimensions are flattened."""
+    number = 0
+    for index, size in zip(entry, work.batch_shape, strict=True):
+        number = number * size + index
+    return number
+
+
+def count_groups(work: Workload, size: GroupSize) -> int:
+    """How many groups ``groups`` yields."""
+    return -(-work.batch // size.batch) * -(-work.kv_heads // size.kv_heads)
+
+
+Axis = Literal["query", "key"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensor:
+    """A tensor whose rows and heads are those of queries or of keys.
+
+    It is (*batch, heads, n, width); or, ``of_group``, (entries, heads, n, width): memory for the
+    state of one head group, used by one group after another.
+    """
+
+    tensor: torch.Tensor
+    axis: Axis
+    of_group: bool = False
+
+    def blocks(self, group: Group) -> list[torch.Tensor]:
+        """The group's part: a view (heads, n, width) for each batch entry."""
+        heads = group.query_heads if self.axis == "query" else group.key_heads
+        if self.of_group:
+            count = heads.stop - heads.start
+            return [self.tensor[entry, :count] for entry in range(len(group.entries))]
+        return [self.tensor[entry][heads] for entry in group.entries]
+
+
+def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
+    """A head group's part of (*batch, heads, ...), as a view (1, heads, ...); of one entry."""
+    heads = group.query_heads if axis == "query" else group.key_heads
+    return tensor[group.entries[0]][heads].unsqueeze(0)
+
 
 Width = Literal["head_dim", "value_dim", "one"]
 Tensors = Mapping[str, torch.Tensor]
@@ -244,6 +454,7 @@ class Placement:
             expanded or of another dtype). Routes without slots copy them a head group at a time.
         divided: bytes of the divided copy of an upstream gradient that the inputs' dtype cannot
             hold, which is made first (execution/call.py). None: it is not divided.
+        same_dtype: whether upstream gradient and output have the inputs' dtype.
         lse_here: whether the lse of a backward is on the device that computes; plans assume it.
         lse_given: whether the caller passed the lse of a forward too.
     """
@@ -255,6 +466,7 @@ class Placement:
     dense_rows: bool = True
     copied: int = 0
     divided: int | None = None
+    same_dtype: bool = True
     lse_here: bool = True
     lse_given: bool = False
 
@@ -279,7 +491,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Problem:
     """One pass of one call, without its tensors.
 
     Attributes:
@@ -295,6 +507,11 @@ class Case:
     place: Placement
 
     @property
+    def without_kernel(self) -> tuple[Workload, PassSpec, Placement]:
+        """All but the kernel, which caches must not hold."""
+        return self.work, self.spec, self.place
+
+    @property
     def scaled(self) -> bool:
         """Whether the pass is a scaled backward (execution/scaling.py)."""
         return self.spec.divided is not None and scales(self.kernel, self.work)
@@ -307,6 +524,18 @@ class Case:
     def call_shape(self) -> CallShape:
         """What kernels ask about."""
         return self.work.call_shape(self.place.device_type, self.spec.backward)
+
+
+def scales(kernel: InnerKernel, work: Workload) -> bool:
+    """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
+    # Kernels that have dropout compute it in fp32, or scale by themselves.
+    return work.dtype in kernel.scaled_backward and not work.dropout
+
+
+def takes_wide(kernel: InnerKernel, work: Workload) -> bool:
+    """Whether a backward by ``kernel`` may be handed an upstream gradient as large as fp16 holds:
+    it is divided again for each unit, or meets nothing narrower than fp32, as with dropout."""
+    return kernel.wide_products or work.dtype in kernel.scaled_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,24 +596,24 @@ class WorkCounts:
     calls: tuple[tuple[int, int, bool, int], ...] | None = None
 
 
-def result_bytes(case: Case) -> tuple[int, ...]:
+def result_bytes(problem: Problem) -> tuple[int, ...]:
     """Bytes of each result that is not a state itself, if the budget counts them."""
-    if case.place.results_given or not case.place.resident:
+    if problem.place.results_given or not problem.place.resident:
         return ()
-    size = case.place.result_dtype.itemsize
-    return tuple(s.count(case.work) * size for s in case.spec.states if s.over is not None)
+    size = problem.place.result_dtype.itemsize
+    return tuple(s.count(problem.work) * size for s in problem.spec.states if s.over is not None)
 
 
-def final_bytes(case: Case) -> tuple[int, ...]:
+def final_bytes(problem: Problem) -> tuple[int, ...]:
     """Bytes of each state that is a result itself (the log-sum-exp), if the budget counts them."""
-    if case.place.lse_given:
+    if problem.place.lse_given:
         return ()
-    size = case.work.state_dtype.itemsize
-    return tuple(s.count(case.work) * size for s in case.spec.states if s.over is None)
+    size = problem.work.state_dtype.itemsize
+    return tuple(s.count(problem.work) * size for s in problem.spec.states if s.over is None)
 
 
 def state_bytes(
-    case: Case, group: GroupSize, most_rows: int | None = None, *, all_states: bool = False
+    problem: Problem, group: GroupSize, most_rows: int | None = None, *, all_states: bool = False
 ) -> tuple[int, ...]:
     """Bytes of each state of a head group, without those that are results themselves.
 
@@ -392,46 +621,50 @@ def state_bytes(
         most_rows: most rows of a head that have a state; None: all.
         all_states: include the states that are results themselves.
     """
-    work = case.work
+    work = problem.work
     most = work.n_tokens if most_rows is None else most_rows
     return tuple(
         state.count(work, group, min(state.rows(work), most)) * work.state_dtype.itemsize
-        for state in case.spec.states
+        for state in problem.spec.states
         if all_states or state.over is not None
     )
 
 
-def in_results(case: Case) -> bool:
+def in_results(problem: Problem) -> bool:
     """Whether states over the inputs are the results themselves: results lie where compute is, and
     have the state's dtype."""
-    place = case.place
-    return not place.backend.own_memory and place.result_dtype == case.work.state_dtype
+    place = problem.place
+    return not place.backend.own_memory and place.result_dtype == problem.work.state_dtype
 
 
-def moved_bytes(case: Case) -> tuple[int, int]:
+def moved_bytes(problem: Problem) -> tuple[int, int]:
     """Bytes of all inputs together, and of all states together."""
-    work, spec = case.work, case.spec
+    work, spec = problem.work, problem.spec
     inputs = sum(item.count(work) * item.dtype(work).itemsize for item in spec.inputs)
     return inputs, sum(s.count(work) * work.state_dtype.itemsize for s in spec.states)
 
 
-def bytes_before(case: Case) -> tuple[int, ...]:
+def bytes_before(problem: Problem) -> tuple[int, ...]:
     """Bytes of each tensor that a backward makes before it begins: the divided upstream gradient
     and the corrected output."""
-    if not case.spec.backward:
+    if not problem.spec.backward:
         return ()
-    corrected = corrected_bytes(case.work, case.kernel) if case.place.resident else 0
-    return case.place.divided or 0, corrected
+    corrected = corrected_bytes(problem.work, problem.kernel) if problem.place.resident else 0
+    return problem.place.divided or 0, corrected
 
 
-def copied_bytes(case: Case, group: GroupSize, most_rows: int | None = None) -> tuple[int, ...]:
+def copied_bytes(
+    problem: Problem, group: GroupSize, most_rows: int | None = None
+) -> tuple[int, ...]:
     """Bytes of a head group's copies of inputs that operators cannot read as they are.
 
     Args:
         most_rows: most rows of a head that are copied at a time; None: all.
     """
-    sizes = [item.count(case.work, group, most_rows) for item in case.spec.inputs if item.copied]
-    return tuple(size * case.work.element_bytes for size in sizes[: case.place.copied])
+    sizes = [
+        item.count(problem.work, group, most_rows) for item in problem.spec.inputs if item.copied
+    ]
+    return tuple(size * problem.work.element_bytes for size in sizes[: problem.place.copied])
 
 
 def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
