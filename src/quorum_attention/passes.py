@@ -354,24 +354,19 @@ def _run(
                 guessed=not decision.last,
             )
         if results is not None:
-            _add_up(request, plan, report)
+            for sums in request.sums:
+                sums.total.add(
+                    plan.kernel,
+                    backward=backward,
+                    seconds=report.seconds,
+                    cut=is_cut(plan) or bool(report.levels),
+                    peak_bytes=report.peak_bytes or report.planned_peak_bytes,
+                    recoveries=len(report.recoveries),
+                    recovery_seconds=report.recovery_seconds,
+                )
             return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
         recoveries = report.recoveries
         decision = decide_again(decision)
-
-
-def _add_up(request: Request, plan: Plan, report: PassReport) -> None:
-    """Add a pass that is done to the totals of its reports."""
-    for sums in request.sums:
-        sums.total.add(
-            plan.kernel,
-            backward=plan.backward,
-            seconds=report.seconds,
-            cut=is_cut(plan) or bool(report.levels),
-            peak_bytes=report.peak_bytes or report.planned_peak_bytes,
-            recoveries=len(report.recoveries),
-            recovery_seconds=report.recovery_seconds,
-        )
 
 
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:

@@ -175,12 +175,7 @@ def place_after(place: Placement, request: Request) -> Placement:
     work, out, result = request.work, request.out, request.out_dtype
     copied = result != work.dtype or (out is not None and not is_operand(out, work.dtype))
     divided = divided_bytes(result, work, here=place.resident)
-    copies = (divided is None) + copied
     return replace(
-        place,
-        results_given=False,
-        result_dtype=work.dtype,
-        copied=copies,
-        divided=divided,
-        lse_given=False,
-    )
+        place, results_given=False, result_dtype=work.dtype, lse_given=False, divided=divided,
+        copied=(divided is None) + copied,
+    )  # fmt: skip

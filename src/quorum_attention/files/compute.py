@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quorum_attention import passes
 from quorum_attention.call.block import Block, BlockResults, request_of_block
 from quorum_attention.call.options import CallOptions
 from quorum_attention.errors import BudgetError
@@ -21,13 +22,6 @@ from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.call import FileCall, written_as
 from quorum_attention.mask import Mask
-from quorum_attention.passes import (
-    check_forward,
-    compute_block,
-    decide_backward,
-    decide_forward,
-    is_trivial,
-)
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
 from quorum_attention.progress import progress_bar
@@ -182,9 +176,11 @@ def _decision(call: FileCall, part: Block, *, in_file: bool) -> Decision:
         )  # fmt: skip
         if given is not None:
             given = given._replace(grads=(target, target, target))
-            return decide_backward(tensors, request, given)
+            return passes.decide_backward(tensors, request, given)
         lse = target if lse_given(call, in_file=in_file) else None
-        return decide_forward(tensors, replace(request, out=target, out_dtype=dtype, lse=lse))
+        return passes.decide_forward(
+            tensors, replace(request, out=target, out_dtype=dtype, lse=lse)
+        )
 
 
 def lse_given(call: FileCall, *, in_file: bool) -> bool:
@@ -225,9 +221,9 @@ def _compute(work: Work, part: Block, written: CallOptions) -> None:
     block = call.whole, part, call.cut(call.tensors, part), written, results
     if call.backward:
         tensors, request, read = request_of_block(*block)
-        if read is not None and not is_trivial(tensors):
-            check_forward(tensors, request, read)
-    found = compute_block(*block)
+        if read is not None and not passes.is_trivial(tensors):
+            passes.check_forward(tensors, request, read)
+    found = passes.compute_block(*block)
     for name, target in wanted.items():
         accumulated = made.get(name, found[1])  # an lse may be made by the call
         if accumulated is not target:

@@ -72,16 +72,13 @@ def remembered(
 
     def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
         names = list(inspect.signature(function).parameters)
-        of_problem = "kernel" not in names
-        at = names.index("problem" if of_problem else "kernel")
+        at = names.index("kernel" if "kernel" in names else "problem")
         answers: WeakKeyDictionary[Any, Cache[_Answer]] = WeakKeyDictionary()
 
         @wraps(function)
         def ask(*args: _Params.args, **named: _Params.kwargs) -> _Answer:
-            kernel: Any = args[at]
-            rest: tuple[Any, ...] = ()
-            if of_problem:
-                kernel, rest = kernel.kernel, kernel.without_kernel
+            kernel: Any = getattr(args[at], "kernel", args[at])
+            rest: tuple[Any, ...] = getattr(args[at], "without_kernel", ())
             try:
                 known = answers.get(kernel)
                 if known is None:
