@@ -155,8 +155,8 @@ def compute_block(
 
 
 @contextmanager
-def _beside_a_pass(device: torch.device) -> Iterator[None]:
-    """For what is computed on a device before or after a pass: without gradients and autocast."""
+def _computing(device: torch.device) -> Iterator[None]:
+    """For what a device computes: without gradients and autocast, by our error out of memory."""
     with (
         backend_of(device).current(device),
         torch.no_grad(),
@@ -174,7 +174,7 @@ def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
     """
     kernel, device = request.options.kernel, request.options.device
     call = _call(tensors, request, get_kernel("dense" if kernel == "auto" else kernel))
-    with _beside_a_pass(device):
+    with _computing(device):
         if rows_differ(call, given.out, given.lse, request.options.budget_bytes):
             how = "causal" if request.work.is_causal else "not causal"
             raise ValueError(
@@ -254,7 +254,7 @@ def _mask_gradient(
     assert tensors.mask is not None
     check_mask_gradient(kernel)
     device = request.options.device
-    with _beside_a_pass(device):
+    with _computing(device):
         target = _mask_target(tensors.mask, given)
         if given.grad_mask is not None:
             _note_writing((target,))
@@ -337,12 +337,9 @@ def _run(
                     report.without_dropout = without_dropout(decision.kernel, decision.call_shape)
             setattr(watched, "backward" if backward else "forward", report)
         with (
-            backend_of(device).current(device),
+            _computing(device),
             _peak_memory(device, report),
             progress_of(request) as progress,
-            torch.no_grad(),
-            without_autocast("cpu", device.type),
-            named_out_of_memory(),
         ):
             _note_writing(given)
             # No name for the job: it would hold its results when memory has run out.
@@ -374,12 +371,8 @@ def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     bits are not finite."""
     device = job.call.device
     try:
-        with backend_of(device).current(device), without_autocast("cpu", device.type):
-            if not torch.is_grad_enabled():
-                found = at_once(job)
-            else:
-                with torch.no_grad():
-                    found = at_once(job)
+        with _computing(device):
+            found = at_once(job)
         if found is not None:
             return found
     except Exception as error:

@@ -94,8 +94,7 @@ def settle(call: FileCall, heads: int | None = None) -> Settings:
     """
     budget = call.written.budget
     if budget is None:
-        free = backend_of(call.device).free_bytes(call.device)
-        budget = int(free * (1 - policy.MARGIN))
+        budget = int(backend_of(call.device).free_bytes(call.device) * (1 - policy.MARGIN))
         call = replace(call, written=call.written._replace(budget=budget))
     assert isinstance(budget, int)
     if heads is None:
