@@ -85,9 +85,7 @@ def remembered(
                     known = answers.setdefault(kernel, Cache(most, size))
             except TypeError:  # no weak reference
                 return function(*args, **named)
-            key = (*args[:at], *rest, *args[at + 1 :])
-            if named:
-                key += tuple(sorted(named.items()))
+            key = (*args[:at], *rest, *args[at + 1 :], *sorted(named.items()))
             return known.get(key, lambda: function(*args, **named))
 
         return ask
