@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,12 +82,6 @@ def lse_in_base_two(query, key, value, *, is_causal, scale):
 
 
 @forward_is(causes.LSE)
-def lse_of_the_wrong_sign(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, -lse
-
-
-@forward_is(causes.LSE)
 def lse_of_one_head(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return out, lse[:, :1].expand_as(lse)
@@ -98,36 +91,6 @@ def lse_of_one_head(query, key, value, *, is_causal, scale):
 def lse_rounded_to_fp16(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return out, lse + (lse.half().to(lse.dtype) - lse).detach()
-
-
-@forward_is(causes.LSE)
-def lse_rounded_to_bf16(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse + (lse.bfloat16().to(lse.dtype) - lse).detach()
-
-
-@forward_is(causes.LSE)
-def lse_without_the_scale(query, key, value, *, is_causal, scale):
-    out, _ = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, plain(query, key, value, is_causal=is_causal, scale=1.0)[1]
-
-
-@forward_is(causes.LSE)
-def row_maximum_for_lse(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    return softmax(scores, value)[0], scores.amax(-1)
-
-
-@forward_is(causes.LSE)
-def lse_of_the_mean(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse - math.log(key.shape[2])
-
-
-@forward_is(causes.LSE)
-def sum_for_lse(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse.exp()
 
 
 @forward_is(causes.LSE)
@@ -147,25 +110,11 @@ def unnormalised(query, key, value, *, is_causal, scale):
 
 
 @forward_is(causes.WEIGHTS)
-def unnormalised_altogether(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    return torch.exp(scores) @ value, torch.logsumexp(scores, -1)
-
-
-@forward_is(causes.WEIGHTS)
 def sink_in_every_call(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     sink = torch.ones_like(scores[..., :1])
     with_sink = torch.cat([scores, sink], -1)
     lse = torch.logsumexp(with_sink, -1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
-
-
-@forward_is(causes.WEIGHTS)
-def softmax_one(query, key, value, *, is_causal, scale):
-    """1 / (1 + sum)."""
-    scores = scores_of(query, key, is_causal, scale)
-    lse = torch.logsumexp(functional.pad(scores, (0, 1)), -1)
     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
 
 
@@ -189,24 +138,6 @@ def last_key_dropped(query, key, value, *, is_causal, scale):
     if not is_causal and key.shape[2] > 1:
         last = torch.arange(key.shape[2]) == key.shape[2] - 1
         scores = scores.masked_fill(last, -torch.inf)
-    return softmax(scores, value)
-
-
-@forward_is(causes.PAIRS)
-def first_key_dropped(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    if not is_causal and key.shape[2] > 1:
-        scores = scores.masked_fill(torch.arange(key.shape[2]) == 0, -torch.inf)
-    return softmax(scores, value)
-
-
-@forward_is(causes.PAIRS)
-def ragged_end_dropped(query, key, value, *, is_causal, scale):
-    """Whole tiles of eight alone."""
-    scores = scores_of(query, key, is_causal, scale)
-    whole = key.shape[2] // 8 * 8
-    if not is_causal and whole:
-        scores = scores.masked_fill(torch.arange(key.shape[2]) >= whole, -torch.inf)
     return softmax(scores, value)
 
 
@@ -262,23 +193,6 @@ def causal_ignored(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=False, scale=scale)
 
 
-@forward_is(causes.PAIRS)
-def causal_the_other_way(query, key, value, *, is_causal, scale):
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        scores = scores.masked_fill(~mask_of(*scores.shape[-2:], 0), -torch.inf)
-    return softmax(scores, value)
-
-
-@forward_is(causes.PAIRS)
-def causal_by_zero(query, key, value, *, is_causal, scale):
-    """Masked scores of 0, which count."""
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        scores = scores.masked_fill(mask_of(*scores.shape[-2:]), 0.0)
-    return softmax(scores, value)
-
-
 # Positions.
 
 
@@ -291,14 +205,6 @@ def biased(scores, rows, columns, is_causal, slope=0.05):
 @forward_is(causes.POSITIONS)
 def local_alibi(query, key, value, *, is_causal, scale):
     rows, columns = torch.arange(query.shape[2]), torch.arange(key.shape[2])
-    return softmax(biased(scale * (query @ key.mT), rows, columns, is_causal), value)
-
-
-@forward_is(causes.POSITIONS)
-def alibi_from_the_end(query, key, value, *, is_causal, scale):
-    """Queries are taken for the last rows of the keys."""
-    columns = torch.arange(key.shape[2])
-    rows = torch.arange(query.shape[2]) + key.shape[2] - query.shape[2]
     return softmax(biased(scale * (query @ key.mT), rows, columns, is_causal), value)
 
 
@@ -320,31 +226,10 @@ def rotated(tensor, at):
 
 
 @forward_is(causes.POSITIONS)
-def local_rotary(query, key, value, *, is_causal, scale):
-    query = rotated(query, torch.arange(query.shape[2]))
-    key = rotated(key, torch.arange(key.shape[2]))
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
-
-
-@forward_is(causes.POSITIONS)
 def local_window(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     apart = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])[None]
     return softmax(scores.masked_fill(apart.abs() > 30, -torch.inf), value)
-
-
-@forward_is(causes.POSITIONS)
-def local_documents(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    rows, columns = torch.arange(query.shape[2]) // 13, torch.arange(key.shape[2]) // 13
-    return softmax(scores.masked_fill(rows[:, None] != columns[None], -torch.inf), value)
-
-
-@forward_is(causes.POSITIONS)
-def local_decay(query, key, value, *, is_causal, scale):
-    """By the key's place alone."""
-    scores = scores_of(query, key, is_causal, scale)
-    return softmax(scores + torch.arange(key.shape[2]).to(scores.dtype).sqrt(), value)
 
 
 # Length.
@@ -363,22 +248,10 @@ def keys_centred(query, key, value, *, is_causal, scale):
     return plain(query, moved, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.POSITIONS)
-def queries_normalised_together(query, key, value, *, is_causal, scale):
-    query = query / query.norm(dim=(2, 3), keepdim=True) * 20
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
-
-
 @forward_is(causes.WEIGHTS)
 def output_normalised(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return functional.normalize(out, dim=-1), lse
-
-
-@forward_is(causes.WEIGHTS)
-def output_clipped(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out.clamp(-0.2, 0.2), lse
 
 
 # Heads and batch.
@@ -393,12 +266,6 @@ def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_po
 
 
 @forward_is(causes.HEADS)
-def temperature_by_local_head(query, key, value, *, is_causal, scale):
-    by = 1 + torch.arange(query.shape[1], dtype=query.dtype)
-    return plain(query * by[:, None, None], key, value, is_causal=is_causal, scale=scale)
-
-
-@forward_is(causes.HEADS)
 def heads_mixed(query, key, value, *, is_causal, scale):
     """Talking heads."""
     scores = scores_of(query, key, is_causal, scale)
@@ -407,21 +274,9 @@ def heads_mixed(query, key, value, *, is_causal, scale):
 
 
 @forward_is(causes.HEADS)
-def values_shared_over_heads(query, key, value, *, is_causal, scale):
-    value = value + value.mean(1, keepdim=True)
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
-
-
-@forward_is(causes.HEADS)
 def temperature_by_local_entry(query, key, value, *, is_causal, scale):
     by = 1 + torch.arange(query.shape[0], dtype=query.dtype)
     return plain(query * by[:, None, None, None], key, value, is_causal=is_causal, scale=scale)
-
-
-@forward_is(causes.HEADS)
-def normalised_over_the_batch(query, key, value, *, is_causal, scale):
-    key = key / (1 + key.square().mean(0, keepdim=True)).sqrt()
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
 # The scale.
@@ -438,26 +293,7 @@ def scale_of_its_own(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=is_causal, scale=own)
 
 
-@forward_is(causes.SIZES)
-def scale_twice(query, key, value, *, is_causal, scale):
-    return plain(query, key, value, is_causal=is_causal, scale=scale * scale)
-
-
 # Sizes.
-
-
-@forward_is(causes.SIZES)
-def padded_with_ones(query, key, value, *, is_causal, scale):
-    """To a head dimension that is a multiple of 8."""
-    pad = (0, -query.shape[-1] % 8)
-    query, key = (functional.pad(t, pad, value=1.0) for t in (query, key))
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
-
-
-@forward_is(causes.SIZES)
-def head_dim_cut_off(query, key, value, *, is_causal, scale):
-    whole = query.shape[-1] // 8 * 8
-    return plain(query[..., :whole], key[..., :whole], value, is_causal=is_causal, scale=scale)
 
 
 @forward_is(causes.SIZES)
@@ -499,13 +335,6 @@ def dropout(query, key, value, *, is_causal, scale):
 
 
 @forward_is(causes.STATE)
-def dropout_of_weights(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    lse = torch.logsumexp(scores, -1)
-    return functional.dropout(torch.exp(scores - lse.unsqueeze(-1)), 0.1) @ value, lse
-
-
-@forward_is(causes.STATE)
 def noise(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
     return out * (1 + 1e-3 * torch.randn_like(out)), lse
@@ -521,12 +350,6 @@ def noise_in_lse(query, key, value, *, is_causal, scale):
 def sums_in_fp16(query, key, value, *, is_causal, scale):
     out, _ = plain(query.half(), key.half(), value.half(), is_causal=is_causal, scale=scale)
     return out.to(query.dtype), plain(query, key, value, is_causal=is_causal, scale=scale)[1]
-
-
-@forward_is(causes.PRECISION)
-def output_in_fp16(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out.half(), lse
 
 
 @forward_is(causes.PRECISION)
@@ -575,18 +398,6 @@ def halved(grad_out, *rest, **named):
 
 
 @backward_is(causes.BACKWARD)
-def scale_forgotten_for_queries(*given, **named):
-    dq, dk, dv = gradients(*given, **named)
-    return dq / named["scale"], dk, dv
-
-
-@backward_is(causes.BACKWARD)
-def scale_forgotten_for_keys(*given, **named):
-    dq, dk, dv = gradients(*given, **named)
-    return dq, dk / named["scale"], dv
-
-
-@backward_is(causes.BACKWARD)
 def scale_forgotten(grad_out, query, key, value, out, lse, *, is_causal, scale):
     return gradients(grad_out, query, key, value, out, lse, is_causal=is_causal, scale=1.0)
 
@@ -594,18 +405,6 @@ def scale_forgotten(grad_out, query, key, value, out, lse, *, is_causal, scale):
 @backward_is(causes.BACKWARD)
 def no_delta(grad_out, query, key, value, out, lse, *, is_causal, scale):
     return gradients(grad_out, query, key, value, 0 * out, lse, is_causal=is_causal, scale=scale)
-
-
-@backward_is(causes.BACKWARD)
-def values_gradient_of_queries(*given, **named):
-    dq, dk, dv = gradients(*given, **named)
-    return dq, dk, dv.roll(1, dims=2)
-
-
-@backward_is(causes.BACKWARD)
-def keys_of_the_wrong_sign(*given, **named):
-    dq, dk, dv = gradients(*given, **named)
-    return dq, -dk, dv
 
 
 @backward_is(causes.BACKWARD)
@@ -629,12 +428,6 @@ def local_lse(grad_out, query, key, value, out, lse, *, is_causal, scale):
 def local_delta(grad_out, query, key, value, out, lse, *, is_causal, scale):
     own = plain(query, key, value, is_causal=is_causal, scale=scale)[0]
     return gradients(grad_out, query, key, value, own, lse, is_causal=is_causal, scale=scale)
-
-
-@backward_is(causes.BACKWARD)
-def local_statistics(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    own = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return gradients(grad_out, query, key, value, *own, is_causal=is_causal, scale=scale)
 
 
 @backward_is(causes.STATE)
@@ -695,10 +488,6 @@ def first_of_the_group(g, heads, shared):
     return g.unflatten(1, (heads, shared))[:, :, 0]
 
 
-def meaned(g, heads, shared):
-    return g.unflatten(1, (heads, shared)).mean(2)
-
-
 def over_the_wrong_axis(g, heads, shared):
     return g.unflatten(1, (shared, heads)).sum(1)
 
@@ -706,12 +495,15 @@ def over_the_wrong_axis(g, heads, shared):
 KERNELS["grouped heads interleaved"] = (
     lambda: from_lse_function(Grouped.interleaved, grouped=True), causes.HEADS
 )  # fmt: skip
-for _wrong in (first_of_the_group, meaned, over_the_wrong_axis):
+for _wrong, _cause in (
+    (first_of_the_group, causes.BACKWARD),
+    (over_the_wrong_axis, causes.HEADS),
+):
     KERNELS[f"gradients of a group: {_wrong.__name__}"] = (
         lambda wrong=_wrong: from_lse_function(
             Grouped.right, backward=Grouped.gradients(wrong), grouped=True
         ),
-        causes.HEADS,
+        _cause,
     )
 
 
@@ -772,17 +564,6 @@ def without_a_corner(task):
     return keep
 
 
-def without_the_owner(task):
-    """No pair of a chunk with itself, where there are several."""
-    keep = cqs(task)
-    if len(task.task.spans) > 1:
-        lengths = torch.tensor([s.stop - s.start for s in task.task.spans])
-        chunk = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        own = _sized(task, chunk[:, None] == chunk[None])
-        keep = keep & ~own
-    return keep
-
-
 def window_within_the_task(task):
     rows, columns = torch.arange(task.query.shape[2]), torch.arange(task.key.shape[2])
     return cqs(task) & ((rows[:, None] - columns[None]).abs() < 30)
@@ -791,24 +572,9 @@ def window_within_the_task(task):
 for _mask, _cause in (
     (with_every_diagonal, causes.PAIRS),
     (without_a_corner, causes.PAIRS),
-    (without_the_owner, causes.PAIRS),
     (window_within_the_task, causes.POSITIONS),
 ):
     KERNELS[f"whole task: {_mask.__name__}"] = (lambda mask=_mask: WholeTask(mask), _cause)
-
-
-class SizeOfTheScale(WholeTask):
-    """Takes a scale below 0 for one above."""
-
-    def scores(self, task):
-        return super().scores(replace(task, scale=abs(task.scale)))
-
-
-class SizeOfTheScaleBesideABias(SizeOfTheScale):
-    """The same, and the scores are no product alone."""
-
-    def scores(self, task):
-        return super().scores(task) - 0.1 * (task.key * task.key).sum(-1)[..., None, :]
 
 
 class Overwriting(WholeTask):
@@ -850,8 +616,6 @@ class ReusingItsBuffer(WholeTask):
 
 KERNELS["returns one buffer again and again"] = ReusingItsBuffer, causes.STATE
 KERNELS["state overwritten"] = Overwriting, causes.PAIRS
-KERNELS["the size of the scale"] = SizeOfTheScale, causes.SIZES
-KERNELS["the size of the scale beside a bias"] = SizeOfTheScaleBesideABias, causes.SIZES
 
 
 class WritingKeys(WholeTask):
@@ -912,7 +676,7 @@ class HeadsOfTheGroup(WholeTask):
 KERNELS |= {
     "keys written": (WritingKeys, causes.STATE),
     "grad_out written": (WritingGradOut, causes.STATE),
-    "gradients overwritten": (OverwritingGradients, causes.PAIRS),
+    "gradients overwritten": (OverwritingGradients, causes.BACKWARD),
     "NaN in the backward": (NanInTheBackward, causes.NO_KEYS),
     "lse of the last forward": (LseOfTheLastForward, causes.BACKWARD),
     "slopes of the group, positions within the task": (HeadsOfTheGroup, causes.HEADS),

@@ -16,7 +16,7 @@ from quorum_attention.kernels.kit import from_lse_function
 
 WRONG = planted()
 # What only calls of other widths or fewer key heads show.
-OTHER_SIZES = ("group", "value_dim", "head_dim", "padded_with_ones")
+OTHER_SIZES = ("group", "value_dim")
 # Draws of each right kernel; more of them by the environment.
 DRAWS = int(os.environ.get("CHECK_KERNEL_DRAWS", "1"))
 SMALL = {"device": "cpu", "n_tokens": 67, "levels": ((3,),)}
@@ -101,7 +101,7 @@ def test_a_whole_check_takes_seconds() -> None:
     assert len(asked) == 2 * (6 * 2 + 1)
     assert {c.levels for c in asked} == {(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3)}
     assert {c.sizes for c in found.cases if c.sizes} == {
-        "220 queries, 331 keys", "331 queries, 220 keys", "4 heads over 2"
+        "220 queries, 331 keys", "331 queries, 220 keys", "4 heads over 2", "values of 24"
     }  # fmt: skip
     assert found.to_dict()["verdict"] == found.verdict
 

@@ -40,7 +40,7 @@ PRECISION = (
 )
 BACKWARD = (
     "the backward: it is not the gradient of the forward, by the out and lse of whole rows that it "
-    "is given (not those of its own rectangle)"
+    "is given (not those of its own rectangle), added to the gradients that are handed over"
 )
 UNKNOWN = (
     "none of those that are looked for: its tasks are right one by one (which may be a fault of "

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.checking import causes
-from quorum_attention.checking.experiments import Broken, find_causes
-from quorum_attention.checking.laws import fewer_key_heads, violations, writes_into_inputs
-from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
-from quorum_attention.checking.trial import Sizes, distance, exceeds, limit, repeated, size
+from quorum_attention.checking.diagnosis import (
+    causal_is_not_plain,
+    scale_is_ignored,
+    small,
+    views_differ,
+    writes_into_inputs,
+    wrong_gradients,
+    wrong_weights,
+)
+from quorum_attention.checking.result import Broken, CaseResult, CheckResult, Verdict
+from quorum_attention.checking.trial import Sizes, distance, limit, repeated, size
 from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.errors import first_line, is_out_of_memory
-from quorum_attention.execution.device.lookup import present
+from quorum_attention.execution.device.lookup import backend_of, present
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
 from quorum_attention.quorums import quorum_size
@@ -64,8 +72,8 @@ def check_kernel(
     The kernel is compared with itself: the uncut call with depths 1 to 3, several chunk counts and
     both layouts, with heads and batch entries together and one by one, at a prime length. Errors
     that no cut shows are looked for as well: the same call is made twice, the backward is compared
-    with differences of the forward, and laws that hold for all attention are tested
-    (``checking/laws.py``). Only rounding may differ, as much as dtype and scores account for.
+    with differences of the forward, and the scale has to count. Only rounding may differ, as much
+    as dtype and scores account for.
 
     Args:
         kernel: name of a registered kernel, or an ``InnerKernel``.
@@ -113,7 +121,7 @@ def check_kernel(
     kinds = check.kinds(is_causal)
     for causal in kinds:
         check.compare("", sizes, causal, levels)
-    if other_sizes and not check.spoiled:
+    if other_sizes and not check.result.broken:
         check.other_sizes(kinds)
     check.name_causes(kinds, other_sizes)
     return check.result
@@ -126,11 +134,6 @@ class _Check:
     sizes: Sizes
     seed: int
     factor: float
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether results cannot be compared at all, because they are not repeatable."""
-        return any(b.cause == causes.STATE for b in self.result.broken)
 
     def kinds(self, is_causal: bool | None) -> list[bool]:
         """The kinds of calls to make, plain (False) and causal (True): the kind that was asked for,
@@ -158,16 +161,25 @@ class _Check:
     ) -> None:
         """Compare one call, uncut, with every cut of it.
 
-        ``name`` says how sizes differ from those asked for. If they do not, the uncut call is
-        tested by itself, too.
+        ``name`` says how sizes differ from those asked for. If they do not, the uncut call is also
+        compared with itself.
         """
         inputs = list(sizes.inputs(self.seed, self.factor))
-        first, _ = self._run(sizes, inputs, causal, _UNCUT)
-        whole, seconds = (first, 0.0) if name else self._run(sizes, inputs, causal, _UNCUT)
+        whole, seconds = self._run(sizes, inputs, causal, _UNCUT)
         if not name:
+            kept = {result: tensor.clone() for result, tensor in whole.items()}
+            other, _ = self._run(sizes, [-2 * t for t in inputs], causal, _UNCUT)
+            again, seconds = self._run(sizes, inputs, causal, _UNCUT)
             self.result.monolithic_seconds[causal] = seconds
-            self._steadiness(inputs, first, whole, causal)
-            self._precision(inputs, whole, causal)
+            where = ""
+            if not all(repeated(kept[n], again[n], sizes.dtype) for n in kept):
+                where = "two calls with the same inputs"
+            elif torch.equal(other["out"], kept["out"]):
+                where = "two calls with other inputs have the same output"
+            elif not all(torch.equal(kept[n].nan_to_num(), whole[n].nan_to_num()) for n in kept):
+                where = "results change in a later call"
+            if where:
+                self.result.broken.append(Broken(causes.STATE, f"{where}, {_kind(causal)}"))
         most = limit(inputs[0], inputs[1], whole["lse"], sizes.head_dim**-0.5)
         for cut in _cuts(sizes, levels):
             found, seconds = self._run(sizes, inputs, causal, cut)
@@ -177,95 +189,102 @@ class _Check:
         """Compare calls of other sizes that the kernel takes, uncut, with a few cuts."""
         sizes = self.sizes
         n = min(sizes.n_queries, sizes.n_keys)
-        fewer = max(1, 2 * n // 3)
+        fewer, wide = max(1, 2 * n // 3), sizes.value_dim + 8
         tried = {
             f"{fewer} queries, {n} keys": replace(sizes, n_queries=fewer, n_keys=n),
             f"{n} queries, {fewer} keys": replace(sizes, n_queries=n, n_keys=fewer),
+            f"values of {wide}": replace(sizes, value_dim=wide),
         }
-        wide = sizes.finest(self.kernel, kinds[0])
-        if torch.finfo(sizes.dtype).eps > 1e-6 and wide != sizes:
+        wider = sizes.finest(self.kernel, kinds[0])
+        if torch.finfo(sizes.dtype).eps > 1e-6 and wider != sizes:
             # This shows errors that are smaller than 16-bit rounding.
-            tried[_WIDER] = wide
-        if sizes.heads == sizes.kv_heads > 1:
-            grouped = fewer_key_heads(sizes)
+            tried[_WIDER] = wider
+        grouped = _grouped(sizes)
+        if grouped != sizes:
             tried[f"{grouped.heads} heads over {grouped.kv_heads}"] = grouped
         for name, other in tried.items():
             for causal in kinds:
-                if self.kernel.refusal(other.call(causal)) is not None:
-                    continue
-                try:
-                    self.compare(name, other, causal, ((3,),))
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        raise
-                    self._skip(f"{name}: {type(error).__name__}: {first_line(error)}")
+                if self.kernel.refusal(other.call(causal)) is None:
+                    self._try(name, self.compare, name, other, causal, ((3,),))
 
     def name_causes(self, kinds: list[bool], other_sizes: bool) -> None:
-        """Name what is wrong: by experiments if a cut of the call that was asked for differs, and
-        by laws."""
-        result, sizes, seed = self.result, self.sizes, self.seed
+        """Name what is wrong: by what differs between the cuts, by the weights of tasks, and by
+        what holds for every attention."""
+        result, kernel, seed = self.result, self.kernel, self.seed
         wrong = [c for c in result.cases if c.verdict == "not exact"]
-        asked = [c for c in wrong if c.sizes in ("", _WIDER)]
-        found = list(result.broken)
-        if not self.spoiled:
-            found += writes_into_inputs(self.kernel, sizes, kinds, seed)
-        if not any(b.cause == causes.STATE for b in found):
+        least = small(self.sizes)
+        if not result.broken and any(writes_into_inputs(kernel, least, c, seed) for c in kinds):
+            result.broken.append(Broken(causes.STATE, "a call writes into tensors it is handed"))
+        found = result.broken
+        if not found:
+            asked = [c for c in wrong if c.sizes in ("", _WIDER)]
             if asked:
-                found += find_causes(self.kernel, sizes, asked[0].is_causal, seed)
-            found += violations(self.kernel, sizes, kinds, seed, result.skipped, other_sizes)
-        if wrong and not found:
-            where = wrong[0].sizes
-            found = [Broken(causes.UNKNOWN if asked else causes.SIZES, where or str(wrong[0]))]
-        # Named last: another cause, if there is one, explains it.
-        found.sort(key=lambda broken: broken.cause == causes.PRECISION)
-        result.broken = found
+                found += self._of_cuts(asked, kinds)
+            elif wrong:
+                heads = " heads over " in wrong[0].sizes
+                found.append(Broken(causes.HEADS if heads else causes.SIZES, wrong[0].sizes))
+            for sizes in dict.fromkeys((least, _grouped(least)) if other_sizes else (least,)):
+                for causal in kinds:
+                    self._laws(sizes.finest(kernel, causal), causal)
+        result.broken = list(dict.fromkeys(found))
         named = list(dict.fromkeys(b.cause for b in found))
         result.cause, result.others = (named[0], named[1:]) if named else (None, [])
 
-    def _steadiness(
-        self, inputs: list[torch.Tensor], first: Results, whole: Results, causal: bool
-    ) -> None:
-        """Whether a call has the same results again, others for other inputs, and keeps them."""
-        kept = {name: tensor.clone() for name, tensor in whole.items()}
-        other, _ = self._run(self.sizes, [-2 * t for t in inputs], causal, _UNCUT)
-        again, _ = self._run(self.sizes, inputs, causal, _UNCUT)
-        where = ""
-        if not all(_same(kept, found, self.sizes.dtype) for found in (first, again)):
-            where = "two calls with the same inputs"
-        elif torch.equal(other["out"], kept["out"]):
-            where = "two calls with other inputs have the same output"
-        elif not all(torch.equal(kept[n].nan_to_num(), whole[n].nan_to_num()) for n in kept):
-            where = "results change in a later call"
-        if where:
-            self.result.broken.append(Broken(causes.STATE, f"{where}, {_kind(causal)}"))
+    def _of_cuts(self, wrong: list[CaseResult], kinds: list[bool]) -> list[Broken]:
+        """Why cuts of the call that was asked for differ, the likeliest cause first.
 
-    def _precision(self, inputs: list[torch.Tensor], whole: Results, causal: bool) -> None:
-        """Compare with the kernel's own float64 results: the dtype may round, but no more."""
-        wide = replace(self.sizes, dtype=torch.float64)
-        if wide == self.sizes:
-            return
-        reason = self.kernel.refusal(wide.call(causal))
-        if reason is None:
-            try:
-                exact, _ = self._run(wide, [t.double() for t in inputs], causal, _UNCUT)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                if is_out_of_memory(error):
-                    raise
-                reason = first_line(error)
-        if reason is not None:
-            self._skip(f"float64, to see what is rounded: {reason}")
-            return
-        most = limit(inputs[0], inputs[1], exact["lse"], self.sizes.head_dim**-0.5)
-        for name, tensor in whole.items():
-            if exceeds(tensor, exact[name], most):
-                off = float(distance(tensor, exact[name]).max()) / size(exact[name])
-                where = f"{name}, {_kind(causal)}: {off:.1e} of its size from float64's"
-                self.result.broken.append(Broken(causes.PRECISION, where))
-                return
+        Experiments are run in the widest dtype that the kernel takes, where rounding hides least;
+        if nothing is found, then in the dtype of the call.
+        """
+        causal, least = wrong[0].is_causal, small(self.sizes)
+        finest = least.finest(self.kernel, causal)
+        if views_differ(self.kernel, finest, causal, self.seed):
+            return [Broken(causes.SIZES, "views of larger tensors in memory")]
+        found = []
+        together = [case for case in wrong if case.heads_per_group is None]
+        for case in (case for case in wrong if not case.levels):
+            what = case.wrong()[0]
+            if what in ("out", "lse") or not together:
+                cause = causes.LSE if what == "lse" else causes.HEADS
+                found.append(Broken(cause, f"heads and batch entries alone: {what}"))
+        if any({"out", "lse"} & {*case.wrong()} for case in together):
+            for sizes in dict.fromkeys((finest, least)):
+                weights = wrong_weights(self.kernel, sizes, kinds, self.seed)
+                if weights:
+                    # What differs in lse alone, other causes may explain.
+                    return sorted([*found, *weights], key=lambda b: b.cause == causes.LSE)
+        if not found:
+            unknown = any({"out", "lse"} & {*case.wrong()} for case in wrong)
+            nan = any(torch.inf in case.errors.values() for case in wrong)
+            cause = causes.UNKNOWN if unknown else causes.NO_KEYS if nan else causes.BACKWARD
+            found.append(Broken(cause, str(wrong[0])))
+        return found
 
-    def _skip(self, reason: str) -> None:
-        if reason not in self.result.skipped:
-            self.result.skipped.append(reason)
+    def _laws(self, sizes: Sizes, causal: bool) -> None:
+        """What holds for every attention, whatever its scores, tried on an uncut call."""
+        if self.kernel.refusal(sizes.call(causal)) is not None:
+            return
+        laws = [
+            (causes.SIZES, scale_is_ignored), (causes.PAIRS, causal_is_not_plain),
+            (causes.BACKWARD, wrong_gradients),
+        ]  # fmt: skip
+        for cause, law in laws[: 2 + sizes.backward]:
+            where = self._try(
+                law.__name__.replace("_", " "), law, self.kernel, sizes, causal, self.seed
+            )
+            if where:
+                self.result.broken.append(Broken(cause, where))
+
+    def _try(self, what: str, attempt: Callable[..., Any], *given: Any) -> Any:
+        """Try what a kernel may refuse in words of its own: that is no error."""
+        try:
+            return attempt(*given)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            reason = f"{what}: {type(error).__name__}: {first_line(error)}"
+            if reason not in self.result.skipped:
+                self.result.skipped.append(reason)
 
     def _run(
         self, sizes: Sizes, inputs: list[torch.Tensor], causal: bool, cut: _Cut
@@ -284,23 +303,28 @@ class _Check:
             "kernel": self.kernel, "devices": sizes.device,
         }  # fmt: skip
         plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.backward)]
-        _wait(sizes.device)
+        wait = partial(backend_of(sizes.device).synchronize, sizes.device)
+        wait()
         began = time.perf_counter()
         out, lse = attention_with_lse(query, key, value, plan=plans[0], **options)
         found = {"out": out, "lse": lse}
         if sizes.backward:
             grads = attention_backward(grad, query, key, value, out, lse, plan=plans[1], **options)
             found |= dict(zip(_GRADIENTS, grads, strict=True))
-        _wait(sizes.device)
+        wait()
         return found, time.perf_counter() - began
+
+
+def _grouped(sizes: Sizes) -> Sizes:
+    """The same sizes with half as many key heads as query heads, or with one, where each query head
+    has its own."""
+    if sizes.heads != sizes.kv_heads:
+        return sizes
+    return replace(sizes, kv_heads=sizes.heads // 2 if sizes.heads % 2 == 0 else 1)
 
 
 def _kind(causal: bool) -> str:
     return "causal" if causal else "plain"
-
-
-def _same(one: Results, other: Results, dtype: torch.dtype) -> bool:
-    return all(repeated(one[name], other[name], dtype) for name in one)
 
 
 def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
@@ -346,8 +370,3 @@ def _judge(
         cut.levels, cut.layout, causal, cut.heads_per_group, name, verdict, errors, most,
         tuple(rows[:5]), seconds,
     )  # fmt: skip
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

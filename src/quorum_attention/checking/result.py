@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from quorum_attention.checking.experiments import Broken
-
 Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Something that is wrong: the cause, and where it was seen."""
+
+    cause: str
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,10 @@ class CaseResult:
     def worst(self) -> tuple[str, float]:
         """The result with the largest error, and that error."""
         return max(self.errors.items(), key=lambda item: item[1])
+
+    def wrong(self) -> list[str]:
+        """The results that differ by more than rounding."""
+        return [name for name, error in self.errors.items() if error > self.limit]
 
     def __str__(self) -> str:
         levels = " x ".join(map(str, self.levels))

@@ -122,13 +122,8 @@ class Trial:
             shares[..., start:stop] = found.out[..., : stop - start]
         return shares, found.lse.double()
 
-    def scores(self) -> torch.Tensor:
-        """The scores that the kernel must have used: -inf where a key has no weight."""
-        shares, lse = self.weights()
-        return torch.log(shares) + lse.unsqueeze(-1)
-
     def moved(self, index: int, tensor: torch.Tensor) -> Trial:
-        """The same with another query (0), key (1), value (2) or grad_out (3)."""
+        """The same with another query (0), key (1) or value (2)."""
         query, key, value, grad_out = (
             tensor if i == index else t for i, t in enumerate(self.tensors)
         )
