@@ -11,7 +11,6 @@ from quorum_attention.kernels.kit.flex import FlexKernel, assume_stride_multiple
 from quorum_attention.kernels.kit.functions import over_pairs
 
 LOG2_E = math.log2(math.e)
-SAVED = 1  # times that lse is saved
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor, across: int) -> torch.Tensor:
@@ -51,12 +50,12 @@ class _Listed(torch.autograd.Function):
         shared = query.shape[1] // value.shape[1]
         out = (p @ value.repeat_interleave(shared, 1).to(p.dtype)).to(query.dtype)
         raw = lse * LOG2_E
-        ctx.save_for_backward(query, key, value, out, *[raw] * SAVED, counts, full_counts)
+        ctx.save_for_backward(query, key, value, out, raw, counts, full_counts)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
-        query, key, value, out, raw, *_, counts, full_counts = ctx.saved_tensors
+        query, key, value, out, raw, counts, full_counts = ctx.saved_tensors
         lse = raw / LOG2_E
         shared = query.shape[1] // value.shape[1]
         with torch.enable_grad():
@@ -117,7 +116,7 @@ class EagerFlexKernel(FlexKernel):
 
     def __init__(self, score_mod, mask_mod, name) -> None:  # type: ignore[no-untyped-def]
         super().__init__(score_mod, mask_mod, name)
-        self._compiled, self._takes_others = Cache(128, lambda call: 1), {}
+        self._compiled = Cache(128, lambda call: 1)
 
     def refusal(self, call):  # type: ignore[no-untyped-def]
         return None

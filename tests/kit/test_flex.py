@@ -435,22 +435,3 @@ def test_many_heads_are_tried_within_the_bound(monkeypatch) -> None:  # type: ig
     tensors = [torch.randn(1, 6, 300, 16) for _ in range(4)]
     run(kernel_of(None, local_global), tensors, False, levels=())
     assert max(pairs_at_once) * PAIR_BYTES <= evaluated_bytes(6)
-
-
-def test_a_backward_takes_the_whole_rows_results(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """The first gradients of a kind are found both ways; from then on no forward is run again."""
-    kernel, tensors = kernel_of(None, sliding_window(40)), random(N)
-    run(kernel, tensors, True, levels=(3,))
-    assert kernel._takes_others
-    assert all(kernel._takes_others.values())
-    monkeypatch.setattr(flex, "gradients_by_autograd", None)
-    run(kernel, tensors, True, levels=(3,))
-
-
-def test_where_torch_saves_something_else_the_forward_is_run_again(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("helpers_flex.SAVED", 2)
-    kernel, tensors = kernel_of(None, sliding_window(40)), random(N)
-    with pytest.warns(RuntimeWarning, match="does not take another forward's results"):
-        run(kernel, tensors, True, levels=(3,))
-    assert not any(kernel._takes_others.values())
-    run(kernel, tensors, True, levels=(3,))

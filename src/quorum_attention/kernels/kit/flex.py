@@ -2,21 +2,17 @@
 
 The score modification and the mask get global positions. Block lists (``block_table.py``) say which
 blocks of the task are run. Both passes get only the range of queries and keys from the first to the
-last listed block. The backward takes the whole row's results; where torch's
-FlexAttention does not, it runs the call's forward again.
+last listed block. The backward runs the part's forward again: torch has no function that takes the
+whole rows' results.
 """
 
 from __future__ import annotations
 
-import copy
 import types
-import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
-from math import e, log2
 from typing import Any, Literal
 
 import torch
@@ -325,108 +321,6 @@ class UnknownToTorchError(Exception):
     """In place of an error that this torch does not have; never raised."""
 
 
-# FlexAttention's backward with the whole row's output and log-sum-exp, without its forward.
-#
-# FlexAttention's compiled backward computes a task's gradients from the out and lse that its
-# forward saved, but torch has no function that calls it alone. So the forward is run with a block
-# mask that lists no block, which costs next to nothing. When the backward reads the saved tensors,
-# they are exchanged: the empty block counts for the real ones, and the forward's out and lse for
-# those of the whole row (lse in base 2, as FlexAttention saves it).
-#
-# It depends on what torch saves. So the exchanged tensors are counted, and for each kind of call
-# the first gradients are compared with those of another forward (``agree``).
-
-_LOG2_E = log2(e)
-# Accepted difference, a share of the norm: far above rounding, far below that of a wrong exchange.
-_APART = 0.03
-
-
-class UnfitError(Exception):
-    """FlexAttention did not save the tensors that are to be exchanged."""
-
-
-def exchanged_gradients(
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    inputs: Three,
-    block_mask: Any,
-    saved: Saved,
-) -> Three:
-    """Gradients of query, key and value.
-
-    Args:
-        attend: ``attend(query, key, value, block_mask) -> (out, lse)``, compiled.
-        saved: of the whole rows; lse is -inf in rows without any key.
-
-    Raises:
-        UnfitError: a tensor to exchange was not saved, or saved more than once.
-    """
-    real = (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks)
-    nothing = [torch.zeros_like(t) for t in real]
-    empty = copy.copy(block_mask)
-    empty.kv_num_blocks, empty.full_kv_num_blocks = nothing
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    exchange = _Exchange(real, nothing, saved)
-    # The caller's hooks see none of its tensors. Without its graph: a saved output would hold the
-    # graph that has it, for good.
-    hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, exchange.taken_up)
-    with torch.enable_grad(), hooks:
-        own_out, _ = attend(*leaves, empty)
-    exchange.own_out = own_out.detach()
-    query, key, value = torch.autograd.grad(own_out, leaves, saved.grad_out)
-    exchange.check()
-    return query, key, value
-
-
-def agree(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool | None:
-    """Whether gradients are the same but for rounding; None where 0 says nothing."""
-    sizes = [float(torch.linalg.vector_norm(t, dtype=torch.float32)) for t in wanted]
-    if not all(sizes):
-        return None
-    return all(
-        float(torch.linalg.vector_norm(mine - theirs, dtype=torch.float32)) <= _APART * size
-        for mine, theirs, size in zip(found, wanted, sizes, strict=True)
-    )
-
-
-@dataclass(slots=True)
-class _Exchange:
-    real: tuple[torch.Tensor, torch.Tensor]
-    nothing: list[torch.Tensor]
-    rows: Saved
-    own_out: torch.Tensor | None = None
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def taken_up(self, saved: torch.Tensor) -> torch.Tensor:
-        for number, (ours, real) in enumerate(zip(self.nothing, self.real, strict=True)):
-            if saved.data_ptr() == ours.data_ptr():
-                self.seen[f"counts {number}"] += 1
-                return real.view(saved.shape)
-        if self.own_out is not None and saved.data_ptr() == self.own_out.data_ptr():
-            self.seen["out"] += 1
-            return _laid_out_as(saved, self.rows.out)
-        if saved.dtype == torch.float32 and saved.shape == self.rows.lse.shape:
-            self.seen["lse"] += 1
-            # A new tensor, because compiled code may overwrite it. Rows without any key get 0 in
-            # place of -inf, which would give NaN; they have no unmasked score.
-            lse = torch.mul(self.rows.lse, _LOG2_E)
-            return lse.masked_fill_(lse == -torch.inf, 0.0)
-        return saved
-
-    def check(self) -> None:
-        counted = all(self.seen[f"counts {n}"] for n in range(2))
-        if not (counted and self.seen["out"] == self.seen["lse"] == 1):
-            raise UnfitError(f"exchanged {dict(self.seen)}")
-
-
-def _laid_out_as(pattern: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with the strides and dtype of ``pattern``, which compiled code relies on."""
-    if tensor.stride() == pattern.stride() and tensor.dtype == pattern.dtype:
-        return tensor
-    return torch.empty_strided(
-        pattern.shape, pattern.stride(), dtype=pattern.dtype, device=pattern.device
-    ).copy_(tensor)
-
-
 # The kernel.
 
 # Host memory for cached lists, and the number of compiled calls and of spans that are cached.
@@ -436,10 +330,6 @@ _CACHED_SPANS = 1024
 # Compiled calls, by their kind and the code of the modifications: masks that are created again for
 # every batch are compiled once.
 _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
-# By the same, whether it takes another forward's results in its backward.
-_TAKES_OTHERS: dict[Hashable, bool] = {}
-# Errors that the device reports; they say nothing about the exchange.
-_ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 
 
 def _host_bytes(lists: BlockLists | None) -> int:
@@ -452,7 +342,8 @@ class FlexKernel(ScoreModKernel):
 
     whole_tasks = True
     launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
-    rates = (0.84, 0.69)  # H200, causal, D = 64
+    # H200, causal, D = 64; the backward's with the forward that it runs again.
+    rates = (0.84, 0.55)
     whole_calls = True
     task_calls = True
 
@@ -460,7 +351,7 @@ class FlexKernel(ScoreModKernel):
         super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
         self._spans: Cache[tuple[slice, slice] | None] = Cache(_CACHED_SPANS, lambda span: 1)
-        self._compiled, self._takes_others = _COMPILED, _TAKES_OTHERS
+        self._compiled = _COMPILED
         # If the functions in a closure change later, torch notices and compiles again.
         self._codes = codes(score_mod), codes(mask_mod)
 
@@ -494,9 +385,7 @@ class FlexKernel(ScoreModKernel):
         by_key = item * (d + dv)
         lanes = extent.batch * extent.query_heads
         rows = lanes * by_query + extent.batch * extent.key_heads * by_key
-        # The first gradients of a kind are found both ways, and compared.
-        both = (lanes + 2 * extent.batch * extent.key_heads) * 2 * max(d, dv) * (item + 4)
-        own = (rows + both) * extent.n_tokens + _copied_bytes(call, extent)
+        own = rows * extent.n_tokens + _copied_bytes(call, extent)
         if extent.direct and self.mask_mod is not None:
             own += _copied_bytes(call, extent)  # gradients of all rows, as in the forward
         return own + self._common_bytes(extent)
@@ -630,9 +519,6 @@ class FlexKernel(ScoreModKernel):
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
-        kind = self._kind(made, needs_grad=True)
-        if self._takes_others.get(kind, False):
-            return exchanged_gradients(attend, made.inputs, block_mask, saved)
 
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # The caller's hooks see none of its tensors, which a checkpoint would count. Without
@@ -641,38 +527,10 @@ class FlexKernel(ScoreModKernel):
                 found: tuple[torch.Tensor, torch.Tensor] = attend(*inputs, block_mask)
             return found
 
-        wanted = gradients_by_autograd(run, made.inputs, saved)
-        if kind not in self._takes_others:
-            # Whether FlexAttention takes another forward's results; None: it cannot be told here.
-            verdict = self._tried(
-                partial(exchanged_gradients, attend, made.inputs, block_mask, saved), wanted
-            )
-            if verdict is not None:
-                self._takes_others[kind] = verdict
-        return wanted
-
-    @staticmethod
-    def _tried(exchanged: Callable[[], Three], wanted: Three) -> bool | None:
-        try:
-            verdict, reason = agree(exchanged(), wanted), "gradients are apart"
-        except (torch.OutOfMemoryError, _ACCELERATOR_ERROR):
-            raise
-        except (UnfitError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
-            verdict, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
-        if verdict is False:
-            warnings.warn(
-                f"this torch's FlexAttention does not take another forward's results ({reason}): "
-                "its backward recomputes the forward, which is as exact and slower",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return verdict
-
-    def _kind(self, made: Launch, *, needs_grad: bool) -> Hashable:
-        return made.kind(needs_grad), self._codes
+        return gradients_by_autograd(run, made.inputs, saved)
 
     def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
-        kind = self._kind(made, needs_grad=needs_grad)
+        kind = made.kind(needs_grad), self._codes
         call = self._compiled.get(kind, lambda: compiled_flex(in_blocks=made.in_blocks))
         return partial(call, score_mod=made.indexed.score(self.score_mod), scale=made.scale)
 
