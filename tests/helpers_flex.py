@@ -8,7 +8,7 @@ import torch
 
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.flex import FlexKernel, assume_stride_multiple, layout, sixteenth
-from quorum_attention.kernels.kit.functions import over_pairs
+from quorum_attention.kernels.masked.functions import over_pairs
 
 LOG2_E = math.log2(math.e)
 

@@ -12,7 +12,7 @@ import torch
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.masked.by_blocks import Room
+from quorum_attention.kernels.native.blocks import Room
 
 if TYPE_CHECKING:
     import pytest

@@ -31,35 +31,6 @@ def absent() -> Iterator[Keeps]:
     sys.modules.pop("made_up_rules", None)
 
 
-width = 5
-
-
-def near(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A rule that reads a number of this module."""
-    return (q - k).abs() < width
-
-
-def test_workers_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module's number is changed in this process alone, before a call and before a backward."""
-    given = [torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3)]
-    with Pool(["cpu", "cpu"], threads=1) as pool:
-        out = qa.attention(*given, Mask(keeps=near), devices=pool)
-        expected = torch.autograd.grad(
-            qa.attention(*given, Mask(keeps=near)).square().sum(), given
-        )  # fmt: skip
-        monkeypatch.setitem(globals(), "width", 9)
-        # The workers compute both passes with what they have.
-        for got, wanted in zip(
-            torch.autograd.grad(out.square().sum(), given), expected, strict=True
-        ):
-            assert torch.allclose(got, wanted, atol=1e-5)
-        with pytest.raises(RuntimeError, match=r"near.* keeps other pairs than in the process"):
-            qa.attention(*given, Mask(keeps=near), devices=pool)
-        monkeypatch.setitem(globals(), "width", 5)
-        got = qa.attention(*given, Mask(keeps=near), devices=pool)
-    assert torch.allclose(got, out, atol=1e-6)
-
-
 def test_a_pool_refuses_it_by_name_and_goes_on(absent: Keeps) -> None:
     q = torch.randn(1, 2, 40, 8)
     with Pool(["cpu"], threads=1) as pool:

@@ -137,7 +137,6 @@ def test_emptied_tasks_are_never_run() -> None:
     assert out.isfinite().all()
     assert report.forward is not None
     assert report.forward.left_out > 0.6
-    assert kernel.run < 60
 
 
 @pytest.mark.parametrize("over_inputs", [True, False])

@@ -14,7 +14,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import version
-from quorum_attention.kernels.masked import by_blocks
+from quorum_attention.kernels.native.blocks import Room
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -109,10 +109,10 @@ def test_rules_that_are_tried_against_float64(
     if draw.random() < 0.5:
         few = draw.choice([1, 3])
 
-        def room(nbytes: int, lanes: int, n: int, m: int) -> by_blocks.Room:
-            return by_blocks.Room(few * 2048 * lanes, lanes, n, m)
+        def room(nbytes: int, lanes: int, n: int, m: int) -> Room:
+            return Room(few * 2048 * lanes, lanes, n, m)
 
-        monkeypatch.setattr(by_blocks.Room, "of", staticmethod(room))
+        monkeypatch.setattr(Room, "of", staticmethod(room))
     want = exact(q, k, v, grad_out, rules_on_host, 0.125)
     options: dict[str, Any] = {"enable_gqa": True, "scale": 0.125, "devices": "cuda"}
     if draw.random() < 0.5 and max(n_queries, n_keys) >= 256:

@@ -13,7 +13,7 @@ from helpers_masks import few_at_a_time
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.execution.call import MaskView
-from quorum_attention.kernels.masked import by_blocks
+from quorum_attention.kernels.native import blocks
 
 
 class Watched:
@@ -61,7 +61,7 @@ def test_words_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernel's table of pairs, made for a few blocks at a time."""
     watched = Watched()
     few_at_a_time(monkeypatch, 1)
-    monkeypatch.setattr(by_blocks, "bits_of", watched(by_blocks.bits_of))
+    monkeypatch.setattr(blocks, "bits_of", watched(blocks.bits_of))
     mask = Mask(keeps=lambda b, h, q, k: (q + k) % 3 != 0)
     q, k, v = (torch.randn(1, 1, 130, 16, requires_grad=True) for _ in range(3))
     qa.attention(q, k, v, attn_mask=mask, kernel="native").sum().backward()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quorum_attention.kernels import get_kernel
-from quorum_attention.kernels.kit.functions import depends_on_batch_head
+from quorum_attention.kernels.masked.functions import depends_on_batch_head
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.torch_private import (
     first_derivative,

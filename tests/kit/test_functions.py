@@ -14,7 +14,7 @@ import torch
 
 from quorum_attention.decomposition import Ranges
 from quorum_attention.kernels.kit import document, sliding_window
-from quorum_attention.kernels.kit.functions import codes, tensors, versions
+from quorum_attention.kernels.masked.functions import codes, tensors, versions
 
 Rule = Callable[..., torch.Tensor]
 

@@ -15,12 +15,15 @@ from helpers_masks import RULES, dense, exact, few_at_a_time, off, random_mask
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
-from quorum_attention.kernels.kit.block_table import BlockEvaluator, TaskPairs
-from quorum_attention.kernels.masked import by_blocks
-from quorum_attention.kernels.masked.by_blocks import Room, bits_of, codes_of, parts
+from quorum_attention.kernels.masked import block_table
+from quorum_attention.kernels.masked.block_table import BlockEvaluator, TaskPairs, listed_blocks
+from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
+from quorum_attention.kernels.native import NativeKernel, blocks
 from quorum_attention.kernels.native import kernel as native
-from quorum_attention.kernels.native.runs import table
+from quorum_attention.kernels.native.blocks import bits_of
+from quorum_attention.kernels.native.config import Config
+from quorum_attention.kernels.native.runs import NO_DIAGONAL
 from quorum_attention.kernels.protocol import TaskTensors
 
 
@@ -70,7 +73,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
     """Clear: every pair is kept in every head and entry; masked: none is."""
     draw = random.Random(random.random() + seed)
     if seed % 4 == 0:
-        monkeypatch.setattr(by_blocks, "MOST_NODES", 3)  # what is left is tried
+        monkeypatch.setattr(block_table, "MOST_NODES", 3)  # what is left is tried
     n, m = draw.choice([130, 400, 700]), draw.choice([100, 384, 650])
     mask = replace(
         random_mask(draw, 1, 2, n, m, inner=True),
@@ -91,16 +94,19 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
         whole, rectangles, zeros, torch.zeros(1, 2, m, 4), torch.zeros(1, 2, m, 4), 1.0, False,
         lambda r: None,
     )  # fmt: skip
-    room = Room(draw.choice([1, 16 << 20]), 2, n, m)
-    codes = codes_of(geometry, task, pairs, (True, True), room)
-    assert set(np.unique(codes)) <= {EMPTY, FULL, PARTIAL}
+    codes = np.zeros(pairs.grid, dtype=np.int8)
+    found = listed_blocks(geometry, task, pairs, draw.choice([1, 16 << 20]))
+    for code, nodes in zip((FULL, PARTIAL), found, strict=False):
+        for _, top, bottom, left, right in nodes.tolist():
+            assert not codes[top:bottom, left:right].any()
+            codes[top:bottom, left:right] = code
     for i, j in np.ndindex(codes.shape):
         part = keep[..., i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
         assert codes[i, j] != FULL or part.all(), (i, j)
         assert codes[i, j] != EMPTY or not part.any(), (i, j)
-    rows, columns = blocks = torch.from_numpy(np.stack(np.nonzero(codes == PARTIAL)))
-    evaluator = BlockEvaluator(geometry.keeps, task, (n, m), pairs.pieces, (True, True))
-    words = bits_of(evaluator, blocks, Room(2 << 20, 2, n, m).at_once)
+    rows, columns = partial = torch.from_numpy(np.stack(np.nonzero(codes == PARTIAL)))
+    evaluator = BlockEvaluator(geometry, task, pairs)
+    words = bits_of(evaluator, partial, draw.choice([1, 3])).expand(1, 2, -1, -1, -1)
     for number, (i, j) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         part = keep[0, :, i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
         bits = (words[0, :, number, :, :, None] >> torch.arange(32)) & 1
@@ -109,36 +115,46 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_launches_have_every_block_once_and_no_more_words_than_there_is_room_for(seed: int) -> None:
+def test_launches_have_every_block_once_and_no_more_bits_than_there_is_room_for(seed: int) -> None:
     draw = np.random.default_rng()
     rows, columns = draw.integers(1, 40, 2)
     codes = draw.choice([0, 1, 2], size=(rows, columns), p=draw.dirichlet([1, 1, 1]))
-    codes = codes.astype(np.int8)
-    n, m = rows * 128 - draw.integers(0, 128), columns * 128 - draw.integers(0, 128)
-    words = int(draw.integers(1, 30))
-    seen = np.zeros_like(codes)
-    for at in parts(codes, int(n), int(m), words):
-        assert np.count_nonzero(at.codes == PARTIAL) <= words
-        assert at.rows.stop <= n
-        assert at.columns.stop <= m
-        for axis, block in (("query", 64), ("key", 128)):
-            found = np.zeros((at.n_queries, at.n_keys), dtype=np.int8)
-            n_rows = at.n_queries if axis == "query" else at.n_keys
-            starts, entries = table(at.pieces(axis), n_rows, block, axis, 8)  # type: ignore[arg-type]
-            numbers = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-            order = list(zip(*at.partial.tolist(), strict=True))
+    n, m = rows * 128 - int(draw.integers(0, 128)), columns * 128 - int(draw.integers(0, 128))
+    top, left = np.nonzero(codes)
+    pieces = np.zeros((len(top), 8), dtype=np.int64)
+    ends = np.minimum(top * 128 + 128, n), np.minimum(left * 128 + 128, m)
+    pieces[:, :5] = np.stack(
+        (top * 128, ends[0], left * 128, ends[1], np.full(len(top), NO_DIAGONAL)), axis=1
+    )
+    pieces[:, 6] = codes[top, left] == PARTIAL
+    kernel = NativeKernel().under(Geometry(rules=(FunctionRule(lambda b, h, q, k: q >= k),)))
+    place = native._Place(None, n, m, "cpu", shifts=False)
+    tilings = (("query", Config(64, 16, 4, 1)), ("key", Config(16, 128, 4, 1)))
+    few = int(draw.integers(1, 30))
+    seen = np.zeros((n, m), dtype=np.int8)
+    for part in kernel._portions(pieces, place, tilings, (int(draw.integers(50, 5000)), few)):
+        assert part.blocks.shape[1] <= few
+        views = []
+        for (axis, tiled), host in zip(tilings, part.tables, strict=True):
+            runs = host.on(torch.device("cpu"), tiled)
+            entries = runs.entries.numpy()
+            found = np.zeros((part.rows.stop - part.rows.start,
+                              part.columns.stop - part.columns.start), dtype=np.int8)  # fmt: skip
+            block = 64 if axis == "query" else 128
+            numbers = np.repeat(np.arange(runs.n_blocks), np.diff(runs.starts.numpy()))
             for number, (a, b, c, d, _, _, mixed, word) in zip(numbers, entries, strict=True):
-                low = a if axis == "query" else c
-                assert low // block == number
+                assert (a if axis == "query" else c) // block == number
                 assert not found[a:b, c:d].any()
                 found[a:b, c:d] = 1 + mixed
                 if mixed:
-                    assert order[word // 512] == (a // 128 + at.top, c // 128 + at.left)
-            wanted = np.kron(at.codes, np.ones((128, 128), np.int8))[: at.n_queries, : at.n_keys]
-            assert np.array_equal(found, wanted)
-        part = seen[at.top : at.top + at.codes.shape[0], at.left : at.left + at.codes.shape[1]]
-        part += at.codes
-    assert np.array_equal(seen, codes)
+                    at = ((a + part.rows.start) // 128, (c + part.columns.start) // 128)
+                    assert tuple(part.blocks[:, word // 512].tolist()) == at
+            views.append(found)
+        assert np.array_equal(*views)
+        here = seen[part.rows, part.columns]
+        assert not (here * views[0]).any()
+        here += views[0]
+    assert np.array_equal(seen, np.kron(codes, np.ones((128, 128), np.int8))[:n, :m])
 
 
 def test_masked_blocks_are_left_out_and_clear_ones_are_not_tried(
@@ -176,13 +192,13 @@ def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    original = by_blocks.codes_of
+    original = blocks.listed_blocks
 
     def counted(*args: Any) -> Any:
         made.append(1)
         return original(*args)
 
-    monkeypatch.setattr(by_blocks, "codes_of", counted)
+    monkeypatch.setattr(blocks, "listed_blocks", counted)
     q, k, v = (torch.randn(1, 1, 20, 16, device=device) for _ in range(3))
     kept = torch.zeros(20, dtype=torch.bool, device=device)
     kept[:13] = True

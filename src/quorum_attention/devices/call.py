@@ -31,7 +31,6 @@ from quorum_attention.devices.sums import Sums
 from quorum_attention.devices.worker import Begin, Rule, changed
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.problem import state_dtype
-from quorum_attention.kernels.kit.functions import Sample
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.registry import get_kernel
@@ -83,10 +82,10 @@ def request_on_several(
     if mask is not None and not (mask.is_structured or mask.softcap):
         mask = None
     if mask is not None:
-        work, place = request.work, request.options.device
+        work = request.work
         sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
         resolve(mask, sizes, work.is_causal)
-        mask = sendable(mask, lambda keeps: _rule(keeps, sizes, place))
+        mask = sendable(mask, _rule)
     options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
     return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
 
@@ -131,7 +130,7 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
     return (parse_bytes(budget),) * count
 
 
-def _rule(keeps: Keeps, sizes: MaskSizes, device: torch.device) -> Rule:
+def _rule(keeps: Keeps) -> Rule:
     try:
         pickled = pickle.dumps(keeps)
     except Exception as error:
@@ -140,7 +139,7 @@ def _rule(keeps: Keeps, sizes: MaskSizes, device: torch.device) -> Rule:
             f"{shown(keeps)} cannot be ({type(error).__name__}: {error}): use a function of a "
             "module, not one made inside another function"
         ) from None
-    return Rule(pickled, shown(keeps), Sample.draw(keeps, sizes, device))
+    return Rule(pickled, shown(keeps))
 
 
 def sendable(mask: Mask, rule: Callable[[Keeps], Any] = lambda keeps: keeps) -> Mask:

@@ -30,7 +30,6 @@ from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.device.page_locks import is_locked
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.kit.functions import Sample
 from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes import compute_block
 
@@ -126,23 +125,20 @@ class Failed:
 
 @dataclass(frozen=True)
 class Rule:
-    """A function of a mask as workers get it: by its name, with some of its answers, because what
-    it reads (a global) may have another value there."""
+    """A function of a mask as workers get it: by its name."""
 
     pickled: bytes
     name: str
-    sample: Sample
 
     def __call__(self, *at: Any) -> torch.Tensor:
         """Never called: it is a function for ``Mask``'s checks alone."""
         raise TypeError("a rule that was sent has to be opened")
 
-    def open(self, device: torch.device) -> Keeps:
+    def open(self) -> Keeps:
         """The function.
 
         Raises:
             NotImplementedError: it cannot be imported here.
-            RuntimeError: it answers otherwise than where it was sent.
         """
         try:
             keeps: Keeps = pickle.loads(self.pickled)
@@ -152,11 +148,6 @@ class Rule:
                 f"devices compute, and {self.name} cannot be ({type(error).__name__}: {error}): "
                 "put it into a module"
             ) from error
-        self.sample.check(
-            keeps, device,
-            "in the process that made the call: what it reads differs here, because a worker "
-            "imports the function by its name",
-        )  # fmt: skip
         return keeps
 
 
@@ -306,7 +297,7 @@ class _Pass:
         call, bias, sinks = self._call, self._tensors.get("mask"), self._tensors.get("sinks")
         mask: AttnMask = call.mask
         if isinstance(mask, Mask):
-            mask = changed(mask, keeps=lambda rule: rule.open(self._device))
+            mask = changed(mask, keeps=lambda rule: rule.open())
         if mask is None and sinks is None:
             mask = bias
         elif bias is not None or sinks is not None:

@@ -28,6 +28,10 @@ class Cache(Generic[_Value]):
         self._values: OrderedDict[Hashable, _Value] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache[_Value]:
+        """An empty one: what a copy finds out is its own."""
+        return Cache(self._limit, self._size)
+
     def __len__(self) -> int:
         return len(self._values)
 

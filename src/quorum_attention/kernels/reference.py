@@ -450,20 +450,34 @@ def _uncut(n_tokens: int) -> Task:
 
 def whole_forward(call: Call, how: Scores = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of a whole call; ``out`` is rounded once."""
-    query, work = call.query, work_dtype(call.query)
-    out = torch.empty((*query.shape[:3], call.value.shape[-1]), dtype=work, device=query.device)
-    state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
-    empty_(state.out, state.lse)
-    forward(whole_task(call), state, how)
-    return state.out.to(call.stored or query.dtype), state.lse
+    return forward_by_task(partial(forward, how=how), call)
 
 
 def whole_backward(call: Call, saved: Saved, how: Scores = PLAIN) -> Three:
     """Gradients of query, key and value of a whole call, rounded once."""
+    return backward_by_task(partial(backward, how=how), call, saved)
+
+
+def forward_by_task(
+    forward: Callable[[TaskTensors, Statistics], None], call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a whole call by a kernel's ``forward``; ``out`` is rounded once."""
+    query, work = call.query, work_dtype(call.query)
+    out = torch.empty((*query.shape[:3], call.value.shape[-1]), dtype=work, device=query.device)
+    state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
+    empty_(state.out, state.lse)
+    forward(whole_task(call), state)
+    return state.out.to(call.stored or query.dtype), state.lse
+
+
+def backward_by_task(
+    backward: Callable[[TaskTensors, Gradients], None], call: Call, saved: Saved
+) -> Three:
+    """Gradients of a whole call by a kernel's ``backward``, rounded once."""
     work, dtype = work_dtype(call.query), call.stored or call.query.dtype
     query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
     given = (saved.grad_out, saved.out, saved.lse)
-    backward(whole_task(call), Gradients(*given, query, key, value), how)
+    backward(whole_task(call), Gradients(*given, query, key, value))
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 

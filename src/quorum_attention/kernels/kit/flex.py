@@ -20,18 +20,19 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from quorum_attention.counts import shown, switch
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.block_table import (
+from quorum_attention.kernels.kit.function import gradients_by_autograd
+from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
+from quorum_attention.kernels.kit.score_mod import ScoreModKernel
+from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     BlockLists,
     TaskPairs,
     block_lists,
+    blocks_key,
     evaluated_bytes,
     listed_blocks,
 )
-from quorum_attention.kernels.kit.function import gradients_by_autograd
-from quorum_attention.kernels.kit.functions import ScoreMod, codes
-from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
-from quorum_attention.kernels.kit.score_mod import ScoreModKernel
+from quorum_attention.kernels.masked.functions import ScoreMod, codes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
@@ -346,12 +347,12 @@ class FlexKernel(ScoreModKernel):
     rates = (0.84, 0.55)
     whole_calls = True
     task_calls = True
+    _compiled = _COMPILED
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
         self._spans: Cache[tuple[slice, slice] | None] = Cache(_CACHED_SPANS, lambda span: 1)
-        self._compiled = _COMPILED
         # If the functions in a closure change later, torch notices and compiles again.
         self._codes = codes(score_mod), codes(mask_mod)
 
@@ -392,16 +393,15 @@ class FlexKernel(ScoreModKernel):
 
     def _common_bytes(self, extent: Extent) -> int:
         """Bytes of positions, pieces and lists, of evaluating a mask, and of merging."""
-        lanes = extent.batch * extent.query_heads if self._opaque else 1
+        lanes = extent.batch * extent.query_heads if self.geometry.opaque else 1
         blocks = -(-extent.n_tokens // BLOCK) + 1
         # Two lists by query and two by key, in int32, each as long as possible; and their counts.
         lists = lanes * (16 * blocks * self._longest_list(blocks) + 32 * blocks)
         tokens = 16 * extent.n_tokens
-        if self._opaque:
-            tokens += 32 * extent.n_tokens
-        tried = evaluated_bytes(lanes) if self._opaque else 0
+        if self.geometry.opaque:
+            tokens += 32 * extent.n_tokens + evaluated_bytes(lanes)
         # Eight tensors may each be a block that the allocator does not split.
-        return lists + tokens + tried + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
+        return lists + tokens + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
 
     def _longest_list(self, blocks: int) -> int:
         """The most listed blocks of a line; a task's gaps bring distant tokens closer together."""
@@ -460,10 +460,7 @@ class FlexKernel(ScoreModKernel):
             return None if lists is None else (lists.rows, lists.columns)
 
         # Cached apart from the lists, which may be too large to stay in their cache.
-        span = self._spans.get(self._list_key(task), make) if _has_rows(task) else None
-        if span is None:
-            self.pruned += _count(task)
-        return span
+        return self._spans.get(self._list_key(task), make) if _has_rows(task) else None
 
     def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
@@ -538,24 +535,13 @@ class FlexKernel(ScoreModKernel):
         if not _has_rows(task):
             return None
         lists = self._listed(task)
-        self.run += 0 if lists is None else lists.run
-        self.pruned += _count(task) if lists is None else lists.pruned
-        if lists is None:
-            return None
-        return launch(task, lists, self.mask_mod)
+        return None if lists is None else launch(task, lists, self.mask_mod)
 
     def _listed(self, task: TaskTensors) -> BlockLists | None:
         return self._lists.get(self._list_key(task), lambda: self._make_lists(task))
 
     def _list_key(self, task: TaskTensors) -> Hashable:
-        """All that a task's lists depend on."""
-        key: tuple[Hashable, ...] = (
-            task.task, tuple(task.rectangles), has_diagonal(task), task.query.is_cuda, self._seen,
-        )  # fmt: skip
-        # Most masks are the same for all heads and all batch entries.
-        entries, heads = self._depends(task.query.device)
-        key += (task.entries if entries else (),)
-        return (*key, (task.first_head, task.query.shape[1]) if heads else ())
+        return has_diagonal(task), *blocks_key(self.geometry, task, tuple(task.rectangles))
 
     def _make_lists(self, task: TaskTensors) -> BlockLists | None:
         rectangles = tuple(task.rectangles)
@@ -563,7 +549,7 @@ class FlexKernel(ScoreModKernel):
         n_queries = max((r.query_stop for r in rectangles), default=0)
         n_keys = max((r.key_stop for r in rectangles), default=0)
         pairs = TaskPairs.of(task.task, rectangles, has_diagonal(task), n_queries, n_keys)
-        listed = listed_blocks(self.mask_mod, task, pairs, self._depends(task.query.device))
+        listed = listed_blocks(self.geometry, task, pairs, by_lane=True)
         return block_lists(pairs, *listed, pinned=task.query.is_cuda)
 
 
@@ -575,10 +561,6 @@ def _known(made: Launch | None) -> Launch:
     """``made``, which is not None: tasks without a span are not run."""
     assert made is not None
     return made
-
-
-def _count(task: TaskTensors) -> int:
-    return sum(1 for r in task.rectangles if r.n_queries and r.n_keys)
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Rectangle
-from quorum_attention.kernels.kit.functions import tensors
+from quorum_attention.kernels.masked.functions import tensors
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,

@@ -7,96 +7,23 @@ positions of query and key, it returns which pairs are kept. Combine them with `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
-from quorum_attention.decomposition.bands import window_verdict
-from quorum_attention.decomposition.pairs import both, either
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
+from quorum_attention.decomposition.bands import Band, window_verdict
+from quorum_attention.kernels.masked.functions import BlockMask, MaskMod
 from quorum_attention.kernels.torch_private import outside
 
-MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class BlockMask:
-    """A ``mask_mod`` with a verdict on blocks.
-
-    Attributes:
-        keeps: the ``mask_mod``.
-        verdict: the verdict on a block of positions, without looking at its pairs.
-        placed: ``placed(device)`` is the ``mask_mod`` with its tensors on that device; None: it is
-            ``keeps``.
-        reach: how many tokens before, and after, its query a kept key may be; this bounds the
-            memory of block lists.
-    """
-
-    keeps: MaskMod
-    verdict: Callable[[Ranges], Verdict]
-    placed: Callable[[torch.device], MaskMod] | None = None
-    reach: tuple[float, float] = (math.inf, math.inf)
-
-    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        """Which pairs are kept."""
-        return self.keeps(batch, head, query, key)
-
-    def on(self, device: torch.device) -> MaskMod:
-        """The ``mask_mod`` as a plain function over tensors on ``device``, which can be traced."""
-        return self.keeps if self.placed is None else self.placed(device)
-
-    def __and__(self, other: BlockMask) -> BlockMask:
-        """Pairs that both keep."""
-        return BlockMask(
-            _and(self, other),
-            lambda r: both(self.verdict(r), other.verdict(r)),
-            lambda device: _and(self.on(device), other.on(device)),
-            _of_each(min, self.reach, other.reach),
-        )
-
-    def __or__(self, other: BlockMask) -> BlockMask:
-        """Pairs that either keeps."""
-        return BlockMask(
-            _or(self, other),
-            lambda r: either(self.verdict(r), other.verdict(r)),
-            lambda device: _or(self.on(device), other.on(device)),
-            _of_each(max, self.reach, other.reach),
-        )
-
-
-def _of_each(
-    pick: Callable[[float, float], float], one: tuple[float, float], other: tuple[float, float]
-) -> tuple[float, float]:
-    return pick(one[0], other[0]), pick(one[1], other[1])
-
-
-def _and(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
-
-
-def _or(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) | other(b, h, q, k)
-
-
-def kept_pairs(mask: MaskMod | None, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-    """The pairs of a call, as far as they are known without trying the mask."""
-    verdict = mask.verdict if isinstance(mask, BlockMask) else None
-    return Pairs(n_queries, n_keys, is_causal, verdict)
+__all__ = ["BlockMask", "MaskMod", "causal", "document", "prefix_lm", "sliding_window"]
 
 
 def causal() -> BlockMask:
     """Keep keys at or before the query."""
-
-    def verdict(r: Ranges) -> Verdict:
-        if r.keys.start >= r.queries.stop:
-            return EMPTY
-        return FULL if r.keys.stop - 1 <= r.queries.start else PARTIAL
-
-    return BlockMask(lambda b, h, q, k: q >= k, verdict, reach=(math.inf, 0))
+    return BlockMask(lambda b, h, q, k: q >= k, Band(None, 0).verdict, reach=(math.inf, 0))
 
 
 def sliding_window(left: int, right: int = 0) -> BlockMask:

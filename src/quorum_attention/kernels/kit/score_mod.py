@@ -7,8 +7,7 @@ any device. Neither runs the parts in which the mask keeps no pair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,22 +17,24 @@ import torch
 from quorum_attention.decomposition import FULL, Pairs, Ranges, Rectangle
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.block_table import (
+from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     TaskPairs,
+    blocks_key,
     evaluated_bytes,
     joined,
     listed_blocks,
 )
-from quorum_attention.kernels.kit.functions import (
+from quorum_attention.kernels.masked.functions import (
+    BlockMask,
+    MaskMod,
     ScoreMod,
     depends_on_batch_head,
     over_pairs,
     results_at,
     tensors,
-    versions,
 )
-from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
+from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -60,8 +61,7 @@ class ScoreModKernel(Kernel):
 
     Attributes:
         score_mod, mask_mod: the score modification and the mask.
-        pruned: number of rectangles left out so far, because the mask keeps none of their pairs.
-        run: number of rectangles run so far; parts of a rectangle count one by one.
+        geometry: what the mask keeps.
     """
 
     own_attention = True
@@ -69,15 +69,9 @@ class ScoreModKernel(Kernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod, self.name = score_mod, mask_mod, name
-        self.pruned = self.run = 0
+        rules = () if mask_mod is None else (FunctionRule(mask_mod),)
+        self.geometry = Geometry(rules=rules)
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
-        self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScoreModKernel:
-        """A kernel of its own, as it was when it was made. Its functions are shared, as all
-        functions are; what can be called and is none (a module) is copied."""
-        score_mod, mask_mod = deepcopy((self.score_mod, self.mask_mod), memo)
-        return type(self)(score_mod, mask_mod, self.name)
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Kernel``."""
@@ -99,8 +93,8 @@ class ScoreModKernel(Kernel):
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``Kernel``."""
-        mask, score_mod = self.mask_mod, self.score_mod
-        return (mask is not None and depends_on_batch_head(mask, device)[0]) or (
+        score_mod = self.score_mod
+        return self.geometry.depends(device)[0] or (
             score_mod is not None and depends_on_batch_head(score_mod, device, scored=True)[0]
         )
 
@@ -112,7 +106,9 @@ class ScoreModKernel(Kernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call, as far as they are known without trying the mask."""
-        return kept_pairs(self.mask_mod, n_queries, n_keys, is_causal)
+        mask = self.mask_mod
+        verdict = mask.verdict if isinstance(mask, BlockMask) else None
+        return Pairs(n_queries, n_keys, is_causal, verdict)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
@@ -124,55 +120,33 @@ class ScoreModKernel(Kernel):
 
     def _evaluated(self, extent: Extent) -> int:
         """Bytes for finding out which blocks are kept."""
-        return evaluated_bytes(extent.batch * extent.query_heads) if self._opaque else 0
+        lanes = extent.batch * extent.query_heads
+        return evaluated_bytes(lanes) if self.geometry.opaque else 0
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        reference.forward(self._live(task), state, self._scores(task.query.device))
+        reference.forward(self._live(task), state, self._scores())
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        reference.backward(self._live(task), grads, self._scores(task.query.device))
+        reference.backward(self._live(task), grads, self._scores())
 
     def _live(self, task: TaskTensors) -> TaskTensors:
-        return replace(task, rectangles=tuple(self._rectangles(task)))
+        """The task without the parts of its rectangles in which the mask keeps no pair."""
+        live = [r for r in task.rectangles if r.n_queries and r.n_keys]
+        if self.mask_mod is not None:
+            live = [part for r in live for part in self._parts_of(task, r)]
+        return replace(task, rectangles=live)
 
-    def _rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
-        """The task's rectangles without the parts in which the mask keeps no pair."""
-        seen = self._seen
-        for r in task.rectangles:
-            if r.n_queries == 0 or r.n_keys == 0:
-                continue
-            kept = self._parts_of(task, r, seen)
-            self.run += len(kept)
-            self.pruned += not kept
-            yield from kept
-
-    @property
-    def _opaque(self) -> bool:
-        """Whether the mask is a plain function, which has to be called for every pair."""
-        return self.mask_mod is not None and not isinstance(self.mask_mod, BlockMask)
-
-    @property
-    def _seen(self) -> Hashable:
-        """What is another where the mask is seen to keep other pairs."""
-        mask = self.mask_mod
-        return (id(mask), versions(mask)) if self._opaque else mask
-
-    def _parts_of(self, task: TaskTensors, r: Rectangle, seen: Hashable) -> tuple[Rectangle, ...]:
-        if self.mask_mod is None:
-            return (r,)
-        key: tuple[Hashable, ...] = (task.task, r, seen)
-        if self._opaque:
-            key += (task.entries, task.first_head, task.query.shape[1])
+    def _parts_of(self, task: TaskTensors, r: Rectangle) -> tuple[Rectangle, ...]:
+        key = blocks_key(self.geometry, task, (r,))
         return self._parts.get(key, lambda: tuple(self._prune(task, r)))
 
     def _prune(self, task: TaskTensors, r: Rectangle) -> list[Rectangle]:
         """Strips of ``r`` from the first to the last block in which the mask keeps pairs; ``r``
         itself if that leaves out less than a fifth of it."""
         pairs = TaskPairs.of(task.task, (r,), r.causal, r.query_stop, r.key_stop)
-        apart = self._depends(task.query.device)
-        blocks = joined([*listed_blocks(self.mask_mod, task, pairs, apart)[:2]]) * BLOCK
+        blocks = joined([*listed_blocks(self.geometry, task, pairs)[:2]]) * BLOCK
         found, height = [], _STRIP * BLOCK
         for top in range(r.query_start // height * height, r.query_stop, height):
             here = blocks[(blocks[:, 1] < top + height) & (blocks[:, 2] > top)]
@@ -184,24 +158,11 @@ class ScoreModKernel(Kernel):
         whole = r.causal or sum(part.pairs for part in found) >= 0.8 * r.pairs
         return [r] if found and whole else found
 
-    def _depends(self, device: torch.device) -> tuple[bool, bool]:
-        """Whether blocks have to be evaluated for every batch entry, and for every head."""
-        mask = self.mask_mod
-        if mask is None or not self._opaque:
-            return False, False
-        key = (device, self._seen)
-        return self._apart.get(key, lambda: depends_on_batch_head(mask, device))
-
-    def _scores(self, device: torch.device) -> reference.Scores:
-        """What the modifications do to scores on a device."""
-        score_mod, mask_mod = self.score_mod, self.mask_mod
-        change = kept = None
-        if score_mod is not None:
-            change = partial(_changed, over_pairs(score_mod, scored=True))
-        if isinstance(mask_mod, BlockMask):
-            kept = partial(_kept, over_pairs(mask_mod.on(device)), mask_mod)
-        elif mask_mod is not None:
-            kept = partial(_kept, over_pairs(mask_mod), None)
+    def _scores(self) -> reference.Scores:
+        change = None
+        if self.score_mod is not None:
+            change = partial(_changed, over_pairs(self.score_mod, scored=True))
+        kept = None if self.mask_mod is None else partial(_kept, self.geometry)
         return reference.Scores(change, kept, tiles=reference.LARGE, matrices=_MATRICES)
 
 
@@ -209,11 +170,11 @@ _BOUND = reference.Scores(tiles=reference.LARGE, matrices=_MATRICES)
 _Mapped = Callable[..., torch.Tensor]
 
 
-def _numbers(block: reference.Block, keys: slice) -> tuple[torch.Tensor, ...]:
-    """Of a tile: the numbers of its batch entries and heads, the positions of queries and keys."""
+def _pairs(block: reference.Block, keys: slice) -> Indices:
+    """The pairs of a tile."""
     task, device = block.task, block.query.device
     first = task.first_head
-    return (
+    return Indices(
         torch.tensor(task.entries[block.entries], device=device),
         torch.arange(first + block.heads.start, first + block.heads.stop, device=device),
         positions(task.task, block.rows.start, block.rows.stop, device),
@@ -221,17 +182,14 @@ def _numbers(block: reference.Block, keys: slice) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _kept(
-    mapped: _Mapped, mask: BlockMask | None, block: reference.Block, keys: slice
-) -> torch.Tensor | None:
-    """Which pairs of a tile a mask keeps; None if it is known to keep all."""
-    if mask is not None:
-        r = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
-        parts = block.task.task.contiguous(r)
-        if all(mask.verdict(Ranges.of(*q[:2], *k[:2])) is FULL for q, k, _ in parts):
-            return None
+def _kept(geometry: Geometry, block: reference.Block, keys: slice) -> torch.Tensor | None:
+    """Which pairs of a tile are kept; None if all are known to be."""
+    r = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
+    parts = block.task.task.contiguous(r)
+    if all(geometry.verdict(Ranges.of(*q[:2], *k[:2])) is FULL for q, k, _ in parts):
+        return None
     with torch.inference_mode(False), torch.no_grad():
-        return mapped(*_numbers(block, keys))
+        return geometry.keeps(_pairs(block, keys))
 
 
 def _changed(
@@ -242,7 +200,8 @@ def _changed(
         # Autograd refuses tensors of inference mode.
         scores = scores.clone() if scores.is_inference() else scores
         leaf = scores.requires_grad_(derivative)
-        changed = mapped(leaf, *_numbers(block, keys)).to(scores.dtype)
+        at = _pairs(block, keys)
+        changed = mapped(leaf, at.entries, at.heads, at.queries, at.keys).to(scores.dtype)
         slope = None
         if derivative:
             slope = torch.zeros_like(scores)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +13,13 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, Part
 from quorum_attention.decomposition.pairs import both, either, walk
+from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.masked.functions import (
+    BlockMask,
+    depends_on_batch_head,
+    over_pairs,
+    versions,
+)
 from quorum_attention.kernels.protocol import Indices
 from quorum_attention.mask import Keeps
 
@@ -28,10 +35,12 @@ class Rule(ABC):
     """A rule that has to be evaluated on pairs where its verdict is PARTIAL.
 
     Attributes:
-        opaque: the functions in it that say nothing of blocks.
+        functions: the users' functions in it.
+        opaque: those of them that say nothing of blocks.
         placed_bytes: device bytes of what it reads, once it is evaluated there.
     """
 
+    functions: tuple[Keeps, ...] = ()
     opaque: tuple[Keeps, ...] = ()
     placed_bytes: int = 0
 
@@ -59,11 +68,33 @@ class Geometry:
     blocks: Blocks | None = None
     rules: tuple[Rule, ...] = ()
     same: tuple[Rule, ...] = ()
+    _differ: Cache[tuple[bool, bool]] = field(
+        default_factory=lambda: Cache(16, lambda answer: 1), repr=False
+    )
 
     @property
     def keeps_all(self) -> bool:
         """Whether nothing is masked."""
         return self.band.keeps_all and self.blocks is None and not self.rules
+
+    @property
+    def functions(self) -> tuple[Keeps, ...]:
+        """The users' functions in its rules."""
+        return tuple(function for rule in self.rules for function in rule.functions)
+
+    @property
+    def seen(self) -> Hashable:
+        """Another where a tensor that its functions read has changed, as far as can be seen."""
+        return versions(*self.functions)
+
+    def depends(self, device: torch.device) -> tuple[bool, bool]:
+        """Whether its functions differ between batch entries, and between heads."""
+
+        def find() -> tuple[bool, bool]:
+            each = [depends_on_batch_head(f, device) for f in self.functions]
+            return any(a for a, _ in each), any(b for _, b in each)
+
+        return self._differ.get((device, self.seen), find)
 
     @property
     def opaque(self) -> tuple[Keeps, ...]:
@@ -204,11 +235,31 @@ class Geometry:
         return sum(self.band.count(*block) for block in self.blocks.tolist())
 
 
+class FunctionRule(Rule):
+    """A user's function as a rule."""
+
+    def __init__(self, keeps: Keeps) -> None:
+        self._keeps, self.functions = keeps, (keeps,)
+        self.opaque = () if isinstance(keeps, BlockMask) else (keeps,)
+
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
+        """Its own verdict, if it has one."""
+        return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else opaque
+
+    def keeps(self, at: Indices) -> torch.Tensor:
+        """Which pairs it keeps."""
+        keeps = self._keeps
+        if isinstance(keeps, BlockMask):
+            keeps = keeps.on(at.keys.device)
+        return over_pairs(keeps)(at.entries, at.heads, at.queries, at.keys)
+
+
 class AnyOf(Rule):
     """The rule that at least one of several geometries keeps a pair."""
 
     def __init__(self, every: tuple[Geometry, ...]) -> None:
         self.every = every
+        self.functions = tuple(function for one in every for function in one.functions)
         self.opaque = tuple(function for one in every for function in one.opaque)
         self.placed_bytes = sum(one.placed_bytes for one in every)
 

@@ -1,7 +1,5 @@
-"""A call under a ``Mask``: each task in one launch of the native kernel, by a table of blocks where
-rules have to be tried (``by_blocks.py``), or part by part (``parts.py``).
-
-Batch entries of different geometry are computed one after the other.
+"""A call under a ``Mask``: each task in one launch of the native kernel, or part by part
+(``parts.py``). Batch entries of different geometry are computed one after the other.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ from quorum_attention.decomposition import (
     Rectangle,
     Verdict,
 )
-from quorum_attention.kernels.kit.functions import results_at, tensors
-from quorum_attention.kernels.masked.by_blocks import NativeByBlocks
+from quorum_attention.kernels.masked.functions import results_at, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.parts import ByParts
+from quorum_attention.kernels.masked.parts import ByParts, Tiles
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
@@ -40,7 +37,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import four_dims
-from quorum_attention.kernels.reference import whole_task, work_dtype
+from quorum_attention.kernels.reference import backward_by_task, forward_by_task
 from quorum_attention.kernels.tensors import Pick
 
 _BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
@@ -66,16 +63,13 @@ class MaskedKernel(Kernel):
         self.batch, self.base, self._functions = mask.sizes.batch, base, mask.functions
         self.geometries = mask.geometries
         self._distinct = tuple(dict.fromkeys(mask.geometries))
-        self._parts = ByParts(self._distinct, base, mask.softcap)
-        by_operator = self._parts.by_operator
-        self.name = base.name if by_operator else self._parts.tiles.name
-        # By geometry: one launch of these runs a whole task, or some do where there are rules.
-        self._native: dict[Geometry, NativeKernel] = {}
+        self._tiles, by_operator = Tiles(mask.softcap), base.operator
+        self.name = base.name if by_operator else self._tiles.name
+        self._parts = {g: ByParts(g, base, self._tiles) for g in self._distinct}
+        # One launch of these runs a whole task, or some do where there are rules.
+        self._native: dict[Geometry, Kernel] = {}
         if isinstance(base, NativeKernel):
-            self._native = {
-                g: NativeByBlocks(g, base, self._functions) if g.rules else base.under(g)
-                for g in self._distinct
-            }
+            self._native = {g: base.under(g) for g in self._distinct}
         self._ruled = any(g.rules for g in self._distinct)
         self._share = mask.kept_pairs / max(1, mask.sizes.n_queries * mask.sizes.n_keys)
         self._verdict = partial(_verdict, self._distinct)
@@ -92,13 +86,19 @@ class MaskedKernel(Kernel):
     def _uniform(self) -> bool:
         return len(self._distinct) == 1
 
-    def _by_parts(self, *, drops: bool) -> bool:
-        """Whether a task is computed part by part: tables of blocks know no dropout."""
-        return not self._native or (drops and self._ruled)
+    def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
+        """What computes batch entries of a geometry: tables of blocks know no dropout."""
+        by_parts = not self._native or (drops and geometry.rules)
+        return self._parts[geometry] if by_parts else self._native[geometry]
+
+    @property
+    def _in_one(self) -> bool:
+        """Whether a whole call is a whole call of each geometry's kernel."""
+        return self._uniform or (bool(self._native) and not self._ruled)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return self.base.refusal(replace(call, is_causal=True)) if self._parts.by_operator else None
+        return self.base.refusal(replace(call, is_causal=True)) if self.base.operator else None
 
     def captured(self) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
@@ -125,7 +125,7 @@ class MaskedKernel(Kernel):
 
     def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
         """See ``Kernel``: the soft cap."""
-        return self._parts.tiles.cap_(scores)
+        return self._tiles.cap_(scores)
 
     def masked_pairs(
         self,
@@ -158,38 +158,32 @@ class MaskedKernel(Kernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        if self._by_parts(drops=call.dropout):
-            return self._parts.forward_bytes(call, extent)
-        each = (native.forward_workspace_bytes(call, extent) for native in self._native.values())
-        return self._times(extent) * max(each)
+        kernels = (self._kernel(g, drops=call.dropout) for g in self._distinct)
+        most = max(kernel.forward_workspace_bytes(call, extent) for kernel in kernels)
+        return self._times(extent) * most
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        if self._by_parts(drops=call.dropout):
-            return self._parts.backward_bytes(call, extent)
-        each = (native.backward_workspace_bytes(call, extent) for native in self._native.values())
-        return self._times(extent) * max(each)
+        kernels = (self._kernel(g, drops=call.dropout) for g in self._distinct)
+        most = max(kernel.backward_workspace_bytes(call, extent) for kernel in kernels)
+        return self._times(extent) * most
 
     def _times(self, extent: Extent) -> int:
         """2 where results of several geometries are put together at the end."""
-        return 2 if extent.direct and not self._uniform and not self._ruled else 1
+        return 2 if extent.direct and not self._uniform and self._in_one else 1
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         task = self._told(task)
         for entries, geometry in self._by_geometry(task.entries):
-            one = _entries_of(task, entries)
             mine = Statistics(state.out[entries], state.lse[entries])
-            if self._by_parts(drops=task.dropout is not None):
-                self._parts.forward(one, geometry, mine)
-            else:
-                self._native[geometry].forward(one, mine)
+            kernel = self._kernel(geometry, drops=task.dropout is not None)
+            kernel.forward(_entries_of(task, entries), mine)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         task = self._told(task)
         for entries, geometry in self._by_geometry(task.entries):
-            one = _entries_of(task, entries)
             scaling = grads.scaling
             mine = replace(
                 grads,
@@ -200,60 +194,33 @@ class MaskedKernel(Kernel):
                     overflow=_rows_of_entries(scaling.overflow, entries),
                 ),
             )
-            if self._by_parts(drops=task.dropout is not None):
-                self._parts.backward(one, geometry, mine)
-            else:
-                self._native[geometry].backward(one, mine)
+            kernel = self._kernel(geometry, drops=task.dropout is not None)
+            kernel.backward(_entries_of(task, entries), mine)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
-        query = call.query
-        if self._native and not self._ruled:
-            found = [
-                self._native[geometry].whole_forward(_call_of_entries(call, at))
-                for at, geometry in self._by_geometry(tuple(range(query.shape[0])))
-            ]
-            out, lse = (_together(pieces) for pieces in zip(*found, strict=True))
-            return out, lse
-        whole, banded = self._parts.bands, self._banded(call)
-        if whole is not None and banded is not None:
-            return whole.whole_forward(banded)
-        work = work_dtype(query)
-        shape = (*query.shape[:3], call.value.shape[-1])
-        out = torch.zeros(shape, dtype=work, device=query.device)
-        lse = torch.full(shape[:3], -torch.inf, dtype=work, device=query.device)
-        self.forward(whole_task(replace(call, causal=False)), Statistics(out, lse))
-        return out.to(call.stored or query.dtype), lse
+        if not self._in_one:
+            return forward_by_task(self.forward, replace(call, causal=False))
+        parts = [
+            kernel.whole_forward(_call_of_entries(call, at)) for at, kernel in self._whole(call)
+        ]
+        out, lse = map(_together, zip(*parts, strict=True))
+        return out, lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
-        if self._native and not self._ruled:
-            parts = [
-                self._native[geometry].whole_backward(
-                    _call_of_entries(call, at), saved.mapped(_taken(at, call.query))
-                )
-                for at, geometry in self._by_geometry(tuple(range(call.query.shape[0])))
-            ]
-            dq, dk, dv = (_together(pieces) for pieces in zip(*parts, strict=True))
-            return dq, dk, dv
-        whole, banded = self._parts.bands, self._banded(call)
-        if whole is not None and banded is not None:
-            return whole.whole_backward(banded, saved)
-        work, dtype = work_dtype(call.query), call.stored or call.query.dtype
-        dq, dk, dv = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
-        task = whole_task(replace(call, causal=False))
-        self.backward(task, Gradients(saved.grad_out, saved.out, saved.lse, dq, dk, dv))
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        if not self._in_one:
+            return backward_by_task(self.backward, replace(call, causal=False), saved)
+        parts = [
+            kernel.whole_backward(_call_of_entries(call, at), saved.mapped(_taken(at, call.query)))
+            for at, kernel in self._whole(call)
+        ]
+        query, key, value = map(_together, zip(*parts, strict=True))
+        return query, key, value
 
-    def _banded(self, call: Call) -> Call | None:
-        """A whole call as one with a band; None where it is more than that."""
-        if not self._uniform or call.bias is not None or call.dropout is not None:
-            return None
-        (one,) = self._distinct
-        empty = 0 in (*call.query.shape[:3], call.key.shape[2])
-        if one.rules or one.blocks is not None or empty:
-            return None
-        return replace(call, causal=one.band)
+    def _whole(self, call: Call) -> Iterator[tuple[slice, Kernel]]:
+        for at, geometry in self._by_geometry(tuple(range(call.query.shape[0]))):
+            yield at, self._kernel(geometry, drops=call.dropout is not None)
 
     def _own(self, entries: tuple[int, ...]) -> tuple[int, ...]:
         """The numbers of entries among those of the batch."""
@@ -332,6 +299,3 @@ def _rows_of_entries(tensor: torch.Tensor | None, entries: slice) -> torch.Tenso
 
 def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-__all__ = ["MaskedKernel"]

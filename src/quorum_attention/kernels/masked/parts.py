@@ -8,7 +8,7 @@ alone. An upper triangle is a causal call with the orders of queries and keys tu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -128,29 +128,32 @@ class _Parts(NamedTuple):
     ragged: tuple[Rectangle, ...]
 
 
-class ByParts:
-    """See above; for tasks whose batch entries have one geometry.
+class ByParts(Kernel):
+    """See above; for batch entries of one geometry.
 
     Args:
-        geometries: all that tasks may have.
-        base: what computes the parts: an operator, or ``dense``, for which ``Tiles`` stands in.
-        softcap: of scores; ``base`` has it if it is an operator.
+        base: what computes the parts: an operator, or ``dense``, for which ``tiles`` stand in.
+        tiles: have the soft cap that ``base`` has, if it is an operator.
     """
 
-    def __init__(self, geometries: Sequence[Geometry], base: Kernel, softcap: float | None) -> None:
-        self.tiles = Tiles(softcap)
-        self.by_operator = base.operator
-        self._operator: Kernel = self.tiles
+    name = "parts"
+
+    def __init__(self, geometry: Geometry, base: Kernel, tiles: Tiles) -> None:
+        self._tiles, self._operator = tiles, cast(Kernel, tiles)
         if base.operator:
             self._operator = copy.copy(base)
             # Calls that take grouped heads as they are run all heads of a part at a time.
             self._operator.grouped = base.grouped or base.takes_whole(2, 1, 1, False, True)
-        self.bands = base if isinstance(base, RectangleKernel) and base.bands else None
-        self._geometries = tuple(geometries)
-        self._ragged = any(g.rules or not g.band.keeps_all for g in self._geometries)
+        self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
+        self._geometry = geometry
+        self._ragged = bool(geometry.rules) or not geometry.band.keeps_all
         self._known: Cache[_Parts] = Cache(_MOST_TASKS, lambda parts: 1)
 
-    def forward_bytes(self, call: CallShape, extent: Extent) -> int:
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        return self._operator.refusal(call)
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         most = self._bytes(call, extent, backward=False)
         if extent.direct:
@@ -158,7 +161,7 @@ class ByParts:
             most += rows * (call.value_dim + 1) * _wide(call) + rows * call.value_dim * 4
         return most
 
-    def backward_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         most = self._bytes(call, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
@@ -179,7 +182,7 @@ class ByParts:
                 return kernel.backward_workspace_bytes(call, inside)
             return kernel.forward_workspace_bytes(call, inside)
 
-        limits = self._limits(self._geometries, (extent.max_queries, extent.max_keys), call)
+        limits = self._limits((extent.max_queries, extent.max_keys), call)
         most = ask(replace(call, is_causal=True), *limits)
         # Copies of a triangle's rows in the other order.
         rows = extent.batch * extent.query_heads * limits[0]
@@ -194,43 +197,58 @@ class ByParts:
             most = max(most, tests + ask(masked, queries, keys))
         return most + MERGE_WORKSPACE_BYTES
 
-    def _limits(
-        self, geometries: Sequence[Geometry], limits: tuple[int, int], call: CallShape
-    ) -> tuple[int, int]:
+    def _limits(self, limits: tuple[int, int], call: CallShape) -> tuple[int, int]:
         """The most queries and keys of one call: of the largest part, or of parts joined."""
-        bands = self._takes_bands(call)
-        largest = [geometry.most(*limits, bands=bands) for geometry in geometries]
-        queries, keys = (max(n) for n in zip(*largest, strict=True))
+        queries, keys = self._geometry.most(*limits, bands=self._takes_bands(call))
         return max(queries, min(limits[0], _JOINED)), max(keys, min(limits[1], _JOINED))
 
     def _takes_bands(self, call: CallShape) -> bool:
         # What drops, and what takes a mask, knows no bands.
-        return self.bands is not None and call.mask is None and not call.dropout
+        return self._bands is not None and call.mask is None and not call.dropout
 
     def _kernel_for(self, call: CallShape) -> Kernel:
         """The operator, or ``Tiles`` for masks that it does not take."""
         takes = call.mask is None or self._operator.refusal(replace(call, mask=_RAGGED)) is None
-        return self._operator if takes else self.tiles
+        return self._operator if takes else self._tiles
 
-    def forward(self, task: TaskTensors, geometry: Geometry, state: Statistics) -> None:
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for kernel, part, is_upper in self._tasks(task, geometry):
+        for kernel, part, is_upper in self._tasks(task):
             if is_upper:
                 _forward_upper(cast(RectangleKernel, kernel), part, state)
             else:
                 kernel.forward(part, state)
 
-    def backward(self, task: TaskTensors, geometry: Geometry, grads: Gradients) -> None:
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        for kernel, part, is_upper in self._tasks(task, geometry):
+        for kernel, part, is_upper in self._tasks(task):
             if is_upper:
                 _backward_upper(cast(RectangleKernel, kernel), part, grads)
             else:
                 kernel.backward(part, grads)
 
-    def _tasks(
-        self, task: TaskTensors, geometry: Geometry
-    ) -> Iterator[tuple[Kernel, TaskTensors, bool]]:
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``."""
+        banded = self._banded(call)
+        if self._bands is not None and banded is not None:
+            return self._bands.whole_forward(banded)
+        return reference.forward_by_task(self.forward, replace(call, causal=False))
+
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel``."""
+        banded = self._banded(call)
+        if self._bands is not None and banded is not None:
+            return self._bands.whole_backward(banded, saved)
+        return reference.backward_by_task(self.backward, replace(call, causal=False), saved)
+
+    def _banded(self, call: Call) -> Call | None:
+        """A whole call as one with a band; None where it is more than that."""
+        more = self._geometry.rules or self._geometry.blocks is not None
+        more = more or call.bias is not None or call.dropout is not None
+        empty = 0 in (*call.query.shape[:3], call.key.shape[2])
+        return None if more or empty else replace(call, causal=self._geometry.band)
+
+    def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors, bool]]:
         """The task as one without this mask, one of upper triangles (True), and one whose
         rectangles have masks of their own."""
         live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
@@ -241,11 +259,11 @@ class ByParts:
         triangles = task.dropout is None and isinstance(self._operator, RectangleKernel)
         kinds = {"lower": triangles, "upper": triangles and call.mask is None}
         bands = self._takes_bands(call)
-        key = (task.task, live, geometry, *kinds.values(), bands)
+        geometry, key = self._geometry, (task.task, live, *kinds.values(), bands)
         parts = self._known.get(key, lambda: _parts_of(task, live, geometry, kinds, bands))
         limits = task.max_queries, task.max_keys
         if task.max_queries:
-            limits = self._limits((geometry,), limits, call)
+            limits = self._limits(limits, call)
         inside = replace(task, max_queries=limits[0], max_keys=limits[1], lanes=None)
         if parts.clear:
             yield self._kernel_for(call), replace(inside, rectangles=parts.clear), False

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.functions import TensorVersion, over_pairs
-from quorum_attention.kernels.kit.masks import BlockMask
-from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Rule
+from quorum_attention.kernels.masked.functions import TensorVersion
+from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, FunctionRule, Geometry, Rule
 from quorum_attention.kernels.protocol import Indices, Kernel
 from quorum_attention.kernels.torch_private import has_modes, has_transforms, outside
 from quorum_attention.mask import Mask
@@ -201,7 +200,7 @@ def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geome
 def _own(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
     """The geometries of a mask's own fields, without the masks that it holds."""
     band = _band(mask, sizes, is_causal)
-    rules: tuple[Rule, ...] = () if mask.keeps is None else (_FunctionRule(mask.keeps),)
+    rules: tuple[Rule, ...] = () if mask.keeps is None else (FunctionRule(mask.keeps),)
     queries, keys = _ids(mask, sizes)
     kept = _kept_keys(mask, sizes)
     labelled = not (queries is None and keys is None and kept is None and mask.chunk is None)
@@ -340,25 +339,6 @@ def _rows_of(tensor: torch.Tensor, name: str, batch: int, n: int, what: str) -> 
         )
     found: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
     return found
-
-
-class _FunctionRule(Rule):
-    """A user's function as a rule."""
-
-    def __init__(self, keeps: Callable[..., torch.Tensor]) -> None:
-        self._keeps = keeps
-        self.opaque = () if isinstance(keeps, BlockMask) else (keeps,)
-
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """Its own verdict, if it has one."""
-        return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else opaque
-
-    def keeps(self, at: Indices) -> torch.Tensor:
-        """See ``Rule``."""
-        keeps = self._keeps
-        if isinstance(keeps, BlockMask):
-            keeps = keeps.on(at.keys.device)
-        return over_pairs(keeps)(at.entries, at.heads, at.queries, at.keys)
 
 
 class _EqualIds(Rule):

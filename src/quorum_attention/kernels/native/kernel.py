@@ -8,16 +8,21 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.cache import remembered
+from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.masked.block_table import BLOCK, TaskPairs
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.merge import triton_available
+from quorum_attention.kernels.native.blocks import BIT_BYTES, Room, RuledTask
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import Extras, launch_backward, launch_forward
 from quorum_attention.kernels.native.runs import (
@@ -25,8 +30,8 @@ from quorum_attention.kernels.native.runs import (
     WIDTH,
     Axis,
     HostTable,
+    Ints,
     Runs,
-    is_aligned,
     pieces,
     table,
 )
@@ -42,6 +47,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
+from quorum_attention.kernels.reference import backward_by_task, forward_by_task
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
@@ -52,11 +58,38 @@ _LARGEST_BACKWARD = 256
 # are one or two).
 _RUNS_OF_A_BLOCK = 6
 _SMALLEST_BLOCK = 64
-# Bytes of host memory in which a kernel's tables are remembered.
+# Bytes of host memory in which a kernel's tables, and the blocks of rules, are remembered.
 _TABLE_BYTES = 64 << 20
+
+_CODE_BYTES = 256 << 20
 
 Tilings = tuple[tuple[Axis, Config], ...]
 """The tables that a pass reads, by axis, with the config of the Triton kernel that reads each."""
+
+
+class _Part(NamedTuple):
+    """A launch on the host.
+
+    Attributes:
+        tables: in the order of the tilings.
+        rows, columns: its queries and keys, local positions; None: all.
+        blocks: rows and columns of the partial blocks of rules, (2, blocks).
+    """
+
+    tables: tuple[HostTable, ...]
+    rows: slice | None = None
+    columns: slice | None = None
+    blocks: torch.Tensor | None = None
+
+    @property
+    def n_entries(self) -> int:
+        """Runs of all tables together."""
+        return sum((host.both.numel() - host.n_starts) // host.width for host in self.tables)
+
+    def on(self, device: torch.device, tilings: Tilings) -> tuple[Runs, ...]:
+        """The tables on a device."""
+        pairs = zip(self.tables, tilings, strict=True)
+        return tuple(host.on(device, tiled) for host, (_, tiled) in pairs)
 
 
 class _Place(NamedTuple):
@@ -145,13 +178,19 @@ class NativeKernel(Kernel):
         self.allow_tf32 = switch(allow_tf32, "allow_tf32")
         self._verdict = None if band.keeps_all else band.verdict
         self._slopes: dict[torch.device, torch.Tensor] = {}
+        self._known()
         if not self._is_plain:
             self.plain_softmax, self.probed_as = False, _plain(self.allow_tf32)
 
+    def _known(self) -> None:
+        self._parts: Cache[tuple[_Part, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
+        self._blocks: Cache[tuple[TaskPairs, Ints]] = Cache(_CODE_BYTES, _blocks_bytes)
+
     def under(self, geometry: Geometry) -> NativeKernel:
-        """The kernel for pairs of a geometry, which has no rules."""
+        """The kernel for pairs of a geometry; one with rules is for calls without dropout."""
         found = copy.copy(self)
         found.geometry = geometry
+        found._known()
         return found
 
     @property
@@ -205,30 +244,48 @@ class NativeKernel(Kernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         rows = extent.batch * extent.query_heads * extent.max_queries
-        # The output may be asked for in fp32.
-        results = rows * (call.value_dim * 4 + 4) + 2 * UNSPLIT_BYTES if extent.direct else 0
-        return self._table_bytes(call, extent) + results + _bias_bytes(call, extent)
+        # The output may be asked for in fp32; with rules there is one in fp32 beside it.
+        results = rows * (call.value_dim * 4 * self._copies + 4) + 3 * UNSPLIT_BYTES
+        tables = self._table_bytes(call, extent) + self._room_bytes(call, extent)
+        return tables + results * extent.direct + _bias_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        item = 4  # gradients may be asked for in fp32
+        item = 4 * self._copies  # gradients may be asked for in fp32
         # The only other tensor, delta, may be a block that the allocator does not split.
         tables = 2 * self._table_bytes(call, extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
         results = 0
         if extent.direct:
             key_rows = extent.batch * extent.key_heads * extent.max_keys
-            results = rows * call.head_dim * item + 3 * UNSPLIT_BYTES
+            results = rows * call.head_dim * item + 3 * UNSPLIT_BYTES * self._copies
             results += key_rows * (call.head_dim + call.value_dim) * item
+        tables += self._room_bytes(call, extent)
         return tables + 4 * rows + results + _bias_bytes(call, extent)
+
+    @property
+    def _copies(self) -> int:
+        return 2 if self.geometry.rules else 1
+
+    def _room_bytes(self, call: CallShape, extent: Extent) -> int:
+        """For evaluating rules."""
+        geometry, lanes, n = self.geometry, extent.batch * extent.query_heads, extent.n_tokens
+        if not geometry.rules:
+            return 0
+        row_bytes = (call.head_dim + call.value_dim) * call.dtype.itemsize
+        room = Room.of(lanes * n * row_bytes, lanes if geometry.opaque else 1, n, n)
+        return room.device_bytes + geometry.placed_bytes
 
     def _table_bytes(self, call: CallShape, extent: Extent) -> int:
         # A single rectangle cannot be launched in parts: it has one run for every block.
         blocks = math.ceil(extent.n_tokens / 16) + 2
-        entries = max(_table_entries(extent.n_tokens), blocks)
-        if self.geometry.blocks is not None:
-            entries += 4 * len(self.geometry.blocks)
+        entries = max(self._most_entries(extent.n_tokens), blocks)
         return 4 * (blocks + entries * (WIDTH + call.dropout)) + SLACK_BYTES
+
+    def _most_entries(self, n_tokens: int) -> int:
+        """Entries of a table that the bound allows for; larger ones are launched in parts."""
+        blocks = 0 if self.geometry.blocks is None else len(self.geometry.blocks)
+        return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK + 4 * blocks
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -252,6 +309,8 @@ class NativeKernel(Kernel):
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
         query = call.query
+        if self.geometry.rules:
+            return forward_by_task(self.forward, replace(call, causal=False))
         shape = (*query.shape[:3], call.value.shape[-1])
         out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -261,6 +320,8 @@ class NativeKernel(Kernel):
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
+        if self.geometry.rules:
+            return backward_by_task(self.backward, replace(call, causal=False), saved)
         query, key, value = (
             torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
@@ -274,76 +335,114 @@ class NativeKernel(Kernel):
     rectangle_backward = whole_backward
 
     def _whole_tables(self, call: Call, tilings: Tilings) -> tuple[Runs, ...]:
-        n, m = call.query.shape[2], call.key.shape[2]
-        place = _Place(None, n, m, call.query.device.type, call.dropout is not None)
-        return self._tables((Rectangle(0, n, 0, m, call.is_causal),), place, call.query, tilings)
+        n, m, device = call.query.shape[2], call.key.shape[2], call.query.device
+        place = _Place(None, n, m, device.type, call.dropout is not None)
+        whole = (Rectangle(0, n, 0, m, call.is_causal),)
 
-    def _tables(
-        self, rectangles: tuple[Rectangle, ...], place: _Place, near: torch.Tensor, tilings: Tilings
-    ) -> tuple[Runs, ...]:
-        """The tables of rectangles, on the device of ``near``."""
-        return tuple(
-            _table(self, rectangles, place, axis, tiled.rows(axis)).on(near.device, tiled)
-            for axis, tiled in tilings
-        )
+        def make() -> tuple[_Part, ...]:
+            found = pieces(whole, None, self.geometry)
+            return tuple(self._portions(found, place, tilings, None))
+
+        (part,) = self._parts.get((whole, place, tilings, "whole"), make)
+        return part.on(device, tilings)
 
     def _launches(self, task: TaskTensors, tilings: Tilings) -> Iterator[Launch]:
         """The launches of a task.
 
-        All rectangles are one launch. With a mask, each rectangle is a launch; and if the table of
-        all rectangles would exceed the workspace bound, they are launched in parts.
+        All rectangles are one launch, and each is one where they have masks. There are more where
+        a table or the bits of rules would exceed the workspace bound.
         """
         live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         if not live or 0 in task.query.shape[:2]:
             return
-        if not task.has_mask(live[0]):
-            for part in self._portions(live, task, tilings):
-                yield self._launch(part, task, tilings, None)
-            return
-        if task.dropout is not None:
-            # A rectangle may have many runs then: each part of it is a launch.
-            parts = (part for r in live for part in self._portions((r,), task, tilings))
-            live = tuple(r for part in parts for r in part)
-        for r in live:
-            # No name here keeps the mask alive.
-            yield self._launch((r,), task, tilings, task.bias(r))
+        for rectangles in [(r,) for r in live] if task.has_mask(live[0]) else [live]:
+            yield from self._launches_of(rectangles, task, tilings)
 
-    def _launch(
-        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings,
-        bias: torch.Tensor | None,
-    ) -> Launch:  # fmt: skip
-        extras = self._extras(task.query.device, task)
-        r = rectangles[0]
-        return Launch(
-            _call_of(task, bias),
-            self._tables(rectangles, self._place(task), task.query, tilings),
-            replace(extras, bias_at=(r.query_start, r.key_start)),
-        )
+    def _launches_of(
+        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings
+    ) -> Iterator[Launch]:
+        r, device = rectangles[0], task.query.device
+        bias, extras = task.bias(r), self._extras(device, task)
+        ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
+        for part in self._task_parts(rectangles, task, ruled, tilings):
+            first, left = (0 if s is None else s.start for s in (part.rows, part.columns))
+            # No name here keeps the bits alive: the next launch has others.
+            yield Launch(
+                _call_of(task, bias, part),
+                part.on(device, tilings),
+                replace(
+                    extras,
+                    bias_at=(r.query_start - first, r.key_start - left),
+                    mask_bits=None if ruled is None else ruled.bits(part.blocks),
+                ),
+                part.rows,
+                part.columns,
+            )
 
-    def _place(self, task: TaskTensors) -> _Place:
-        shifts = task.dropout is not None
+    def _task_parts(
+        self,
+        rectangles: tuple[Rectangle, ...],
+        task: TaskTensors,
+        ruled: RuledTask | None,
+        tilings: Tilings,
+    ) -> tuple[_Part, ...]:
+        shifts, device_type = task.dropout is not None, task.query.device.type
         placed = shifts or self.slopes is not None or not self.geometry.keeps_all
         n, m = task.query.shape[2], task.key.shape[2]
-        return _Place(task.task if placed else None, n, m, task.query.device.type, shifts)
+        place = _Place(task.task if placed else None, n, m, device_type, shifts)
+        if ruled is None:
+            # The tasks of a level have the same rectangles, so most of them share one.
+            limits, key = (self._most_entries(max(n, m)), 0), (rectangles, place)
+        else:
+            limits, key = (ruled.room.runs, ruled.room.partial), ruled.key
+            ruled.pairs, blocks = self._blocks.get(key, ruled.blocks)
+
+        def make() -> tuple[_Part, ...]:
+            found = pieces(rectangles, place.task, self.geometry) if ruled is None else blocks
+            return tuple(self._portions(found, place, tilings, limits))
+
+        return self._parts.get((key, limits, tilings), make)
 
     def _portions(
-        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings
-    ) -> Iterator[tuple[Rectangle, ...]]:
-        """The rectangles in parts whose tables are within the workspace bound."""
-        place = self._place(task)
-        entries = sum(
-            _table(self, rectangles, place, axis, tiled.rows(axis)).both.numel()
-            for axis, tiled in tilings
-        )
-        most = len(tilings) * _table_entries(max(place[1:3])) * (WIDTH + place.shifts)
-        if len(rectangles) == 1 and entries > most and place.shifts:
-            rectangles = _halves(rectangles[0], task.task)
-        if len(rectangles) == 1 or entries <= most:
-            yield rectangles
+        self, found: Ints, place: _Place, tilings: Tilings, limits: tuple[int, int] | None
+    ) -> Iterator[_Part]:
+        """Launches of pieces, each with no more than so many runs and partial blocks.
+
+        Args:
+            limits: None: one launch, whatever it has.
+        """
+        runs, blocks = limits or (math.inf, math.inf)
+        mixed, half = found[:, 6] == 1, len(found) // 2
+        if not len(found) and limits is not None:
             return
-        half = len(rectangles) // 2
-        yield from self._portions(rectangles[:half], task, tilings)
-        yield from self._portions(rectangles[half:], task, tilings)
+        part = None if half and mixed.sum() > blocks else self._part(found, mixed, place, tilings)
+        if part is not None and (not half or part.n_entries <= runs * len(tilings)):
+            yield part
+            return
+        yield from self._portions(found[:half], place, tilings, limits)
+        yield from self._portions(found[half:], place, tilings, limits)
+
+    def _part(
+        self, found: Ints, mixed: NDArray[np.bool_], place: _Place, tilings: Tilings
+    ) -> _Part:
+        """One launch; under rules, of the queries and keys from the first to the last block."""
+        sizes = {"query": place.n_queries, "key": place.n_keys}
+        rows = columns = blocks = None
+        ruled = bool(self.geometry.rules)
+        if ruled:
+            first, last = found[:, :4:2].min(axis=0).tolist(), found[:, 1:4:2].max(axis=0).tolist()
+            rows, columns = (slice(*ends) for ends in zip(first, last, strict=True))
+            sizes = {"query": last[0] - first[0], "key": last[1] - first[1]}
+            blocks = _on_host(found[mixed][:, :4:2].T // BLOCK, place.device_type)
+            found = found - np.array([first[0]] * 2 + [first[1]] * 2 + [0] * 4)
+            found[mixed, 7] = np.arange(mixed.sum()) * (BIT_BYTES // 4)
+        width, pinned = WIDTH + (place.shifts or ruled), place.device_type == "cuda"
+        tables = (
+            table(found, sizes[axis], tiled.rows(axis), axis, width) for axis, tiled in tilings
+        )
+        steady = place.shifts and not self._window  # a window moves where runs begin
+        hosts = (HostTable.of(*both, pinned=pinned, steady=steady) for both in tables)
+        return _Part(tuple(hosts), rows, columns, blocks)
 
     def _extras(self, device: torch.device, task: TaskTensors | None = None) -> Extras:
         """Changes to the scores of a task, or of a whole call."""
@@ -365,31 +464,33 @@ def tilings(halves: Sequence[Half], inputs: Call | TaskTensors) -> Tilings:
     return tuple(("key" if half == "key" else "query", config(half, *given)) for half in halves)
 
 
-def _call_of(task: TaskTensors, bias: torch.Tensor | None) -> Call:
-    """What launches read of a task."""
-    return Call(task.query, task.key, task.value, scale=task.scale, bias=bias, dropout=task.dropout)
+def _call_of(task: TaskTensors, bias: torch.Tensor | None, part: _Part) -> Call:
+    """What a launch reads of a task."""
+    call = Call(task.query, task.key, task.value, scale=task.scale, bias=bias, dropout=task.dropout)
+    rows, columns = part.rows, part.columns
+    if rows is None or columns is None:
+        return call
+    return call.mapped(itemgetter(_at(rows)), itemgetter(_at(columns)))
 
 
-@remembered(_TABLE_BYTES, lambda made: made.both.nbytes + 4096)
-def _table(
-    kernel: NativeKernel, rectangles: tuple[Rectangle, ...], place: _Place, axis: Axis, block: int
-) -> HostTable:
-    """The table of rectangles. The tasks of a level share theirs, so most of them share one."""
-    found = pieces(rectangles, place.task, kernel.geometry)
-    n_rows = place.n_queries if axis == "query" else place.n_keys
-    starts, entries = table(found, n_rows, block, axis, WIDTH + place.shifts)
-    made = HostTable.of(starts, entries, pinned=place.device_type == "cuda")
-    # A window moves where runs begin.
-    return made._replace(aligned=place.shifts and not kernel._window and is_aligned(entries))
+def _at(rows: slice) -> tuple[slice, slice, slice]:
+    return slice(None), slice(None), rows
 
 
-def _halves(r: Rectangle, task: Task) -> tuple[Rectangle, ...]:
-    """A plain rectangle in two, where its keys are no run of neighbours; else as it is."""
-    runs = [] if r.causal else task.segments(r.key_start, r.key_stop)
-    if len(runs) < 2:
-        return (r,)
-    middle = runs[len(runs) // 2].local
-    return replace(r, key_stop=middle), replace(r, key_start=middle)
+@outside()  # because it is cached
+def _on_host(blocks: Ints, device_type: str) -> torch.Tensor:
+    found = torch.from_numpy(np.ascontiguousarray(blocks))
+    return found.pin_memory() if device_type == "cuda" else found
+
+
+def _parts_bytes(parts: tuple[_Part, ...]) -> int:
+    tensors = [t for part in parts for t in (part.blocks, *(host.both for host in part.tables))]
+    return 4096 + sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _blocks_bytes(known: tuple[TaskPairs, Ints]) -> int:
+    pairs, found = known
+    return 4096 + found.nbytes + pairs.queries.nbytes + pairs.keys.nbytes
 
 
 @lru_cache(maxsize=2)
@@ -418,11 +519,6 @@ def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels in Python on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _table_entries(n_tokens: int) -> int:
-    """Entries of a table that the workspace bound allows for; larger ones are launched in parts."""
-    return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK
 
 
 def _bias_bytes(call: CallShape, extent: Extent) -> int:

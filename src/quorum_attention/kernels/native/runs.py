@@ -169,16 +169,17 @@ class HostTable(NamedTuple):
 
     @classmethod
     def of(
-        cls, starts: NDArray[np.int32], entries: NDArray[np.int32], *, pinned: bool
+        cls, starts: NDArray[np.int32], entries: NDArray[np.int32], *, pinned: bool, steady: bool
     ) -> HostTable:
-        """What ``table`` returned."""
+        """What ``table`` returned; ``steady``: it is for dropout, and no window moves where a run
+        begins."""
         with outside():  # because it is cached
             both = torch.empty(
                 len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned, device="cpu"
             )
             both[: len(starts)] = torch.from_numpy(starts)
             both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
-        return cls(both, len(starts), entries.shape[1])
+        return cls(both, len(starts), entries.shape[1], steady and is_aligned(entries))
 
     def on(self, device: torch.device, config: Config) -> Runs:
         """The table on a device."""
@@ -195,7 +196,7 @@ class Runs:
         starts: (blocks + 1,) int32.
         entries: (n, 7 or 8) int32.
         config: of the kernel that reads it.
-        aligned: of a table for dropout, ``is_aligned``, and no window moves where a run begins.
+        aligned: of a steady table (``HostTable.of``), ``is_aligned``.
     """
 
     starts: torch.Tensor

@@ -1,14 +1,15 @@
 """Which blocks of a task, 128 queries by 128 keys, a mask keeps: FULL, PARTIAL or EMPTY.
 
 A quadtree over the blocks is followed down as far as its nodes are partial, so its cost is that of
-the border between full and empty blocks. Blocks that only a user's function can tell are UNKNOWN
-until a ``BlockEvaluator`` has called it for each of their pairs, on the device.
+the border between full and empty blocks, and there is no grid of all blocks. Blocks that only a
+user's function can tell are UNKNOWN until a ``BlockEvaluator`` has called it for each of their
+pairs, on the device. The native kernel makes its runs of the nodes, FlexAttention gets their lists.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Task
-from quorum_attention.kernels.kit.functions import over_pairs
-from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
+from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.protocol import Indices, TaskTensors
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import outside
@@ -31,8 +31,8 @@ UNKNOWN = 3
 PAIR_BYTES = 64
 """Device bytes for each pair that is evaluated at a time: a function's own temporaries, a few
 tensors of int64, among them."""
-# Bytes for evaluating blocks for the lists of FlexAttention.
-_LIST_BYTES = 96 << 20
+LIST_BYTES = 96 << 20
+"""Device bytes for evaluating blocks, unless there are more heads than fit them."""
 MOST_NODES = 1 << 14
 """More nodes of a level than this, and what is left is evaluated on the device."""
 SENT = 64
@@ -42,8 +42,6 @@ Ints = NDArray[np.int64]
 Codes = NDArray[np.int8]
 Nodes = Ints
 """Nodes of the quadtree, (k, 5): lane, first block row, last + 1, first block column, last + 1."""
-Keeps = Callable[[Indices], torch.Tensor]
-"""Which pairs are kept: bool, broadcastable to (entries, heads, queries, keys)."""
 
 
 class Pieces(NamedTuple):
@@ -156,21 +154,11 @@ class TaskPairs:
         return (Ranges.of(*block) for block in zip(*(end.tolist() for end in ends), strict=True))
 
 
-def classify(
-    pairs: TaskPairs,
-    verdict: Callable[[Ranges], int] | None = None,
-    *,
-    opaque: bool = False,
-    most_nodes: int | None = None,
-) -> dict[int, Nodes]:
+def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
     """The FULL, the PARTIAL and the UNKNOWN nodes of a task; all other blocks are EMPTY.
 
-    Args:
-        pairs: of the task.
-        verdict: the code of a block of positions, UNKNOWN where functions alone decide; None:
-            every pair is kept.
-        opaque: whether there are such functions: a block that is partial beside them is UNKNOWN.
-        most_nodes: if a level has more, all that is left is UNKNOWN.
+    Where the functions of the geometry that say nothing of blocks decide, and where they might
+    empty a block that is partial anyway, it is UNKNOWN.
     """
     rows, columns = pairs.grid
     found: dict[int, list[Nodes]] = {FULL: [], PARTIAL: [], UNKNOWN: []}
@@ -180,15 +168,15 @@ def classify(
     while len(nodes):
         codes = pairs.codes(nodes)
         nodes, codes = nodes[codes != EMPTY], codes[codes != EMPTY]
-        if most_nodes is not None and len(nodes) > most_nodes:
+        if geometry.opaque and len(nodes) > MOST_NODES:
             found[UNKNOWN].append(nodes)
             break
-        if verdict is not None:
-            asked = np.array([verdict(r) for r in pairs.positions(nodes)], dtype=np.int8)
+        if not geometry.keeps_all:
+            asked = np.array([_code(geometry, r) for r in pairs.positions(nodes)], dtype=np.int8)
             # Of a part of a node's pairs, the verdict on all of them says only that there are none.
             codes = np.where((codes == FULL) | (asked == EMPTY), asked, codes)
         single = (nodes[:, 2] - nodes[:, 1] == 1) & (nodes[:, 4] - nodes[:, 3] == 1)
-        if opaque:
+        if geometry.opaque:
             codes[single & (codes == PARTIAL)] = UNKNOWN
         for code in (FULL, UNKNOWN):
             found[code].append(nodes[codes == code])
@@ -197,79 +185,89 @@ def classify(
     return {code: joined(parts) for code, parts in found.items()}
 
 
+def _code(geometry: Geometry, block: Ranges) -> int:
+    """The verdict on a block; UNKNOWN where it is for functions alone to decide."""
+    if not geometry.opaque:
+        return geometry.verdict(block)
+    most = geometry.verdict(block, FULL)
+    if most is EMPTY:
+        return EMPTY
+    least = geometry.verdict(block, EMPTY)
+    if least is FULL:
+        return FULL
+    return UNKNOWN if most is FULL and least is EMPTY else PARTIAL
+
+
 @outside()
 def listed_blocks(
-    mask: MaskMod | None, task: TaskTensors, pairs: TaskPairs, apart: tuple[bool, bool]
+    geometry: Geometry,
+    task: TaskTensors,
+    pairs: TaskPairs,
+    nbytes: int | None = None,
+    *,
+    by_lane: bool = False,
 ) -> tuple[Nodes, Nodes, tuple[int, int]]:
-    """(FULL nodes, PARTIAL nodes, lanes: entries and heads with lists of their own).
+    """(FULL nodes, PARTIAL nodes, lanes).
 
     Args:
-        mask: a block mask; or a plain function, whose own errors and those of torch.vmap are passed
-            on.
-        apart: whether it differs between batch entries, and between heads (``depends_on``).
+        nbytes: for evaluating functions.
+        by_lane: whether entries and heads in which a function differs have blocks of their own
+            (of a geometry that is no more than a function); otherwise these are PARTIAL for all.
     """
-    if mask is None or isinstance(mask, BlockMask):
-        found = classify(pairs, None if mask is None else mask.verdict)
-        return found[FULL], found[PARTIAL], (1, 1)
-    found = classify(pairs, lambda block: UNKNOWN, opaque=True, most_nodes=MOST_NODES)
-    unknown = blocks_in(found[UNKNOWN])
+    found = classify(pairs, geometry)
+    full, partial, unknown = [found[FULL]], [found[PARTIAL]], blocks_in(found[UNKNOWN])
     if not unknown.shape[1]:
-        return joined([]), joined([]), (1, 1)
-    mapped = over_pairs(mask)
-
-    def keeps(at: Indices) -> torch.Tensor:
-        return mapped(at.entries, at.heads, at.queries, at.keys)
-
-    sizes = (len(pairs.queries), len(pairs.keys))
-    evaluator = BlockEvaluator(keeps, task, sizes, pairs.pieces, apart, pairs.is_causal)
+        return full[0], partial[0], (1, 1)
+    evaluator = BlockEvaluator(geometry, task, pairs)
+    codes = evaluator.codes(unknown, nbytes or LIST_BYTES).reshape(unknown.shape[1], -1)
     lanes = evaluator.lanes
-    at_once = max(1, _LIST_BYTES // (PAIR_BYTES * BLOCK * BLOCK * lanes[0] * lanes[1]))
-    codes = evaluator.codes(unknown, at_once).reshape(unknown.shape[1], -1)
-    nodes = []
-    for code in (FULL, PARTIAL):
+    if not by_lane:
+        same = (codes == codes[:, :1]).all(axis=1)
+        lanes, codes = (1, 1), np.where(same, codes[:, 0], PARTIAL)[:, None]
+    for code, nodes in ((FULL, full), (PARTIAL, partial)):
         number, lane = np.nonzero(codes == code)
         row, column = unknown[:, number]
         nodes.append(np.stack([lane, row, row + 1, column, column + 1], axis=1))
-    return nodes[0], nodes[1], lanes
+    return joined(full), joined(partial), lanes
+
+
+def blocks_key(
+    geometry: Geometry, task: TaskTensors, rectangles: tuple[Rectangle, ...]
+) -> tuple[Hashable, ...]:
+    """All that the blocks of rectangles of a task depend on, as far as it can be seen."""
+    device = task.query.device
+    entries, heads = geometry.depends(device)
+    return (
+        task.task, rectangles, device.type, geometry.seen, task.entries if entries else (),
+        (task.first_head, task.query.shape[1]) if heads else (),
+    )  # fmt: skip
 
 
 def evaluated_bytes(lanes: int) -> int:
     """Bound of the bytes that ``listed_blocks`` takes for a function that differs in ``lanes``
     heads and batch entries."""
-    return max(_LIST_BYTES, PAIR_BYTES * BLOCK * BLOCK * lanes)
+    return max(LIST_BYTES, PAIR_BYTES * BLOCK * BLOCK * lanes)
 
 
 class BlockEvaluator:
-    """Evaluates which pairs of blocks of a task are kept, on its device.
+    """Evaluates which pairs of blocks of a task a geometry keeps, on its device."""
 
-    Args:
-        keeps: says it of pairs.
-        sizes: how many of the task's first tokens are queries, and keys.
-        pieces: of the task's rectangles.
-        apart: whether ``keeps`` differs between batch entries, and between heads.
-        is_causal: whether keys after the query are masked besides.
-    """
-
-    def __init__(
-        self,
-        keeps: Keeps,
-        task: TaskTensors,
-        sizes: tuple[int, int],
-        pieces: Pieces | None,
-        apart: tuple[bool, bool],
-        is_causal: bool = False,
-    ) -> None:
+    def __init__(self, geometry: Geometry, task: TaskTensors, pairs: TaskPairs) -> None:
         device, first = task.query.device, task.first_head
-        self._keeps, self._is_causal = keeps, is_causal
-        self._entries = torch.tensor(task.entries[: None if apart[0] else 1], device=device)
-        heads = task.query.shape[1] if apart[1] else 1
+        depends = geometry.depends(device)
+        self._geometry, self._is_causal = geometry, pairs.is_causal
+        self._entries = torch.tensor(task.entries[: None if depends[0] else 1], device=device)
+        heads = task.query.shape[1] if depends[1] else 1
         self._heads = torch.arange(first, first + heads, device=device)
-        self._queries, self._keys = (_padded(positions(task.task, 0, n, device)) for n in sizes)
+        self._queries, self._keys = (
+            _padded(positions(task.task, 0, len(side), device))
+            for side in (pairs.queries, pairs.keys)
+        )
         self._table: torch.Tensor | None = None
-        if pieces is not None:
-            self._table = torch.from_numpy(pieces.table).to(device)
+        if pairs.pieces is not None:
+            self._table = torch.from_numpy(pairs.pieces.table).to(device)
             self._rows, self._columns = (
-                _padded(torch.from_numpy(of).to(device)) for of in pieces[:2]
+                _padded(torch.from_numpy(of).to(device)) for of in pairs.pieces[:2]
             )
 
     @property
@@ -278,14 +276,15 @@ class BlockEvaluator:
         return len(self._entries), len(self._heads)
 
     @outside()
-    def codes(self, blocks: Ints, at_once: int) -> Codes:
+    def codes(self, blocks: Ints, nbytes: int) -> Codes:
         """FULL, PARTIAL or EMPTY, (blocks, entries, heads).
 
         Args:
             blocks: (2, blocks), their rows and columns.
-            at_once: how many are evaluated at a time.
+            nbytes: for evaluating them.
         """
         found = [np.zeros((0, *self.lanes), dtype=np.int8)]
+        at_once = max(1, nbytes // (PAIR_BYTES * BLOCK * BLOCK * math.prod(self.lanes)))
         for start in range(0, blocks.shape[1], SENT * at_once):
             sent = torch.from_numpy(blocks[:, start : start + SENT * at_once])
             sent = sent.to(self._queries.device)
@@ -313,7 +312,7 @@ class BlockEvaluator:
 
     def _of_block(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which pairs are kept: bool, (entries, heads, queries, keys)."""
-        found = self._keeps(Indices(self._entries, self._heads, queries, keys))
+        found = self._geometry.keeps(Indices(self._entries, self._heads, queries, keys))
         return found.expand(*self.lanes, BLOCK, BLOCK).contiguous()
 
 
@@ -385,15 +384,12 @@ class BlockLists:
             are counts and indices of partial blocks by query, of full blocks by query, then both by
             key. If rectangles end within blocks, three more follow: the piece of every query, the
             piece of every key, and ``TaskPairs.table``.
-        pruned, run: number of rectangles without a listed block, and with one.
     """
 
     rows: slice
     columns: slice
     buffer: torch.Tensor
     parts: tuple[Part, ...]
-    pruned: int
-    run: int
 
     @property
     def nbytes(self) -> int:
@@ -454,9 +450,7 @@ def block_lists(
         # At least 2 x 2, because torch.compile specialises code to sizes of 1.
         table = np.pad(pieces.table, [(0, max(0, 2 - size)) for size in pieces.table.shape])
         arrays += [pieces.rows[rows], pieces.columns[columns], table]
-    run = sum(_any_in(r, every) for r in pairs.rectangles)
-    buffer, parts = _packed(arrays, pinned)
-    return BlockLists(rows, columns, buffer, parts, len(pairs.rectangles) - run, run)
+    return BlockLists(rows, columns, *_packed(arrays, pinned))
 
 
 def _without_edge(nodes: Nodes, n_queries: int, n_keys: int) -> tuple[Nodes, Nodes]:
@@ -515,12 +509,6 @@ def _cut_within_blocks(pairs: TaskPairs, rows: slice, columns: slice) -> bool:
         if (inside % BLOCK).any():
             return True
     return False
-
-
-def _any_in(r: Rectangle, nodes: Nodes) -> bool:
-    _, row, bottom, column, right = nodes.T
-    down = (row * BLOCK < r.query_stop) & (bottom * BLOCK > r.query_start)
-    return bool((down & (column * BLOCK < r.key_stop) & (right * BLOCK > r.key_start)).any())
 
 
 def _packed(arrays: list[NDArray[Any]], pinned: bool) -> tuple[torch.Tensor, tuple[Part, ...]]:
