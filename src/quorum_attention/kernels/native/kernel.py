@@ -390,11 +390,11 @@ class NativeKernel(Kernel):
         placed = shifts or self.slopes is not None or not self.geometry.keeps_all
         n, m = task.query.shape[2], task.key.shape[2]
         place = _Place(task.task if placed else None, n, m, device_type, shifts)
-        if ruled is None:
-            # The tasks of a level have the same rectangles, so most of them share one.
-            limits, key = (self._most_entries(max(n, m)), 0), (rectangles, place)
-        else:
-            limits, key = (ruled.room.runs, ruled.room.partial), ruled.key
+        # The tasks of a level have the same rectangles, so most of them share one.
+        key: tuple[Hashable, ...] = (rectangles, place)
+        limits = self._most_entries(max(n, m)), 0
+        if ruled is not None:
+            key, limits = ruled.key, (ruled.room.runs, ruled.room.partial)
             ruled.pairs, blocks = self._blocks.get(key, ruled.blocks)
 
         def make() -> tuple[_Part, ...]:
