@@ -105,7 +105,7 @@ def _one_rank_refuses(rank: int, group: dist.ProcessGroup) -> None:
     mine = torch.zeros(10, dtype=torch.int64)
     for wrong, name in (
         ({"query": q.to(torch.int32)}, "query must be"),
-        ({"key": q[:, :, :3]}, "rows"),
+        ({"key": q[:, :, :3]}, "heads and tokens"),
         ({"query": 3}, "query"),
         ({"is_causal": 1}, "is_causal"),
         ({"scale": "x"}, "scale"),

@@ -64,10 +64,8 @@ def test_pieces_bring_what_blocks_read(seed: int) -> None:
     sizes = [draw.randint(0, 30) for _ in range(ranks - 1)] + [9]
     of = sequences(sizes, kv_heads * draw.randint(1, 3), kv_heads, draw.random() < 0.5)
     for way in every_way(of):
-        for pieces, needs in (
-            (way.query_pieces, way.queries),
-            (way.key_pieces, lambda r, s, way=way: [way.keys(r, s)]),
-        ):
+        for of_keys in (False, True):
+            pieces = [piece for piece in way.pieces if piece.of_keys == of_keys]
             users: dict[tuple[int, int], set[int]] = {}
             brought: set[tuple[int, int, int, int]] = set()
             for p in pieces:
@@ -83,7 +81,7 @@ def test_pieces_bring_what_blocks_read(seed: int) -> None:
                 (rank, stage, head, row)
                 for rank, stages in enumerate(way.shares)
                 for stage in range(len(stages))
-                for need in needs(rank, stage)
+                for need in way.needs(rank, stage, of_keys)
                 for head in range(*need.heads)
                 for rows in need.rows
                 for row in range(*rows)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from quorum_attention.call.validation import check_kind
+from quorum_attention.call.validation import Sizes, check_kind, sizes_of
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.distributed.masks import columns_of
 from quorum_attention.execution.device.lookup import best_device, on_host
@@ -25,7 +25,6 @@ from quorum_attention.mask import Mask
 # What a call is, by the names of its arguments; the values are plain.
 Arguments = Mapping[str, object]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The ranks compare the lengths of so many tensors of a mask with a number for each token.
 _COLUMNS = 8
 # In place of the rows, where a rank raises an error of its own.
@@ -97,47 +96,23 @@ def exchanging(group: dist.ProcessGroup) -> Iterator[None]:
 
 def check_shard(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> None:
-    """Refuse a rank's tensors that do not fit each other.
+) -> Sizes:
+    """The sizes of a rank's tensors.
 
     Raises:
-        TypeError, ValueError: they do not; the message names the argument.
+        TypeError, ValueError: they do not fit each other; the message names the argument.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
         check_kind(tensor, name)
-        shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
-        if len(shape) < 3:
-            raise ValueError(
-                f"{name} must be (..., heads, rows, head_dim), got shape {tuple(shape)}"
-            )
-        if dtype not in _DTYPES:
-            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {dtype}")
-        if dtype != query.dtype or device != query.device:
-            raise ValueError(
-                f"{name} must have the query's dtype and device, {query.dtype} on "
-                f"{query.device}, got {dtype} on {device}"
-            )
-        rows = (*query.shape[:-3], query.shape[-2])
-        if (*shape[:-3], shape[-2]) != rows:
-            raise ValueError(
-                f"{name} must have the query's batch dimensions and rows, {rows}, got shape "
-                f"{tuple(shape)}"
-            )
-    if key.shape[-1] != query.shape[-1] or key.shape[-3] != value.shape[-3]:
+    sizes = sizes_of(query, key, value, enable_gqa)
+    if sizes.n_queries != sizes.n_keys or not sizes.heads:
         raise ValueError(
-            "key must have the query's head_dim and the value's heads, got shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            "key must have the query's rows, and there must be heads, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)}"
         )
-    heads, kv_heads = query.shape[-3], key.shape[-3]
-    if not heads or not kv_heads or heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-    if heads != kv_heads and not enable_gqa:
-        raise ValueError(
-            f"there are {heads} query heads and {kv_heads} key/value heads, which "
-            "enable_gqa=True allows"
-        )
+    return sizes
 
 
 def home_of(group: dist.ProcessGroup) -> torch.device:

@@ -23,6 +23,7 @@ from quorum_attention.distributed.agreement import (
     Arguments,
     agreed_sizes,
     check_shard,
+    compare,
     exchanging,
     member_of,
     refusing,
@@ -34,8 +35,14 @@ from quorum_attention.distributed.calls import (
     ShardedReport,
     kernel_of_parts,
 )
-from quorum_attention.distributed.heads import Exchanged, Swap, Turn, turns_of
-from quorum_attention.distributed.masks import Shards, checked_mask, signature_of, whole_mask
+from quorum_attention.distributed.heads import Exchanged, Turn, turns_of
+from quorum_attention.distributed.masks import (
+    Shards,
+    checked_mask,
+    signature_of,
+    tensors_of,
+    whole_mask,
+)
 from quorum_attention.distributed.partition import Assignment, Sequences, choose, forward_bytes
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
@@ -116,19 +123,19 @@ def attention(
     """
     group = member_of(group)
     with refusing(group, lengths is None or waits(group, query)):
-        check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
+        shard = check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
         causal = switch(is_causal, "is_causal")
         factor = None if scale is None else real_number(scale, "scale")
         mask = checked_mask(attn_mask)
         p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
         written = _checked(CallOptions(budget, None, depth, kernel), report, query, key, value)
     kind, inputs, dtype = query.device.type, (query, key, value), query.dtype
-    cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
-    if cast:
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
+    batch = math.prod(shard.batch_shape)
     arguments: Arguments = {
-        "batch size": math.prod(query.shape[:-3]), "heads": query.shape[-3],
-        "kv_heads": key.shape[-3], "head_dim": query.shape[-1], "value_dim": value.shape[-1],
+        "batch size": batch, "heads": shard.heads, "kv_heads": shard.kv_heads,
+        "head_dim": shard.head_dim, "value_dim": shard.value_dim,
         "dtype": str(dtype), "is_causal": causal, "scale": factor,
         "attn_mask": None if mask is None else signature_of(mask), "dropout_p": p,
         "dropout_seed": seed,
@@ -136,19 +143,19 @@ def attention(
     }  # fmt: skip
     sizes = agreed_sizes(group, query, {"call": "attention", **arguments}, mask, lengths)
     if mask is not None:
-        shards = Shards(group, sizes, query.shape[:-3], query.shape[-3], query.device)
-        mask = whole_mask(mask, shards)
+        mask = whole_mask(mask, Shards(group, sizes, shard.batch_shape, shard.heads, query.device))
     dropout = None
     if p > 0.0:
         seed = int(torch.randint(LARGEST_SEED, (), device="cpu")) if seed is None else seed
         dropout = Dropout(p, seed)
-    tokens, batch = sum(sizes), math.prod(query.shape[:-3])
+    tokens = sum(sizes)
     whole = WholeCall(
-        (batch,), query.shape[-3], key.shape[-3], tokens, tokens, mask, causal, factor, dropout
+        (batch,), shard.heads, shard.kv_heads, tokens, tokens, mask, causal, factor, dropout
     )
-    calls = Calls(whole, written, arguments, report)
+    calls = Calls(whole, weakref.ref(group), sizes, written, arguments, report)
     with torch.autocast(kind, enabled=False):
-        return _computed([t.to(dtype) for t in inputs], group, sizes, calls)
+        out = _computed([t.to(dtype).reshape(batch, *t.shape[-3:]) for t in inputs], calls)
+    return out.to(dtype).reshape(*query.shape[:-1], shard.value_dim)
 
 
 def _checked(
@@ -171,12 +178,10 @@ def _checked(
     return written._replace(kernel=kernel)
 
 
-def _computed(
-    inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, sizes: tuple[int, ...], calls: Calls
-) -> torch.Tensor:
-    """The result of a call that has been checked."""
+def _computed(inputs: Sequence[torch.Tensor], calls: Calls) -> torch.Tensor:
+    """The result of a call that has been checked, of inputs with one batch dimension."""
     query, key, value = inputs
-    mask, whole, shape = calls.mask, calls.whole, query.shape
+    mask, whole, group = calls.mask, calls.whole, calls.group
     units: Literal["pairs", "rows", "heads"] = "pairs"
     if mask is not None or whole.dropout is not None:
         units = "rows" if whole.dropout is None else "heads"
@@ -188,28 +193,23 @@ def _computed(
     leans = not short and (whole.is_causal or (mask is not None and bool(mask.causal)))
     side_by_side = not on_host(query.device) and units == "pairs"
     decided = _decided(
-        sizes, shape, key.shape[-3], value.shape[-1], query.dtype, leans, units, side_by_side
-    )
-    flat = [t.reshape(whole.batch_shape[0], *t.shape[-3:]) for t in inputs]
-    if decided.widened:
-        flat = [t.float() for t in flat]
+        calls.sizes, query.shape, key.shape[1], value.shape[3], query.dtype, leans, units,
+        side_by_side,
+    )  # fmt: skip
     if calls.report is not None:
         calls.report.begin(decided.assignment, group.rank(), decided.most_bytes)
         calls.report.stages = len(decided.turns) or decided.assignment.n_stages
         calls.report.kept = decided.kept
-    bias = sinks = None
-    if mask is not None:
-        sinks = mask.sinks
-        bias = mask.bias if mask.bias is not None and mask.bias.requires_grad else None
+    bias = None if mask is None or mask.bias is None or not mask.bias.requires_grad else mask.bias
     if decided.assignment.whole_heads:
-        swap = Swap(group, sizes)
-        call: Any = Exchanged(swap, decided.turns, calls, side_by_side and calls.unlimited)
+        call: Any = Exchanged(calls, decided.turns, side_by_side and calls.unlimited)
     else:
         calls = replace(calls, partial=units == "pairs")
-        call = Sharded(decided.assignment, weakref.ref(group), calls, decided.kept)
+        call = Sharded(decided.assignment, calls, decided.kept)
     apply: Any = _Attention.apply
-    out: torch.Tensor = apply(*flat, bias, sinks, call)
-    return out.to(query.dtype).reshape(*shape[:-1], value.shape[-1])
+    three = [t.float() for t in inputs] if decided.widened else inputs
+    out: torch.Tensor = apply(*three, bias, None if mask is None else mask.sinks, call)
+    return out
 
 
 class _Decided(NamedTuple):
@@ -260,10 +260,10 @@ def _decided(
         sizes = forward_bytes(head_dim, value_dim, element, 0)
         flops = batch * of.pairs / of.ranks * pair_flops if aside else 0.0
         turns = turns_of(kv_heads // of.ranks, of.share, flops)
-    complete = all(p.alone for p in assignment.query_pieces)
+    complete = all(p.alone or p.of_keys for p in assignment.pieces)
     # Rows of all ranks, as they are gathered and as they lie in the shards.
-    pieces = *assignment.query_pieces, *assignment.key_pieces
-    gathered, own = sum(p.vectors for p in pieces), of.tokens * (of.heads + of.kv_heads)
+    gathered = sum(p.vectors for p in assignment.pieces)
+    own = of.tokens * (of.heads + of.kv_heads)
     kept = complete and gathered <= _KEPT_SHARE * own
     return _Decided(assignment, kept, assignment.most_received(sizes), widened, turns)
 
@@ -279,13 +279,15 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         call: Sharded | Exchanged,
     ) -> torch.Tensor:
-        keep = any(ctx.needs_input_grad)
-        with exchanging(call.group):
+        keep, calls = any(ctx.needs_input_grad), call.calls
+        with exchanging(calls.group):
             out, saved = call.forward(query, key, value, keep)
         if keep:
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
-            ctx.save_for_backward(*saved, *call.calls.read())
+            # Tensors of the mask: changed before the backward, they would give a wrong one.
+            read = [] if calls.mask is None else tensors_of(calls.mask)
+            ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
         return out
@@ -294,14 +296,15 @@ class _Attention(torch.autograd.Function):
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         call: Sharded | Exchanged = ctx.call
-        group, calls = call.group, call.calls
+        calls, group = call.calls, call.calls.group
         with exchanging(group):  # other ranks may have begun
             saved = ctx.saved_tensors[: ctx.count]
         of_mask = MaskGradients.of(calls.mask, *ctx.needs_input_grad[3:5])
-        calls.compare_backward(group, grad_out)
+        if waits(group, grad_out):  # the hosts wait anyway
+            compare(group, {"call": "the backward of attention", **calls.arguments})
         with exchanging(group):
             made = call.backward(grad_out, ctx.shapes, saved, of_mask)
-        return (*made, *of_mask.found(calls.mask), None)
+        return (*made, of_mask.bias, of_mask.sinks, None)
 
 
 __all__ = ["attention"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +13,7 @@ from quorum_attention.call.block import Block, BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.agreement import Arguments, compare, waits
-from quorum_attention.distributed.masks import tensors_of
+from quorum_attention.distributed.agreement import Arguments, alive
 from quorum_attention.distributed.partition import Assignment
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
@@ -21,8 +22,6 @@ from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import compute_block
 from quorum_attention.sizes import format_bytes
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
@@ -102,21 +101,11 @@ class MaskGradients:
     @classmethod
     def of(cls, mask: Mask | None, bias: bool, sinks: bool) -> MaskGradients:
         """Zeros for the gradients that are wanted."""
-        if mask is None:
-            return cls()
-        rooms = [
+        named = (None, None) if mask is None else (mask.bias, mask.sinks)
+        return cls(*(
             torch.zeros_like(t, dtype=state_dtype(t.dtype)) if wanted and t is not None else None
-            for wanted, t in ((bias, mask.bias), (sinks, mask.sinks))
-        ]
-        return cls(*rooms)
-
-    def found(self, mask: Mask | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both, in the dtypes of the mask's tensors."""
-        if mask is None:
-            return None, None
-        both = ((self.bias, mask.bias), (self.sinks, mask.sinks))
-        bias, sinks = (None if g is None or t is None else g.to(t.dtype) for g, t in both)
-        return bias, sinks
+            for wanted, t in zip((bias, sinks), named, strict=True)
+        ))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +114,29 @@ class Calls:
 
     Attributes:
         whole: the call of all ranks.
+        sizes: rows of every rank.
         written: budget, depth and kernel of every call.
         arguments: what the ranks have agreed on.
         partial: whether a call may have some of its rows' keys alone.
     """
 
     whole: WholeCall
+    _group: weakref.ref[dist.ProcessGroup]
+    sizes: tuple[int, ...]
     written: CallOptions
     arguments: Arguments
     report: ShardedReport | None = None
     partial: bool = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; a graph of autograd's, which a caller may keep, holds this."""
+        return alive(self._group)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group."""
+        return self.group.rank()
 
     @property
     def mask(self) -> Mask | None:
@@ -143,16 +145,14 @@ class Calls:
         assert not isinstance(mask, torch.Tensor)
         return mask
 
-    def compare_backward(self, group: dist.ProcessGroup, grad_out: torch.Tensor) -> None:
-        """Whether all ranks begin the backward of this call, where their hosts wait anyway."""
-        if waits(group, grad_out):
-            compare(group, {"call": "the backward of attention", **self.arguments})
+    @property
+    def unlimited(self) -> bool:
+        """Whether nothing is said of how a call is run, as by a budget."""
+        return self.written.says_nothing and current() is None
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
         heads: Interval,
         rows: Interval,
         causal: bool | None = None,
@@ -161,64 +161,58 @@ class Calls:
         """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both.
 
         Args:
+            inputs: query, key, value.
             causal: of these rows and keys, where there is no mask; None: as the whole call.
         """
-        inputs = {"query": query, "key": key, "value": value}
-        out, lse = compute_block(
-            self.whole, self._block(heads, rows), inputs, self._written(),
-            BlockResults(out_dtype=out_dtype), None if causal is None else (None, causal),
-        )  # fmt: skip
+        results = BlockResults(out_dtype=out_dtype)
+        out, lse = self._computed(inputs, self._block(heads, rows), results, causal)
         return out, lse
 
     def backward(
         self,
-        inputs: dict[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
         heads: Interval,
         rows: Interval,
         of_mask: MaskGradients,
         causal: bool | None = None,
-        grads: Three | None = None,
-    ) -> Three:
+        grads: Sequence[torch.Tensor] | None = None,
+    ) -> Sequence[torch.Tensor]:
         """The gradients of such a call; ``grads`` are filled.
 
         Args:
             inputs: grad_out, query, key, value, out, lse.
             of_mask: to which the gradients of the mask's own tensors are added.
         """
-        block = self._block(heads, rows)
+        block, bias, sinks = self._block(heads, rows), of_mask.bias, of_mask.sinks
         results = BlockResults(
-            grads=grads, grad_mask=of_mask.bias is not None, grad_sinks=of_mask.sinks is not None,
-            partial=self.partial,
+            grads=None if grads is None else (grads[0], grads[1], grads[2]),
+            grad_mask=bias is not None, grad_sinks=sinks is not None, partial=self.partial,
         )  # fmt: skip
-        masked = None if causal is None else (None, causal)
-        query, key, value, *more = compute_block(
-            self.whole, block, inputs, self._written(), results, masked
-        )
-        if of_mask.bias is not None:
-            self.whole.cut_bias(of_mask.bias, block).add_(more.pop(0))
-        if of_mask.sinks is not None:
-            of_mask.sinks[heads.start : heads.stop] += more.pop(0)
-        return query, key, value
-
-    def read(self) -> list[torch.Tensor]:
-        """Tensors of the mask: changed before the backward, they would give a wrong one."""
-        return [] if self.mask is None else tensors_of(self.mask)
-
-    @property
-    def unlimited(self) -> bool:
-        """Whether nothing is said of how a call is run, as by a budget."""
-        return self.written.says_nothing and current() is None
+        made = list(self._computed(inputs, block, results, causal))
+        if sinks is not None:
+            sinks[heads.start : heads.stop] += made.pop()
+        if bias is not None:
+            self.whole.cut_bias(bias, block).add_(made.pop())
+        return made
 
     def _block(self, heads: Interval, rows: Interval) -> Block:
         entries, keys = Interval(0, self.whole.batch_shape[0]), Interval(0, self.whole.n_keys)
         return Block(entries, heads, rows, keys)
 
-    def _written(self) -> CallOptions:
+    def _computed(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        block: Block,
+        results: BlockResults,
+        causal: bool | None,
+    ) -> tuple[torch.Tensor, ...]:
         report = None
         if self.report is not None:
             report = Report()
             self.report.calls.append(report)
-        return filled(self.written._replace(report=report))
+        written = filled(self.written._replace(report=report))
+        masked = None if causal is None else (None, causal)
+        return compute_block(self.whole, block, inputs, written, results, masked)
 
 
-__all__ = ["Calls", "MaskGradients", "ShardedReport", "Three", "kernel_of_parts"]
+__all__ = ["Calls", "MaskGradients", "ShardedReport", "kernel_of_parts"]

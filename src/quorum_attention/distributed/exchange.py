@@ -6,45 +6,32 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from quorum_attention.decomposition.intervals import Interval, counted
+from quorum_attention.decomposition.intervals import Interval, counted, union
 from quorum_attention.distributed.partition import Needed, Piece
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
-
-
-class Moving(NamedTuple):
-    """Rows that move, of several tensors.
-
-    Attributes:
-        likes: of each tensor its sizes (batch, any heads, any rows, ...) and its dtype.
-        content: the rows of the n-th tensor, asked for at their source.
-    """
-
-    piece: Piece
-    likes: Sequence[torch.Tensor]
-    content: Callable[[int], torch.Tensor]
-
-
 # Where a tensor is in the message of a rank: its first byte, shape and dtype.
 _Place = tuple[int, int, tuple[int, ...], torch.dtype]
+_OfPiece = Callable[[Piece], Sequence[torch.Tensor]]
 
 
 class Transfer:
     """Rows that are under way, in one message to each rank.
 
-    Made by all ranks of the group together, of the same rows in the same order; a rank may leave
+    Made by all ranks of the group together, of the same pieces in the same order; a rank may leave
     out those that it neither sends nor gets.
 
     Args:
-        device: of the messages.
-        back: from who computed them to who owns them; else from the owner.
-        state: dtype of rows that come back and have to be added up.
+        likes: of a piece, its tensors' sizes (batch, any heads, any rows, ...), dtypes and device.
+        content: of a piece, the rows themselves; asked for at their source.
+        state: dtype of rows that have to be added up, if rows go from who computed them to who
+            owns them; None: they come from their owner.
 
     Attributes:
         coming: the pieces that this rank gets.
@@ -53,11 +40,11 @@ class Transfer:
 
     def __init__(
         self,
-        every: Iterable[Moving],
+        pieces: Iterable[Piece],
+        likes: _OfPiece,
+        content: _OfPiece,
         group: dist.ProcessGroup,
         device: torch.device,
-        *,
-        back: bool = False,
         state: torch.dtype | None = None,
     ) -> None:
         here, ranks = group.rank(), group.size()
@@ -65,19 +52,20 @@ class Transfer:
         sent, got = [0] * ranks, [0] * ranks
         self._slots: list[list[torch.Tensor | _Place]] = []
         self.coming: list[Piece] = []
-        for piece, likes, content in every:
-            source, target = (piece.rank, piece.owner) if back else (piece.owner, piece.rank)
-            slots: list[torch.Tensor | _Place] = []
-            for number, like in enumerate(likes):
+        for piece in pieces:
+            source, target = piece.owner, piece.rank
+            if state is not None:
+                source, target = target, source
+            rows = content(piece) if source == here else ()
+            slots: list[torch.Tensor | _Place] = list(rows) if target == here else []
+            for number, like in enumerate(likes(piece) if source != target else ()):
                 shape = (like.shape[0], piece.heads.length, piece.rows.length, *like.shape[3:])
-                dtype = state if back and not piece.alone and state is not None else like.dtype
+                dtype = like.dtype if state is None or piece.alone else state
                 n_bytes = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-                if source == target == here:
-                    slots.append(content(number))
-                elif source == here:
-                    outgoing[target].append(((target, sent[target], shape, dtype), content(number)))
+                if source == here:
+                    outgoing[target].append(((target, sent[target], shape, dtype), rows[number]))
                     sent[target] += n_bytes
-                elif target == here:
+                else:
                     slots.append((source, got[source], shape, dtype))
                     got[source] += n_bytes
             if target == here:
@@ -92,19 +80,20 @@ class Transfer:
         messages = self._inbox, self._outbox, got, sent
         self._work: Any = dist.all_to_all_single(*messages, group=group, async_op=True)
 
-    def arrived(self) -> list[list[torch.Tensor]]:
-        """The tensors of each piece that came; this rank's own as they are.
+    def arrived(self) -> list[tuple[Piece, list[torch.Tensor]]]:
+        """The pieces that came with their tensors; this rank's own as they are.
 
         On a GPU the current stream waits for it.
         """
         self._work.wait()
-        return [
+        rows = [
             [
                 slot if isinstance(slot, torch.Tensor) else _read(self._inbox, self._starts, slot)
                 for slot in slots
             ]
             for slots in self._slots
         ]
+        return list(zip(self.coming, rows, strict=True))
 
 
 def _read(message: torch.Tensor, starts: Sequence[int], place: _Place) -> torch.Tensor:
@@ -128,19 +117,19 @@ class Gathered:
     tensor: torch.Tensor
 
     @classmethod
-    def empty(cls, needed: Needed, heads: int, like: torch.Tensor, dtype: torch.dtype) -> Gathered:
-        """Room for the rows; ``like`` (batch, any heads, any rows, ...) gives the other sizes."""
-        sizes = (like.shape[0], heads, counted(needed.rows), *like.shape[3:])
-        return cls(needed, torch.empty(sizes, dtype=dtype, device=like.device))
+    def zeros(cls, needed: Needed, like: torch.Tensor, dtype: torch.dtype) -> Gathered:
+        """Zeros for the rows; ``like`` (batch, any heads, any rows, ...) gives the other sizes."""
+        sizes = (like.shape[0], needed.heads.length, counted(needed.rows), *like.shape[3:])
+        return cls(needed, torch.zeros(sizes, dtype=dtype, device=like.device))
 
     @classmethod
     def of(
         cls, needed: Needed, arrived: Sequence[tuple[Piece, torch.Tensor]], like: torch.Tensor
     ) -> Gathered:
-        """Put together from pieces; ``like`` as in ``empty``."""
+        """Put together from pieces; ``like`` as in ``zeros``."""
         if len(arrived) == 1:
             return cls(needed, arrived[0][1])
-        made = cls.empty(needed, needed.heads.length, like, like.dtype)
+        made = cls.zeros(needed, like, like.dtype)
         for piece, content in arrived:
             made.at(piece.rows).copy_(content)
         return made
@@ -154,16 +143,10 @@ class Gathered:
 
     def over(self, pieces: Iterable[Interval], heads: Interval) -> torch.Tensor:
         """The rows of several intervals: a view where nothing lies between them here."""
-        runs: list[list[int]] = []
-        for start, stop in pieces:
-            low = self._position(start)
-            if runs and runs[-1][1] == low:
-                runs[-1][1] += stop - start
-            else:
-                runs.append([low, low + stop - start])
-        first = heads.start - self.needed.heads.start
-        some = self.tensor.narrow(1, first, heads.length)
-        views = [some.narrow(2, low, high - low) for low, high in runs]
+        places = [(self._position(start), stop - start) for start, stop in pieces]
+        some = self.tensor.narrow(1, heads.start - self.needed.heads.start, heads.length)
+        runs = union((low, low + length) for low, length in places)
+        views = [some.narrow(2, run.start, run.length) for run in runs]
         return views[0] if len(views) == 1 else torch.cat(views, dim=2)
 
     def _position(self, row: int) -> int:
@@ -175,4 +158,4 @@ class Gathered:
         raise ValueError(f"row {row} is not in {self.needed.rows}")
 
 
-__all__ = ["Gathered", "Moving", "Transfer"]
+__all__ = ["Gathered", "Transfer"]

@@ -15,8 +15,7 @@ the middle go through the exchange, because a message cannot have a gap.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.agreement import alive
 from quorum_attention.distributed.calls import Calls, MaskGradients
 from quorum_attention.execution.device.cuda import TwoStreams
 
@@ -39,6 +37,8 @@ WORTH_IT = 5e11
 _WORD = 16
 # Of a tensor of the shard, some heads of each rank's share: [start, stop) within a share.
 Part = tuple[torch.Tensor, tuple[int, int]]
+# Tensors that a turn has made, and rows on their way back.
+_Made = tuple[Sequence[torch.Tensor], "Sequence[ToRows]"]
 
 
 class Turn(NamedTuple):
@@ -67,27 +67,21 @@ class Swap:
     The number of heads is a multiple of the number of ranks.
 
     Attributes:
-        rank, ranks: of the group.
         start, rows: this rank's shard.
         tokens: rows of all shards.
     """
 
     def __init__(self, group: dist.ProcessGroup, lengths: Sequence[int]) -> None:
-        self._group = weakref.ref(group)
-        self.rank, self.ranks = group.rank(), len(lengths)
-        edges = [0, *accumulate(lengths)]
-        self.start, self.rows, self.tokens = edges[self.rank], lengths[self.rank], edges[-1]
+        self.group, self._rank, self._ranks = group, group.rank(), len(lengths)
+        edges, last = [0, *accumulate(lengths)], self._ranks - 1
+        self.start, self.rows = edges[self._rank], lengths[self._rank]
+        self.tokens = edges[-1]
         # The ranks that messages are for, [low, high), and their rows.
-        low = 1 if self.rank == 0 else 0
-        high = self.ranks - 1 if 0 < self.rank == self.ranks - 1 else self.ranks
+        low = 1 if self._rank == 0 else 0
+        high = last if 0 < self._rank == last else self._ranks
         self._others, self._foreign = slice(low, high), slice(edges[low], edges[high])
         self._theirs = [n if low <= one < high else 0 for one, n in enumerate(lengths)]
-        self._mine = [self.rows if low <= one < high else 0 for one in range(self.ranks)]
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group; a graph of autograd's, which a caller may keep, holds this."""
-        return alive(self._group)
+        self._mine = [self.rows if low <= one < high else 0 for one in range(self._ranks)]
 
     def to_heads(self, parts: Sequence[Part]) -> ToHeads:
         """Send heads to the ranks whose share they are; those of this rank's share come.
@@ -95,20 +89,21 @@ class Swap:
         Args:
             parts: tensors (batch, all heads, rows of the shard, dim) of one dtype.
         """
-        first, batch = parts[0][0], parts[0][0].shape[0]
+        dtype, batch = parts[0][0].dtype, parts[0][0].shape[0]
         sizes = [(stop - start, t.shape[3]) for t, (start, stop) in parts]
         tensors = _in_words(*(tensor for tensor, _ in parts))
         by_token = [self._by_token(t, some) for t, (_, some) in zip(tensors, parts, strict=True)]
         width = sum(t.shape[3] * t.shape[4] for t in by_token)
-        count = len(range(*self._others.indices(self.ranks)))
+        count = len(by_token[0][self._others])
         outbox = tensors[0].new_empty((count, self.rows, batch, width))
         inbox = tensors[0].new_empty((self.tokens, batch, width))
         _write(outbox, [t[self._others] for t in by_token])
         foreign = inbox[self._foreign]
         work = self._sent(foreign, outbox.flatten(0, 1), self._theirs, self._mine)
-        if count < self.ranks:  # beside the transfer
-            _write(inbox[self.start : self.start + self.rows], [t[self.rank] for t in by_token])
-        return ToHeads(inbox.view(first.dtype), sizes, work, outbox)
+        if count < self._ranks:  # beside the transfer
+            mine = [t[self._rank] for t in by_token]
+            _write(inbox[self.start : self.start + self.rows], mine)
+        return ToHeads(inbox.view(dtype), sizes, work, outbox)
 
     def to_rows(self, part: torch.Tensor, target: torch.Tensor, start: int) -> ToRows:
         """Send rows of heads back to the ranks whose shards they are of; write those that come.
@@ -123,7 +118,7 @@ class Swap:
         others = places[self._others]
         inbox = message.new_empty((others.shape[0] * self.rows, *message.shape[1:]))
         work = self._sent(inbox, message[self._foreign], self._mine, self._theirs)
-        own = places[self.rank] if others.shape[0] < self.ranks else None
+        own = places[self._rank] if len(others) < self._ranks else None
         return ToRows(inbox, others, work, message, own, self.start)
 
     def received_bytes(self, there: Sequence[torch.Tensor], back: Sequence[torch.Tensor]) -> int:
@@ -132,21 +127,23 @@ class Swap:
         Args:
             there, back: tensors of the shard, of which rows are sent to heads, and come back.
         """
-        row = sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in there)
-        returned = sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in back)
-        foreign = (self.tokens - self.rows) * row
-        return (foreign + (self.ranks - 1) * self.rows * returned) // self.ranks
+        sent, returned = (
+            sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in each)
+            for each in (there, back)
+        )
+        foreign = (self.tokens - self.rows) * sent
+        return (foreign + (self._ranks - 1) * self.rows * returned) // self._ranks
 
     def _by_token(self, tensor: torch.Tensor, some: tuple[int, int]) -> torch.Tensor:
         """Some heads of each rank's share: a view (ranks, rows, batch, heads, dim)."""
-        shares = tensor.unflatten(1, (self.ranks, -1))[:, :, slice(*some)]
+        shares = tensor.unflatten(1, (self._ranks, -1))[:, :, slice(*some)]
         by_token: torch.Tensor = shares.permute(1, 3, 0, 2, 4)
         return by_token
 
     def _sent(
         self, inbox: torch.Tensor, outbox: torch.Tensor, come: list[int], go: list[int]
     ) -> Any:
-        if self.ranks == 1:
+        if self._ranks == 1:
             return None
         return dist.all_to_all_single(inbox, outbox, come, go, group=self.group, async_op=True)
 
@@ -236,15 +233,9 @@ class Exchanged:
         side_by_side: turns are computed on two streams.
     """
 
-    swap: Swap
-    turns: Sequence[Turn]
     calls: Calls
+    turns: Sequence[Turn]
     side_by_side: bool
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group."""
-        return self.swap.group
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
@@ -254,25 +245,18 @@ class Exchanged:
         Args:
             query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
         """
-        swap = self.swap
-        coming = [
-            swap.to_heads([(query, t.heads), (key, t.kv_heads), (value, t.kv_heads)])
-            for t in self.turns
-        ]
+        swap, kept = Swap(self.calls.group, self.calls.sizes), list[torch.Tensor]()
         out = query.new_empty((*query.shape[:3], value.shape[3]))
-        lanes, kept, going = TwoStreams(query.device, self.side_by_side), [], list[ToRows]()
-        for number, (turn, now) in enumerate(zip(self.turns, coming, strict=True)):
-            lanes.reads(number, now.inbox, now.outbox)
-            with lanes.turn(number):
-                rows, keys, values = now.arrived()
-                part, lse = self.calls.forward(rows, keys, values, *self._numbers(turn))
-                going.append(swap.to_rows(part, out, turn.heads[0]))
-            lanes.leaves(part, lse, going[-1].inbox, going[-1].message)
+
+        def computed(turn: Turn, now: ToHeads, _: Any) -> _Made:
+            inputs = dict(zip(("query", "key", "value"), now.arrived(), strict=True))
+            part, lse = self.calls.forward(inputs, *self._numbers(turn))
             if keep:
-                kept += [now.inbox, part, lse]
-        lanes.meet()
-        for one in going:
-            one.written()
+                kept.extend((now.inbox, part, lse))
+            return [part, lse], [swap.to_rows(part, out, turn.heads[0])]
+
+        sent = [[(query, t.heads), (key, t.kv_heads), (value, t.kv_heads)] for t in self.turns]
+        self._in_turns(swap, sent, computed)
         if self.calls.report is not None:
             self.calls.report.forward_bytes = swap.received_bytes([query, key, value], [out])
         return out, kept
@@ -292,54 +276,57 @@ class Exchanged:
             of_mask: to which the gradients of the mask's own tensors are added, of what is computed
                 here.
         """
-        swap = self.swap
-        coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in self.turns]
+        swap = Swap(self.calls.group, self.calls.sizes)
         grads = [grad_out.new_empty(shape) for shape in shapes]
-        lanes, going = TwoStreams(grad_out.device, self.side_by_side), list[ToRows]()
-        for number, (turn, now) in enumerate(zip(self.turns, coming, strict=True)):
-            held = saved[3 * number : 3 * number + 3]
-            lanes.reads(number, now.inbox, now.outbox, *held)
-            with lanes.turn(number):
-                (upstream,) = now.arrived()
-                back = self._turned_back(turn, upstream, held, grads, of_mask)
-            for one in back:
-                lanes.leaves(one.inbox, one.message)
-            going += back
-        lanes.meet()
-        for one in going:
-            one.written()
+
+        def computed(turn: Turn, now: ToHeads, held: Sequence[torch.Tensor]) -> _Made:
+            ranges = turn.heads, turn.kv_heads, turn.kv_heads
+            sizes = [(b - a, grad.shape[3]) for (a, b), grad in zip(ranges, grads, strict=True)]
+            three = opened(held[0], sizes)
+            names = ("grad_out", "query", "key", "value", "out", "lse")
+            inputs = dict(zip(names, (*now.arrived(), *three, *held[1:]), strict=True))
+            made = self.calls.backward(inputs, *self._numbers(turn), of_mask)
+            parts = zip(made, grads, ranges, strict=True)
+            return [], [swap.to_rows(part, grad, start) for part, grad, (start, _) in parts]
+
+        self._in_turns(swap, [[(grad_out, turn.heads)] for turn in self.turns], computed, saved)
         if self.calls.report is not None:
             self.calls.report.backward_bytes = swap.received_bytes([grad_out], grads)
         return grads
 
+    def _in_turns(
+        self,
+        swap: Swap,
+        sent: Sequence[Sequence[Part]],
+        computed: Callable[[Turn, ToHeads, Sequence[torch.Tensor]], _Made],
+        saved: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Send all parts to heads, compute turn by turn, and write the rows that come back.
+
+        Args:
+            sent: by turn.
+            computed: of a turn, what came and what was saved of it: tensors it made, and rows on
+                their way back.
+            saved: three tensors of each turn, or none.
+        """
+        coming = [swap.to_heads(parts) for parts in sent]
+        lanes, going = TwoStreams(sent[0][0][0].device, self.side_by_side), list[ToRows]()
+        for number, (turn, now) in enumerate(zip(self.turns, coming, strict=True)):
+            held = saved[3 * number : 3 * number + 3]
+            lanes.reads(number, now.inbox, now.outbox, *held)
+            with lanes.turn(number):
+                made, back = computed(turn, now, held)
+            lanes.leaves(*made, *(t for one in back for t in (one.inbox, one.message)))
+            going += back
+        lanes.meet()
+        for one in going:
+            one.written()
+
     def _numbers(self, turn: Turn) -> tuple[Interval, Interval]:
         """Heads and rows of a turn in the whole call."""
-        first = self.swap.rank * (self.calls.whole.heads // self.swap.ranks)
+        first = self.calls.rank * (self.calls.whole.heads // len(self.calls.sizes))
         start, stop = turn.heads
-        return Interval(first + start, first + stop), Interval(0, self.swap.tokens)
-
-    def _turned_back(
-        self,
-        turn: Turn,
-        upstream: torch.Tensor,
-        held: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        of_mask: MaskGradients,
-    ) -> list[ToRows]:
-        """The gradients of a turn, on their way to ``grads``; ``held``: what the forward kept."""
-        inbox, out, lse = held
-        ranges = turn.heads, turn.kv_heads, turn.kv_heads
-        sizes = [(stop - start, g.shape[3]) for (start, stop), g in zip(ranges, grads, strict=True)]
-        query, key, value = opened(inbox, sizes)
-        inputs = {
-            "grad_out": upstream, "query": query, "key": key, "value": value, "out": out,
-            "lse": lse,
-        }  # fmt: skip
-        made = self.calls.backward(inputs, *self._numbers(turn), of_mask)
-        return [
-            self.swap.to_rows(grad, target, start)
-            for grad, target, (start, _) in zip(made, grads, ranges, strict=True)
-        ]
+        return Interval(first + start, first + stop), Interval(0, self.calls.whole.n_keys)
 
 
 __all__ = ["Exchanged", "Swap", "Turn", "opened", "turns_of"]

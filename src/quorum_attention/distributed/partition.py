@@ -145,6 +145,7 @@ class Piece(NamedTuple):
     """Rows of some heads that one rank owns and one rank computes with.
 
     Attributes:
+        of_keys: rows of keys and values; else of queries.
         rank: computes.
         stage: of that rank.
         owner: holds the rows in its shard; may be ``rank`` itself.
@@ -152,6 +153,7 @@ class Piece(NamedTuple):
         alone: no other rank computes with them, so what comes back needs no adding up.
     """
 
+    of_keys: bool
     rank: int
     stage: int
     owner: int
@@ -194,9 +196,8 @@ class Assignment:
     @cached_property
     def most_calls(self) -> int:
         """Attention calls of the rank that makes most of them: one, where heads are whole."""
-        if self.whole_heads:
-            return 1
-        return max(sum(len(blocks) for blocks in stages) for stages in self.shares)
+        calls = (sum(map(len, stages)) for stages in self.shares)
+        return 1 if self.whole_heads else max(calls)
 
     def pairs(self, rank: int) -> int:
         """Pairs that a rank computes."""
@@ -208,85 +209,57 @@ class Assignment:
         most = max(self.pairs(rank) for rank in range(self.of.ranks))
         return most * self.of.ranks / self.of.pairs if self.of.pairs else 1.0
 
-    def queries(self, rank: int, stage: int) -> list[Needed]:
-        """The rows of queries that a rank needs in a stage, by their heads."""
-        by_heads: dict[Interval, list[Interval]] = defaultdict(list)
-        for block in self.blocks(rank, stage):
-            by_heads[block.heads].append(block.queries)
-        return [Needed(heads, tuple(union(rows))) for heads, rows in sorted(by_heads.items())]
-
-    def keys(self, rank: int, stage: int) -> Needed:
-        """The rows of keys and values that a rank needs in a stage."""
-        blocks = self.blocks(rank, stage)
-        heads = [self.of.kv_of(block.heads) for block in blocks]
-        low = min((h.start for h in heads), default=0)
-        high = max((h.stop for h in heads), default=0)
-        return Needed(Interval(low, high), tuple(union(k for b in blocks for k in b.keys)))
-
     def blocks(self, rank: int, stage: int) -> tuple[Block, ...]:
         """What a rank computes in a stage; nothing after its last."""
         stages = self.shares[rank]
         return stages[stage] if stage < len(stages) else ()
 
+    def needs(self, rank: int, stage: int, of_keys: bool) -> list[Needed]:
+        """The rows that a rank needs in a stage: of queries by their heads, or of keys together."""
+        by_heads: dict[Interval, list[Interval]] = defaultdict(list)
+        blocks = self.blocks(rank, stage)
+        read = [self.of.kv_of(block.heads) for block in blocks]
+        for block in blocks:
+            if of_keys:
+                kv = Interval(min(h.start for h in read), max(h.stop for h in read))
+                by_heads[kv] += block.keys
+            else:
+                by_heads[block.heads].append(block.queries)
+        return [Needed(heads, tuple(union(rows))) for heads, rows in sorted(by_heads.items())]
+
     @cached_property
-    def query_pieces(self) -> tuple[Piece, ...]:
-        """What moves of queries; outputs and their gradients move the same way or back."""
-        return self._pieces(
+    def pieces(self) -> tuple[Piece, ...]:
+        """What moves of queries, then what moves of keys and values; outputs and gradients move
+        the same way or back."""
+        return (*self._pieces(of_keys=False), *self._pieces(of_keys=True))
+
+    def _pieces(self, of_keys: bool) -> Iterator[Piece]:
+        needs = [
             (rank, stage, needed)
             for rank, stages in enumerate(self.shares)
             for stage in range(len(stages))
-            for needed in self.queries(rank, stage)
-        )
-
-    @cached_property
-    def key_pieces(self) -> tuple[Piece, ...]:
-        """What moves of keys, and of values; their gradients move back."""
-        return self._pieces(
-            (rank, stage, self.keys(rank, stage))
-            for rank, stages in enumerate(self.shares)
-            for stage in range(len(stages))
-        )
-
-    def query_alone(self, rank: int, stage: int, heads: Interval) -> bool:
-        """Whether no other rank computes with the rows of these heads that this one needs."""
-        return (rank, stage, heads) not in self._shared[0]
-
-    def alone(self, rank: int, stage: int) -> bool:
-        """Whether no other rank computes with any row that this one needs."""
-        return not any((rank, stage) == one[:2] for shared in self._shared for one in shared)
-
-    @cached_property
-    def _shared(self) -> tuple[frozenset[tuple[int, int, Interval]], ...]:
-        return tuple(
-            frozenset((p.rank, p.stage, p.heads) for p in pieces if not p.alone)
-            for pieces in (self.query_pieces, self.key_pieces)
-        )
-
-    def _pieces(self, wanted: Iterator[tuple[int, int, Needed]]) -> tuple[Piece, ...]:
-        listed = list(wanted)
+            for needed in self.needs(rank, stage, of_keys)
+        ]
         by_heads: dict[Interval, list[Interval]] = defaultdict(list)
-        for _, _, needed in listed:
+        for _, _, needed in needs:
             by_heads[needed.heads].extend(needed.rows)
         several = {heads: covered(rows, 2) for heads, rows in by_heads.items()}
-        found = []
-        for rank, stage, needed in listed:
-            shared = several[needed.heads]
-            for rows in needed.rows:
-                parts = [(part, False) for part in within(rows, shared)]
-                parts += [(part, True) for part in without([rows], shared)]
+        for rank, stage, (heads, every) in needs:
+            for rows in every:
+                parts = [(part, False) for part in within(rows, several[heads])]
+                parts += [(part, True) for part in without([rows], several[heads])]
                 for part, alone in sorted(parts):
                     for piece in cut(part, self.of.starts):
                         owner = bisect_right(self.of.starts, piece.start) - 1
-                        found.append(Piece(rank, stage, owner, needed.heads, piece, alone))
-        return tuple(found)
+                        yield Piece(of_keys, rank, stage, owner, heads, piece, alone)
 
     def received(self, rank: int, sizes: RowBytes) -> int:
         """Bytes that a rank receives in one pass."""
-        total = sum(p.vectors * sizes.key for p in self.key_pieces if p.rank == rank != p.owner)
-        for piece in self.query_pieces:
+        total = 0
+        for piece in self.pieces:
             if piece.rank == rank != piece.owner:
-                total += piece.vectors * sizes.query
-            elif piece.owner == rank != piece.rank:
+                total += piece.vectors * (sizes.key if piece.of_keys else sizes.query)
+            elif piece.owner == rank != piece.rank and not piece.of_keys:
                 total += piece.vectors * (sizes.out if piece.alone else sizes.partial)
         return total
 
@@ -438,26 +411,21 @@ def _rows_by_work(of: Sequences, first: bool) -> list[list[Interval]]:
     found: list[list[Interval]] = []
     spare: list[Interval] = []
     for low, high in pairwise(of.starts):
-        if of.pairs_of(low, high) > fair:
-            if first:
-                middle = _row_of(of, low, of.pairs_of(low, high) - fair)
-                spare.append(Interval(low, middle))
-                low = middle
-            else:
-                middle = _row_of(of, low, fair)
-                spare.append(Interval(middle, high))
-                high = middle
-        found.append([Interval(low, high)])
+        over = of.pairs_of(low, high) - fair
+        middle = low if over <= 0 else _row_of(of, low, over if first else fair)
+        both = Interval(low, middle), Interval(middle, high)
+        if over > 0:
+            spare.append(both[0 if first else 1])
+        found.append([both[1 if first or over <= 0 else 0]])
     for rows in found:
-        lack = fair - sum(of.pairs_of(*piece) for piece in rows)
+        lack = fair - of.pairs_of(*rows[0])
         while lack > 0 and spare:
             start, stop = spare.pop(0)
-            if of.pairs_of(start, stop) > lack:
-                middle = _row_of(of, start, lack)
+            middle = min(stop, _row_of(of, start, lack))
+            if middle < stop:
                 spare.insert(0, Interval(middle, stop))
-                stop, lack = middle, 0
-            lack -= of.pairs_of(start, stop)
-            rows.append(Interval(start, stop))
+            lack = 0 if middle < stop else lack - of.pairs_of(start, stop)
+            rows.append(Interval(start, middle))
     found[0].extend(spare)  # a rounding's worth
     return [union(piece for piece in rows if piece.length) for rows in found]
 

@@ -6,19 +6,22 @@ one before.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from quorum_attention.distributed.agreement import alive
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls, MaskGradients
-from quorum_attention.distributed.exchange import Gathered, Moving, Transfer
+from quorum_attention.distributed.exchange import Gathered, Transfer
 from quorum_attention.distributed.partition import Assignment, Block, Piece
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.kernels.merge import add_, empty_, merge_
+
+# Tensors of some rows by their heads; of queries, and of keys and values.
+_ByHeads = dict[Interval, list[Gathered]]
+_Sides = tuple[_ByHeads, _ByHeads]
+_Shards = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +34,8 @@ class Sharded:
     """
 
     assignment: Assignment
-    _group: weakref.ref[dist.ProcessGroup]
     calls: Calls
     kept: bool
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group; a graph of autograd's, which a caller may keep, holds this."""
-        return alive(self._group)
-
-    @property
-    def rank(self) -> int:
-        """The number of this process in the group."""
-        return self.group.rank()
-
-    def own(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """A piece of a tensor of this rank's shard."""
-        start = piece.rows.start - self.assignment.of.starts[self.rank]
-        rows = tensor.narrow(2, start, piece.rows.length)
-        return rows.narrow(1, piece.heads.start, piece.heads.length)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
@@ -64,21 +50,16 @@ class Sharded:
         lse = torch.empty(query.shape[:3], dtype=state, device=query.device)
         kept: list[torch.Tensor] = []
         backs, received = list[Transfer](), 0
-        for stage, (queries, (keys, values), n_bytes) in enumerate(
-            _arriving(self, (query,), (key, value))
-        ):
+        for stage, (queries, keys), n_bytes in self._arriving(((query,), (key, value))):
             received += n_bytes
-            results = [
-                _statistics(self, stage, rows, keys, values, out.dtype, state)
-                for (rows,) in queries
-            ]
-            if self.kept and keep and results:
-                kept += [keys.tensor, values.tensor]
-                for (rows,), parts in zip(queries, results, strict=True):
-                    kept += [rows.tensor, *(part.tensor for part in parts)]
-            pieces = self.assignment.query_pieces
-            backs.append(_sent_back(self, stage, pieces, results, (out, lse), state))
-        _merged(self, backs, out, lse, state)
+            results = self._statistics(stage, queries, keys, state)
+            if self.kept and keep:
+                for heads, (rows,) in queries.items():
+                    part, part_lse = results[heads]
+                    kept += [rows.tensor, part.tensor.to(query.dtype), part_lse.tensor]
+                kept += [rows.tensor for both in keys.values() for rows in both]
+            backs.append(self._sent_back(stage, (results, {}), ((out, lse), ()), state))
+        self._collect(backs, ((out, lse), ()), state, statistics=True)
         if self.calls.report is not None:
             self.calls.report.forward_bytes = received + sum(one.received_bytes for one in backs)
         return out, kept if self.kept else [query, key, value, out, lse]
@@ -98,257 +79,176 @@ class Sharded:
             of_mask: to which the gradients of the mask's own tensors are added, of the pairs
                 computed here.
         """
-        assignment, state = self.assignment, state_dtype(grad_out.dtype)
-        grad_out = grad_out.contiguous()
-        by_query: tuple[torch.Tensor, ...] = (grad_out,)
-        by_key: tuple[torch.Tensor, ...] = ()
+        state, grad_out = state_dtype(grad_out.dtype), grad_out.contiguous()
+        shards: _Shards = ((grad_out,), ())
         if not self.kept:
             query, key, value, out, lse = saved
-            by_query, by_key = (grad_out, query, out, lse), (key, value)
+            shards = (grad_out, query, out, lse), (key, value)
         grads = [grad_out.new_empty(shape) for shape in shapes]
-        of_queries, of_keys = list[Transfer](), list[Transfer]()
-        held, received = iter(saved), 0
-        for stage, (queries, gathered, n_bytes) in enumerate(_arriving(self, by_query, by_key)):
+        backs, received, held = list[Transfer](), 0, iter(saved)
+        for stage, sides, n_bytes in self._arriving(shards):
             received += n_bytes
             if self.kept:
-                queries, gathered = _held(self, stage, queries, held)
-            of_query, of_key = _gradients(self, stage, queries, gathered, state, of_mask)
-            for backs, pieces, results, likes in (
-                (of_queries, assignment.query_pieces, of_query, grads[:1]),
-                (of_keys, assignment.key_pieces, of_key, grads[1:]),
-            ):
-                backs.append(_sent_back(self, stage, pieces, results, likes, state))
-        _summed(self, of_queries, grads[:1], state)
-        _summed(self, of_keys, grads[1:], state)
+                for heads, (upstream,) in sides[0].items():
+                    rows = [Gathered(upstream.needed, next(held)) for _ in range(3)]
+                    sides[0][heads] = [upstream, *rows]
+                for needed in self.assignment.needs(self.calls.rank, stage, of_keys=True):
+                    sides[1][needed.heads] = [Gathered(needed, next(held)) for _ in range(2)]
+            made = self._gradients(stage, *sides, state, of_mask)
+            backs.append(self._sent_back(stage, made, (grads[:1], grads[1:]), state))
+        self._collect(backs, (grads[:1], grads[1:]), state, statistics=False)
         if self.calls.report is not None:
-            received += sum(one.received_bytes for one in (*of_queries, *of_keys))
-            self.calls.report.backward_bytes = received
+            self.calls.report.backward_bytes = received + sum(one.received_bytes for one in backs)
         return grads
 
+    def _own(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """A piece of a tensor of this rank's shard."""
+        start = piece.rows.start - self.assignment.of.starts[self.calls.rank]
+        rows = tensor.narrow(2, start, piece.rows.length)
+        return rows.narrow(1, piece.heads.start, piece.heads.length)
 
-def _of_stage(call: Sharded, pieces: Sequence[Piece], stage: int) -> list[Piece]:
-    """The pieces of a stage that this rank sends or receives."""
-    here = call.rank
-    return [p for p in pieces if p.stage == stage and here in (p.rank, p.owner)]
-
-
-def _arriving(
-    call: Sharded, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
-) -> Iterator[tuple[list[tuple[Gathered, ...]], list[Gathered], int]]:
-    """By stage: by heads of queries, the tensors ``by_query``; the tensors ``by_key``; received
-    bytes. The next stage is on its way meanwhile.
-
-    Args:
-        by_query: tensors of the shard with a row for each query; ``by_key`` likewise.
-    """
-    assignment, rank = call.assignment, call.rank
-
-    def sent(stage: int) -> Transfer:
-        every = [
-            Moving(piece, tensors, lambda n, p=piece, some=tensors: call.own(some[n], p))  # type: ignore[misc]
-            for pieces, tensors in (
-                (assignment.query_pieces, by_query),
-                (assignment.key_pieces, by_key),
-            )
-            for piece in _of_stage(call, pieces, stage)
+    def _pieces(self, stage: int, shards: _Shards) -> list[Piece]:
+        """What this rank sends or receives of these tensors in a stage."""
+        here = self.calls.rank
+        return [
+            piece
+            for piece in self.assignment.pieces
+            if piece.stage == stage and here in (piece.rank, piece.owner) and shards[piece.of_keys]
         ]
-        return Transfer(every, call.group, by_query[0].device)
 
-    following = sent(0) if assignment.n_stages else None
-    for stage in range(assignment.n_stages):
-        now, following = following, sent(stage + 1) if stage + 1 < assignment.n_stages else None
-        assert now is not None
-        came = list(zip(now.coming, now.arrived(), strict=True))
-        count = sum(p.rank == rank for p in _of_stage(call, assignment.query_pieces, stage))
-        queries = [
-            tuple(
-                Gathered.of(
-                    needed, [(p, t[n]) for p, t in came[:count] if p.heads == needed.heads], like
-                )
-                for n, like in enumerate(by_query)
-            )
-            for needed in assignment.queries(rank, stage)
-        ]
-        needed = assignment.keys(rank, stage)
-        keys = [
-            Gathered.of(needed, [(p, t[n]) for p, t in came[count:]], like)
-            for n, like in enumerate(by_key)
-        ]
-        yield queries, keys, now.received_bytes
+    def _arriving(self, shards: _Shards) -> Iterator[tuple[int, _Sides, int]]:
+        """By stage: what came of these tensors of all shards, and received bytes. The next stage is
+        on its way meanwhile."""
+        stages = self.assignment.n_stages
 
+        def sent(stage: int) -> Transfer:
+            return Transfer(
+                self._pieces(stage, shards), lambda p: shards[p.of_keys],
+                lambda p: [self._own(t, p) for t in shards[p.of_keys]],
+                self.calls.group, shards[0][0].device,
+            )  # fmt: skip
 
-def _sent_back(
-    call: Sharded,
-    stage: int,
-    pieces: Sequence[Piece],
-    results: Sequence[tuple[Gathered, ...]],
-    likes: Sequence[torch.Tensor],
-    state: torch.dtype,
-) -> Transfer:
-    """Results of a stage on their way to the ranks that hold their rows.
+        following = sent(0) if stages else None
+        for stage in range(stages):
+            now, following = following, sent(stage + 1) if stage + 1 < stages else None
+            assert now is not None
+            came, sides = now.arrived(), (_ByHeads(), _ByHeads())
+            for of_keys, side in enumerate(sides):
+                for needed in self.assignment.needs(self.calls.rank, stage, bool(of_keys)):
+                    mine = [
+                        one for one in came if one[0][0] == of_keys and one[0].heads == needed.heads
+                    ]
+                    side[needed.heads] = [
+                        Gathered.of(needed, [(p, rows[n]) for p, rows in mine], like)
+                        for n, like in enumerate(shards[of_keys])
+                    ]
+            yield stage, sides, now.received_bytes
 
-    Args:
-        pieces: of queries, or of keys.
-        results: by heads, tensors of the rows that were computed.
-        likes: a tensor of the shard for each of the results: sizes, and the dtype of rows that are
-            complete; others travel in ``state``.
-    """
-    by_heads = {one[0].needed.heads: one for one in results}
-    every = [
-        Moving(piece, likes, lambda n, p=piece: by_heads[p.heads][n].at(p.rows))  # type: ignore[misc]
-        for piece in _of_stage(call, pieces, stage)
-    ]
-    return Transfer(every, call.group, likes[0].device, back=True, state=state)
+    def _sent_back(
+        self, stage: int, results: _Sides, likes: _Shards, state: torch.dtype
+    ) -> Transfer:
+        """Results of a stage on their way to the ranks that hold their rows.
 
-
-def _statistics(
-    call: Sharded,
-    stage: int,
-    rows: Gathered,
-    keys: Gathered,
-    values: Gathered,
-    dtype: torch.dtype,
-    state: torch.dtype,
-) -> tuple[Gathered, Gathered]:
-    """Output and lse of some heads' rows over the keys of this rank's blocks.
-
-    The output is in ``dtype`` where no other rank computes with any of the rows, else in ``state``.
-    """
-    heads, assignment = rows.needed.heads, call.assignment
-    blocks = [block for block in assignment.blocks(call.rank, stage) if block.heads == heads]
-    final = dtype if assignment.query_alone(call.rank, stage, heads) else state
-
-    def computed(block: Block, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        kv = assignment.of.kv_of(heads)
-        return call.calls.forward(
-            rows.at(block.queries), keys.over(block.keys, kv), values.over(block.keys, kv),
-            heads, block.queries, block.causal if call.calls.partial else None, out_dtype,
+        Args:
+            likes: a tensor of the shard for each of the results: sizes, and the dtype of rows that
+                are complete; others travel in ``state``.
+        """
+        return Transfer(
+            self._pieces(stage, likes), lambda p: likes[p.of_keys],
+            lambda p: [rows.at(p.rows) for rows in results[p.of_keys][p.heads]],
+            self.calls.group, likes[0][0].device, state,
         )  # fmt: skip
 
-    if len(blocks) == 1:
-        part, lse = computed(blocks[0], final)
-        return Gathered(rows.needed, part), Gathered(rows.needed, lse.to(part.device))
-    total = Gathered.empty(rows.needed, heads.length, values.tensor, state)
-    weight = Gathered.empty(rows.needed, heads.length, values.tensor[..., 0], state)
-    empty_(total.tensor, weight.tensor)
-    for block in blocks:
-        part, lse = computed(block, state)
-        merge_(total.at(block.queries), weight.at(block.queries), part, lse.to(part.device))
-    total.tensor = total.tensor.to(final)
-    return total, weight
+    def _collect(
+        self, backs: Sequence[Transfer], targets: _Shards, state: torch.dtype, *, statistics: bool
+    ) -> None:
+        """Merge or add up what came of this rank's rows, in ``targets``."""
+        partial = [p for back in backs for p in back.coming if not p.alone]
+        totals = [
+            [torch.zeros(t.shape if partial else 0, dtype=state, device=t.device) for t in side]
+            for side in targets
+        ]
+        if statistics:
+            empty_(*totals[0])
+        for piece, rows in (one for back in backs for one in back.arrived()):
+            into = targets if piece.alone else totals
+            mine = [self._own(t, piece) for t in into[piece.of_keys]]
+            if statistics and not piece.alone:
+                merge_(mine[0], mine[1], *rows)
+                continue
+            for target, part in zip(mine, rows, strict=True):
+                target.copy_(part) if piece.alone else add_(target, part)
+        for piece in partial:
+            for target, total in zip(targets[piece.of_keys], totals[piece.of_keys], strict=True):
+                self._own(target, piece).copy_(self._own(total, piece))
 
+    def _statistics(
+        self, stage: int, queries: _ByHeads, keys: _ByHeads, state: torch.dtype
+    ) -> _ByHeads:
+        """Output and lse of a stage's rows over the keys of this rank's blocks, in ``state``."""
+        found: _ByHeads = {}
+        blocks = self.assignment.blocks(self.calls.rank, stage)
+        for heads, (rows,) in queries.items():
+            mine = [block for block in blocks if block.heads == heads]
+            for block in mine:
+                inputs = self._inputs(block, {"query": rows}, keys)
+                part, lse = self.calls.forward(
+                    inputs, heads, block.queries, self._causal(block), state
+                )
+                lse = lse.to(part.device)
+                if len(mine) == 1:
+                    found[heads] = [Gathered(rows.needed, part), Gathered(rows.needed, lse)]
+                    break
+                if heads not in found:
+                    found[heads] = [Gathered.zeros(rows.needed, t, state) for t in (part, lse)]
+                    empty_(*(one.tensor for one in found[heads]))
+                total, weight = (one.at(block.queries) for one in found[heads])
+                merge_(total, weight, part, lse)
+        return found
 
-def _merged(
-    call: Sharded,
-    backs: Sequence[Transfer],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    state: torch.dtype,
-) -> None:
-    """Bring the statistics of this rank's rows together, in ``out`` and ``lse``."""
-    partial = [p for back in backs for p in back.coming if not p.alone]
-    if partial:
-        total = torch.zeros(out.shape, dtype=state, device=out.device)
-        lse.fill_(-torch.inf)
-    for back in backs:
-        for piece, (part, part_lse) in zip(back.coming, back.arrived(), strict=True):
-            if piece.alone:
-                call.own(out, piece).copy_(part)
-                call.own(lse, piece).copy_(part_lse)
-            else:
-                merge_(call.own(total, piece), call.own(lse, piece), part, part_lse)
-    for piece in partial:
-        call.own(out, piece).copy_(call.own(total, piece))
-
-
-def _summed(
-    call: Sharded, backs: Sequence[Transfer], grads: Sequence[torch.Tensor], state: torch.dtype
-) -> None:
-    """Add up the gradients of this rank's rows, in ``grads``."""
-    partial = [p for back in backs for p in back.coming if not p.alone]
-    totals = [torch.zeros(g.shape if partial else 0, dtype=state, device=g.device) for g in grads]
-    for back in backs:
-        for piece, parts in zip(back.coming, back.arrived(), strict=True):
-            for grad, total, part in zip(grads, totals, parts, strict=True):
-                if piece.alone:
-                    call.own(grad, piece).copy_(part)
-                else:
-                    add_(call.own(total, piece), part)
-    for piece in partial:
-        for grad, total in zip(grads, totals, strict=True):
-            call.own(grad, piece).copy_(call.own(total, piece))
-
-
-def _gradients(
-    call: Sharded,
-    stage: int,
-    inputs: Sequence[tuple[Gathered, ...]],
-    gathered: Sequence[Gathered],
-    state: torch.dtype,
-    of_mask: MaskGradients,
-) -> tuple[list[tuple[Gathered, ...]], list[tuple[Gathered, ...]]]:
-    """The gradients of a stage's rows, added up over this rank's blocks: by heads, those of their
-    queries; those of keys and values."""
-    blocks = call.assignment.blocks(call.rank, stage)
-    if not blocks:
-        return [], []
-    # Of one block the results are what the kernel returns, and may be rounded at once.
-    single = len(blocks) == 1
-    alone = single and call.assignment.alone(call.rank, stage)
-    dtype = gathered[0].tensor.dtype if alone else state
-    make = torch.empty_like if single else torch.zeros_like
-
-    def room(rows: Gathered) -> Gathered:
-        made = make(rows.tensor, dtype=dtype, memory_format=torch.contiguous_format)
-        return Gathered(rows.needed, made)
-
-    queries = {one[0].needed.heads: room(one[1]) for one in inputs}
-    keys = room(gathered[0]), room(gathered[1])
-    by_heads = {one[0].needed.heads: one for one in inputs}
-    for block in blocks:
-        kv, target = call.assignment.of.kv_of(block.heads), queries[block.heads]
-        names = ("grad_out", "query", "out", "lse")
-        given = {
-            n: one.at(block.queries) for n, one in zip(names, by_heads[block.heads], strict=True)
-        }
-        for n, one in zip(("key", "value"), gathered, strict=True):
-            given[n] = one.over(block.keys, kv)
-        mine = target.tensor, keys[0].tensor, keys[1].tensor
-        if not single:
-            query, key, value = (
-                torch.empty(given[n].shape, dtype=state, device=target.tensor.device)
-                for n in ("query", "key", "value")
+    def _gradients(
+        self,
+        stage: int,
+        queries: _ByHeads,
+        keys: _ByHeads,
+        state: torch.dtype,
+        of_mask: MaskGradients,
+    ) -> _Sides:
+        """The gradients of a stage's rows, added up over this rank's blocks, in ``state``."""
+        of_query = {heads: rows[1:2] for heads, rows in queries.items()}
+        of_query, of_keys = (
+            {h: [Gathered.zeros(one.needed, one.tensor, state) for one in some] for h, some in side}
+            for side in (of_query.items(), keys.items())
+        )
+        for block in self.assignment.blocks(self.calls.rank, stage):
+            names = ("grad_out", "query", "out", "lse")
+            given = dict(zip(names, queries[block.heads], strict=True))
+            inputs = self._inputs(block, given, keys)
+            three = [inputs[name] for name in ("query", "key", "value")]
+            grads = [torch.empty(t.shape, dtype=state, device=t.device) for t in three]
+            self.calls.backward(
+                inputs, block.heads, block.queries, of_mask, self._causal(block), grads
             )
-            mine = query, key, value
-        causal = block.causal if call.calls.partial else None
-        call.calls.backward(given, block.heads, block.queries, of_mask, causal, mine)
-        if single:
-            break
-        add_(target.at(block.queries), mine[0])
-        for total, part in zip(keys, mine[1:], strict=True):
-            low = 0
-            for rows in block.keys:
-                add_(total.at(rows, kv), part.narrow(2, low, rows.length))
-                low += rows.length
-    return [(one,) for one in queries.values()], [keys]
+            add_(of_query[block.heads][0].at(block.queries), grads[0])
+            (both,), kv = of_keys.values(), self.assignment.of.kv_of(block.heads)
+            for total, part in zip(both, grads[1:], strict=True):
+                parts = part.split([rows.length for rows in block.keys], dim=2)
+                for rows, some in zip(block.keys, parts, strict=True):
+                    add_(total.at(rows, kv), some)
+        return of_query, of_keys
 
+    def _inputs(
+        self, block: Block, of_queries: dict[str, Gathered], keys: _ByHeads
+    ) -> dict[str, torch.Tensor]:
+        """What a block's attention call is given."""
+        inputs = {name: rows.at(block.queries) for name, rows in of_queries.items()}
+        (both,), kv = keys.values(), self.assignment.of.kv_of(block.heads)
+        for name, rows in zip(("key", "value"), both, strict=True):
+            inputs[name] = rows.over(block.keys, kv)
+        return inputs
 
-def _held(
-    call: Sharded,
-    stage: int,
-    upstream: Sequence[tuple[Gathered, ...]],
-    held: Iterator[torch.Tensor],
-) -> tuple[list[tuple[Gathered, ...]], list[Gathered]]:
-    """What the forward kept of a stage, with the upstream gradient, as it is gathered otherwise."""
-    if not upstream:
-        return [], []
-    needed = call.assignment.keys(call.rank, stage)
-    keys = [Gathered(needed, next(held)), Gathered(needed, next(held))]
-    queries = []
-    for (grad_out,) in upstream:
-        rows = (Gathered(grad_out.needed, next(held)) for _ in range(3))
-        queries.append((grad_out, *rows))
-    return queries, keys
+    def _causal(self, block: Block) -> bool | None:
+        return block.causal if self.calls.partial else None
 
 
 __all__ = ["Sharded"]
