@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import quorum_attention as qa
 from quorum_attention.execution.problem import GroupSize, Problem, spec_of
-from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.streaming import Streaming
+from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import get_kernel
 from quorum_attention.planner.hardware import assumed

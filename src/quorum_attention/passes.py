@@ -32,7 +32,7 @@ from quorum_attention.execution.call import (
     upstream_of,
 )
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.problem import corrected_bytes, takes_wide
 from quorum_attention.execution.report import PassReport
@@ -243,7 +243,7 @@ def _mask_target(mask: torch.Tensor, given: Given) -> torch.Tensor:
     """What the mask's gradient is written to: the caller's tensor, or one where the mask is."""
     if given.grad_mask is not None:
         return given.grad_mask
-    return Residency(mask.device).empty(tuple(mask.shape), mask.dtype, "the mask's gradient")
+    return empty(tuple(mask.shape), mask.dtype, mask.device, "the mask's gradient")
 
 
 def _mask_gradient(

@@ -22,7 +22,7 @@ from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.page_locks import Copied
-from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.device.residency import home_device, travelling
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.kernels.merge import add_all_, merge_
 from quorum_attention.kernels.scaling import divide_gradient_
@@ -198,9 +198,9 @@ def test_what_is_not_aligned_or_too_long_is_launched_all_the_same(gpu: torch.dev
 
 
 def test_accumulators_on_the_host_are_page_locked(gpu: torch.device) -> None:
-    made = Residency.of_home("host", gpu).travelling((4, 100), torch.float32, gpu)
+    made = travelling((4, 100), torch.float32, home_device("host", gpu), gpu)
     assert made.is_pinned()
-    assert Residency.of_home("device", gpu).travelling((4,), torch.float32, gpu).device == gpu
+    assert travelling((4,), torch.float32, home_device("device", gpu), gpu).device == gpu
 
 
 def test_merges_of_lanes_follow_each_other(gpu: torch.device) -> None:

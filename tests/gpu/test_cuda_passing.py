@@ -12,7 +12,7 @@ from helpers_plans import passing
 
 import quorum_attention as qa
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.routes.streaming import Streaming
+from quorum_attention.execution.routes.slots import Streaming
 from quorum_attention.kernels import get_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.streaming import Streaming
+from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.planner import policy
 
 N = 1 << 20

@@ -30,7 +30,7 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.problem import Workload
 
 
@@ -173,7 +173,7 @@ def _targets(
         if grad.shape[-1] == width:
             return grad
         shape = (*grad.shape[:-1], width)
-        return Residency(grad.device).empty(shape, grad.dtype, "a wider gradient")
+        return empty(shape, grad.dtype, grad.device, "a wider gradient")
 
     query, key, value = grads
     return target(query, wide.head_dim), target(key, wide.head_dim), target(value, wide.value_dim)

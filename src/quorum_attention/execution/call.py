@@ -15,7 +15,7 @@ import torch
 from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
-from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.device.residency import empty_result
 from quorum_attention.execution.problem import (
     Axis,
     Group,
@@ -432,9 +432,11 @@ class Job:
         for state in self.spec.states:
             if state.name not in self.results:
                 here = call.query.device
-                where = Residency(here if state.over is not None or home is None else home)
+                where = here if state.over is not None or home is None else home
                 shape, dtype = state.shape(call.work), self.dtype_of(state)
-                self.results[state.name] = where.result(shape, dtype, state.words, call.device)
+                self.results[state.name] = empty_result(
+                    shape, dtype, where, state.words, call.device
+                )
         return tuple(self.results[state.name] for state in self.spec.states)
 
     def take_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

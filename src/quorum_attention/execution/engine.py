@@ -14,7 +14,6 @@ import torch
 
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.problem import Group, RowSpec
 from quorum_attention.execution.scaling import GroupScaling, UnitScaling
 from quorum_attention.execution.slot_rows import SlotRows, Unit
@@ -40,7 +39,6 @@ class Engine:
 
     job: Job
     tools: Tools
-    mover: Mover
     limits: tuple[int, int]
     rows: SlotRows
     scaling: UnitScaling | GroupScaling | None = None
@@ -91,7 +89,7 @@ class Engine:
     def _settle(self, computed: deque[Unit]) -> Unit:
         """Store the first unit of ``computed``; if it overflowed, repeat it first."""
         if isinstance(self.scaling, UnitScaling):
-            self.mover.wait_computed(computed[0].slot)
+            self.rows.mover.wait_computed(computed[0].slot)
             if self.scaling.overflowed(computed[0]):
                 # If this fails, none of them counts as computed.
                 first, *followers = computed
@@ -123,39 +121,39 @@ class Engine:
         whole, changed = unit.from_home(), False
         while scaling.overflowed(unit):
             # Finished rows may have overwritten the inputs.
-            self.mover.finish(wait=True)
+            self.rows.mover.finish(wait=True)
             self.rows.load_inputs(whole)
-            self.mover.finish(wait=True)
+            self.rows.mover.finish(wait=True)
             self.rows.fill_up(whole)
             if not scaling.repeats(whole):
-                with self.mover.compute_stage(unit.slot):
+                with self.rows.mover.compute_stage(unit.slot):
                     self.rows.finish(unit, over_inputs=True)
-                self.mover.wait_computed(unit.slot)
+                self.rows.mover.wait_computed(unit.slot)
                 break
             self.rows.load_states(whole)
             self._compute(whole)
-            self.mover.wait_computed(unit.slot)
+            self.rows.mover.wait_computed(unit.slot)
             changed = True
         return changed
 
     def _run_again(self, unit: Unit) -> None:
-        self.mover.finish(wait=True)
+        self.rows.mover.finish(wait=True)
         self.rows.load_inputs(unit)
         self.rows.load_states(unit)
         self._compute(unit)
-        self.mover.wait_computed(unit.slot)
+        self.rows.mover.wait_computed(unit.slot)
 
     def _load_inputs(self, unit: Unit) -> None:
         beside = unit.beside
         if self.staying is not None and beside is not None and beside.opens:
             self.staying.load_inputs(beside.unit)
             self.staying.load_states(beside.unit)
-            with self.mover.compute_stage(beside.unit.slot), self.tools.clock.timed("gather"):
+            with self.rows.mover.compute_stage(beside.unit.slot), self.tools.clock.timed("gather"):
                 self.staying.fill(beside.unit)
         self.rows.load_inputs(unit)
 
     def _compute(self, unit: Unit) -> None:
-        with self.mover.compute_stage(unit.slot):
+        with self.rows.mover.compute_stage(unit.slot):
             with self.tools.clock.timed("gather"):
                 self.rows.fill(unit)
                 self.rows.carry(unit)
@@ -174,7 +172,7 @@ class Engine:
         self.rows.store(unit)
         beside = unit.beside
         if self.staying is not None and beside is not None and beside.closes:
-            with self.mover.compute_stage(beside.unit.slot), self.tools.clock.timed("scatter"):
+            with self.rows.mover.compute_stage(beside.unit.slot), self.tools.clock.timed("scatter"):
                 self.staying.finish(beside.unit)
             self.staying.store(beside.unit)
 

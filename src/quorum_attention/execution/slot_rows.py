@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -16,11 +16,12 @@ from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
-from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.device.residency import travelling
 from quorum_attention.execution.problem import (
     Axis,
     Group,
     GroupSize,
+    InputSpec,
     PassSpec,
     RowSpec,
     RowTensor,
@@ -115,11 +116,6 @@ class SlotLayout:
         count = self.group.batch * self.heads(field.axis) * field.rows
         return field.offset, field.offset + count * field.row_bytes
 
-    def slots(self, arena: torch.Tensor, count: int) -> dict[int, torch.Tensor]:
-        """The first ``count`` slots of an arena (uint8), by number."""
-        size = self.slot_bytes
-        return {number: arena[number * size : (number + 1) * size] for number in range(count)}
-
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.
 
@@ -145,15 +141,10 @@ class SlotLayout:
         field = self.fields[name]
         heads = kv_heads * (self.shared if field.axis == "query" else 1)
         rows = field.rows if field.fixed else rows
-        room = (self.group.batch, self.group.kv_heads, field.rows)
-        if any(asked > there for asked, there in zip((entries, kv_heads, rows), room, strict=True)):
-            raise LayoutError(
-                f"field {name!r} has room for {room} (entries, key/value heads, rows), and is "
-                f"carved for {(entries, kv_heads, rows)}"
-            )
-        count = entries * heads * rows * field.width
-        n_bytes = count * field.dtype.itemsize
-        flat = slot[field.offset : field.offset + n_bytes].view(field.dtype)
+        n_bytes, (start, stop) = entries * heads * rows * field.row_bytes, self.byte_range(name)
+        if n_bytes > stop - start:
+            raise LayoutError(f"field {name!r} has {stop - start} bytes of {n_bytes}")
+        flat = slot[start : start + n_bytes].view(field.dtype)
         return flat.view(entries, heads, rows, field.width)
 
 
@@ -224,17 +215,10 @@ _MOST_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor of which every task reads its rows.
+    """A tensor of which every task reads its rows: what it is, and where it lies."""
 
-    Attributes:
-        field: its field in the slot.
-        rows: where they are read.
-        of_scores: as that of its ``InputSpec``.
-    """
-
-    field: str
+    spec: InputSpec
     rows: RowTensor
-    of_scores: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,24 +226,24 @@ class State:
     """A tensor that accumulates row by row over the tasks.
 
     Attributes:
-        field: its field in the slot.
-        final_field: the field for finished rows in the result's dtype; slots have none if that is
-            the state's dtype.
-        fill: the value of a group's rows before their first visit, or (h, 1, 1), one for each head.
         home: where rows are stored between visits.
         final: where finished rows are stored; the home itself if the result has the state's dtype.
     """
 
-    field: str
-    final_field: str
-    fill: Callable[[Group], float | torch.Tensor]
+    spec: StateSpec
     home: RowTensor
     final: RowTensor
 
     @property
-    def axis(self) -> Axis:
-        """Whether the rows are those of queries or of keys."""
-        return self.final.axis
+    def field(self) -> str:
+        """Its field in the slot."""
+        return f"state_{self.spec.name}"
+
+    @property
+    def final_field(self) -> str:
+        """The field for finished rows in the result's dtype; slots have none if that is the
+        state's."""
+        return f"final_{self.spec.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,50 +291,50 @@ class Beside:
     closes: bool
 
 
-@dataclass(slots=True)
 class SlotRows:
     """Moves the rows of units between their slots and the tensors outside.
 
     Attributes:
-        work: the call's sizes.
-        layout: of the slots.
-        inputs: the tensors that are read.
-        states: the tensors that accumulate.
         slots: their memory, uint8, by number.
-        passed_on: inputs whose shared rows may be copied from the previous slot.
-        factor: the factor of a group's finished rows, of queries or of keys: (entries, heads, 1, 1)
-            in the state's dtype; None is 1.
     """
 
-    work: Workload
-    layout: SlotLayout
-    inputs: tuple[Input, ...]
-    states: tuple[State, ...]
-    slots: Mapping[int, torch.Tensor]
-    mover: Mover
-    passed_on: frozenset[str] = frozenset()
-    factor: Callable[[Group, Axis], torch.Tensor | None] | None = None
-
-    # By slot, entries, heads, queries and keys.
-    _views: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
-    # By identity of the row tensor: these are held here, so no id is used twice.
-    _blocks: dict[tuple[int, Group], list[torch.Tensor]] = field(default_factory=dict)
+    def __init__(
+        self,
+        job: Job,
+        layout: SlotLayout,
+        moved: Moved,
+        slots: dict[int, torch.Tensor],
+        mover: Mover,
+    ) -> None:
+        self._job, self._work, self._layout = job, job.call.work, layout
+        self.slots, self.mover = slots, mover
+        # One side's slots have no fields for the rows of the other.
+        self._inputs = [item for item in moved.inputs if item.spec.name in layout.fields]
+        self._states = [state for state in moved.states if state.field in layout.fields]
+        # Inputs whose shared rows may be copied from the previous slot.
+        divided = job.spec.divided if job.problem.scaled else None
+        names = [item.spec.name for item in self._inputs]
+        self._passed_on = [n for n in names if n != divided and layout.keeps(n)]
+        # By slot, entries, heads, queries and keys.
+        self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        # By identity of the row tensor: these are held here, so no id is used twice.
+        self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
 
     def fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
         """The tensors of a unit in its slot, by name."""
         queries = keys = visit.task.n_tokens
-        if not is_filled(visit.task, self.work):
-            queries = visit.task.count_below(self.work.n_queries)
-            keys = visit.task.count_below(self.work.n_keys)
+        if not is_filled(visit.task, self._work):
+            queries = visit.task.count_below(self._work.n_queries)
+            keys = visit.task.count_below(self._work.n_keys)
         heads = group.kv_stop - group.kv_start
         key = (slot, len(group.entries), heads, queries, keys)
         if key not in self._views:
             rows = {"query": queries, "key": keys}
             self._views[key] = {
-                name: self.layout.carve(
+                name: self._layout.carve(
                     self.slots[slot], name, len(group.entries), heads, rows[one.axis]
                 )
-                for name, one in self.layout.fields.items()
+                for name, one in self._layout.fields.items()
             }
         return self._views[key]
 
@@ -360,50 +344,46 @@ class SlotRows:
         # Carried rows of some inputs are copied from the previous slot instead.
         new = runs if unit.previous is None else (*unit.visit.fresh, *unit.visit.loaded)
         with self.mover.input_stage(unit.slot):
-            for item in self.inputs:
-                passed_on = item.field in self.passed_on
-                pieces = self._clipped(new if passed_on else runs, item.rows.axis)
+            for item in self._inputs:
+                name = item.spec.name
+                pieces = self._clipped(new if name in self._passed_on else runs, item.spec.axis)
                 for entry, block in enumerate(self._blocks_of(item.rows, unit.group)):
-                    self.mover.load(unit.fields[item.field][entry], block, pieces)
+                    self.mover.load(unit.fields[name][entry], block, pieces)
 
     def load_states(self, unit: Unit) -> None:
         """Load the rows of states that wait at home."""
         with self.mover.state_stage(unit.slot, unit.after):
-            for state in self.states:
-                pieces = self._clipped(unit.visit.loaded, state.axis)
+            for state in self._states:
+                pieces = self._clipped(unit.visit.loaded, state.spec.axis)
                 for entry, block in enumerate(self._blocks_of(state.home, unit.group)):
                     self.mover.load(unit.fields[state.field][entry], block, pieces)
 
     def fill(self, unit: Unit) -> None:
         """Write what fresh rows of states begin with."""
-        for state in self.states:
-            for piece in self._clipped(unit.visit.fresh, state.axis):
+        for state in self._states:
+            for piece in self._clipped(unit.visit.fresh, state.spec.axis):
                 n = piece.stop - piece.start
-                fill = state.fill(unit.group)
+                fill = self._job.fill(state.spec, unit.group)
                 unit.fields[state.field][:, :, piece.local : piece.local + n] = fill
 
     def fill_up(self, unit: Unit) -> None:
         """Write the rows beyond the end of the sequence, if the task has such (trimming.py)."""
-        if not is_filled(unit.visit.task, self.work):
+        if not is_filled(unit.visit.task, self._work):
             return
-        end = unit.visit.task.count_below(self.work.n_tokens)
-        for item in self.inputs:
-            rows = unit.fields[item.field]
-            rows[:, :, end:] = rows[:, :, end - 1 : end] if item.of_scores else 0
-        for state in self.states:
-            unit.fields[state.field][:, :, end:] = state.fill(unit.group)
+        end = unit.visit.task.count_below(self._work.n_tokens)
+        for item in self._inputs:
+            rows = unit.fields[item.spec.name]
+            rows[:, :, end:] = rows[:, :, end - 1 : end] if item.spec.of_scores else 0
+        for state in self._states:
+            unit.fields[state.field][:, :, end:] = self._job.fill(state.spec, unit.group)
 
     def carry(self, unit: Unit) -> None:
         """Copy carried rows from the previous unit's slot."""
         if unit.previous is None:
             return
         slot, previous = unit.previous
-        fields = [(state.field, state.axis) for state in self.states]
-        fields += [
-            (item.field, item.rows.axis) for item in self.inputs if item.field in self.passed_on
-        ]
-        for name, axis in fields:
-            limit = self._limit(axis)
+        for name in [*(state.field for state in self._states), *self._passed_on]:
+            limit = self._limit(self._layout.fields[name].axis)
             for carried in unit.visit.carried:
                 piece = carried.rows.within(0, limit)
                 if piece is None:
@@ -419,15 +399,13 @@ class SlotRows:
     def finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
         """Write finished rows in their final form; ``over_inputs``: only those with a final field
         (rows that are final in place have been multiplied already)."""
-        for state in self.states:
-            factor = None
-            if self.factor is not None:
-                factor = self.factor(unit.group, state.axis)
+        for state in self._states:
+            factor = self._job.factor(unit.group, state.spec.axis)
             current = unit.fields[state.field]
             final = unit.fields.get(state.final_field, current)
             if final is current and (factor is None or over_inputs):
                 continue
-            for piece in self._clipped(unit.visit.finished, state.axis):
+            for piece in self._clipped(unit.visit.finished, state.spec.axis):
                 local = slice(piece.local, piece.local + piece.stop - piece.start)
                 if factor is None:
                     final[:, :, local] = current[:, :, local]
@@ -437,15 +415,15 @@ class SlotRows:
     def store(self, unit: Unit) -> None:
         """Store rows that wait at home, and finished ones."""
         with self.mover.store_stage(unit.slot):
-            for state in self.states:
+            for state in self._states:
                 current = unit.fields[state.field]
-                self._put(unit, state.axis, unit.visit.stored, current, state.home)
+                self._put(unit, state.spec.axis, unit.visit.stored, current, state.home)
                 finished = unit.fields.get(state.final_field, current)
-                self._put(unit, state.axis, unit.visit.finished, finished, state.final)
+                self._put(unit, state.spec.axis, unit.visit.finished, finished, state.final)
 
     def release(self, group: Group) -> None:
         """Tell the mover that all units of a head group are stored."""
-        rows = [item.rows for item in self.inputs] + [state.final for state in self.states]
+        rows = [item.rows for item in self._inputs] + [state.final for state in self._states]
         self.mover.release(block for each in rows for block in self._blocks_of(each, group))
 
     def _put(
@@ -469,22 +447,31 @@ class SlotRows:
         return self._blocks[key]
 
     def _limit(self, axis: Axis) -> int:
-        return self.work.n_queries if axis == "query" else self.work.n_keys
+        return self._work.n_queries if axis == "query" else self._work.n_keys
 
     def _clipped(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
         limit = self._limit(axis)
         return [part for piece in rows if (part := piece.within(0, limit)) is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The inputs and states of a pass through slots, and their page locks."""
+
+    inputs: tuple[Input, ...]
+    states: tuple[State, ...]
+    locks: PageLocks
+
+
 @contextmanager
 def moved_tensors(
     job: Job,
     group: GroupSize,
-    home: Residency,
+    home: torch.device,
     waiting: Collection[Axis] = ("query", "key"),
     made_at: torch.device | None = None,
-) -> Iterator[tuple[tuple[Input, ...], tuple[State, ...], PageLocks]]:
-    """The inputs and states of a pass through slots, page-locked where that is worth it.
+) -> Iterator[Moved]:
+    """What a pass through slots moves, page-locked where that is worth it.
 
     Args:
         group: the largest head group.
@@ -492,62 +479,57 @@ def moved_tensors(
         waiting: whose states wait: those of queries, of keys, or of both.
         made_at: where results that are their own state are made; None: where the inputs are.
     """
-    call, spec = job.call, job.spec
+    call, spec, work = job.call, job.spec, job.call.work
     given = {id(result) for result in job.results.values()}
     results = job.make_results(made_at)
     inputs, states, copied = [], [], []
     for item in spec.inputs:
         tensor = _with_columns(job.tensors[item.name], item)
-        inputs.append(Input(item.name, RowTensor(tensor, item.axis), item.of_scores))
-        as_it_is = tensor.dtype == item.dtype(call.work)
+        inputs.append(Input(item, RowTensor(tensor, item.axis)))
+        as_it_is = tensor.dtype == item.dtype(work)
         copied.append(Copied(tensor, by_address=as_it_is, only_read=True))
     for state, result in zip(spec.states, results, strict=True):
-        final = RowTensor(_with_columns(result, state), state.axis)
+        at = final = RowTensor(_with_columns(result, state), state.axis)
         copied.append(Copied(result, is_result=True, fresh=id(result) not in given))
-        at = final
-        own = job.dtype_of(state) == call.work.state_dtype
-        if not own and state.axis in waiting:
-            at = RowTensor(_accumulator(job, group, state, home), state.axis, of_group=True)
-            copied.append(Copied(at.tensor))
-        fill = partial(job.fill, state)
-        states.append(State(f"state_{state.name}", f"final_{state.name}", fill, at, final))
+        if job.dtype_of(state) != work.state_dtype and state.axis in waiting:
+            heads = state.heads(work, group.kv_heads)
+            shape = group.batch, heads, state.rows(work), state.columns(work)
+            tensor = travelling(shape, work.state_dtype, home, call.device)
+            at = RowTensor(tensor, state.axis, of_group=True)
+            copied.append(Copied(tensor))
+        states.append(State(state, at, final))
     with backend_of(call.device).page_locks(copied) as locks:
-        yield tuple(inputs), tuple(states), locks
+        yield Moved(tuple(inputs), tuple(states), locks)
 
 
 @contextmanager
-def arena_and_mover(
-    job: Job, n_bytes: int, n_slots: int, locks: PageLocks, clock: Clock
-) -> Iterator[tuple[torch.Tensor, Mover]]:
-    """Memory for slots, and what moves rows into them and out of them.
+def open_slots(
+    job: Job, moved: Moved, clock: Clock, *layouts: tuple[SlotLayout, int]
+) -> Iterator[list[SlotRows]]:
+    """What moves rows into slots and out of them, for each layout and how many slots it has: all of
+    one arena and one mover.
 
     At the end, also after a failure, no copy is in flight any more, and the results of units that
     were reported done have arrived.
     """
     backend, device = backend_of(job.call.device), job.call.device
-    mover: Mover | None = None
+    arena = backend.allocate(sum(layout.slot_bytes * n for layout, n in layouts), device)
+    mover = backend.mover(device, sum(n for _, n in layouts), moved.locks, clock)
     try:
-        arena = backend.allocate(n_bytes, device)
-        mover = backend.mover(device, n_slots, locks, clock)
-        yield arena, mover
+        sides, first, start = [], 0, 0
+        for layout, n in layouts:
+            size = layout.slot_bytes
+            slots = {first + k: arena[start + k * size :][:size] for k in range(n)}
+            first, start = first + n, start + n * size
+            sides.append(SlotRows(job, layout, moved, slots, mover))
+        yield sides
     finally:
-        if mover is not None:
-            mover.finish(wait=True)
-            if job.report is not None:
-                job.report.loaded_bytes += mover.loaded_bytes
-                job.report.stored_bytes += mover.stored_bytes
+        mover.finish(wait=True)
+        if job.report is not None:
+            job.report.loaded_bytes += mover.loaded_bytes
+            job.report.stored_bytes += mover.stored_bytes
 
 
 def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
     """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a row."""
     return tensor.unsqueeze(-1) if rows.width == "one" else tensor
-
-
-def _accumulator(job: Job, group: GroupSize, state: StateSpec, home: Residency) -> torch.Tensor:
-    """Memory in which the state of one head group waits between visits: (entries, heads, n, width)
-    in the state dtype."""
-    work = job.call.work
-    shape = (
-        group.batch, state.heads(work, group.kv_heads), state.rows(work), state.columns(work),
-    )  # fmt: skip
-    return home.travelling(shape, work.state_dtype, job.call.device)

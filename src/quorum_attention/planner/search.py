@@ -20,8 +20,7 @@ from quorum_attention.execution.problem import (
     group_sizes,
 )
 from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole, takes_tasks
-from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.streaming import Streaming
+from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.execution.schedule import Choice, Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.kernels.cache import remembered

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.device import residency
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Locker, PinnedPool
-from quorum_attention.execution.device.residency import Residency
 
 MIB = 1 << 20
 
@@ -195,7 +195,9 @@ def test_results_beside_a_gpu_lie_in_it(driver: Driver, monkeypatch: pytest.Monk
     gpu = torch.device("cuda", 0)
 
     def result(rows: int) -> torch.Tensor:
-        return Residency(torch.device("cpu")).result((1, 2, rows, 64), torch.float16, "it", gpu)
+        return residency.empty_result(
+            (1, 2, rows, 64), torch.float16, torch.device("cpu"), "it", gpu
+        )
 
     small = result(WORTH_LOCKING_BYTES // 512)
     assert small.shape == (1, 2, WORTH_LOCKING_BYTES // 512, 64)
@@ -212,14 +214,14 @@ def test_results_beside_a_gpu_lie_in_it(driver: Driver, monkeypatch: pytest.Monk
     # Where host memory is short, what is kept is given back first.
     del second
     tried: list[int] = []
-    empty = Residency.empty
+    empty = residency.empty
 
-    def short(self, shape, dtype, what):  # type: ignore[no-untyped-def]
+    def short(*given):  # type: ignore[no-untyped-def]
         tried.append(len(driver.locked))
         if len(tried) == 1:
             raise OutOfMemoryError("missing")
-        return empty(self, shape, dtype, what)
+        return empty(*given)
 
-    monkeypatch.setattr(Residency, "empty", short)
+    monkeypatch.setattr(residency, "empty", short)
     assert result(4 * rows) is not None
     assert tried == [1, 0]

@@ -13,7 +13,7 @@ from helpers_fake_device import FakeDevice, FakeEvent, FakeMover, FakeStream
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.execution.routes.streaming import Streaming
+from quorum_attention.execution.routes.slots import Streaming
 from quorum_attention.kernels.cpu import CpuKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,8 +7,8 @@ both piece by piece while the first tasks compute. A copy waits for the piece th
 that piece is then locked next.
 
 The driver refuses a copy that reaches from one locked piece into another. So results are cut into
-pieces only between heads that begin at pages (``Residency.result``). Tensors that were there before
-are cut at any page if they are copied by address: such a copy is cut there too (``parts``).
+pieces only between heads that begin at pages (``empty_result``). Tensors that were there before are
+cut at any page if they are copied by address: such a copy is cut there too (``parts``).
 
 While the driver locks memory, every other call to it waits, and not for its turn. So the thread may
 begin late, when the device has something to do (``begin``), and rests between pieces unless
