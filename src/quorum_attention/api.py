@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.gradients import given_of
-from quorum_attention.call.options import Budget, CallOptions, Devices, several
+from quorum_attention.call.options import Arguments, CallOptions, RunOptions, several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import switch
 from quorum_attention.direct import find_cached, output
-from quorum_attention.execution.report import Report
-from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
 from quorum_attention.passes import beside_casts, run_backward
-from quorum_attention.planner.plan import Plan
 
-_Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def attention(
@@ -36,16 +34,9 @@ def attention(
     enable_gqa: bool = False,
     *,
     dropout_seed: int | None = None,
-    budget: Budget | None = None,
-    plan: Plan | None = None,
-    depth: int | str = "auto",
-    kernel: str | InnerKernel = "auto",
-    accumulator: str = "auto",
-    devices: Devices | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    progress: Any = None,
-    report: Report | None = None,
+    **options: Unpack[RunOptions],
 ) -> torch.Tensor:
     """Scaled dot-product attention inside a memory budget, exact, with gradients.
 
@@ -77,6 +68,17 @@ def attention(
         enable_gqa: allow fewer key/value heads than query heads; they are never expanded.
         dropout_seed: from 0 to 2**63 - 1; the same seed drops the same pairs. None: drawn from
             torch's generator of the CPU in each call that has dropout; the report says it.
+        out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
+            may be one of several interleaved views of a tensor, but must share no memory with the
+            inputs nor overlap itself. A read-only array or memory map is refused; a tensor over an
+            object that must not change (``torch.frombuffer`` of bytes) cannot be recognised. Where
+            gradients are recorded, the call returns another tensor over the same memory. That one
+            carries the graph; ``out`` does not, and can be given again once the backward is done
+            (earlier, the backward raises torch's error about a changed tensor).
+        out_dtype: of the result, None for the query's. Merging is in fp32 (fp64 for fp64 inputs)
+            in any case; torch.float32 leaves out the last rounding.
+
+    Options:
         budget: device bytes the call may take beyond what is allocated when it begins, as a
             number or "2GiB"; None: what is free now, less a tenth. On the CPU this is host
             memory. Holds for the forward and, separately, for the backward. Where several devices
@@ -91,15 +93,6 @@ def attention(
             device if there is one. Several, ["cuda:0", "cuda:1"], or "all" CUDA devices of this
             machine, share the call: a worker process for each, started by the first such call and
             ended with the program (docs/devices.md). Or a ``pool.Pool`` of one's own.
-        out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
-            may be one of several interleaved views of a tensor, but must share no memory with the
-            inputs nor overlap itself. A read-only array or memory map is refused; a tensor over an
-            object that must not change (``torch.frombuffer`` of bytes) cannot be recognised. Where
-            gradients are recorded, the call returns another tensor over the same memory. That one
-            carries the graph; ``out`` does not, and can be given again once the backward is done
-            (earlier, the backward raises torch's error about a changed tensor).
-        out_dtype: of the result, None for the query's. Merging is in fp32 (fp64 for fp64 inputs)
-            in any case; torch.float32 leaves out the last rounding.
         progress: True for a progress bar (plain lines where none can be drawn), or a callable
             (done, total, label).
         report: a ``Report`` to fill with what happened.
@@ -125,25 +118,19 @@ def attention(
         >>> torch.allclose(out, expected, atol=1e-4)
         True
     """
-    written = CallOptions(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    call = Arguments(
+        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
+        CallOptions(**options),
+    )  # fmt: skip
     name, traced = None, torch.compiler.is_dynamo_compiling()
     if not traced:
-        # Nothing but attention is asked for.
-        if (
-            out is None and out_dtype is None and dropout_seed is None
-            and type(dropout_p) is float and dropout_p == 0.0 and written.says_nothing
-        ):  # fmt: skip
-            cached, name = find_cached(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-            if cached is not None:
-                return cached
+        cached, name = find_cached(query, key, value, call)
+        if cached is not None:
+            return cached
         traced = name is None and is_traced(query, key, value)
-    call = (
-        query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
-        out_dtype,
-    )  # fmt: skip
     if traced:
-        return _traced(call, written)[0]
-    return output(*_request_of("attention", *call, filled(written)), out, name, call[:3])
+        return _traced(query, key, value, call)[0]
+    return output(*_request_of("attention", query, key, value, call), out, name, query, key, value)
 
 
 def attention_with_lse(
@@ -157,16 +144,9 @@ def attention_with_lse(
     enable_gqa: bool = False,
     *,
     dropout_seed: int | None = None,
-    budget: Budget | None = None,
-    plan: Plan | None = None,
-    depth: int | str = "auto",
-    kernel: str | InnerKernel = "auto",
-    accumulator: str = "auto",
-    devices: Devices | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    progress: Any = None,
-    report: Report | None = None,
+    **options: Unpack[RunOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention`` that also returns the log-sum-exp of every row's scores.
 
@@ -181,40 +161,45 @@ def attention_with_lse(
         >>> lse.shape
         torch.Size([1, 2, 300])
     """
-    written = CallOptions(budget, plan, depth, kernel, accumulator, devices, progress, report)
-    call = (
-        query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
-        out_dtype,
+    call = Arguments(
+        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
+        CallOptions(**options),
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
-        return _traced(call, written)
-    return attend(*_request_of("attention", *call, filled(written)), out)
+        return _traced(query, key, value, call)
+    return attend(*_request_of("attention", query, key, value, call), out)
 
 
-def _request_of(function: str, *call: Any) -> tuple[Tensors, Request]:
-    """``request_of``, of a call for which several devices may be named."""
-    if not several(call[-1].devices):
-        return request_of(function, *call)
+def _request_of(
+    function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+) -> tuple[Tensors, Request]:
+    """``request_of`` with the settings here, of a call for which several devices may be named."""
+    call = call._replace(written=filled(call.written))
+    if not several(call.written.devices):
+        return request_of(function, query, key, value, call)
     from quorum_attention.devices import pool  # processes, only where they are used
 
-    return pool.request_on_devices(function, *call)
+    return pool.request_on_devices(function, query, key, value, call)
 
 
-def _traced(call: _Call, written: CallOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def _traced(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is traced: as an operator, if one can be called so."""
-    out, out_dtype = call[9:]
-    if out is None and not several(written.devices):
-        found = as_operator(*call[:9], out_dtype, written)
+    if not several(call.written.devices):
+        found = as_operator(query, key, value, call)
         if found is not None:
             return found
-    return _outside_of_graphs(call, written)
+    return _outside_of_graphs(query, key, value, call)
 
 
 @uncompiled
-def _outside_of_graphs(call: _Call, written: CallOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def _outside_of_graphs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is no operator: torch's compiler breaks its graph around it."""
-    refuse_traces("attention", query=call[0], key=call[1], value=call[2])
-    return attend(*_request_of("attention", *call, filled(written)), call[-2])
+    refuse_traces("attention", query=query, key=key, value=value)
+    return attend(*_request_of("attention", query, key, value, call), call.out)
 
 
 @uncompiled
@@ -232,18 +217,11 @@ def attention_backward(
     *,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
-    budget: Budget | None = None,
-    plan: Plan | None = None,
-    depth: int | str = "auto",
-    kernel: str | InnerKernel = "auto",
-    accumulator: str = "auto",
-    devices: Devices | None = None,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     grad_lse: torch.Tensor | None = None,
     grad_mask: torch.Tensor | bool = False,
     grad_sinks: bool = False,
-    progress: Any = None,
-    report: Report | None = None,
+    **options: Unpack[RunOptions],
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of ``attention``, without autograd, into preallocated tensors if wished.
 
@@ -261,7 +239,7 @@ def attention_backward(
             shape, of any floating dtype, is filled with it (and shares no memory with others).
         grad_sinks: True: return the gradient of a Mask's ``sinks`` too.
 
-    Other arguments, and errors, as in ``attention``.
+    Options, and errors, as of ``attention``.
 
     Returns:
         (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks, where asked
@@ -274,15 +252,13 @@ def attention_backward(
         >>> [tuple(grad.shape) for grad in grads]
         [(1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)]
     """
-    written = filled(
-        CallOptions(budget, plan, depth, kernel, accumulator, devices, progress, report)
-    )
     refuse_traces("attention_backward", query=query, key=key, value=value)
-    originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    tensors, request = _request_of(
-        "attention_backward", *originals, attn_mask, dropout_p, dropout_seed, is_causal, scale,
-        enable_gqa, None, None, filled(written),
+    call = Arguments(
+        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
+        written=CallOptions(**options),
     )  # fmt: skip
+    originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    tensors, request = _request_of("attention_backward", *originals, call)
     given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, grad_lse, originals)
     given = given._replace(of_sinks=switch(grad_sinks, "grad_sinks"))
     if given.of_sinks and tensors.sinks is None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
 import torch
@@ -93,34 +92,11 @@ class _EagerBackward(NamedTuple):
     of_mask: bool
     of_sinks: bool
 
-    def __call__(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        grad_lse: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *read: Any) -> tuple[torch.Tensor, ...]:
+        grad_out, query, key, value, out, lse, mask, sinks, grad_lse = read
         of_mask, of_sinks = self.of_mask, self.of_sinks
         given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
         return run_backward(Tensors(query, key, value, mask, sinks), self.request, given)
-
-
-def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` with a signature at hand that has no defaults.
-
-    torch inspects the signature of a ``forward`` without ctx at every call, which would take longer
-    than everything else in this file.
-    """
-    forward.__signature__ = _ANY  # type: ignore[attr-defined]
-    return forward
-
-
-_ANY = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])
 
 
 class _Quick(torch.autograd.Function):
@@ -128,8 +104,7 @@ class _Quick(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As torch's, which first binds the arguments to a signature: that would double the time
-        spent here."""
+        """As torch's, which first inspects the signature of ``forward``: 0.1 ms."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         # As torch's does: wrappers of a transformation that is over are replaced by their tensors.
@@ -146,7 +121,6 @@ class Attention(_Quick):
     another with its methods) and more tensors of it."""
 
     @staticmethod
-    @_without_defaults
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:
         """The call's results."""
         call = args[5]
@@ -194,7 +168,6 @@ class Gradients(_Quick):
     its tensors, and what runs it."""
 
     @staticmethod
-    @_without_defaults
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:
         """The gradients."""
         *tensors, run = args
@@ -264,28 +237,6 @@ def mapped_mask(
         mask, dim = mask.expand(size, *mask.shape), 0
     shape = None if mask is None or dim is None else mask.movedim(dim, 0).shape
     return mask_in_front(mask, dim, rank), shape
-
-
-def named_derivative(out: torch.Tensor) -> torch.Tensor:
-    """``out`` of an operator that torch records; a second derivative of it meets a clear error."""
-    if out.grad_fn is not None:
-        out.grad_fn.register_hook(_first_derivative)
-    return out
-
-
-def _first_derivative(
-    grads: tuple[torch.Tensor | None, ...], upstream: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor | None, ...] | None:
-    """Replaces the gradients of an operator of torch's where autograd records them."""
-    if not torch.is_grad_enabled():
-        return None
-    views = Gradients.apply(*(g for g in grads if g is not None), _views)
-    made = iter(views)
-    return tuple(None if grad is None else next(made) for grad in grads)
-
-
-def _views(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(grad.view_as(grad) for grad in grads)
 
 
 def attend(

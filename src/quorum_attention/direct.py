@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from quorum_attention.autograd import RESULTS, Attention, EagerCall, attend, named_derivative
-from quorum_attention.call.gradients import Given, place_after
+from quorum_attention.autograd import RESULTS, Attention, EagerCall, attend
+from quorum_attention.call.gradients import Given
+from quorum_attention.call.options import Arguments
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
@@ -26,11 +27,11 @@ from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, 
 from quorum_attention.execution.problem import corrected_bytes, scales
 from quorum_attention.execution.routes.over_inputs import Whole, materialises, without_empty_rows
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
-from quorum_attention.kernels.registry import get_kernel, kernels, registrations
+from quorum_attention.kernels.registry import registrations
 from quorum_attention.mask import Mask
 from quorum_attention.passes import as_own, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner.calibration import rates_known
-from quorum_attention.planner.decide import Decision, decide
+from quorum_attention.planner.decide import Decision
 
 # By names of this file: to look them up in torch would take longer than the shortest calls.
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
@@ -47,28 +48,23 @@ _ANY_GPU = torch.version.cuda is not None
 # Calls that are remembered; when there are more, all are forgotten. (Under a mask each keeps its
 # kernel's tables in page-locked memory, 0.4 MB for 262,144 tokens.)
 _MOST = 128
-# Most bytes of an additive copy of a boolean mask that a graph of torch's is to keep.
-_MOST_BIAS = 1 << 20
 
 
 # --- What a call is looked up by ----------------------------------------------------------------
 
 
-def cache_key(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
-) -> Hashable | None:
-    """What a call without other options is looked up by; None if it is none that is remembered.
+def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | None:
+    """What a call is looked up by; None if it is none that is remembered, as one with options.
 
     Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
     gradients are recorded: a model that decodes has another number at every call, and decisions
     round it up (``planner/decide.py``).
     """
+    attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
+    if type(dropout_p) is not float or dropout_p != 0.0 or not written.says_nothing:
+        return None
+    if out is not None or out_dtype is not None or seed is not None:
+        return None
     for tensor in (query, key, value):
         if not _is_plain(tensor) or tensor.dim() != 4:
             return None
@@ -179,22 +175,16 @@ def _is_transformed() -> bool:
 # --- One kernel call ------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class DirectCall:
-    """A call that is one kernel call; as autograd records it, an ``EagerCall`` where its gradients
-    are not.
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectCall(EagerCall):
+    """A call that is one kernel call.
 
     Attributes:
-        request: the call, without its tensors.
-        kernel: what computes: a registered kernel by its name, or one of ours under a mask.
-        recorded: the same, if torch's autograd records its operator with all that the backward
-            needs; None: the gradient is ours.
+        kernel: what computes.
         backwards: whether its gradients are one kernel call, by what that depends on.
     """
 
-    request: Request
-    kernel: str | InnerKernel
-    recorded: InnerKernel | None = None
+    kernel: InnerKernel
     backwards: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def output(
@@ -206,11 +196,6 @@ class DirectCall:
     ) -> torch.Tensor | None:
         """The output; None where memory ran out."""
         try:
-            if self.recorded is not None:
-                call = self._call((query, key, value), mask, self.request.out_dtype)
-                found = self.recorded.recorded_forward(call)
-                if found is not None:
-                    return named_derivative(found)
             if self.request.records:
                 out: torch.Tensor = Attention.apply(query, key, value, mask, None, self)[0]
                 return out
@@ -220,24 +205,23 @@ class DirectCall:
                 raise
         return None
 
-    def captured(self) -> tuple[()]:
-        """Nothing: kernels that capture tensors are not remembered."""
-        return ()
-
     def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """(out, lse)."""
-        out, lse = get_kernel(self.kernel).whole_forward(
-            self._call(tensors[:3], tensors.mask, self.request.out_dtype)
-        )
+        out, lse = self.kernel.whole_forward(self._call(*tensors[:4], self.request.out_dtype))
         return as_own(out), lse
 
-    def _call(self, three: Any, mask: torch.Tensor | None, out_dtype: torch.dtype) -> Call:
-        request, bias = self.request, None
+    def _call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Call:
+        work, bias = self.request.work, None
         if mask is not None:
-            bias = MaskView(mask, 1).whole(request.work.dtype, request.options.device)
-        query, key, value = three
-        causal, scale = request.work.is_causal, request.scale
-        return Call(query, key, value, causal, scale, bias, out_dtype)
+            bias = MaskView(mask, 1).whole(work.dtype, self.request.options.device)
+        return Call(query, key, value, work.is_causal, self.request.scale, bias, out_dtype)
 
     def gradients(
         self,
@@ -247,78 +231,49 @@ class DirectCall:
         learned: tuple[bool, bool],
     ) -> tuple[torch.Tensor, ...]:
         """As ``EagerCall.gradients``."""
-        if grad_lse is None:
-            refuse_batched(grad_out)
-            grads = self._one_call(grad_out, saved)
-            if grads is not None:
-                return grads
+        query, key, value, mask, _, out, lse = saved[:7]
+        if grad_lse is None and self._is_one_backward(grad_out, Tensors(*saved[:4]), out, lse):
+            dtype = self.request.work.dtype
+            try:
+                lse = lse if self.kernel.empty_rows else without_empty_rows(lse)
+                kept = Saved(operand(grad_out, dtype), operand(out, dtype), lse)
+                return self.kernel.whole_backward(self._call(query, key, value, mask, dtype), kept)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # The next one is decided anew, by what is free then.
+                self.backwards.clear()
         return EagerCall(self.request).gradients(grad_out, grad_lse, saved, learned)
 
-    def _one_call(
-        self, grad_out: torch.Tensor, saved: tuple[Any, ...]
-    ) -> tuple[torch.Tensor, ...] | None:
-        """The gradients by one kernel call; None where they are not."""
-        query, key, value, mask, _, out, lse = saved[:7]
-        work, dtype = self.request.work, self.request.work.dtype
-        if not _is_plain(grad_out) or grad_out.dtype != dtype or grad_out.device != out.device:
-            return None
+    def _is_one_backward(
+        self, grad_out: torch.Tensor, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor
+    ) -> bool:
+        """Whether the gradients are one kernel call."""
+        refuse_batched(grad_out)
+        work, kernel = self.request.work, self.kernel
+        if not _is_plain(grad_out) or grad_out.dtype != work.dtype or grad_out.device != out.device:
+            return False
         if _records() or _is_transformed() or _autocast(out.device.type):
-            return None
+            return False
         state = _deterministic(), registrations(), torch.get_num_threads()
-        one_call = self.backwards.get(state)
-        if one_call is None:
-            tensors, given = Tensors(query, key, value, mask), Given(grad_out, out, lse)
-            decision = decide_backward(tensors, self.request, given)
-            kernel = decision.kernel
-            one_call = kernel is get_kernel(self.kernel) and _is_one_call(decision, self.request)
+        if state not in self.backwards:
+            decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
             # Such gradients are looked at afterwards, or need another output.
             other = materialises(work, kernel) or scales(kernel, work)
-            one_call = one_call and not (other or corrected_bytes(work, kernel))
-            self.backwards[state] = one_call
-        if not one_call:
-            return None
-        kernel = get_kernel(self.kernel)
-        try:
-            lse = lse if kernel.empty_rows else without_empty_rows(lse)
-            kept = Saved(operand(grad_out, dtype), operand(out, dtype), lse)
-            return kernel.whole_backward(self._call((query, key, value), mask, dtype), kept)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            # The next one is decided anew, by what is free then.
-            self.backwards.clear()
-        return None
+            self.backwards[state] = (
+                decision.kernel is kernel
+                and _is_one_call(decision, self.request)
+                and not (other or corrected_bytes(work, kernel))
+            )
+        return self.backwards[state]
 
 
 def direct_call(tensors: Tensors, request: Request) -> DirectCall | None:
-    """How a call is run that is one kernel call; None if it is not, or is not to be remembered."""
+    """How a call is run that is one kernel call; None if it is not."""
     if is_trivial(tensors) or len(request.work.batch_shape) != 1 or request.runner is not None:
         return None
     decision = decide_forward(tensors, request)
-    kernel = decision.kernel
-    if not _is_one_call(decision, request):
-        return None
-    if kernels().get(kernel.name) is kernel:
-        mask = tensors.mask
-        large = mask is not None and mask.dtype == torch.bool and 4 * mask.numel() > _MOST_BIAS
-        recorded = not large and _is_recorded(decision, request)
-        return DirectCall(request, kernel.name, kernel if recorded else None)
-    # One of ours under a mask: a call that names a kernel of its own is not remembered.
-    return DirectCall(request, kernel) if kernel.empty_rows else None
-
-
-def _is_recorded(decision: Decision, request: Request) -> bool:
-    """Whether torch's autograd can record the kernel's operator in place of ours."""
-    kernel, work, options = decision.kernel, request.work, request.options
-    if not kernel.takes_recorded(decision.call_shape):
-        return False
-    if not request.records:
-        return True
-    if work.dtype == torch.float16 or materialises(work, kernel):
-        return False
-    place = place_after(decision.problem.place, request)
-    after = decide(work, place, options, request.out_dtype, backward=True)
-    return after.plan is None and after.kernel is kernel
+    return DirectCall(request, decision.kernel) if _is_one_call(decision, request) else None
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:
@@ -337,24 +292,18 @@ _CACHE: dict[Hashable, DirectCall | None] = {}
 
 
 def find_cached(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
+    query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor | None, Hashable | None]:
-    """Makes a call without other options as one before.
+    """Makes a call as one before.
 
     Returns:
         (output or None, what the call is to be remembered by or None).
     """
-    name = cache_key(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    name = cache_key(query, key, value, call)
     known = None if name is None else _CACHE.get(name)
     if known is None:
         return None, name
-    mask = attn_mask if isinstance(attn_mask, torch.Tensor) else None
+    mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
     out = known.output(query, key, value, mask)
     if out is not None:
         return out, name
@@ -368,7 +317,7 @@ def output(
     request: Request,
     out: torch.Tensor | None,
     name: Hashable | None,
-    given: tuple[object, object, object],
+    *given: object,
 ) -> torch.Tensor:
     """The output of a call that has been checked; it is remembered.
 
@@ -396,6 +345,3 @@ def output(
 def forget_all() -> None:
     """Nothing is remembered any more."""
     _CACHE.clear()
-
-
-__all__ = ["DirectCall", "cache_key", "direct_call", "find_cached", "forget_all", "output"]

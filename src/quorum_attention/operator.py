@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
+from operator import is_
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,10 +41,11 @@ from quorum_attention.autograd import (
     refuse_mapped,
 )
 from quorum_attention.call.gradients import Given
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Settings, current
 from quorum_attention.call.validation import as_mask, broadcast_inputs
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
@@ -51,14 +54,12 @@ NAME = "quorum_attention"
 _Result = TypeVar("_Result")
 # Tensors beside the inputs that may be there: additive or boolean mask, sinks, seed of dropout.
 _OTHERS = "Tensor? attn_mask, Tensor? sinks, Tensor? seed, Tensor[] parts"
-# ``mapped``: how many dimensions torch.vmap has added in front. The last three: whether gradients
-# were recorded where the call was written, and whether those of mask and sinks are asked for.
+# The last three: whether gradients were recorded where the call was written, and whether those of
+# mask and sinks are asked for.
 _CALL = (
     "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
-    "str options, SymInt[] numbers, int mapped, bool recorded, bool of_mask, bool of_sinks"
+    "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
 )
-# Where ``mapped`` is in it.
-_MAPPED = 7
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = tuple(
     getattr(torch.Tag, name)
@@ -78,20 +79,12 @@ _SCHEMAS = {
 
 
 def as_operator(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    dropout_p: Any,
-    dropout_seed: int | None,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
-    out_dtype: torch.dtype | None,
-    written: CallOptions,
+    query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(out, lse) of a call by the operator; arguments as those of ``api.attention``. None where one
-    cannot be said to an operator."""
+    """(out, lse) of a call by the operator; None where it cannot be said to an operator."""
+    attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
+    if out is not None:
+        return None
     attn_mask = as_mask(attn_mask, query, key)
     if not (
         isinstance(query, torch.Tensor)
@@ -124,7 +117,7 @@ def as_operator(
     # Whether gradients are asked for is seen where autograd sees the operator.
     out, lse, _ = torch.ops.quorum_attention.attention(
         query, key, value, mask, sinks, seed, encoder.tensors, float(dropout_p), scale, is_causal,
-        grouped, out_dtype, options, encoder.numbers, 0, False, False, False,
+        grouped, out_dtype, options, encoder.numbers, False, False, False,
     )  # fmt: skip
     return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
 
@@ -208,59 +201,54 @@ def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, query = current(), args[0]
     with _mapping_dispatched():
-        tensors, request = _request(settings, None, *args)
+        tensors, request, kernel = _request(settings, None, *args)
         out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
-    known = torch.tensor([_keep(settings), _kernel_id(request)], dtype=torch.int64, device="cpu")
+    known = torch.tensor(_keep(settings, kernel), dtype=torch.int64, device="cpu")
     # As ``_fake_forward`` promises: in one piece, lse beside the output.
     return out.contiguous(), lse.to(query.device).contiguous(), known
 
 
-def _backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    known: torch.Tensor,
-    *rest: Any,
-) -> list[torch.Tensor]:
+def _backward(*args: Any) -> list[torch.Tensor]:
+    grad_out, grad_lse, query, key, value, out, lse, known, *rest = args
     of_mask, of_sinks = rest[-2:]
     given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
-    number, kernel_id = known.tolist()
-    settings = _settings.get(number) if number else None
-    if number and settings is None:  # of long ago: those of the moment
-        settings = current()
+    number = int(known)
+    # Of long ago: those of the moment.
+    settings, kernel = _kept.get(number, (current() if number else None, None))
     with _mapping_dispatched():
-        tensors, request = _request(settings, kernel_id, query, key, value, *rest)
+        tensors, request, _ = _request(settings, kernel, query, key, value, *rest)
         grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
     return grads
 
 
-# A graph that is kept longer than so many settings have come and gone gets those of the moment.
+# Settings and kernel of a forward, for its backward. A graph that is kept longer than so many have
+# come and gone gets those of the moment.
 _MOST = 1024
-_settings: dict[int, Settings] = {}
+_kept: dict[int, tuple[Settings | None, InnerKernel | None]] = {}
+_numbers = count(1)
 _lock = Lock()
 
 
-def _keep(settings: Settings | None) -> int:
-    """A number by which the backward finds settings; 0 where there are none."""
-    if settings is None:
+def _keep(settings: Settings | None, kernel: InnerKernel | None) -> int:
+    """A number by which the backward finds them; 0 where there are none."""
+    if settings is None and kernel is None:
         return 0
     with _lock:
-        _settings[id(settings)] = settings
-        while len(_settings) > _MOST:
-            del _settings[next(iter(_settings))]
-    return id(settings)
+        for number, (others, its) in reversed(_kept.items()):
+            if its is kernel and _are(settings or (), others or ()):
+                return number
+        number = next(_numbers)
+        _kept[number] = settings, kernel
+        if len(_kept) > _MOST:
+            del _kept[next(iter(_kept))]
+    return number
 
 
-def _kernel_id(request: Request) -> int:
-    """Tells the kernel that a call names from another that has its name later; 0: it names none."""
-    kernel = request.options.kernel
-    return 0 if isinstance(kernel, str) else id(kernel)
+def _are(settings: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether they hold the same objects: equal reports are others."""
+    return len(settings) == len(others) and all(map(is_, settings, others))
 
 
 _OF_MAPPING = tuple(
@@ -289,24 +277,15 @@ def _mapping_dispatched() -> Iterator[None]:
 
 
 def _request(
-    settings: Settings | None,
-    kernel_id: int | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    parts: list[torch.Tensor],
-    *call: Any,
-) -> tuple[Tensors, Request]:
-    """The tensors of a call, and its request.
+    settings: Settings | None, kernel: InnerKernel | None, *args: Any
+) -> tuple[Tensors, Request, InnerKernel | None]:
+    """The tensors of a call, its request, and the kernel that it names.
 
     Args:
-        kernel_id: of the kernel of the forward; None: this is the forward.
+        kernel: of the forward, where this is its backward.
     """
-    dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers, mapped = call[:8]
-    recorded, of_mask, _ = call[8:]
+    query, key, value, mask, sinks, seed, parts, *call, recorded, of_mask, _ = args
+    dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call
     written, described = CallOptions(), None
     if options:
         *fields, described = [_decode(form, numbers, parts) for form in _parsed(options)]
@@ -318,37 +297,21 @@ def _request(
             "give attention the kernel itself, and torch.compile breaks its graph there"
         )
     written = written if settings is None else settings.fill(written)
-    # What torch.vmap has added in front (``_map_forward``) is none of the call's own dimensions.
-    first, bias = (query, key, value), mask
-    if mapped:
-        first = (query[(0,) * mapped], key[(0,) * mapped], value[(0,) * mapped])
-        bias = _without(mask, mapped, query.dim())
-    if described is not None and (mask is not None or sinks is not None):
-        described = replace(described, bias=bias, sinks=sinks)
+    if written.kernel != "auto":
+        # By the backward another kernel may have been registered under its name.
+        kernel = kernel or get_kernel(written.kernel)
+        written = written._replace(kernel=kernel)
+    if described is not None:
+        mask = replace(described, bias=mask, sinks=sinks)
     # A forward that is recorded takes kernels that have gradients, as a backward does.
     function = "attention_backward" if recorded else "attention"
+    said = Arguments(
+        mask, dropout_p, None if seed is None else int(seed), is_causal, scale, enable_gqa, None,
+        out_dtype, written,
+    )  # fmt: skip
     with torch.no_grad():  # ``recorded`` says whether these tensors get gradients
-        tensors, request = request_of(
-            function, *first, bias if described is None else described, dropout_p,
-            None if seed is None else int(seed), is_causal, scale, enable_gqa, None, out_dtype,
-            written,
-        )  # fmt: skip
-        if named != "auto" and kernel_id not in (None, _kernel_id(request)) and not described:
-            raise RuntimeError(f"kernel {named!r} is another one now than in the forward")
-        if mapped:
-            query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
-            tensors = tensors._replace(query=query, key=key, value=value, mask=mask)
-        for level in reversed(range(mapped)):
-            outer = _without(mask, level, query.dim())
-            request = request.mapped(query.shape[level], outer)
-    return tensors, replace(request, records=recorded, mask_grad=of_mask)
-
-
-def _without(mask: torch.Tensor | None, mapped: int, rank: int) -> torch.Tensor | None:
-    """A mask for the first entry of so many mapped dimensions, of queries of ``rank`` with them."""
-    if mask is None:
-        return None
-    return mask[(0,) * max(0, mask.dim() - (rank - mapped))]
+        tensors, request = request_of(function, query, key, value, said)
+    return tensors, replace(request, records=recorded, mask_grad=of_mask), kernel
 
 
 def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Result:
@@ -366,13 +329,13 @@ def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Resu
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out_dtype = rest[-7]
+    out_dtype = rest[-6]
     _check_devices(query, key, value, rest)
     state = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
         query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype or query.dtype),
         query.new_empty(query.shape[:-1], dtype=state),
-        torch.empty((2,), dtype=torch.int64, device="cpu"),
+        torch.empty((), dtype=torch.int64, device="cpu"),
     )
 
 
@@ -401,19 +364,8 @@ def _check_devices(
                 )
 
 
-def _fake_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    known: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    *rest: Any,
-) -> list[torch.Tensor]:
+def _fake_backward(*args: Any) -> list[torch.Tensor]:
+    grad_out, grad_lse, query, key, value, out, lse, _, mask, sinks, *rest = args
     _check_devices(query, key, value, (grad_out, grad_lse, out, lse, mask, sinks, *rest))
     learned = [t for t, w in ((mask, rest[-2]), (sinks, rest[-1])) if w and t is not None]
     return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
@@ -513,7 +465,6 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     """One more batch dimension; what is not mapped is expanded."""
     query, key, value, mask, sinks, seed, parts, *call = args
     _refuse_others(in_dims[4:7], call)
-    call = _one_more(call)
     query, key, value = in_front(info.batch_size, in_dims[:3], [query, key, value])
     mask = mask_in_front(mask, in_dims[3], query.dim())
     found = torch.ops.quorum_attention.attention(query, key, value, mask, sinks, seed, parts, *call)
@@ -522,7 +473,7 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     grad_out, grad_lse, *four, lse, known, mask, sinks, seed, parts = args[:12]
-    call = _one_more(args[12:])
+    call = args[12:]
     *_, of_mask, of_sinks = call
     _refuse_others((0 if of_sinks else in_dims[9], *in_dims[10:12]), call)
     size = info.batch_size
@@ -537,13 +488,6 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     if of_mask:
         found = [*found[:3], found[3].reshape(shape), *found[4:]]
     return found, [0] * len(found)
-
-
-def _one_more(call: Iterable[Any]) -> list[Any]:
-    """The arguments of a call with one more mapped dimension."""
-    call = list(call)
-    call[_MAPPED] += 1
-    return call
 
 
 def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:

@@ -9,34 +9,28 @@ very arguments that came.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import CallOptions, Device
+from quorum_attention.call.options import Arguments, CallOptions, Defaults
 from quorum_attention.call.request import request_of
-from quorum_attention.call.settings import (
-    UNSAID,
-    Layer,
-    current,
-    filled,
-    layer_of,
-    set_base,
-    using,
-)
+from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
 from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.problem import ELEMENT_BYTES
-from quorum_attention.execution.report import Report
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _Sdpa = Callable[..., torch.Tensor]
-_Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+_Call = tuple[Any, Any, Any, Arguments]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MIN_TOKENS = 4096
 
@@ -44,8 +38,6 @@ _lock = Lock()
 # ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch; None for one
 # that turns the patch off.
 _open: list[int | None] = []
-# The least of them, for code that is compiled: torch's compiler cannot look at a context.
-_least: int | None = None
 
 
 class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_grad)
@@ -78,22 +70,9 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
     """
 
     def __init__(
-        self,
-        *,
-        min_tokens: int = MIN_TOKENS,
-        enabled: bool = True,
-        budget: int | str | None = UNSAID,
-        depth: int | str = UNSAID,
-        kernel: str | InnerKernel = UNSAID,
-        accumulator: str = UNSAID,
-        devices: Device | None = UNSAID,
-        progress: Any = UNSAID,
-        report: Report | None = UNSAID,
+        self, *, min_tokens: int = MIN_TOKENS, enabled: bool = True, **options: Unpack[Defaults]
     ) -> None:
-        self._layer = layer_of(
-            sdpa=enabled, min_tokens=min_tokens, budget=budget, depth=depth, kernel=kernel,
-            accumulator=accumulator, devices=devices, progress=progress, total=report,
-        )  # fmt: skip
+        self._layer = layer_of(sdpa=enabled, min_tokens=min_tokens, **options)
 
     def __enter__(self) -> patched_sdpa:
         _hold(self._layer)
@@ -105,20 +84,7 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         _release(self._layer)
 
 
-_permanent: Layer | None = None
-
-
-def patch_sdpa(
-    *,
-    min_tokens: int = MIN_TOKENS,
-    budget: int | str | None = None,
-    depth: int | str = "auto",
-    kernel: str | InnerKernel = "auto",
-    accumulator: str = "auto",
-    devices: Device | None = None,
-    progress: Any = None,
-    report: Report | None = None,
-) -> None:
+def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[Defaults]) -> None:
     """Have ``attention`` in place of ``scaled_dot_product_attention`` in all threads, from now on.
 
     Its options lie below those of all blocks. Called again, it replaces them.
@@ -129,11 +95,7 @@ def patch_sdpa(
         >>> qa.patch_sdpa(budget="2GiB")
         >>> qa.unpatch_sdpa()
     """
-    layer = layer_of(
-        sdpa=True, min_tokens=min_tokens, budget=budget, depth=depth, kernel=kernel,
-        accumulator=accumulator, devices=devices, progress=progress, total=report,
-    )  # fmt: skip
-    _replace_permanent(layer)
+    _replace_permanent(layer_of(sdpa=True, min_tokens=min_tokens, **options))
 
 
 def unpatch_sdpa() -> None:
@@ -142,12 +104,9 @@ def unpatch_sdpa() -> None:
 
 
 def _replace_permanent(layer: Layer | None) -> None:
-    global _permanent
     if layer is not None:
         _hold(layer)
-    with _lock:
-        before, _permanent = _permanent, layer
-        set_base(layer)
+    before = set_base(layer)
     if before is not None:
         _release(before)
 
@@ -159,7 +118,6 @@ def _hold(layer: Layer) -> None:
     """Put our function in place, unless it is there."""
     with _lock:
         _open.append(_tokens(layer))
-        _note_least()
         there = torch.nn.functional.scaled_dot_product_attention
         # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
         sharded = hasattr(there, "_quorum_attention_sharded")
@@ -171,7 +129,6 @@ def _release(layer: Layer) -> None:
     """Put back what was there, if nobody needs ours any more, and it still is the one in place."""
     with _lock:
         _open.remove(_tokens(layer))
-        _note_least()
         there = torch.nn.functional.scaled_dot_product_attention
         original = getattr(there, "_quorum_attention_original", None)
         if not _open and original is not None:
@@ -179,14 +136,14 @@ def _release(layer: Layer) -> None:
 
 
 def _tokens(layer: Layer) -> int | None:
-    tokens: int = layer.fields["min_tokens"]
-    return tokens if layer.fields["sdpa"] else None
+    tokens: int = layer["min_tokens"]
+    return tokens if layer["sdpa"] else None
 
 
-def _note_least() -> None:
-    global _least
+def _least() -> int:
+    """The least of ``_open`` in compiled code, since torch's compiler cannot look at a context."""
     on = [tokens for tokens in _open if tokens is not None]
-    _least = min(on) if on and len(on) == len(_open) else None
+    return min(on) if on and len(on) == len(_open) else sys.maxsize
 
 
 def _instead_of(original: _Sdpa) -> _Sdpa:
@@ -195,14 +152,15 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
             call: _Call | None = _arguments(*args, **named)
         except TypeError:
             call = None  # torch's own says so
-        own, mask = original, None if call is None else call[3]
+        own = original
+        mask: Any = None if call is None else call[3].attn_mask
         if mask is not None and is_causal_bias(mask):
             # It looks for the name in torch.nn.functional, and does not know torch's own there.
             own = mask._dispatch
         taken = None
         if call is not None and torch.compiler.is_dynamo_compiling():
             # The settings are looked up when the graph runs.
-            if _least is not None and _is_long(call, _least):
+            if _is_long(call, _least()):
                 taken = _in_a_graph(call)
         elif call is not None:
             settings = current()
@@ -226,8 +184,9 @@ def _arguments(
     scale: Any = None,
     enable_gqa: Any = False,
 ) -> _Call:
-    """The arguments of a call of torch's function, in their order."""
-    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    """The arguments of a call of torch's function."""
+    said = Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
+    return query, key, value, said
 
 
 # --- Which calls are taken --------------------------------------------------------------------
@@ -235,8 +194,9 @@ def _arguments(
 
 def _is_long(call: _Call, min_tokens: int) -> bool:
     """Whether a call is of plain tensors, long enough, and has more than one query."""
-    query, key, value, mask, _, is_causal, *_ = call
-    if mask is not None and is_causal:
+    query, key, value, said = call
+    mask = said.attn_mask
+    if mask is not None and said.is_causal:
         return False  # refused by torch's own
     for tensor in (query, key, value, *(() if mask is None or is_causal_bias(mask) else (mask,))):
         if type(tensor) not in _PLAIN and not _is_of_a_trace(tensor):
@@ -255,16 +215,14 @@ def _is_of_a_trace(tensor: object) -> bool:
 
 def _taken(call: _Call) -> torch.Tensor | None:
     """The result of a call; None if it is torch's, or refused before any work."""
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
+    query, key, value, said = call
     if _is_special(query):
         return None
     if is_traced(query, key, value):
         return _in_a_graph(call)
     try:
-        tensors, request = request_of(
-            "attention", query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa,
-            None, None, filled(CallOptions()),
-        )  # fmt: skip
+        said = said._replace(written=filled(CallOptions()))
+        tensors, request = request_of("attention", query, key, value, said)
     except (TypeError, ValueError, NotImplementedError):
         return None  # torch's own can do it, or says why not in its own words
     try:
@@ -275,7 +233,7 @@ def _taken(call: _Call) -> torch.Tensor | None:
 
 def _in_a_graph(call: _Call) -> torch.Tensor | None:
     """The result of the operator, for tensors of dtypes, devices and shapes that it takes."""
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
+    query, key, value, said = call
     known = (
         query.device.type in BACKENDS
         and query.dtype in ELEMENT_BYTES
@@ -287,15 +245,12 @@ def _in_a_graph(call: _Call) -> torch.Tensor | None:
         and query.shape[-1] > 0
         and key.shape[:-1] == value.shape[:-1]
         and query.shape[:-3] == key.shape[:-3]
-        and (query.shape[-3] == key.shape[-3] or enable_gqa)
+        and (query.shape[-3] == key.shape[-3] or said.enable_gqa)
     )
     if not known:
         return None
     try:
-        found = as_operator(
-            query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa, None,
-            CallOptions(),
-        )  # fmt: skip
+        found = as_operator(query, key, value, said)
     except ValueError:  # a CausalBias of other lengths
         return None
     return None if found is None else found[0]

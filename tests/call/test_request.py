@@ -21,9 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(*three: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[Tensors, Request]:
-    return request_of(
-        "attention", *three, mask, 0.0, None, False, None, False, None, None, CallOptions()
-    )
+    return request_of("attention", *three, Arguments(mask))
 
 
 @pytest.fixture
@@ -80,5 +78,5 @@ def test_a_request_holds_no_input_and_does_not_change() -> None:
 def test_the_same_defaults_everywhere(function) -> None:  # type: ignore[no-untyped-def]
     usual = {**Arguments._field_defaults, **CallOptions._field_defaults}
     known = {n: p.default for n, p in signature(function).parameters.items() if n in usual}
-    assert {"attn_mask", "dropout_p", "dropout_seed", "is_causal", "depth"} <= known.keys()
+    assert {"attn_mask", "dropout_p", "dropout_seed", "is_causal"} <= known.keys()
     assert known == {name: usual[name] for name in known}

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quorum_attention as qa
 from quorum_attention import direct
+from quorum_attention.call.options import Arguments
 from quorum_attention.direct import _described, cache_key
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
@@ -24,8 +25,7 @@ def inputs(heads: int = 4, kv_heads: int = 4, n_queries: int = 8, n_keys: int = 
 
 
 def name(tensors: list[Any], **changes: Any) -> Any:
-    call = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False, **changes}
-    return cache_key(*tensors, *call.values())
+    return cache_key(*tensors, Arguments(**changes))
 
 
 def test_equal_calls_have_one_name() -> None:
@@ -226,6 +226,6 @@ def test_rows_of_16_bits_that_overlap_have_no_name(which: int) -> None:
     """Torch's matrix products may refuse them, so such a call is not what one like it was."""
     for dtype, named in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, False)):
         three = [torch.randn(1, 2, 6, 4).to(dtype) for _ in range(3)]
-        assert cache_key(*three, None, False, None, False) is not None
+        assert name(three) is not None
         three[which] = torch.randn(1, 2, 16).to(dtype).as_strided((1, 2, 6, 4), (32, 16, 2, 1))
-        assert (cache_key(*three, None, False, None, False) is not None) == named
+        assert (name(three) is not None) == named

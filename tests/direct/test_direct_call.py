@@ -10,7 +10,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import direct
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.direct import DirectCall, direct_call
 from quorum_attention.kernels.cpu import CpuKernel
@@ -26,16 +26,14 @@ def inputs(n: int = 40, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 def checked(
     three: tuple[torch.Tensor, ...], *, is_causal: bool = False, mask: Any = None, **written: Any
 ) -> tuple[Tensors, Request]:
-    return request_of(
-        "attention", *three, mask, 0.0, None, is_causal, None, True, None, None,  # type: ignore[arg-type]
-        CallOptions(**{"kernel": "cpu", **written}),
-    )  # fmt: skip
+    options = CallOptions(**{"kernel": "cpu", **written})
+    call = Arguments(mask, is_causal=is_causal, enable_gqa=True, written=options)
+    return request_of("attention", *three, call)
 
 
 def known(three: tuple[torch.Tensor, ...], **named: Any) -> DirectCall:
     found = direct_call(*checked(three, **named))
     assert found is not None
-    found.recorded = None
     return found
 
 
@@ -245,8 +243,6 @@ def test_where_memory_runs_out_in_the_forward_there_is_no_output(
     assert call.output(*three) is None
 
 
-def test_calls_that_are_cut_and_users_kernels_are_not_remembered() -> None:
+def test_calls_that_are_cut_or_empty_are_not_remembered() -> None:
     assert direct_call(*checked(inputs(300), depth=1)) is None
-    assert direct_call(*checked(inputs(), kernel=CpuKernel())) is None
-    assert direct_call(*checked(inputs(), mask=qa.Mask(window=3))) is None
     assert direct_call(*checked(inputs(0))) is None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quorum_attention.call.gradients import Given, given_of
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
@@ -226,10 +226,11 @@ def request_of_block(
     dropout, backward = call.dropout, "grad_out" in inputs
     p, seed = (0.0, None) if dropout is None else (dropout.p, dropout.seed)
     three = inputs["query"], inputs["key"], inputs["value"]
-    tensors, request = request_of(
-        "attention_backward" if backward else "attention", *three, mask, p, seed, causal,
-        call.scale, True, results.out, results.out_dtype, written,
-    )  # fmt: skip
+    function = "attention_backward" if backward else "attention"
+    said = Arguments(
+        mask, p, seed, causal, call.scale, True, results.out, results.out_dtype, written
+    )
+    tensors, request = request_of(function, *three, said)
     if dropout is not None:
         assert block.rows.start == block.keys.start == 0, "dropout counts positions from 0"
         dropout = dropout.at(block.heads.start, block.entries.start)

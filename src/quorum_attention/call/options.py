@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -29,8 +29,26 @@ Budget = float | str | Sequence[float | str]
 _AUTO = "auto"
 
 
+class Defaults(TypedDict, total=False):
+    """Options that a call and ``using`` take by keyword; ``api.attention`` says what they mean."""
+
+    budget: Budget | None
+    depth: int | str
+    kernel: str | InnerKernel
+    accumulator: str
+    devices: Devices | None
+    progress: Any
+    report: Report | None
+
+
+class RunOptions(Defaults, total=False):
+    """Options that a call takes by keyword."""
+
+    plan: Plan | None
+
+
 class CallOptions(NamedTuple):
-    """Options as a call's caller wrote them (``api.attention`` says what they mean).
+    """Options as a call's caller wrote them.
 
     Attributes:
         total: a report to whose total the call is added; of ``settings.using``, not of the call.
@@ -71,8 +89,8 @@ class CallOptions(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call that follow query, key and value, unchecked, in the order in which
-    ``request_of`` takes them; ``api.attention`` says what they mean."""
+    """The arguments of a call that follow query, key and value, unchecked; ``api.attention`` says
+    what they mean."""
 
     attn_mask: torch.Tensor | Mask | None = None
     dropout_p: float = 0.0

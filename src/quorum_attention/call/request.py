@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
-from quorum_attention.call.options import CallOptions, options_of
+from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.transforms import (
     is_followed,
     records,
@@ -153,27 +153,19 @@ def request_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | Mask | None,
-    dropout_p: float,
-    dropout_seed: int | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    written: CallOptions,
+    call: Arguments,
 ) -> tuple[Tensors, Request]:
     """The tensors that a call reads, and its request.
 
     Args:
         function: name of the public function. "attention_backward" draws no seed, and takes
             kernels that have gradients.
-        written: its other options, unchecked. All other arguments are those of ``api.attention``.
 
     Raises:
         ValueError, TypeError, NotImplementedError: arguments that do not fit, by name. Nothing has
             been allocated by then but the casts of autocast.
     """
+    attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     attn_mask = as_mask(attn_mask, query, key)
     described = attn_mask if isinstance(attn_mask, Mask) else None

@@ -1,7 +1,7 @@
 """Defaults of a program's calls: ``using``, in a context, and one layer for the whole process.
 
 A context is Python's (``contextvars``): a thread begins without settings, an asyncio task with
-those of where it was made. Layers lie in a stack, the inner ones win field by field, and each is
+those of where it was made. It has a tuple of layers; the inner ones win field by field, and each is
 taken out by itself, so that blocks may end in any order.
 
 Settings say how calls are run, never what they compute: a recomputation outside of the block (a
@@ -11,28 +11,23 @@ checkpoint's) may then have another budget, and still has the same numbers (docs
 from __future__ import annotations
 
 import inspect
-from contextlib import ContextDecorator
 from contextvars import ContextVar
-from enum import Enum
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._contextlib import context_decorator
 
-from quorum_attention.call.options import CallOptions, Device, options_of
+from quorum_attention.call.options import CallOptions, Defaults, Device, options_of
 from quorum_attention.counts import shown
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class _Unsaid(Enum):
-    """The value of what a layer leaves as it is. (An Enum, which torch's compiler knows.)"""
-
-    UNSAID = "as it is"
-
-
-UNSAID: Any = _Unsaid.UNSAID
+# The fields of ``Settings`` that one block sets.
+Layer = dict[str, Any]
 
 
 class Settings(NamedTuple):
@@ -74,46 +69,19 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-class Layer(NamedTuple):
-    """The fields of ``Settings`` that one block sets; the others are ``UNSAID``."""
-
-    fields: dict[str, Any]
-
-
-class _Stack(NamedTuple):
-    """The layers of a context, outermost first, and what they come to upon a base."""
-
-    layers: tuple[Layer, ...]
-    base: Layer | None
-    whole: Settings | None
-
-    @classmethod
-    def of(cls, layers: tuple[Layer, ...], base: Layer | None) -> _Stack:
-        every = (*(() if base is None else (base,)), *layers)
-        if not every:
-            return cls(layers, base, None)
-        merged: dict[str, Any] = {}
-        for layer in every:
-            merged.update(layer.fields)
-        return cls(layers, base, Settings(**merged))
-
-
-_STACK: ContextVar[_Stack | None] = ContextVar("quorum_attention_settings", default=None)
-# The whole process's. Whether there ever was a layer: most programs have none, and look no further.
+# Those of a context, outermost first, and the whole process's below them.
+_LAYERS: ContextVar[tuple[Layer, ...]] = ContextVar("quorum_attention_settings", default=())
 _base: Layer | None = None
-_any = False
 
 
 def current() -> Settings | None:
     """The settings here; None where there are none."""
-    stack = _STACK.get()
-    if stack is None:
-        if not _any:
-            return None
-        stack = _handed_over() or _Stack.of((), _base)
-    if stack.base is not _base:
-        stack = _Stack.of(stack.layers, _base)
-    return stack.whole
+    layers = _LAYERS.get() or _handed_over()
+    if _base is not None:
+        layers = (_base, *layers)
+    if not layers:
+        return None
+    return Settings(**{name: value for layer in layers for name, value in layer.items()})
 
 
 def filled(written: CallOptions) -> CallOptions:
@@ -122,67 +90,52 @@ def filled(written: CallOptions) -> CallOptions:
     return written if settings is None else settings.fill(written)
 
 
-def _handed_over() -> _Stack | None:
-    """The stack of whoever called ``backward``, in a thread of autograd's own (CUDA has some): a
+def _handed_over() -> tuple[Layer, ...]:
+    """The layers of whoever called ``backward``, in a thread of autograd's own (CUDA has some): a
     checkpoint is recomputed there. torch hands Python's context over."""
-    if torch._C._current_graph_task_id() < 0 or not hasattr(torch._C, "_is_key_in_tls"):
-        return None
-    if not torch._C._is_key_in_tls("context"):
-        return None
+    if torch._C._current_graph_task_id() < 0 or not torch._C._is_key_in_tls("context"):
+        return ()
     context = torch._C._get_obj_in_tls("context")
-    found: _Stack | None = None if context is None else context.get(_STACK)
+    found: tuple[Layer, ...] = () if context is None else context.get(_LAYERS, ())
     return found
 
 
-def push(layer: Layer) -> None:
-    """Put a layer on top of this context's."""
-    global _any
-    _any = True
-    stack = _STACK.get()
-    _STACK.set(_Stack.of((*(() if stack is None else stack.layers), layer), _base))
-
-
-def remove(layer: Layer) -> None:
-    """Take a layer out of this context's, wherever it lies; nothing if it is not there (a generator
-    may end in another context than it began in)."""
-    stack = _STACK.get()
-    layers = () if stack is None else stack.layers
-    for at in reversed(range(len(layers))):
-        if layers[at] is layer:
-            _STACK.set(_Stack.of((*layers[:at], *layers[at + 1 :]), _base))
-            return
-
-
-def set_base(layer: Layer | None) -> None:
-    """Replace the layer of the whole process, which lies below those of all contexts."""
-    global _any, _base
-    _base, _any = layer, True
+def set_base(layer: Layer | None) -> Layer | None:
+    """Replace the layer of the whole process, which lies below those of all contexts; returns what
+    it was."""
+    global _base
+    before, _base = _base, layer
+    return before
 
 
 def layer_of(**fields: Any) -> Layer:
-    """A layer, checked, of the fields of ``Settings`` that are not ``UNSAID``.
+    """A layer, checked: options as ``Defaults`` has them, ``sdpa`` and ``min_tokens``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
     """
-    said = {name: value for name, value in fields.items() if value is not UNSAID}
-    options = {name: value for name, value in said.items() if name not in ("sdpa", "min_tokens")}
-    options_of(CallOptions(**options, report=said.get("total")), torch.device("cpu"))
-    if not _is_auto(said.get("kernel", "auto")):
-        kernel = get_kernel(said["kernel"])
+    options = {name: value for name, value in fields.items() if name not in ("sdpa", "min_tokens")}
+    for name in options:
+        if name not in Defaults.__optional_keys__:
+            raise TypeError(f"{name} is no option of settings; give it to the call itself")
+    options_of(CallOptions(**options), torch.device("cpu"))
+    if not _is_auto(fields.get("kernel", "auto")):
+        kernel = get_kernel(fields["kernel"])
         if kernel.own_attention or kernel.probed_as is not None:
             raise ValueError(
                 f"kernel must be one of exact attention here, got {kernel.name!r}, which computes "
                 f"another: settings say how calls are run, not what they compute. Give it to the "
                 f"call itself"
             )
-    least = said.get("min_tokens", 0)
+    least = fields.get("min_tokens", 0)
     if isinstance(least, bool) or not isinstance(least, int) or least < 0:
         raise ValueError(f"min_tokens must be a whole number from 0, got {shown(least)}")
-    return Layer(said)
+    if "report" in fields:
+        fields["total"] = fields.pop("report")
+    return fields
 
 
-class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no_grad)
+class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     """Defaults for all calls within a ``with`` block, or a decorated function.
 
     A call's own arguments win, and so does an inner block, field by field; what a block does not
@@ -191,7 +144,7 @@ class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no
     of where they were made. ``kernel`` has to be one of exact attention, since settings say how
     calls are run, never what they compute.
 
-    Args:
+    Options:
         budget, depth, kernel, accumulator, progress: as in ``quorum_attention.attention``; their
             defaults there (None, "auto") undo an outer block's.
         devices: one device, or None.
@@ -210,71 +163,31 @@ class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no
         2
     """
 
-    def __init__(
-        self,
-        *,
-        budget: int | str | None = UNSAID,
-        depth: int | str = UNSAID,
-        kernel: str | InnerKernel = UNSAID,
-        accumulator: str = UNSAID,
-        devices: Device | None = UNSAID,
-        progress: Any = UNSAID,
-        report: Report | None = UNSAID,
-    ) -> None:
-        self._layer = layer_of(
-            budget=budget, depth=depth, kernel=kernel, accumulator=accumulator, devices=devices,
-            progress=progress, total=report,
-        )  # fmt: skip
+    def __init__(self, **options: Unpack[Defaults]) -> None:
+        self._layer = layer_of(**options)
 
     def __enter__(self) -> using:
-        push(self._layer)
+        _LAYERS.set((*_LAYERS.get(), self._layer))
         return self
 
     def __exit__(self, *error: object) -> None:
-        remove(self._layer)
+        """Take the layer out of this context's, wherever it lies; nothing if it is not there (a
+        generator may end in another context than it began in)."""
+        layers = _LAYERS.get()
+        for at in reversed(range(len(layers))):
+            if layers[at] is self._layer:
+                _LAYERS.set((*layers[:at], *layers[at + 1 :]))
+                return
 
     def __call__(self, function: Any) -> Any:
-        """``function`` within the block; of a generator or coroutine function, whatever runs of it.
+        """``function`` within the block; of a generator function, whatever runs of it.
 
         Raises:
-            TypeError: an asynchronous generator: write the block into it.
+            TypeError: an asynchronous function: write the block into it.
         """
-        if inspect.isasyncgenfunction(function):
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{type(self).__name__} cannot decorate an asynchronous generator, got "
+                f"{type(self).__name__} cannot decorate an asynchronous function, got "
                 f"{shown(function)}: write the block into it"
             )
-        if inspect.iscoroutinefunction(function):
-
-            @wraps(function)
-            async def awaited(*args: Any, **named: Any) -> Any:
-                with self:
-                    return await function(*args, **named)
-
-            return awaited
-        if inspect.isgeneratorfunction(function):
-
-            @wraps(function)
-            def stepped(*args: Any, **named: Any) -> Any:
-                return (yield from self._stepped(function(*args, **named)))
-
-            return stepped
-        return super().__call__(function)
-
-    def _stepped(self, made: Any) -> Any:
-        """A generator whose steps are within the block, and between them its caller is not."""
-        step, given = made.send, None
-        while True:
-            try:
-                with self:
-                    item = step(given)
-            except StopIteration as end:
-                return end.value
-            try:
-                step, given = made.send, (yield item)
-            except GeneratorExit:
-                with self:
-                    made.close()
-                raise
-            except BaseException as error:
-                step, given = made.throw, error
+        return context_decorator(lambda: self, function)

@@ -14,7 +14,7 @@ import torch
 
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.gradients import Given
-from quorum_attention.call.options import Budget, CallOptions
+from quorum_attention.call.options import Arguments, Budget, CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_mask, as_tensor
@@ -48,7 +48,11 @@ _PER_ROW = ("lse", "grad_lse")
 
 def request_on_several(
     function: str,
-    *call: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Arguments,
+    *,
     count: int,
     pool_of: Callable[[], Pool],
     pool_report: PoolReport | None = None,
@@ -56,7 +60,6 @@ def request_on_several(
     """``request_of``, for several devices.
 
     Args:
-        call: its other arguments.
         count: how many devices there are.
         pool_of: gives their pool, for each pass.
         pool_report: filled with what happened, beside the call's own report.
@@ -64,10 +67,10 @@ def request_on_several(
     Raises:
         Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
     """
-    query, key, value, attn_mask, *numbers, out, out_dtype, written = call
+    written = call.written
     budgets = _budgets(written.budget, count)
     check_options(written)
-    attn_mask = as_mask(attn_mask, as_tensor(query, "query"), as_tensor(key, "key"))
+    attn_mask = as_mask(call.attn_mask, as_tensor(query, "query"), as_tensor(key, "key"))
     mask = attn_mask if isinstance(attn_mask, Mask) else None
     if mask is not None:
         # Bias and sinks are tensors of the request; the rest is sent as it is.
@@ -77,8 +80,8 @@ def request_on_several(
     # This process computes nothing: its own request is of where the inputs are.
     home = as_tensor(query, "query").device
     here = written._replace(budget=None, kernel="auto", devices="cpu" if on_host(home) else home)
-    every: tuple[Any, ...] = (query, key, value, attn_mask, *numbers, out, out_dtype, here)
-    tensors, request = request_of(function, *every)
+    call = call._replace(attn_mask=attn_mask, written=here)
+    tensors, request = request_of(function, query, key, value, call)
     if mask is not None and not (mask.is_structured or mask.softcap):
         mask = None
     if mask is not None:

@@ -180,7 +180,7 @@ class Pool(Several):
             written=CallOptions(budget, None, depth, kernel, devices=self, progress=progress),
         )  # fmt: skip
         tensors, request = request_on_several(
-            "attention", query, key, value, *said, count=len(self._workers), pool_of=lambda: self,
+            "attention", query, key, value, said, count=len(self._workers), pool_of=lambda: self,
             pool_report=report,
         )  # fmt: skip
         return attend(tensors, request, out)[0]
@@ -269,22 +269,25 @@ def kept_pool(devices: Sequence[str]) -> Pool:
         pool.close()  # closed meanwhile, and perhaps mended after that
 
 
-def request_on_devices(function: str, *call: Any) -> tuple[Tensors, Request]:
+def request_on_devices(
+    function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+) -> tuple[Tensors, Request]:
     """``request_of``, where ``devices`` may be several or a pool.
 
     Raises:
         Errors as of ``request_of`` and ``request_on_several``.
     """
-    written = call[-1]
-    if isinstance(written.devices, Pool):
-        pool = written.devices
-        return request_on_several(function, *call, count=len(pool.workers), pool_of=lambda: pool)
-    names = names_of(written.devices)
-    if len(names) == 1:
-        one = written._replace(devices=names[0], budget=_of_one(written.budget))
-        every: tuple[Any, ...] = (*call[:-1], one)
-        return request_of(function, *every)
-    return request_on_several(function, *call, count=len(names), pool_of=lambda: kept_pool(names))
+    written = call.written
+    pool = written.devices
+    if isinstance(pool, Pool):
+        count, pool_of = len(pool.workers), lambda: pool
+    else:
+        names = names_of(written.devices)
+        if len(names) == 1:
+            one = written._replace(devices=names[0], budget=_of_one(written.budget))
+            return request_of(function, query, key, value, call._replace(written=one))
+        count, pool_of = len(names), lambda: kept_pool(names)
+    return request_on_several(function, query, key, value, call, count=count, pool_of=pool_of)
 
 
 def _of_one(budget: Budget | None) -> Budget | None:

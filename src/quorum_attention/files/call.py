@@ -9,7 +9,7 @@ import torch
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.gradients import given_of
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import request_of
 from quorum_attention.call.validation import as_mask
 from quorum_attention.decomposition.intervals import Interval
@@ -132,9 +132,11 @@ def file_call(
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
     mask = as_mask(mask, query, key)
     checked, request = request_of(
-        "attention_backward" if backward else "attention", query, key, value, mask,
-        dropout_p, dropout_seed, is_causal, scale, enable_gqa, None,
-        None if backward else out_dtype, written,
+        "attention_backward" if backward else "attention", query, key, value,
+        Arguments(
+            mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None,
+            None if backward else out_dtype, written,
+        ),
     )  # fmt: skip
     if request.records:
         raise NotImplementedError(

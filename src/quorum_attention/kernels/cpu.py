@@ -31,7 +31,6 @@ from quorum_attention.kernels.rectangles import (
     backward_bytes,
     forward_bytes,
     round_up,
-    signed,
 )
 from quorum_attention.kernels.tensors import pad_last, row_blocks
 from quorum_attention.kernels.torch_private import operator_reason
@@ -100,7 +99,7 @@ def _computed_again(
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
-_recorded: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
+_forward: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
 _backward: Any = getattr(torch.ops.aten, _BACKWARD, None)
 _equal = torch.equal
 _WIDE = torch.float64
@@ -162,28 +161,6 @@ class CpuKernel(RectangleKernel):
         if call.query.shape[1] != call.key.shape[1]:
             return grouped_backward(self.whole_backward, call, saved)
         return super().whole_backward(call, saved)
-
-    def takes_recorded(self, call: CallShape) -> bool:
-        """Not gradients in fp16, nor in bf16 with grouped heads: ours round less, in less time. Not
-        of a subclass, which may compute something else."""
-        if type(self) is not CpuKernel:
-            return False
-        if call.head_dim != call.value_dim or not call.positive_scale or call.dropout:
-            return False
-        if call.needs_grad and call.dtype == torch.float16:
-            return False
-        return call.query_heads == call.key_heads
-
-    def recorded_forward(self, call: Call) -> torch.Tensor | None:
-        """See ``Kernel.recorded_forward``."""
-        if call.query.dtype is _WIDE:
-            call, _ = signed(call)
-        out: torch.Tensor
-        out, lse = _run(call)
-        # Of rows without keys too it is 0, NaN or infinite (cpu.py). One operator tells, that
-        # returns a bool: no NaN equals itself.
-        ones = lse / lse
-        return out if _equal(ones, ones) else None
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -295,7 +272,7 @@ class CpuKernel(RectangleKernel):
 
 
 def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor] = _recorded(
+    found: tuple[torch.Tensor, torch.Tensor] = _forward(
         *call.inputs, 0.0, call.causal, attn_mask=call.bias, scale=call.scale
     )
     return found

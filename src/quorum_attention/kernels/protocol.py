@@ -409,19 +409,6 @@ class Kernel(ABC):
         """As ``RectangleKernel.rectangle_backward``."""
         raise NotImplementedError
 
-    def takes_recorded(self, call: CallShape) -> bool:
-        """Whether torch's autograd can record such a call as one of the operator, and its gradient
-        there is ``whole_backward`` if the call needs any."""
-        return False
-
-    def recorded_forward(self, call: Call) -> torch.Tensor | None:
-        """Output (b, h, n, dv) with a gradient of torch's where torch records any.
-
-        None where a row has no key, or a score that is not finite: that takes more than the
-        operator.
-        """
-        return None
-
     # --- Tasks on the call's own inputs ------------------------------------------------------
     # ``TaskTensors`` then hold the whole sequence, with the rectangles of one task in positions of
     # the sequence: the call's own tensors (one head group of them), with any strides but contiguous
