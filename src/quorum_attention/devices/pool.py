@@ -278,11 +278,11 @@ def request_on_devices(
         Errors as of ``request_of`` and ``request_on_several``.
     """
     written = call.written
-    pool = written.devices
+    pool: Any = written.devices
     if isinstance(pool, Pool):
         count, pool_of = len(pool.workers), lambda: pool
     else:
-        names = names_of(written.devices)
+        names = names_of(pool)
         if len(names) == 1:
             one = written._replace(devices=names[0], budget=_of_one(written.budget))
             return request_of(function, query, key, value, call._replace(written=one))
