@@ -131,13 +131,11 @@ def file_call(
             raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
     mask = as_mask(mask, query, key)
-    checked, request = request_of(
-        "attention_backward" if backward else "attention", query, key, value,
-        Arguments(
-            mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None,
-            None if backward else out_dtype, written,
-        ),
-    )  # fmt: skip
+    function, dtype = ("attention_backward", None) if backward else ("attention", out_dtype)
+    said = Arguments(
+        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, dtype, written
+    )
+    checked, request = request_of(function, query, key, value, said)
     if request.records:
         raise NotImplementedError(
             "query, key, value and attn_mask must require no gradient: gradients of files are "
@@ -159,8 +157,9 @@ def file_call(
         work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
         is_causal, scale, request.dropout,
     )  # fmt: skip
-    dtype = out_dtype or query.dtype
-    return FileCall(inputs, whole, dtype, backward, written, work, request.without_heads)
+    return FileCall(
+        inputs, whole, out_dtype or query.dtype, backward, written, work, request.without_heads
+    )
 
 
 def written_as(call: FileCall, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
