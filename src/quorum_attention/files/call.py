@@ -131,9 +131,9 @@ def file_call(
             raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
     mask = as_mask(mask, query, key)
-    function, dtype = ("attention_backward", None) if backward else ("attention", out_dtype)
+    function, cast = ("attention_backward", None) if backward else ("attention", out_dtype)
     said = Arguments(
-        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, dtype, written
+        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, cast, written
     )
     checked, request = request_of(function, query, key, value, said)
     if request.records:
