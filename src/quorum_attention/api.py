@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.gradients import given_of
+from quorum_attention.call.gradients import Given, given_of
 from quorum_attention.call.options import Arguments, CallOptions, RunOptions, several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
@@ -259,10 +259,12 @@ def attention_backward(
     )  # fmt: skip
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = _request_of("attention_backward", *originals, call)
-    given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, grad_lse, originals)
-    given = given._replace(of_sinks=switch(grad_sinks, "grad_sinks"))
-    if given.of_sinks and tensors.sinks is None:
-        raise ValueError("grad_sinks needs a Mask with sinks as attn_mask")
+    target = None if isinstance(grad_mask, bool) else grad_mask
+    of_sinks = switch(grad_sinks, "grad_sinks")
+    given = Given(
+        grad_out, out, lse, grads, grad_mask is not False, target, of_sinks, grad_lse
+    )  # fmt: skip
+    given = given_of(tensors, request, given, originals)
     made = beside_casts(request, lambda left: run_backward(tensors, left, given))
     if grads is not None:
         return made

@@ -206,8 +206,7 @@ def test_gradients_over_anything_are_refused_before_any_work(change, says) -> No
         ({"out": torch.zeros(SHAPE, device="meta")}, ValueError, "out must be in host memory"),
         ({"grad_out": torch.ones(SHAPE, device="meta")}, ValueError, "grad_out must be in host"),
         ({"grad_out": torch.ones(SHAPE).to_sparse()}, NotImplementedError, "grad_out must be a de"),
-        ({"grads": torch.zeros(3, *SHAPE)}, TypeError, "grads must be three tensors"),
-        ({"grads": (torch.zeros(SHAPE),) * 2}, ValueError, "grads must be three tensors, got 2"),
+        ({"grads": (torch.zeros(SHAPE),) * 2}, TypeError, "grads must be three tensors"),
         ({"grads": 3}, TypeError, "grads must be three tensors, got 3"),
     ],
 )

@@ -240,13 +240,13 @@ def request_of_block(
     )  # fmt: skip
     if not backward:
         return tensors, request, None
-    grad_out, out, lse = (inputs[name] for name in ("grad_out", "out", "lse"))
-    given = given_of(
-        tensors, request, grad_out, out, lse, results.grads, results.grad_mask,
-        inputs.get("grad_lse"), three,
+    given = Given(
+        inputs["grad_out"], inputs["out"], inputs["lse"], results.grads,
+        results.grad_mask is not False,
+        None if isinstance(results.grad_mask, bool) else results.grad_mask,
+        results.grad_sinks, inputs.get("grad_lse"), results.partial,
     )  # fmt: skip
-    given = given._replace(of_sinks=results.grad_sinks, partial=results.partial)
-    return tensors, request, given
+    return tensors, request, given_of(tensors, request, given, three)
 
 
 __all__ = ["AttnMask", "Block", "BlockResults", "WholeCall", "request_of_block"]

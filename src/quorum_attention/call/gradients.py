@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,92 +44,57 @@ class Given(NamedTuple):
 
 
 def given_of(
-    tensors: Tensors,
-    request: Request,
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grads: Sequence[torch.Tensor] | None,
-    grad_mask: torch.Tensor | bool,
-    grad_lse: torch.Tensor | None,
-    inputs: Sequence[torch.Tensor],
+    tensors: Tensors, request: Request, given: Given, inputs: Sequence[torch.Tensor]
 ) -> Given:
-    """The arguments checked against the call, with a dimension of heads.
+    """What a backward is given, checked against the call, with a dimension of heads.
 
     Args:
+        given: as its caller wrote it.
         inputs: query, key and value as they were given, before they were broadcast.
 
     Raises:
         ValueError, TypeError, NotImplementedError: one does not fit, by name.
     """
-    grad_out, out = as_tensor(grad_out, "grad_out"), as_tensor(out, "out")
-    lse = as_tensor(lse, "lse")
-    query, key, value = tensors[:3]
-    refuse_transforms(grad_out, query, key, value)
-    grad_out, out = request.with_heads(grad_out, 2), request.with_heads(out, 2)
-    lse = request.with_heads(lse, 1)
+    query, key, value, mask, _ = tensors
     rows, home = tuple(query.shape[:-1]), query.device
-    check_given(grad_out, (*rows, value.shape[-1]), "grad_out", home)
-    check_given(out, (*rows, value.shape[-1]), "out", home)
-    check_given(lse, rows, "lse", home, request.work.state_dtype)
-    given = Given(grad_out, out, lse)
-    if grad_lse is not None:
-        grad_lse = request.with_heads(as_tensor(grad_lse, "grad_lse"), 1)
-        check_given(grad_lse, rows, "grad_lse", home)
-        given = given._replace(grad_lse=grad_lse)
-    if grads is not None:
-        given = given._replace(grads=_targets(tensors, given, grads, inputs))
-    return given if grad_mask is False else _with_mask(tensors, given, grad_mask)
-
-
-def _with_mask(tensors: Tensors, given: Given, grad_mask: torch.Tensor | bool) -> Given:
-    """``given`` with the wish for the mask's gradient, checked."""
-    mask = tensors.mask
-    if mask is None or mask.dtype == torch.bool:
+    wide = (*rows, value.shape[-1])
+    shapes = {"grad_out": wide, "out": wide, "lse": rows, "grad_lse": rows}
+    read: dict[str, Any] = {
+        name: as_tensor(t, name) for name in shapes if (t := getattr(given, name)) is not None
+    }
+    refuse_transforms(read["grad_out"], query, key, value)
+    for name, tensor in read.items():
+        read[name] = request.with_heads(tensor, len(shapes[name]) - 1)
+        dtype = request.work.state_dtype if name == "lse" else None
+        check_given(read[name], shapes[name], name, home, dtype)
+    results: dict[str, torch.Tensor] = {}
+    if given.grads is not None:
+        if not isinstance(given.grads, (tuple, list)) or len(given.grads) != 3:
+            raise TypeError(f"grads must be three tensors, got {shown(given.grads)}")
+        if any(i.shape != o.shape for i, o in zip(tensors[:3], inputs, strict=True)):
+            raise NotImplementedError(
+                "grads cannot be given for inputs that are broadcast, nor without a dimension of "
+                "heads: leave them out, and their gradients are returned"
+            )
+        grads = [as_tensor(g, n, written=True) for n, g in zip(_NAMES, given.grads, strict=True)]
+        for grad, name, like in zip(grads, _NAMES, tensors[:3], strict=True):
+            check_result(grad, tuple(like.shape), name, home, grads[0].dtype)
+        results.update(zip(_NAMES, grads, strict=True))
+        given = given._replace(grads=(grads[0], grads[1], grads[2]))
+    if given.of_mask and (mask is None or mask.dtype == torch.bool):
         what = "None" if mask is None else "a boolean mask"
         raise ValueError(f"grad_mask needs an additive attn_mask, got {what}")
-    if grad_mask is True:
-        return given._replace(of_mask=True)
-    target = as_tensor(grad_mask, "grad_mask", written=True)
-    check_result(target, tuple(mask.shape), "grad_mask", tensors.query.device)
-    results = dict(zip(_NAMES, given.grads or (), strict=False))
-    check_apart({"grad_mask": target}, {**_read(tensors, given), **results})
-    return given._replace(of_mask=True, grad_mask=target)
-
-
-def _read(tensors: Tensors, given: Given) -> dict[str, torch.Tensor | None]:
-    """What a backward reads, by the names of its arguments."""
-    query, key, value, mask, _ = tensors
-    return {
-        "query": query, "key": key, "value": value, "attn_mask": mask, "out": given.out,
-        "grad_out": given.grad_out, "lse": given.lse, "grad_lse": given.grad_lse,
-    }  # fmt: skip
-
-
-def _targets(
-    tensors: Tensors,
-    given: Given,
-    grads: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-) -> Three:
-    """``grads`` as tensors, checked: they may be written and share no memory."""
-    if not isinstance(grads, (tuple, list)):
-        raise TypeError(f"grads must be three tensors, got {shown(grads)}")
-    if len(grads) != 3:
-        raise ValueError(f"grads must be three tensors, got {len(grads)}")
-    if any(i.shape != o.shape for i, o in zip(tensors[:3], inputs, strict=True)):
-        raise NotImplementedError(
-            "grads cannot be given for inputs that are broadcast, nor without a dimension of "
-            "heads: leave them out, and their gradients are returned"
-        )
-    first, second, third = (
-        as_tensor(grad, name, written=True) for grad, name in zip(grads, _NAMES, strict=True)
-    )
-    for target, name, like in zip((first, second, third), _NAMES, tensors[:3], strict=True):
-        check_result(target, tuple(like.shape), name, tensors.query.device, first.dtype)
-    read = _read(tensors, given)
-    check_apart(dict(zip(_NAMES, (first, second, third), strict=True)), read)
-    return first, second, third
+    if given.of_sinks and tensors.sinks is None:
+        raise ValueError("grad_sinks needs a Mask with sinks as attn_mask")
+    if given.grad_mask is not None and mask is not None:
+        target = as_tensor(given.grad_mask, "grad_mask", written=True)
+        check_result(target, tuple(mask.shape), "grad_mask", home)
+        results["grad_mask"] = target
+        given = given._replace(grad_mask=target)
+    if results:
+        every = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        check_apart(results, {**every, **read})
+    return given._replace(**read)
 
 
 # --- Placements -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.call.gradients import given_of
+from quorum_attention.call.gradients import Given, given_of
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import request_of
 from quorum_attention.call.validation import as_mask
@@ -131,9 +131,9 @@ def file_call(
             raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
     mask = as_mask(mask, query, key)
-    function, cast = ("attention_backward", None) if backward else ("attention", out_dtype)
+    function = "attention_backward" if backward else "attention"
     said = Arguments(
-        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, cast, written
+        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, out_dtype, written
     )
     checked, request = request_of(function, query, key, value, said)
     if request.records:
@@ -147,10 +147,8 @@ def file_call(
         heads = 1 if request.without_heads else 0
         if any(a.shape[heads:] != b.shape for a, b in zip(inputs.values(), three, strict=True)):
             raise NotImplementedError("a backward from files takes no inputs that are broadcast")
-        rest = given_of(
-            checked, request, tensors["grad_out"], tensors["out"], tensors["lse"], None, False,
-            None, three,
-        )  # fmt: skip
+        rest = Given(tensors["grad_out"], tensors["out"], tensors["lse"])
+        rest = given_of(checked, request, rest, three)
         inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
     work = request.work
     whole = WholeCall(
