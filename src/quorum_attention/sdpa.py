@@ -22,7 +22,7 @@ from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
 from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.workload import ELEMENT_BYTES
+from quorum_attention.execution.problem import ELEMENT_BYTES
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator
 
