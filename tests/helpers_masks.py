@@ -130,11 +130,20 @@ def _padding(draw: random.Random, batch: int, n: int) -> torch.Tensor:
     return draw.choice([at >= edges, at < edges, torch.rand(batch, n) < 0.7])
 
 
-RULES = (
-    lambda b, h, q, k: (q + k) % 3 != 0,
-    lambda b, h, q, k: (q * 7 + k * 3 + h + b) % 5 < 3,
-    lambda b, h, q, k: k <= q + 2,
-)
+def thirds(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q + k) % 3 != 0
+
+
+def fifths(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q * 7 + k * 3 + h + b) % 5 < 3
+
+
+def nearly_causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k <= q + 2
+
+
+# Of a module, so that other processes can import them.
+RULES = (thirds, fifths, nearly_causal)
 
 
 def random_mask(

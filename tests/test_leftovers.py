@@ -155,17 +155,6 @@ def test_fresh_memory_is_nonsense(make, dtype) -> None:  # type: ignore[no-untyp
     torch.testing.assert_close(tensor, filler, equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_bytes_are_nonsense_as_numbers_too(dtype: torch.dtype) -> None:
-    assert torch.empty(64, dtype=torch.uint8).view(dtype).isnan().all()
-
-
-def test_a_tensor_that_wants_gradients_is_filled_and_stays_a_leaf() -> None:
-    tensor = torch.empty(3, requires_grad=True)
-    assert tensor.is_leaf
-    assert tensor.isnan().all()
-
-
 def test_what_is_watched_or_is_no_memory_is_let_be() -> None:
     assert torch.empty(3, device="meta").is_meta
     with FailingAllocations(2) as watched:

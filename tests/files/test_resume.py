@@ -48,25 +48,22 @@ def run(folder: Path, *options: str, backward: bool = False, out: str = "out") -
     return main(["run", *inputs(folder, backward), f"{folder}/{out}", *EACH, *options])
 
 
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have the next run stopped by a signal when so many parts are computed and kept."""
+def stopped(folder: Path, parts: int, *options: str, **named: Any) -> int:
+    """A run that a signal stops when so many parts are computed and kept, and one more computed."""
 
-    def stopped(parts: int) -> None:
-        def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
-            for number, part in enumerate(compute_here(work, left)):
-                if number == parts:
-                    # The part is computed, but not kept.
-                    raise Stopped(15)
-                yield part
+    def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
+        for number, part in enumerate(compute_here(work, left)):
+            if number == parts:
+                raise Stopped(15)
+            yield part
 
-        monkeypatch.setattr(command, "_computer", lambda options: compute)
-
-    return stopped
+    return computed_by(compute, lambda: run(folder, *options, **named))
 
 
-def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_computer", lambda options: compute_here)
+def computed_by(compute: Any, does: Callable[[], int]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_computer", lambda options: compute)
+        return does()
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -75,19 +72,15 @@ def test_a_resumed_run_gives_what_one_run_gives(
     folder: Path,
     backward: bool,
     parts: int,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     old = (folder / "out").read_bytes()
     assert run(folder, backward=backward, out="whole") == 0
-    stop_after(parts)
-    assert run(folder, backward=backward) == 128 + 15
+    assert stopped(folder, parts, backward=backward) == 128 + 15
     assert (folder / "out").read_bytes() == old
     said = capsys.readouterr().err
     assert (folder / PROGRESS).exists() == (folder / "out.run").exists() == (parts > 0)
     assert (f"{parts} of {HEADS} head groups are done and kept" in said) == (parts > 0)
-    go_on(monkeypatch)
     assert run(folder, "--resume", "--json", backward=backward) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["parts"] == HEADS
@@ -108,14 +101,10 @@ def tensors(path: Path) -> dict[str, bytes]:
 
 def test_what_is_unfinished_is_not_destroyed_without_a_word(
     folder: Path,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stop_after(2)
-    run(folder)
+    stopped(folder, 2)
     before = contents(folder)
-    go_on(monkeypatch)
     capsys.readouterr()
     assert run(folder) == 2
     said = capsys.readouterr().err
@@ -129,20 +118,15 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
     assert tensors(folder / "out") == tensors(folder / "whole")
 
 
-def test_what_is_begun_anew_is_another_file(
-    folder: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_begun_anew_is_another_file(folder: Path) -> None:
     """A worker of the process that left the old one may have that open, or open it, and still
     write there."""
-    stop_after(2)
-    run(folder)
+    stopped(folder, 2)
     (before,) = (folder / "out.run").glob("*-0")
-    stop_after(1)
     with open(before, "r+b") as old:
-        assert run(folder, "--restart") == 128 + 15
+        assert stopped(folder, 1, "--restart") == 128 + 15
         assert not before.exists()
         old.write(b"late" * 10_000)
-    go_on(monkeypatch)
     assert run(folder, "--resume") == 0
     assert run(folder, out="whole") == 0
     assert tensors(folder / "out") == tensors(folder / "whole")
@@ -163,13 +147,9 @@ def test_other_arguments_are_refused_by_name(
     folder: Path,
     options: list[str],
     said: str,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stop_after(1)
-    run(folder)
-    go_on(monkeypatch)
+    stopped(folder, 1)
     capsys.readouterr()
     before = contents(folder)
     assert run(folder, "--resume", *options) == 2
@@ -179,13 +159,9 @@ def test_other_arguments_are_refused_by_name(
 
 def test_a_changed_input_is_refused_by_name(
     folder: Path,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stop_after(1)
-    run(folder)
-    go_on(monkeypatch)
+    stopped(folder, 1)
     given = safetensors.torch.load_file(folder / "qkv")
     given["k"][0, 0, 0, 0] += 1
     when = (folder / "qkv").stat()
@@ -199,7 +175,7 @@ def test_a_changed_input_is_refused_by_name(
 
 
 def test_an_input_that_changes_meanwhile_ends_the_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
         for number, part in enumerate(compute_here(work, left)):
@@ -208,40 +184,35 @@ def test_an_input_that_changes_meanwhile_ends_the_run(
             yield part
 
     old = (folder / "out").read_bytes()
-    monkeypatch.setattr(command, "_computer", lambda options: compute)
-    assert run(folder) == 2
+    assert computed_by(compute, lambda: run(folder)) == 2
     assert "was changed while it was read" in capsys.readouterr().err
     assert (folder / "out").read_bytes() == old
 
 
 def test_another_version_is_refused_by_name(
-    folder: Path,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop_after(1)
-    run(folder)
-    go_on(monkeypatch)
+    stopped(folder, 1)
     monkeypatch.setattr(qa, "__version__", "99.0")
     assert run(folder, "--resume") == 2
     assert "quorum-attention's version was" in capsys.readouterr().err
 
 
 def test_the_same_files_in_other_places_are_refused(
-    tmp_path: Path,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Keys as values, and values as keys."""
     for name in ("q", "a", "b"):
         np.save(tmp_path / f"{name}.npy", np.random.randn(2, 30, 8).astype(np.float32))
     q, a, b = (str(tmp_path / f"{name}.npy") for name in ("q", "a", "b"))
     out = [str(tmp_path / "out.npy"), *EACH]
-    stop_after(1)
-    assert main(["run", q, f"k={a}", f"v={b}", *out]) == 128 + 15
-    go_on(monkeypatch)
+
+    def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
+        yield next(iter(compute_here(work, left)))
+        raise Stopped(15)
+
+    command = ["run", q, f"k={a}", f"v={b}", *out]
+    assert computed_by(compute, lambda: main(command)) == 128 + 15
     capsys.readouterr()
     assert main(["run", q, f"v={a}", f"k={b}", *out, "--resume"]) == 2
     assert "the file of the key" in capsys.readouterr().err
@@ -252,13 +223,9 @@ def test_the_same_files_in_other_places_are_refused(
 def test_what_is_damaged_is_refused_by_name(
     folder: Path,
     damaged: str,
-    stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stop_after(3)
-    run(folder)
-    go_on(monkeypatch)
+    stopped(folder, 3)
     (path,) = (folder / "out.run").glob(damaged)
     path.write_bytes(path.read_bytes()[:-3])
     before = contents(folder)
@@ -295,12 +262,8 @@ def test_a_second_run_at_the_same_time_is_refused(
         assert (folder / "new" / name).read_bytes() == (folder / "whole" / name).read_bytes()
 
 
-def test_what_is_begun_anew_with_fewer_results_leaves_no_others(
-    folder: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop_after(2)
-    run(folder, out="new/")
-    go_on(monkeypatch)
+def test_what_is_begun_anew_with_fewer_results_leaves_no_others(folder: Path) -> None:
+    stopped(folder, 2, out="new/")
     fewer = ["run", str(folder / "qkv"), f"{folder}/new/", "--device", "cpu", "--restart"]
     assert main(fewer) == 0
     assert [path.name for path in (folder / "new").iterdir()] == ["out.npy"]

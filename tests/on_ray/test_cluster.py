@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers_ray import Case, FakeRay, MaskedCase, in_files
+from helpers_conformance import Case, by_farm, in_files
+from helpers_ray import FakeRay
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -87,10 +88,10 @@ def farm() -> Iterator[Farm]:
 
 
 @needs_ray
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_as_on_one_device(farm: Farm, seed: int, tmp_path: Path) -> None:
-    Case(2000 + seed).run(farm, tmp_path)
-    MaskedCase(100 + seed).run(farm, tmp_path)  # what is sent arrives
+    case = Case(2000 + seed)
+    case.check(by_farm(case, farm, tmp_path))
 
 
 @needs_ray
@@ -113,16 +114,16 @@ def test_errors_come_through(farm: Farm, tmp_path: Path) -> None:
         tiny.attention(q, k, v, out=out, chunks=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     (tmp_path / "in").unlink()
-    Case(7).run(farm, tmp_path)
+    case = Case(7)
+    case.check(by_farm(case, farm, tmp_path))
 
 
 def larger(seed: int) -> Case:
     """A call of a second."""
     case = Case(seed)
-    case.dtype, case.chunks = torch.float32, 7
+    case.dtype, case.mask = torch.float32, None
     case.inputs = [torch.randn(1, 2, 900, 16) for _ in range(4)]
-    case.options = {"is_causal": True, "enable_gqa": True, "scale": None}
-    case.compute()
+    case.options = {"is_causal": True, "scale": None}
     return case
 
 
@@ -145,12 +146,12 @@ def test_workers_killed_at_random_moments(farm: Farm, tmp_path: Path) -> None:
     try:
         limit = time.monotonic() + 60
         while killer.is_alive() and time.monotonic() < limit:
-            case.run(farm, tmp_path)
+            case.check(by_farm(case, farm, tmp_path, 7))
     finally:
         over.set()
         killer.join()
     assert len(killed) == 2
-    case.run(farm, tmp_path)
+    case.check(by_farm(case, farm, tmp_path, 7))
 
 
 @needs_ray

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_ray import Case, FakeRay, MaskedCase, fake_farm, in_files
+from helpers_conformance import Case, by_farm, in_files
+from helpers_ray import FakeRay, fake_farm
 
 import quorum_attention as qa
 from quorum_attention.call.options import CallOptions
@@ -20,16 +21,6 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.files import create_tensors
 from quorum_attention.files.call import file_call
 from quorum_attention.ray import compute as farm_compute
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_as_on_one_device(seed: int, tmp_path: Path) -> None:
-    Case(seed).run(fake_farm(FakeRay(random.Random(seed))), tmp_path)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_under_masks_and_with_dropout(seed: int, tmp_path: Path) -> None:
-    MaskedCase(seed).run(fake_farm(FakeRay(random.Random(seed))), tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -51,8 +42,8 @@ def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(farm_compute.Job, "leave", cut_off)
     case = Case(1000 + seed)
-    case.chunks = draw.choice([1, 7, 7])
-    case.run(fake_farm(FakeRay(draw, dies), workers=draw.choice([None, 1, 3])), tmp_path)
+    farm = fake_farm(FakeRay(draw, dies), workers=draw.choice([None, 1, 3]))
+    case.check(by_farm(case, farm, tmp_path))
 
 
 @pytest.fixture
