@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition, Task
-from quorum_attention.execution.problem import GroupSize, Workload
+from quorum_attention.execution.problem import GroupSize, Placement, Problem, Workload, spec_of
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Cutting, schedule_of
 from quorum_attention.kernels import DenseKernel
@@ -24,7 +24,8 @@ def cut(n: int, window: int | None, levels: tuple[int, ...], *, backward: bool =
     work = Workload((1,), 2, 2, n, n, 8, 8, torch.float32, True)
     shape = Decomposition(n, levels, "aligned", 8)
     planned = schedule_of(work, shape, GroupSize(1, 2), Slots(1, "device"))
-    return Cutting(planned, work, kernel, backward=backward)
+    place = Placement("cpu", True, False, torch.float32)
+    return Cutting(planned, Problem(work, kernel, spec_of(backward), place))
 
 
 def kept(tasks: list[Task], n: int, window: int | None) -> Counter[tuple[int, int]]:

@@ -1,5 +1,4 @@
-"""Rectangle limits allow the halves of a task and are bounded under a mask; schedules whose fields
-contradict each other cannot be made."""
+"""Rectangle limits allow the halves of a task and are bounded under a mask."""
 
 from __future__ import annotations
 
@@ -50,21 +49,6 @@ def test_no_rectangle_exceeds_the_limits_that_the_workspace_is_sized_by(
 
 
 CUT, UNCUT = Decomposition(1000, (7,), "aligned", 16), Decomposition(1000)
-NONSENSE: dict[str, tuple[Decomposition, GroupSize, Route]] = {
-    "one call of several tasks": (CUT, GroupSize(1, 1), Whole()),
-    "several tasks of one call, together": (UNCUT, GroupSize(1, 1), Blockwise()),
-    "several tasks of one call, in place": (UNCUT, GroupSize(1, 1), PerTask()),
-    "several entries together": (CUT, GroupSize(2, 1), Blockwise()),
-    "several entries in place": (CUT, GroupSize(2, 1), PerTask()),
-    "no entries": (CUT, GroupSize(0, 1), Slots()),
-    "no heads": (UNCUT, GroupSize(1, 0), Whole()),
-}
-
-
-@pytest.mark.parametrize("name", NONSENSE)
-def test_what_makes_no_sense_cannot_be_made(name: str) -> None:
-    with pytest.raises(ValueError, match=r"\w+ \w+"):
-        Schedule(*NONSENSE[name])
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def _controller(job: Job, schedule: Schedule, guessed: bool) -> RecoveryControll
     work, route = job.call.work, schedule.route
 
     def cut(schedule: Schedule) -> tuple[Cutting, Limits]:
-        cutting = Cutting(schedule, work, job.call.kernel, backward=job.spec.backward)
+        cutting = Cutting(schedule, job.problem)
         depth = schedule.decomposition.depth
         return cutting, Limits(depth, cutting.deepest, schedule.pinned)
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.decomposition import tokens_of
-from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
@@ -27,29 +26,9 @@ from quorum_attention.execution.problem import (
     groups,
 )
 from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed_tasks, written
-from quorum_attention.kernels.protocol import Extent, InnerKernel
+from quorum_attention.kernels.protocol import Extent
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Values to try for the fields of routes; a search tries the first ones first.
-
-    Attributes:
-        n_caps: numbers of slots.
-        homes: where the travelling state may live.
-        streams: numbers of kernel calls in flight at once.
-        trimmed: sizes of the trimmed tasks; None: they are not trimmed.
-        pieces: layouts of the rectangles of all tasks together.
-    """
-
-    n_caps: tuple[int, ...]
-    homes: tuple[Home, ...]
-    streams: tuple[int, ...]
-    trimmed: Tally | None = None
-    pieces: tuple[Pieces, ...] = ("halves",)
-
 
 # See ``Route.run``.
 Attempt = Callable[["Schedule", RecoveryController, Tools], Iterator[int]]
@@ -70,9 +49,6 @@ class Route(ABC):
         accumulator: where the state lives between the visits of a task.
         streams: kernel calls of a task in flight at once.
         trimmed: sizes of the trimmed tasks; None: they are not trimmed, or it is not known.
-
-    Raises:
-        ValueError: a field has a value that is not allowed.
     """
 
     measured: ClassVar[bool] = True
@@ -83,14 +59,6 @@ class Route(ABC):
     accumulator: Home = "device"
     streams: int = 1
     trimmed: Tally | None = None
-
-    def __post_init__(self) -> None:
-        if self.n_cap < 1 or self.streams < 1:
-            raise ValueError(
-                f"n_cap and streams must be at least 1, got {self.n_cap} and {self.streams}"
-            )
-        if self.accumulator not in ("device", "host"):
-            raise ValueError(f"accumulator must be 'device' or 'host', got {self.accumulator!r}")
 
     @property
     def accumulators(self) -> str:
@@ -105,14 +73,6 @@ class Route(ABC):
     def parts(self, schedule: Schedule, work: Workload) -> str:
         """What a head group is computed in, in words."""
         return counted(schedule.n_tasks, "task")
-
-    @abstractmethod
-    def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Refuse a decomposition or a head group that the route cannot have.
-
-        Raises:
-            ValueError: why it cannot.
-        """
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Query rows and key rows of the largest task that a kernel gets."""
@@ -168,9 +128,6 @@ class Schedule:
         route: how the pass runs.
         max_queries, max_keys: limits of every rectangle, which bound a kernel's workspace.
         pinned: whether the user chose the depth; failures are then reported, not recovered from.
-
-    Raises:
-        ValueError: the fields contradict each other.
     """
 
     decomposition: Decomposition
@@ -179,14 +136,6 @@ class Schedule:
     max_queries: int = 1
     max_keys: int = 1
     pinned: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.group.batch, self.group.kv_heads, self.max_queries, self.max_keys) < 1:
-            raise ValueError(
-                f"a head group of {self.group} in rectangles of {self.max_queries} x "
-                f"{self.max_keys} is nothing"
-            )
-        self.route.check(self.decomposition, self.group)
 
     @property
     def n_cap(self) -> int:
@@ -300,18 +249,16 @@ def schedule_of(
 class Cutting:
     """The tasks of one pass of a call, at the depth it was planned for and deeper."""
 
-    def __init__(
-        self, planned: Schedule, work: Workload, kernel: InnerKernel, *, backward: bool
-    ) -> None:
-        self.planned, self.work, self.kernel, self.backward = planned, work, kernel, backward
-        self.pairs = pairs_of(work, kernel)
+    def __init__(self, planned: Schedule, problem: Problem) -> None:
+        self.planned, self.problem, self.work = planned, problem, problem.work
+        self.pairs = pairs_of(problem.work, problem.kernel)
         self._tasks: dict[int, list[Task]] = {}
         self._schedules: dict[int, Schedule] = {}
 
     @property
     def deepest(self) -> int:
         """The depth at which tasks are about as small as a tile; deeper ones are no smaller."""
-        return _deepest(self.planned.decomposition)
+        return deepest(self.planned.decomposition)
 
     def tasks(self, depth: int) -> list[Task]:
         """All tasks of ``depth``, in order."""
@@ -323,7 +270,9 @@ class Cutting:
                 self._tasks[depth] = filled(list(shape.tasks()), shape, self.work)
                 schedule = schedule.changed(trimmed=None)
             else:
-                found = trimmed_tasks(shape, self.pairs, self.kernel, self.backward)
+                found = trimmed_tasks(
+                    shape, self.pairs, self.problem.kernel, self.problem.spec.backward
+                )
                 self._tasks[depth] = list(found.tasks)
                 schedule = schedule.changed(trimmed=found.tally())
             self._schedules[depth] = schedule
@@ -346,7 +295,7 @@ class Cutting:
                 # the state of their rows, or have finished it.
                 within = tokens_of(task)
                 children = [restricted(child, within) for child in children]
-                end = written(self.pairs, self.backward)
+                end = written(self.pairs, self.problem.spec.backward)
                 children = trimmed(children, self.pairs, shape.tile, end)
             found += children
         less = schedule.trimmed
@@ -358,10 +307,11 @@ class Cutting:
 
 
 @lru_cache(maxsize=256)
-def _deepest(shape: Decomposition) -> int:
+def deepest(shape: Decomposition) -> int:
+    """The depth at which tasks of ``shape``, cut further, are about as small as a tile."""
     smallest = shape.tile if shape.layout == "aligned" else 1
     deeper = shape
-    while deeper.max_task_tokens > 2 * smallest and deeper.depth < shape.depth + 8:
+    while deeper.max_task_tokens > 2 * smallest:
         finer = deeper.deeper(DEEPEN_BY)
         if finer.max_task_tokens >= deeper.max_task_tokens:
             break

@@ -41,8 +41,8 @@ from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.decide import both_passes, choose_plan
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import footprint_of, forward_flops
-from quorum_attention.planner.search import PlanConstraints, uncut
+from quorum_attention.planner.price import forward_flops
+from quorum_attention.planner.search import PlanConstraints, uncut_bytes
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 
@@ -387,7 +387,12 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
     kernel = _kernel_of(forward, options)
-    whole = _uncut_bytes(forward, kernel)
+    is_whole = forward.depth == 0 and forward.n_groups == 1
+    whole = (
+        forward.peak_bytes
+        if is_whole
+        else uncut_bytes(Problem(forward.work, kernel, spec_of(False), forward.place))
+    )
     others = []
     # Under a mask of the kernel's own each task of a decomposition is looked at.
     own_mask = pairs_of(forward.work, kernel).verdict is not None
@@ -411,15 +416,3 @@ def _kernel_of(made: Plan, options: Mapping[str, Any]) -> InnerKernel:
     _, kernel = _under(mask, work, kernel, where, False)
     call = work.call_shape(where.type, False)
     return select_kernel(kernel, call, where, tried=False, flops=forward_flops(work))
-
-
-def _uncut_bytes(made: Plan, kernel: InnerKernel) -> int:
-    """Device bytes of the forward that was planned as one monolithic call of all heads."""
-    if made.depth == 0 and made.n_groups == 1:
-        return made.peak_bytes
-    work = made.work
-    problem = Problem(work, kernel, spec_of(False), made.place)
-    schedule = uncut(work)
-    if not schedule.runs(problem):
-        schedule = schedule.through_slots(work, accumulator="host")
-    return footprint_of(schedule, problem).total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
@@ -21,7 +21,7 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole, takes_tasks
 from quorum_attention.execution.routes.slots import Slots, Streaming
-from quorum_attention.execution.schedule import Choice, Route, Schedule, schedule_of
+from quorum_attention.execution.schedule import Route, Schedule, deepest, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.planner import policy
@@ -148,7 +148,6 @@ class _Search:
         monolithic: the monolithic call, where it fits.
         smallest: the schedule of the fewest bytes, whether it fits or not.
         fitting: how many schedules fit, the monolithic call left aside.
-        whole_bytes: the fewest bytes of an uncut call, whether it fits or not.
         by_levels: the fewest seconds of those that fit, by their levels.
     """
 
@@ -159,7 +158,6 @@ class _Search:
     monolithic: Plan | None = None
     smallest: tuple[Schedule, Footprint] | None = None
     fitting: int = 0
-    whole_bytes: int | None = None
     by_levels: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
@@ -175,9 +173,6 @@ class _Search:
             if self.smallest is None or total < self.smallest[1].total:
                 self.smallest = schedule, footprint
             every = schedule.is_all(self.problem.work)
-            if every and not schedule.decomposition.levels:
-                least = self.whole_bytes
-                self.whole_bytes = total if least is None else min(total, least)
             if total > self.constraints.budget_bytes:
                 continue
             found = price(schedule, self.problem, self.hardware)
@@ -241,8 +236,9 @@ class _Search:
                 return f"the monolithic call fits, and nothing is clearly faster{following}"
             return f"predicted clearly faster than the monolithic call ({spent}){following}"
         reason = f"the fastest by prediction of {self.fitting} schedules that fit"
-        if self.whole_bytes is not None and self.whole_bytes > self.constraints.budget_bytes:
-            reason += f"; uncut it would take {format_bytes(self.whole_bytes)}"
+        whole_bytes = uncut_bytes(self.problem)
+        if whole_bytes > self.constraints.budget_bytes:
+            reason += f"; uncut it would take {format_bytes(whole_bytes)}"
         if not levels:
             reason += "; cutting heads alone is enough"
         return reason + following
@@ -257,6 +253,14 @@ def uncut(work: Workload) -> Schedule:
     """The whole call in one kernel call."""
     group = GroupSize(work.batch, work.kv_heads)
     return schedule_of(work, Decomposition(work.n_tokens), group, Whole())
+
+
+def uncut_bytes(problem: Problem) -> int:
+    """Device bytes of the whole call at once, through one slot where it cannot run as it lies."""
+    schedule = uncut(problem.work)
+    if not schedule.runs(problem):
+        schedule = schedule.through_slots(problem.work, accumulator="host")
+    return footprint_of(schedule, problem).total
 
 
 @remembered(256)
@@ -309,26 +313,21 @@ def _schedules(
         shapes = _decompositions(work, constraints, pairs)
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
-    choice = _choice(constraints, problem)
-    over: type[PerTask | Blockwise] = PerTask if takes_tasks(kernel, work) else Blockwise
-    cuts = _cuts_over_inputs(problem, constraints, shapes) if over_inputs else []
+    every = _slots(problem, constraints)
     # One answer holds for all: whether a route can run does not depend on the decomposition.
-    able = (
-        [r for r in over.offered(choice) if Schedule(cuts[0], sizes[-1], r).runs(problem)]
-        if cuts
-        else []
-    )
-    if able:
-        for shape in cuts:
-            routes: Sequence[Route] = able
-            if over is PerTask:
-                trimmed = _trimmed_tally(shape, problem)
-                routes = tuple(PerTask.offered(replace(choice, trimmed=trimmed)))
-            for size, route in product(sizes, routes):
-                if size.batch == 1:
-                    yield schedule_of(work, shape, size, route, pinned=pinned)
-        if constraints.over_inputs:
-            return
+    cuts = _cuts_over_inputs(problem, constraints, shapes) if over_inputs else []
+    routes: list[Route] = []
+    if cuts:
+        offered = _over_inputs(problem, constraints)
+        routes = [r for r in offered if Schedule(cuts[0], sizes[-1], r).runs(problem)]
+    for shape in cuts if routes else ():
+        trimmed = _trimmed_tally(shape, problem) if isinstance(routes[0], PerTask) else None
+        for size, route in product(sizes, routes):
+            if size.batch == 1:
+                route = replace(route, trimmed=trimmed)
+                yield schedule_of(work, shape, size, route, pinned=pinned)
+    if routes and constraints.over_inputs:
+        return
     max_pairs = None
     if work.mask is not None and work.mask.rows and work.mask.columns:
         max_pairs = policy.MASKED_PAIRS
@@ -336,34 +335,42 @@ def _schedules(
     for shape in shapes:
         if not shape.depth:
             # No ``max_pairs``: a monolithic call is one rectangle under a mask too, as in torch.
-            for size, slots in product(sizes, tuple(Slots.offered(replace(choice, streams=(1,))))):
-                made = schedule_of(
-                    work, shape, size, Whole(slots.n_cap, slots.accumulator), pinned=pinned
-                )
+            kinds = dict.fromkeys((slots.n_cap, slots.accumulator) for slots in every)
+            for size, kind in product(sizes, kinds):
+                made = schedule_of(work, shape, size, Whole(*kind), pinned=pinned)
                 yield made if made.runs(problem) else made.through_slots(work)
             continue
         trimmed = _trimmed_tally(shape, problem) if shape.n_tasks <= few else None
-        mine = replace(choice, trimmed=trimmed)
-        for size, slots in product(sizes, tuple(Slots.offered(mine))):
-            yield schedule_of(
-                work, shape, size, slots, pinned=constraints.pinned, max_pairs=max_pairs
-            )
+        for size, slots in product(sizes, every):
+            route = replace(slots, trimmed=trimmed)
+            yield schedule_of(work, shape, size, route, pinned=pinned, max_pairs=max_pairs)
 
 
-def _choice(constraints: PlanConstraints, problem: Problem) -> Choice:
-    """The values of a route's fields that are tried: those asked for, or all that may be of use."""
+def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
+    """The numbers of kernel calls in flight that are tried."""
+    if problem.place.backend.most_streams == 1 or not problem.kernel.several_streams:
+        return (1,)
+    return (1, 2) if constraints.streams is None else (constraints.streams,)
+
+
+def _slots(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
+    """The routes through slots that are tried: as asked for, or all that may be of use."""
     backend = problem.place.backend
     n_caps = (2, 1) if backend.overlaps else (1,)
+    n_caps = n_caps if constraints.n_cap is None else (constraints.n_cap,)
     homes: tuple[Home, ...] = ("device", "host") if backend.own_memory else ("host",)
-    streams = (1, 2) if constraints.streams is None else (constraints.streams,)
-    if backend.most_streams == 1 or not problem.kernel.several_streams:
-        streams = (1,)
-    return Choice(
-        n_caps if constraints.n_cap is None else (constraints.n_cap,),
-        homes if constraints.accumulator is None else (constraints.accumulator,),
-        streams,
-        pieces=policy.PIECES if backend.overlaps else policy.PIECES_IN_STEP[problem.spec.backward],
-    )
+    homes = homes if constraints.accumulator is None else (constraints.accumulator,)
+    return [Slots(*fields) for fields in product(n_caps, homes, _streams(problem, constraints))]
+
+
+def _over_inputs(problem: Problem, constraints: PlanConstraints) -> list[Route]:
+    """The routes over the inputs as they lie, of several tasks, that are tried."""
+    if takes_tasks(problem.kernel, problem.work):
+        return [PerTask()]
+    in_step = policy.PIECES_IN_STEP[problem.spec.backward]
+    pieces = policy.PIECES if problem.place.backend.overlaps else in_step
+    every = product(_streams(problem, constraints), pieces)
+    return [Blockwise(streams=streams, pieces=layout) for streams, layout in every]
 
 
 def _cuts_over_inputs(
@@ -455,16 +462,11 @@ def _check_depth(n_tokens: int, constraints: PlanConstraints) -> None:
         ValueError: names the largest depth that is taken.
     """
     assert constraints.depth is not None
-    useful, tokens = 0, n_tokens
-    while useful < constraints.depth:
-        finer = constraints.shape(n_tokens, (policy.DEEP,) * (useful + 1))
-        if finer.max_task_tokens >= tokens:
-            break
-        useful, tokens = useful + 1, finer.max_task_tokens
-    if useful < constraints.depth:
+    most = max(deepest(constraints.shape(n_tokens, ())), policy.LISTED)
+    if constraints.depth > most:
         tiles = f" in tiles of {constraints.tile}" if constraints.layout == "aligned" else ""
         raise ValueError(
-            f"depth must be at most {max(useful, policy.LISTED)} for {n_tokens} tokens{tiles}, got "
+            f"depth must be at most {most} for {n_tokens} tokens{tiles}, got "
             f"{constraints.depth}: more levels make no task smaller"
         )
 

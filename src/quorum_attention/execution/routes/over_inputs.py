@@ -20,7 +20,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ from quorum_attention.execution.scaling import (
     asking,
     what_is_read,
 )
-from quorum_attention.execution.schedule import Choice, Route, Schedule
+from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved, TaskTensors
 from quorum_attention.kernels.reference import SMALL, backward_bytes, exact_carrier, whole_backward
@@ -117,11 +116,6 @@ class Whole(OverInputs):
     recovery = "monolithic call out of memory", "depth 0 -> 1"
     accumulators = "none"
     measured = False
-
-    def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Refuse a decomposition into several tasks."""
-        if shape.depth:
-            raise ValueError(f"levels {shape.levels} are not one whole call")
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """All queries and all keys: there is one rectangle."""
@@ -385,13 +379,6 @@ class _Tasks(OverInputs):
 
     recovery = "inputs in place: out of memory", "through slots"
 
-    def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Refuse a decomposition without levels, and a head group of several batch entries."""
-        if not shape.depth:
-            raise ValueError("there is nothing to merge of one whole call")
-        if group.batch != 1:
-            raise ValueError(f"a head group has to be of one batch entry, got {group.batch}")
-
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Most queries and most keys of the rectangles of all tasks together."""
         _, rectangles = all_rectangles(work, shape)
@@ -427,12 +414,6 @@ class Blockwise(_Tasks):
     pieces: Pieces = "halves"
 
     words = "inputs in place, all tasks of a head group at once"
-
-    @classmethod
-    def offered(cls, choice: Choice) -> Iterator[Blockwise]:
-        """Those that a search tries: every combination."""
-        for streams, pieces in product(choice.streams, choice.pieces):
-            yield cls(streams=streams, pieces=pieces)
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Halved rectangles are as they come; others have a chunk of queries, or of both."""
@@ -582,11 +563,6 @@ class PerTask(_Tasks):
     """The tasks of a head group one after the other."""
 
     words = "inputs in place, task by task"
-
-    @classmethod
-    def offered(cls, choice: Choice) -> Iterator[PerTask]:
-        """The only one that a search tries."""
-        yield cls(trimmed=choice.trimmed)
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Rows from the first token of a task to its last, for the task with most of them."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import count, product
+from itertools import count
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Rows
@@ -33,7 +33,6 @@ from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.problem import (
     Axis,
     Bytes,
-    GroupSize,
     InputSpec,
     Problem,
     StateSpec,
@@ -47,7 +46,7 @@ from quorum_attention.execution.problem import (
     state_bytes,
 )
 from quorum_attention.execution.scaling import GroupScaling, UnitScaling, asking, what_is_read
-from quorum_attention.execution.schedule import Attempt, Choice, Route, Schedule
+from quorum_attention.execution.schedule import Attempt, Route, Schedule
 from quorum_attention.execution.slot_rows import (
     Beside,
     SlotLayout,
@@ -79,15 +78,6 @@ class Slots(Route):
     def words(self) -> str:
         """A description of the route for people."""
         return f"through slots, accumulators: {self.accumulator}"
-
-    @classmethod
-    def offered(cls, choice: Choice) -> Iterator[Slots]:
-        """Those that a search tries: every combination."""
-        for n_cap, home, streams in product(choice.n_caps, choice.homes, choice.streams):
-            yield cls(n_cap, home, streams, choice.trimmed)
-
-    def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Every decomposition and every head group will do."""
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Rows of the largest task: a trimmed one, or one that padding fills up."""
@@ -241,15 +231,6 @@ class Streaming(Route):
 
     recovery = "streaming: failed", "through slots"
 
-    def __post_init__(self) -> None:
-        if min(self.queries, self.keys, self.n_cap) < 1:
-            raise ValueError(
-                f"queries, keys and n_cap must be at least 1, got {self.queries}, {self.keys} and "
-                f"{self.n_cap}"
-            )
-        if self.stays not in ("query", "key"):
-            raise ValueError(f"stays must be 'query' or 'key', got {self.stays!r}")
-
     @property
     def accumulators(self) -> str:
         """Where states wait; in a forward none does."""
@@ -274,11 +255,6 @@ class Streaming(Route):
     def rows(self, axis: Axis) -> int:
         """Rows of a chunk or block of this side."""
         return self.queries if axis == "query" else self.keys
-
-    def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Refuse a head group of several batch entries."""
-        if group.batch != 1:
-            raise ValueError(f"a head group has to be of one batch entry, got {group.batch}")
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """A chunk and a block."""
