@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from quorum_attention.execution.device.backend import Cpu
+from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import PageLocks
@@ -77,7 +77,7 @@ class FakeEvent:
             self.stream.reach(self.position)
 
 
-class FakeDevice(Cpu):
+class FakeDevice(Backend):
     """Takes the place of the CPU within a ``with`` block.
 
     The planner gets the CPU's answers from it, so that what the planner caches stays right.

@@ -21,7 +21,7 @@ from quorum_attention.devices.buffers import MappedBuffers
 from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.worker import Begin, Compute, Done, End, Failed, _Pass, answer
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.device.backend import Cpu
+from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
@@ -110,7 +110,7 @@ PART = Block(Interval(0, 1), Interval(0, 1), Interval(2, 6), Interval(0, 6))
 NAMES = ("grad_key", "grad_value")
 
 
-class Watched(Cpu):
+class Watched(Backend):
     """Notes at each wait for the device which of the opened tensors are still there.
 
     Attributes:

@@ -19,7 +19,7 @@ from helpers_kernels import taken_as_tried
 from quorum_attention.bench.child import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser, recover
 from quorum_attention.cli.bench import EXPERIMENTS
-from quorum_attention.execution.device.backend import Cpu, TrialSizes
+from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.planner import calibration
 
 OURS = sorted({c.text for c in commands() if c.text.startswith("quorum-attention")})
@@ -145,7 +145,7 @@ def test_calibrate_runs(
     """Real calls, short ones and once; what a busy machine does to them is not asked here."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(folder / "cache"))
     sizes = TrialSizes(256, 256, 1 << 20, 0.0, torch.get_num_threads())
-    monkeypatch.setattr(Cpu, "trial_sizes", lambda cpu, device: sizes)
+    monkeypatch.setattr(Backend, "trial_sizes", lambda cpu, device: sizes)
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     (text,) = {text for text in OURS if text.startswith("quorum-attention calibrate")}
     try:

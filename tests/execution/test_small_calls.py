@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
 from quorum_attention import passes
-from quorum_attention.execution.device.backend import Cpu
+from quorum_attention.execution.device.backend import Backend
 from quorum_attention.kernels import CpuKernel
 from quorum_attention.planner import decide
 
@@ -128,7 +128,7 @@ def test_a_small_call_without_memory_is_planned_after_all(monkeypatch, pass_name
 @pytest.mark.usefixtures("kernel_is_tried")
 def test_a_plan_that_nobody_asked_memory_for_is_made_anew_once(monkeypatch) -> None:
     """As on a GPU: a short call is run whole before anybody asks how much memory is free."""
-    monkeypatch.setattr(Cpu, "refuses", True)
+    monkeypatch.setattr(Backend, "refuses", True)
     original, failures = CpuKernel.rectangle_forward, iter([True])
     anew: list[object] = []
 

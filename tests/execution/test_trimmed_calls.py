@@ -12,7 +12,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution import slot_rows
-from quorum_attention.execution.device.backend import Cpu
+from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.problem import FORWARD
 from quorum_attention.execution.routes import slots
 from quorum_attention.execution.schedule import Cutting
@@ -220,7 +220,7 @@ def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
         FORWARD, plan.work, plan.schedule.group, plan.schedule.task_rows(plan.work), torch.float32
     ).slot_bytes
 
-    class Tight(Cpu):
+    class Tight(Backend):
         def free_bytes(self, device: torch.device) -> int:
             return 2 * slot
 

@@ -15,7 +15,7 @@ import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device import backend as cpu
-from quorum_attention.execution.device.backend import Cpu, TrialSizes
+from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import cache_file, calibrate, device_key, hardware_of
@@ -53,7 +53,7 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     # Real calls, and short ones: how exactly does not matter here.
     sizes = TrialSizes(512, 512, 1 << 20, 0.0, torch.get_num_threads())
-    monkeypatch.setattr(Cpu, "trial_sizes", lambda cpu, device: sizes)
+    monkeypatch.setattr(Backend, "trial_sizes", lambda cpu, device: sizes)
     assert not hardware_of(CPU, torch.float32, 64).measured
     before = calibration.rates_known()
     found = calibrate("cpu", torch.float32)
@@ -123,7 +123,7 @@ def test_fp16_and_bf16_are_apart_on_a_cpu_and_one_on_a_gpu() -> None:
 def test_a_file_of_an_earlier_version_is_read_but_for_16_bits_of_a_cpu(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = f"{Cpu().model(CPU)}, torch {torch.__version__}"
+    before = f"{Backend().model(CPU)}, torch {torch.__version__}"
     write({f"{before}, {bits} bit": figures(1e12) for bits in (16, 32)})
     assert hardware_of(CPU, torch.float32, 64).measured
     assert not hardware_of(CPU, torch.float16, 64).measured
@@ -138,7 +138,7 @@ def test_small_calls_are_decided_anew_by_new_rates(monkeypatch: pytest.MonkeyPat
     from quorum_attention.planner import decide
 
     asked: list[object] = []
-    monkeypatch.setattr(Cpu, "refuses", True)
+    monkeypatch.setattr(Backend, "refuses", True)
     monkeypatch.setattr(decide, "short_call", lambda *given, **named: asked.append(given))
     query = torch.randn(1, 1, 37, 8)
 

@@ -1,4 +1,4 @@
-"""The interface of a kind of device, for planning and running passes on it; and the CPU.
+"""What is asked of a kind of device, for planning and running passes on it, and the CPU's answers.
 
 Rates that are assumed for a device until it is calibrated are good enough to rank plans on machines
 like those measured. Sources: docs/planner.md.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import platform
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -117,8 +116,9 @@ class TrialSizes:
     threads: int
 
 
-class Backend(ABC):
-    """One kind of device. The defaults describe one that computes in host memory, step by step.
+class Backend:
+    """One kind of device. This one is the CPU, which computes in host memory, step by step; others
+    say what they do otherwise.
 
     Attributes:
         kind: torch's name for it.
@@ -134,7 +134,7 @@ class Backend(ABC):
         word_bytes: the address and the size of each row must be multiples of this for its kernels.
     """
 
-    kind: str
+    kind = "cpu"
     own_memory = False
     refuses = False
     overlaps = False
@@ -147,9 +147,17 @@ class Backend(ABC):
         """Whether this machine has such a device."""
         return True
 
-    @abstractmethod
     def free_bytes(self, device: torch.device) -> int:
-        """Bytes that could be allocated now, according to the system."""
+        """Bytes that could be allocated now, according to the system: what Linux calls
+        ``MemAvailable``, elsewhere 16 GiB."""
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return 1 << 34  # not Linux: assume this much rather than refuse to work
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
         """An arena: ``n_bytes`` uninitialised bytes, (n_bytes,) uint8."""
@@ -205,18 +213,20 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"torch's allocator for {self.kind!r} takes no limit")
 
-    def synchronize(self, device: torch.device) -> None:  # noqa: B027
+    def synchronize(self, device: torch.device) -> None:
         """Hold the host until the device has done all its work."""
 
-    @abstractmethod
     def model(self, device: torch.device) -> str:
-        """The device's model, for which a calibration is valid."""
+        """The device's model, for which a calibration is valid: its name, and how many threads
+        torch uses."""
+        return f"cpu {cpu_name()}, {torch.get_num_threads()} threads"
 
     def rates_of(self, dtype: torch.dtype) -> str:
-        """The dtypes that share their rates with ``dtype``, in words: all that are as wide."""
-        return f"{dtype.itemsize * 8} bit"
+        """The dtypes that share their rates with ``dtype``, in words: all that are as wide, but for
+        fp16 and bf16: processors have instructions for one or for both."""
+        name = str(dtype).removeprefix("torch.")
+        return name if dtype.itemsize == 2 else f"{dtype.itemsize * 8} bit"
 
-    @abstractmethod
     def rates(
         self, device: torch.device | None, dtype: torch.dtype, head_dim: int
     ) -> dict[str, Any]:
@@ -224,66 +234,16 @@ class Backend(ABC):
 
         They are for ``device``; for None, or where it is not here, for a typical one.
         """
-
-    @abstractmethod
-    def trial_sizes(self, device: torch.device) -> TrialSizes:
-        """How large a calibration's measurements have to be on ``device``."""
-
-    @abstractmethod
-    def both_ways(
-        self, device: torch.device, n_bytes: int, host: Sequence[torch.Tensor] = ()
-    ) -> Callable[[], object]:
-        """A function that copies ``n_bytes`` to the device and as many back at the same time.
-
-        Where copies cannot run at the same time it makes one copy.
-
-        Args:
-            host: what it reads and what it writes there, each (n_bytes,) uint8; none: memory of
-                its own.
-        """
-
-
-class Cpu(Backend):
-    """The backend of the CPU."""
-
-    kind = "cpu"
-
-    def free_bytes(self, device: torch.device) -> int:
-        """What Linux calls ``MemAvailable``; elsewhere 16 GiB."""
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        return 1 << 34  # not Linux: assume this much rather than refuse to work
-
-    def model(self, device: torch.device) -> str:
-        """Its name, and how many threads torch uses."""
-        return f"cpu {cpu_name()}, {torch.get_num_threads()} threads"
-
-    def rates_of(self, dtype: torch.dtype) -> str:
-        """fp16 and bf16 apart: processors have instructions for one or for both."""
-        return str(dtype).removeprefix("torch.") if dtype.itemsize == 2 else super().rates_of(dtype)
-
-    def rates(
-        self, device: torch.device | None, dtype: torch.dtype, head_dim: int
-    ) -> dict[str, Any]:
-        """Assumed rates for as many threads as torch has."""
         return cpu_rates(dtype)
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
-        """Short calls, and copies of 32 MiB."""
+        """How large a calibration's measurements have to be: short calls, copies of 32 MiB."""
         return TrialSizes(2048, 2048, 32 << 20, 0.0, torch.get_num_threads())
 
-    def both_ways(
-        self, device: torch.device, n_bytes: int, host: Sequence[torch.Tensor] = ()
-    ) -> Callable[[], object]:
-        """A function that copies ``n_bytes`` once: on a CPU there is one direction."""
-        source, target = host or [
-            torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2)
-        ]
+    def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
+        """A function that copies ``n_bytes`` to the device and as many back at the same time; here,
+        where there is one direction, once."""
+        source, target = (torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         return lambda: target.copy_(source)
 
 

@@ -136,14 +136,16 @@ class Cuda(Backend):
         # A GPU's clock rate falls during its first second of work.
         return TrialSizes(8 * _TILE_ROWS * count, 65_536, 256 << 20, 0.7, threads=1)
 
-    def both_ways(
-        self, device: torch.device, n_bytes: int, host: Sequence[torch.Tensor] = ()
-    ) -> Callable[[], object]:
+    def rates_of(self, dtype: torch.dtype) -> str:
+        """All dtypes that are as wide."""
+        return f"{dtype.itemsize * 8} bit"
+
+    def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
         """A function that copies ``n_bytes`` each way at once, on two streams."""
         near = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        read, written = host or [
+        read, written = (
             torch.empty(n_bytes, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(2)
-        ]
+        )
         streams = [torch.cuda.Stream(device) for _ in range(2)]
 
         def both() -> None:

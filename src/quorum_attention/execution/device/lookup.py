@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown
-from quorum_attention.execution.device.backend import Backend, Cpu
+from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.cuda import Cuda, numbered
 from quorum_attention.sizes import counted
 
-BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}
+BACKENDS: dict[str, Backend] = {"cpu": Backend(), "cuda": Cuda()}
 """The supported kinds of devices, by torch's names."""
 GPU = "cuda"
 """The kind that is planned for where a device need not be here."""
