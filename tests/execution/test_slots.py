@@ -45,7 +45,6 @@ workloads = st.builds(
 def byte_range(layout: SlotLayout, work: Workload, name: str, tokens: int) -> tuple[int, int]:
     field = layout.fields[name]
     rows = min(tokens, work.n_queries if field.axis == "query" else work.n_keys)
-    rows = field.rows if field.fixed else rows
     count = layout.group.batch * layout.heads(field.axis) * rows * field.width
     return field.offset, field.offset + count * field.dtype.itemsize
 
@@ -56,14 +55,13 @@ def byte_range(layout: SlotLayout, work: Workload, name: str, tokens: int) -> tu
     tokens=st.integers(1, 80),
     result=st.sampled_from(DTYPES),
     backward=st.booleans(),
-    scaled=st.booleans(),
 )
 def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
-    work: Workload, tokens: int, result: torch.dtype, backward: bool, scaled: bool
+    work: Workload, tokens: int, result: torch.dtype, backward: bool
 ) -> None:
     group = GroupSize(work.batch, work.kv_heads)
     rows = min(tokens, work.n_queries), min(tokens, work.n_keys)
-    layout = slot_layout(spec_of(backward), work, group, rows, result, scaled=backward and scaled)
+    layout = slot_layout(spec_of(backward), work, group, rows, result)
     places = {name: byte_range(layout, work, name, tokens) for name in layout.fields}
     assert layout.slot_bytes % ALIGNMENT == 0
     for name, (start, stop) in places.items():
@@ -122,7 +120,7 @@ def test_every_task_of_a_plan_fits_its_slot(
     for found, at in rounds:
         rows = at.task_rows(work)
         spec = spec_of(backward)
-        layout_of = slot_layout(spec, work, group, rows, dtypes[1], scaled=backward)
+        layout_of = slot_layout(spec, work, group, rows, dtypes[1])
         slot = torch.empty(layout_of.slot_bytes, dtype=torch.uint8)
         for task in found:
             keys = queries = task.n_tokens

@@ -26,13 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quorum_attention.execution.control.controller import Path, RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Axis, Group, Workload, group_part
+from quorum_attention.execution.problem import Axis, Group, GroupSize, Workload, group_part
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
@@ -224,68 +224,76 @@ class GroupScaling:
         return self.divide_(unit.fields["grad_out"], value, unit.slot, self._norms)
 
 
-@dataclass(slots=True)
-class _UnitInSlot:
-    """The unit in a slot, how far it is scaled, and its overflow flags in host memory."""
-
-    unit: Unit
-    steps: Steps
-    flags: torch.Tensor
-
-
 class UnitScaling:
     """Scales units that run again one by one, in the slots of one arena.
+
+    Args:
+        group: the largest head group.
 
     Attributes:
         repeated: how often a unit was run again.
     """
 
     def __init__(
-        self, work: Workload, device: torch.device, controller: RecoveryController
+        self,
+        work: Workload,
+        device: torch.device,
+        group: GroupSize,
+        n_slots: int,
+        controller: RecoveryController,
     ) -> None:
         self.repeated = 0
-        self._work, self._pins = work, backend_of(device).pins
-        self._controller = controller
-        self._units: dict[int, _UnitInSlot] = {}
+        self._work, self._controller = work, controller
+
+        def numbers(dtype: torch.dtype, **where: Any) -> list[torch.Tensor]:
+            """By slot: one for each key/value head of each entry."""
+            heads = group.batch, group.kv_heads
+            return [torch.zeros(heads, dtype=dtype, **where) for _ in range(n_slots)]
+
+        self._unscale = numbers(torch.float32, device=device)
+        self._overflow = numbers(torch.int32, device=device)
+        # The same in host memory, which is read when the unit has been computed.
+        pins = backend_of(device).pins
+        self._flags = numbers(torch.int32, device="cpu", pin_memory=pins)
+        # By slot: the unit in it, and how far that is scaled.
+        self._units: dict[int, tuple[Unit, Steps]] = {}
 
     def prepare(self, unit: Unit) -> Scaling:
-        """Divide the unit's ``grad_out`` in its slot, and write the divisors there; returns how a
-        kernel has to undo that."""
-        fields, unscale = unit.fields, _by_head(unit, "unscale")
-        one = self._units.get(unit.slot)
-        if one is None or one.unit.visit.task != unit.visit.task or one.unit.group != unit.group:
-            if one is not None and one.flags.shape == unscale.shape:
-                flags = one.flags
-            else:
-                flags = torch.zeros(
-                    unscale.shape, dtype=torch.int32, pin_memory=self._pins, device="cpu"
-                )
-            one = self._units[unit.slot] = _UnitInSlot(unit, Steps(self._work.n_keys), flags)
-        one.steps.divide_(fields["grad_out"], fields["value"], unscale)
-        return Scaling(one.steps.shift, unscale, _by_head(unit, "overflow").zero_())
+        """Divide the unit's ``grad_out`` in its slot; returns how a kernel has to undo that."""
+        before, steps = self._units.get(unit.slot, (None, None))
+        same = before is not None and before.visit.task == unit.visit.task
+        if steps is None or before is None or not same or before.group != unit.group:
+            steps = Steps(self._work.n_keys)
+            self._units[unit.slot] = unit, steps
+        unscale = _of_unit(self._unscale, unit)
+        steps.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
+        return Scaling(steps.shift, unscale, _of_unit(self._overflow, unit).zero_())
 
     def computed(self, unit: Unit) -> None:
         """Copy the unit's flags to the host, in the stream of its kernel calls."""
-        self._units[unit.slot].flags.copy_(_by_head(unit, "overflow"), non_blocking=True)
+        flags = _of_unit(self._flags, unit)
+        flags.copy_(_of_unit(self._overflow, unit), non_blocking=True)
 
     def overflowed(self, unit: Unit) -> bool:
         """Whether a gradient of the computed unit is not finite."""
-        return bool(self._units[unit.slot].flags.any())
+        return bool(_of_unit(self._flags, unit).any())
 
     def repeats(self, unit: Unit) -> bool:
         """Scale a unit that overflowed down further, if that may help; returns whether it is.
 
         The slot holds the unit's inputs, not divided.
         """
-        one, task, work = self._units[unit.slot], unit.visit.task, self._work
+        (_, steps), task, work = self._units[unit.slot], unit.visit.task, self._work
         # Rows beyond the end of the sequence were never written.
         rows = {"query": task.count_below(work.n_queries), "key": task.count_below(work.n_keys)}
         read = {name: unit.fields[name][:, :, : rows[axis]] for name, axis in _READ.items()}
-        again = one.steps.lower(one.flags, read, asking(self._controller, unit.group, task.path))
+        ask = asking(self._controller, unit.group, task.path)
+        again = steps.lower(_of_unit(self._flags, unit), read, ask)
         self.repeated += again
         return again
 
 
-def _by_head(unit: Unit, name: str) -> torch.Tensor:
-    field = unit.fields[name]
-    return field.view(field.shape[:2])
+def _of_unit(numbers: list[torch.Tensor], unit: Unit) -> torch.Tensor:
+    """Those of the unit in a slot, (entries, key/value heads)."""
+    group = unit.group
+    return numbers[unit.slot][: len(group.entries), : group.kv_stop - group.kv_start]

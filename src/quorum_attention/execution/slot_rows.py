@@ -50,7 +50,6 @@ class Field:
     Attributes:
         offset: in bytes from the slot's start.
         rows: most rows of each head.
-        fixed: whether it has ``rows`` rows for every task.
         over: the input whose memory it uses: a finished result overwrites rows of that input, which
             must not be read any more. None: it has memory of its own.
     """
@@ -61,7 +60,6 @@ class Field:
     dtype: torch.dtype
     offset: int
     rows: int
-    fixed: bool = False
     over: str | None = None
 
     @property
@@ -140,7 +138,6 @@ class SlotLayout:
         """
         field = self.fields[name]
         heads = kv_heads * (self.shared if field.axis == "query" else 1)
-        rows = field.rows if field.fixed else rows
         n_bytes, (start, stop) = entries * heads * rows * field.row_bytes, self.byte_range(name)
         if n_bytes > stop - start:
             raise LayoutError(f"field {name!r} has {stop - start} bytes of {n_bytes}")
@@ -157,7 +154,6 @@ def slot_layout(
     rows: tuple[int, int],
     result_dtype: torch.dtype,
     *,
-    scaled: bool = False,
     axis: Axis | None = None,
 ) -> SlotLayout:
     """The slot of a task: inputs, states, and finished rows if the results have another dtype.
@@ -167,7 +163,6 @@ def slot_layout(
 
     Args:
         rows: most queries and keys of a task (``Schedule.task_rows``).
-        scaled: whether to add the fields of a scaled backward (execution/scaling.py).
         axis: leave out what is not of this side, queries or keys; None: have both.
     """
     shared, most = work.queries_per_key_head, {"query": rows[0], "key": rows[1]}
@@ -194,19 +189,12 @@ def slot_layout(
             add(item.name, item.axis, item.columns(work), item.dtype(work))
     for state in states:
         add(f"state_{state.name}", state.axis, state.columns(work), work.state_dtype)
-    for name, dtype in _OF_HEADS if scaled else ():
-        fields[name] = Field(name, "key", 1, dtype, end, 1, fixed=True)
-        end += n_bytes(fields[name])
     if result_dtype != work.state_dtype:
         for state in states:
             if state.over is not None:
                 width = state.columns(work)
                 add(f"final_{state.name}", state.axis, width, result_dtype, state.over)
     return SlotLayout(fields, end, group, shared)
-
-
-# Fields of a scaled backward: a number for each key/value head of each entry.
-_OF_HEADS = (("unscale", torch.float32), ("overflow", torch.int32))
 
 
 # Most lists of views that are remembered: enough for a few head groups.

@@ -106,16 +106,18 @@ class Slots(Route):
         """The arena, workspace, results, and the accumulators if the budget counts them."""
         work, place, group = case.work, case.place, schedule.group
         rows = schedule.task_rows(work)
-        layout = slot_layout(case.spec, work, group, rows, place.result_dtype, scaled=case.scaled)
+        layout = slot_layout(case.spec, work, group, rows, place.result_dtype)
         homes: tuple[int, ...] = ()
         if place.counts(self.accumulator):
             homes = tuple(map(aligned, final_bytes(case)))
             if place.result_dtype != work.state_dtype:
                 homes += state_bytes(case, group)
+        # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
+        scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if case.scaled else 0)
         return Bytes(
             self.streams * case.workspace(schedule.extent(work)),
             self.n_cap * layout.slot_bytes,
-            homes,
+            (*homes, *scaling),
             (*bytes_before(case), *result_bytes(case)),
         )
 
@@ -153,11 +155,11 @@ class Slots(Route):
         def attempt(
             schedule: Schedule, controller: RecoveryController, tools: Tools
         ) -> Iterator[int]:
-            scaling = (
-                UnitScaling(call.work, call.device, controller) if job.problem.scaled else None
-            )
+            scaling, n_slots = None, controller.n_slots
+            if job.problem.scaled:
+                scaling = UnitScaling(call.work, call.device, schedule.group, n_slots, controller)
             done, total = controller.units_done, controller.units_done + controller.units_left
-            slots = _layout(job, schedule), controller.n_slots
+            slots = _layout(job, schedule), n_slots
             try:
                 with open_slots(job, moved, tools.clock, slots) as (rows,):
                     engine = Engine(job, tools, schedule.limits, rows, scaling)
@@ -177,7 +179,7 @@ class Slots(Route):
 def _layout(job: Job, schedule: Schedule) -> SlotLayout:
     work, dtype = job.call.work, job.problem.place.result_dtype
     rows = schedule.task_rows(work)
-    return slot_layout(job.spec, work, schedule.group, rows, dtype, scaled=job.problem.scaled)
+    return slot_layout(job.spec, work, schedule.group, rows, dtype)
 
 
 def _has_headroom(job: Job, controller: RecoveryController) -> bool:
