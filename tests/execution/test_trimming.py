@@ -28,9 +28,8 @@ N = 4096
 def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backward) -> None:  # type: ignore[no-untyped-def]
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     shape = Decomposition(N, levels, "aligned", tile)
-    pairs = kernel.kept_pairs(N, N, is_causal)
-    found = trimmed_tasks(shape, pairs, kernel, backward)
-    counted = tally(shape, pairs, kernel, backward)
+    found = trimmed_tasks(shape, (N, N, is_causal), kernel, backward)
+    counted = tally(shape, (N, N, is_causal), kernel, backward)
     assert counted == found.tally()
     sizes = [task.n_tokens for task in found.tasks]
     assert counted.n_tasks == len(sizes) <= shape.n_tasks

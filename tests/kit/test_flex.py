@@ -18,7 +18,7 @@ from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.execution.call import no_bias
 from quorum_attention.execution.problem import Workload
 from quorum_attention.execution.routes.over_inputs import rectangles_in_place
-from quorum_attention.execution.trimming import pairs_of, tally
+from quorum_attention.execution.trimming import sizes_of, tally
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (
@@ -214,7 +214,7 @@ def test_spans_are_within_what_plans_count(n: int, reach: int, levels, layout: s
     kernel = kernel_of(None, sliding_window(reach))
     work = Workload((1,), 1, 1, n, n, 16, 16, torch.float32, is_causal=True)
     shape = Decomposition(n, levels, layout, tile)
-    tallied = tally(shape, pairs_of(work, kernel), kernel, backward=True)
+    tallied = tally(shape, sizes_of(work), kernel, backward=True)
     whole, tasks = rectangles_in_place(work, shape)
     row = torch.zeros(1, 1, n, 16)
     spans = [

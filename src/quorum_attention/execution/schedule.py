@@ -25,7 +25,14 @@ from quorum_attention.execution.problem import (
     Workload,
     groups,
 )
-from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed_tasks, written
+from quorum_attention.execution.trimming import (
+    Tally,
+    filled,
+    pairs_of,
+    sizes_of,
+    trimmed_tasks,
+    written,
+)
 from quorum_attention.kernels.protocol import Extent
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
@@ -270,8 +277,9 @@ class Cutting:
                 self._tasks[depth] = filled(list(shape.tasks()), shape, self.work)
                 schedule = schedule.changed(trimmed=None)
             else:
+                problem = self.problem
                 found = trimmed_tasks(
-                    shape, self.pairs, self.problem.kernel, self.problem.spec.backward
+                    shape, sizes_of(self.work), problem.kernel, problem.spec.backward
                 )
                 self._tasks[depth] = list(found.tasks)
                 schedule = schedule.changed(trimmed=found.tally())

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MethodType
-from weakref import WeakMethod
 
-from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, Verdict
+from quorum_attention.decomposition import Decomposition, Pairs, Task
 from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.quorums import quorum_size
+
+Sizes = tuple[int, int, bool]
+"""Queries, keys, and whether the call is causal."""
 
 # A kernel works in blocks of so many tokens, so it reads beyond the first and last token of a task.
 # If chunks end within blocks, it may read as far as the mask keeps anything: there is no bound.
@@ -86,46 +87,27 @@ class Trimmed:
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
     """The pairs that a call keeps, by its sizes and the kernel's own mask."""
-    found = kernel.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
-    if isinstance(found.verdict, MethodType) and found.verdict.__self__ is kernel:
-        return replace(found, verdict=_Weakly(found.verdict))
-    return found
+    return kernel.kept_pairs(*sizes_of(work))
 
 
-class _Weakly:
-    """A kernel's method without a reference to the kernel, so that caches do not keep it alive."""
-
-    __slots__ = ("method",)
-
-    def __init__(self, method: MethodType) -> None:
-        self.method = WeakMethod(method)
-
-    def __call__(self, block: Ranges) -> Verdict:
-        method = self.method()
-        assert method is not None, "the caller holds the kernel"
-        found: Verdict = method(block)
-        return found
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Weakly) and self.method == other.method
-
-    def __hash__(self) -> int:
-        return hash(self.method)
+def sizes_of(work: Workload) -> Sizes:
+    """What the pairs of a call depend on, beside its kernel."""
+    return work.n_queries, work.n_keys, work.is_causal
 
 
 # A small cache, because thousands of tasks take some megabytes.
 @remembered(8)
 def trimmed_tasks(
-    shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool
+    shape: Decomposition, sizes: Sizes, kernel: InnerKernel, backward: bool
 ) -> Trimmed:
     """The trimmed tasks; remembered as long as the kernel lives."""
-    return _trim(shape, pairs, backward)
+    return _trim(shape, kernel.kept_pairs(*sizes), backward)
 
 
 @remembered(256)
-def tally(shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool) -> Tally:
+def tally(shape: Decomposition, sizes: Sizes, kernel: InnerKernel, backward: bool) -> Tally:
     """The sizes of ``trimmed_tasks``, which are not remembered."""
-    return _trim(shape, pairs, backward).tally()
+    return _trim(shape, kernel.kept_pairs(*sizes), backward).tally()
 
 
 def _trim(shape: Decomposition, pairs: Pairs, backward: bool) -> Trimmed:

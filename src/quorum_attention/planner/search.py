@@ -22,7 +22,7 @@ from quorum_attention.execution.problem import (
 from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole, takes_tasks
 from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.execution.schedule import Route, Schedule, deepest, schedule_of
-from quorum_attention.execution.trimming import Tally, pairs_of, tally
+from quorum_attention.execution.trimming import Tally, pairs_of, sizes_of, tally
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import HardwareModel
@@ -425,7 +425,7 @@ def _trimmed_tally(shape: Decomposition, problem: Problem) -> Tally | None:
     pairs = pairs_of(problem.work, problem.kernel)
     if shape.depth == 0 or not _trims(pairs):
         return None
-    return tally(shape, pairs, problem.kernel, problem.spec.backward)
+    return tally(shape, sizes_of(problem.work), problem.kernel, problem.spec.backward)
 
 
 def _trims(pairs: Pairs) -> bool:
