@@ -183,6 +183,19 @@ def test_masked_blocks_are_left_out_and_clear_ones_are_not_tried(
     assert words <= 1
 
 
+def test_a_window_beside_a_rule(device: str) -> None:
+    """The kernel reads either the bounds of a window or the strides of bits."""
+    q, k, v, grad_out = (torch.randn(1, 2, 150, 16) for _ in range(4))
+    mask = Mask(window=(20, 3), causal=True, keeps=lambda b, h, q, k: (q + k + h) % 3 != 0)
+    want = exact(q, k, v, grad_out, mask, 0.25)
+    inputs = [t.to(device).requires_grad_() for t in (q, k, v)]
+    out = qa.attention(*inputs, attn_mask=mask, scale=0.25, kernel="native")
+    assert off(out, want.out) <= 2e-5
+    grads = torch.autograd.grad(out, inputs, grad_out.to(device))
+    for grad, one in zip(grads, want.grads, strict=False):
+        assert off(grad, one) <= 1e-4
+
+
 class Table:
     def __init__(self, kept: torch.Tensor) -> None:
         self.kept = kept

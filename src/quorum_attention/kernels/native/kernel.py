@@ -200,9 +200,10 @@ class NativeKernel(Kernel):
 
     @property
     def _window(self) -> tuple[int, int] | None:
-        """How far before and after a query its keys are, if the kernel has to test both."""
+        """How far before and after a query its keys are, if the kernel has to test both; beside
+        rules the bits say it."""
         band = self.geometry.band
-        if band.low is None:
+        if band.low is None or self.geometry.rules:
             return None
         return -band.low, UNLIMITED if band.high is None else band.high
 
