@@ -14,7 +14,6 @@ import torch
 import quorum_attention as qa
 from quorum_attention.execution.report import PassReport
 from quorum_attention.html_table import html_table
-from quorum_attention.pictures import canvas
 
 CALL = {"is_causal": True, "budget": "2GiB", "device": "cuda"}
 
@@ -26,7 +25,7 @@ def texts(html: str) -> list[str]:
 
 
 def words(html: str) -> str:
-    return " ".join(texts(html.split("<svg")[0].split('<div style="margin')[0]))
+    return " ".join(texts(html.split('<div style="margin')[0]))
 
 
 def test_a_plan_says_the_same_as_in_words() -> None:
@@ -40,29 +39,13 @@ def test_a_plan_says_the_same_as_in_words() -> None:
         assert text in texts(html)
 
 
-def test_a_plan_has_its_picture_in_the_colours_of_the_page() -> None:
-    pytest.importorskip("matplotlib")
-    html = qa.plan(1_048_576, levels=(7,), **CALL)._repr_html_()
-    root = ET.fromstring(f"<div>{html}</div>")
-    (svg,) = root.iter("{http://www.w3.org/2000/svg}svg")
-    assert svg.get("width") is None
-    assert svg.get("viewBox")
-    drawn = html[html.index("<svg") :]
-    assert "currentColor" in drawn
-    assert "<style" not in drawn, "it would hold for the rest of the page"
-    # Nothing white lies below text, and no text has a colour that a dark page hides.
-    for fixed in (canvas.INK, canvas.SOFT, canvas.MASKED):
-        assert fixed not in drawn
-    assert f"fill: {canvas.PAPER}" not in drawn
-    assert len(html) < 300_000
-
-
 @pytest.mark.parametrize("levels", [(), (7,), (57,), (553,), (7, 7), (57, 57)])
 def test_pictures_that_would_burden_a_page_are_left_out(levels: tuple[int, ...]) -> None:
     pytest.importorskip("matplotlib")
     html = qa.plan(1_048_576, levels=levels, **CALL)._repr_html_()
-    assert len(html) < 1_000_000
-    assert ("<svg" in html) == (levels not in [(553,)])
+    assert len(html) < 400_000
+    assert ("<img" in html) == (levels not in [(553,)])
+    assert texts(html), "it is well-formed"
 
 
 @pytest.mark.parametrize("name", ["matplotlib", "matplotlib.figure"])
@@ -70,17 +53,8 @@ def test_without_matplotlib_there_is_the_table(name: str, monkeypatch: pytest.Mo
     """Not installed, or in a build that does not fit this NumPy: importing it is an error."""
     monkeypatch.setitem(sys.modules, name, None)
     html = qa.plan(1_048_576, levels=(7,), **CALL)._repr_html_()
-    assert "<svg" not in html
+    assert "<img" not in html
     assert "<table" in html
-
-
-def test_cross_attention_is_drawn_with_its_own_lengths() -> None:
-    """Queries and keys of different numbers: keys that there are not are not drawn."""
-    pytest.importorskip("matplotlib")
-    plan = qa.plan(4096, n_keys=500, levels=(7,), **CALL)
-    assert plan._repr_html_().count("<path") < qa.plan(
-        4096, levels=(7,), is_causal=False, budget="2GiB", device="cuda"
-    )._repr_html_().count("<path")
 
 
 def test_an_estimate_has_both_plans_and_the_alternatives() -> None:

@@ -1,5 +1,4 @@
 import builtins
-import re
 from itertools import pairwise
 
 import pytest
@@ -9,8 +8,8 @@ from helpers_processes import run_python
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.bands import window_verdict
-from quorum_attention.pictures import coverage_svg, draw_coverage, draw_gantt, draw_recovery
-from quorum_attention.pictures.coverage import task_colour
+from quorum_attention.pictures import coverage_html, draw_coverage, draw_gantt, draw_recovery
+from quorum_attention.pictures.drawing import task_colour
 from quorum_attention.pictures.geometry import blocks, chunk_edges, shallow
 
 SHAPES = [
@@ -122,7 +121,7 @@ def test_a_programs_own_style_changes_nothing(tmp_path):
         report.draw(tmp_path / f"{name} report.png")
         draw_gantt(tmp_path / f"{name} gantt.png", {"forward": (["cpu"], [(0, 0, 0.0, 1.0)])})
         made = [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}*"))]
-        return [*made, re.sub(r"[mp][0-9a-f]{10}", "", coverage_svg(shape, pairs))]
+        return [*made, coverage_html(shape, pairs)]
 
     usual = drawn("usual")
     with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "k", "savefig.dpi": 20}):

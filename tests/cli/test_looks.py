@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,37 +142,6 @@ def test_what_failed_stands_out_in_rows_and_in_columns(columns: int) -> None:
     )
     assert "\x1b[31mout of" in shown
     assert "\x1b[31mok" not in shown
-
-
-STATUS = (
-    "import time\n"
-    "from quorum_attention.progress import status_line\n"
-    "with status_line('starting') as told:\n"
-    "    for number in range(2):\n"
-    "        told(f'[b]measuring[/b] {number}')\n"
-    "        time.sleep(0.3)\n"
-    "        told.done(f'[b]measured[/b] {number}')\n"
-)
-
-
-def test_a_status_in_a_pipe_is_a_line_for_everything() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STATUS], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "[b]measuring[/b] 0", "[b]measured[/b] 0", "[b]measuring[/b] 1", "[b]measured[/b] 1",
-    ]  # fmt: skip
-
-
-def test_a_status_in_a_terminal_changes_and_what_is_done_stays() -> None:
-    shown = in_a_terminal(STATUS, 80)
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-    assert "[b]measuring[/b] 0" in plain
-    stays = [line.strip() for line in plain.replace("\r", "\n").splitlines()]
-    assert [line for line in stays if line.startswith("[b]measured")] == [
-        "[b]measured[/b] 0", "[b]measured[/b] 1",
-    ]  # fmt: skip
 
 
 WRONG = """

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import safetensors.torch
 import torch
 from helpers_processes import run_python
 
 from quorum_attention.bench import child, methods
 from quorum_attention.cli import main, recover
-from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.limits import PeakMemory, ran_out
 
 SIZES = ["--tokens", "2048", "--heads", "8", "--device", "cpu", "--causal"]
@@ -31,35 +31,28 @@ def pictures_go_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def spec_for(folder: Path, method: str, limit_bytes: int | None, tokens: int = 600) -> child.Spec:
-    shape = ((1, 2, tokens, 32), torch.float32)
-    names = {"query": shape, "key": shape, "value": shape}
-    files = tuple(str(folder / name) for name in ("inputs", "gradient", "results"))
-    for tensor in create_tensors(files[0], names).values():
-        tensor.normal_()
-    create_tensors(files[1], {"grad_out": shape})["grad_out"].normal_()
-    results = dict.fromkeys(("out", "grad_query", "grad_key", "grad_value"), shape)
-    create_tensors(files[2], {**results, "lse": (shape[0][:-1], shape[1])})
+def spec_for(method: str, limit_bytes: int | None) -> child.Spec:
     return child.Spec(
-        method, backward=True, device="cpu", limit_bytes=limit_bytes, budget_bytes=64 << 20,
-        repeats=1, files=files,
+        method, 600, 2, 2, 32, "float32", True, backward=True, device="cpu",
+        limit_bytes=limit_bytes, budget_bytes=64 << 20, repeats=1, check=True,
     )  # fmt: skip
 
 
 def test_plan_budget_limit_and_peak_agree_and_both_calls_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown, as_json = recover._print, []
+    shown = recover._print
 
     def kept(*found: Any) -> None:
-        as_json.append(json.loads(json.dumps(recover._as_json(*found))))
         shown(*found)
+        print("and as JSON")
+        recover._print_json(*found)
 
     monkeypatch.setattr(recover, "_print", kept)
     assert main(["recover", *SIZES, "--budget", "10MiB"]) == 0
-    (found,) = as_json
-    _plan_budget_limit_and_peak_agree(found)
-    _both_calls_are_shown(capsys.readouterr().out)
+    said, _, found = capsys.readouterr().out.partition("and as JSON\n")
+    _plan_budget_limit_and_peak_agree(json.loads(found))
+    _both_calls_are_shown(said)
 
 
 def _plan_budget_limit_and_peak_agree(found: dict[str, Any]) -> None:
@@ -75,7 +68,8 @@ def _plan_budget_limit_and_peak_agree(found: dict[str, Any]) -> None:
 
 
 def _both_calls_are_shown(said: str) -> None:
-    failed, came_back, *price = said.splitlines()[1:]
+    failed, came_back, errors, *price = said.splitlines()[1:]
+    assert re.findall(r"(\w+) [0-9.]+e-0[6-9]", errors) == ["lse", "out", "dQ", "dK", "dV"], errors
     # torch has room for its output, and none for the gradients.
     assert failed.startswith("torch within 10.00 MiB: failed in its backward: ")
     assert came_back.endswith("Matches float64 on sampled rows: yes.")
@@ -101,9 +95,9 @@ def test_the_smallest_budget_that_is_named_works(
 
 
 @pytest.mark.parametrize("method", ["sdpa", "quorum"])
-def test_nothing_is_imported_under_the_limit(tmp_path: Path, method: str) -> None:
+def test_nothing_is_imported_under_the_limit(method: str) -> None:
     """What a first call imports is 30 MiB of the process's, and none of the call's."""
-    done = run_python(_IMPORTS, json.dumps(asdict(spec_for(tmp_path, method, 1 << 30))))
+    done = run_python(_IMPORTS, json.dumps(asdict(spec_for(method, 1 << 30))))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -142,7 +136,7 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
     ids=lambda value: repr(value)[:30],
 )
 def test_whatever_a_limited_process_raises_is_a_verdict(
-    error: Exception, is_the_limit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, is_the_limit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ran_out(error) == is_the_limit
 
@@ -153,7 +147,7 @@ def test_whatever_a_limited_process_raises_is_a_verdict(
             return super().forward(call)
 
     monkeypatch.setitem(methods.METHODS, "sdpa", Fails())
-    answer = child.measure(spec_for(tmp_path, "sdpa", 1 << 30))
+    answer = child.measure(spec_for("sdpa", 1 << 30))
     assert answer.status == ("out of memory" if is_the_limit else "failed")
     assert type(error).__name__ in answer.reason
     assert answer.stage == "forward", "it failed inside the call"
@@ -173,9 +167,7 @@ class Recorded(methods.Method):
         return super().backward(call, state)
 
 
-def test_what_torch_reads_is_in_place_before_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_torch_reads_is_in_place_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it fails, where it fails, inside the attention call; and times are of the call."""
     monkeypatch.setattr(Recorded, "done", [])
     monkeypatch.setitem(methods.METHODS, "sdpa", Recorded())
@@ -184,50 +176,61 @@ def test_what_torch_reads_is_in_place_before_the_limit(
         def limit(self, extra_bytes: int) -> None:
             Recorded.done.append("limit")
 
-    opened = child._opened
+    drawn = child._drawn
     monkeypatch.setattr(child, "PeakMemory", Limited)
     monkeypatch.setattr(
-        child, "_opened", lambda *given: Recorded.done.append("opened") or opened(*given)
+        child, "_drawn", lambda *given: Recorded.done.append("drawn") or drawn(*given)
     )
-    answer = child.measure(spec_for(tmp_path, "sdpa", 1 << 30))
+    answer = child.measure(spec_for("sdpa", 1 << 30))
     twice = ["forward", "backward"] * 2
-    assert Recorded.done == ["opened", *twice, "opened", "limit", *twice]
+    assert Recorded.done == ["drawn", *twice, "drawn", "limit", *twice]
     assert len(answer.first_seconds) == 2
     assert len(answer.forward_seconds) == len(answer.backward_seconds) == 1
 
 
-@pytest.mark.parametrize("method", ["sdpa", "quorum"])
-def test_a_second_call_is_as_right_as_the_first_and_takes_no_more(
-    tmp_path: Path, method: str
+@pytest.mark.parametrize("of_a_file", [False, True])
+def test_results_are_right_and_both_methods_get_the_same_inputs(
+    of_a_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = child.measure(spec := spec_for(tmp_path, method, None))
+    """And what is wrong is called wrong."""
+    spec = spec_for("quorum", None)
+    if of_a_file:
+        spec = replace(spec, inputs=str(tmp_path / "in.safetensors"))
+        tensors = {name: torch.randn(1, 2, 600, 32) for name in ("query", "key", "value")}
+        safetensors.torch.save_file(tensors, spec.inputs)
+    answer = child.measure(spec)
     assert answer.status == "ok", answer.reason
-    assert min(answer.first_seconds + answer.forward_seconds + answer.backward_seconds) > 0
-    inputs, gradient, results = (open_tensors(file) for file in spec.files)
-    leaves = [inputs[name].double().requires_grad_() for name in ("query", "key", "value")]
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
-    grads = torch.autograd.grad(out, leaves, gradient["grad_out"].double())
-    for name, right in zip(
-        ("out", "grad_query", "grad_key", "grad_value"), (out, *grads), strict=True
-    ):
-        torch.testing.assert_close(results[name].double(), right, rtol=1e-4, atol=1e-5)
+    assert set(answer.errors) == {"lse", "out", "grad_query", "grad_key", "grad_value"}
+    assert all(error < 1e-5 for (error,) in answer.errors.values())
+    one, other = (child._drawn(spec, on_device, 0) for on_device in (False, True))
+    for mine, its in zip((*one.inputs, one.grad), (*other.inputs, other.grad), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)
+    backward = methods.Quorum.backward
+    monkeypatch.setattr(
+        methods.Quorum, "backward", lambda *given: [t.mul_(1.1) for t in backward(*given)]
+    )
+    errors = child.measure(spec).errors
+    assert errors["out"][0] < 1e-5
+    assert errors["grad_key"][0] == pytest.approx(0.1, rel=0.1)
 
 
 def test_who_waited_long_for_the_first_call_gets_no_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = child.measure(replace(spec_for(tmp_path, "quorum", None), patience=0.0))
+    answer = child.measure(replace(spec_for("quorum", None), patience=0.0))
     assert answer.status == "ok"
     assert len(answer.first_seconds) == 2
     assert not answer.forward_seconds
+    answer.errors["out"] = [float("nan")]
     monkeypatch.setattr(recover, "run_child", lambda spec: answer)
-    assert main(["recover", *SIZES, "--budget", "10MiB"]) == 1  # its results are of another call
-    assert re.search(r"│ backward, second call +│ +- ", capsys.readouterr().out)
+    assert main(["recover", *SIZES, "--budget", "10MiB"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"│ backward, second call +│ +- ", printed)
+    assert "sampled rows: NO." in printed
 
 
-def test_a_process_that_dies_is_a_verdict_too(tmp_path: Path) -> None:
-    answer = child.run_child(replace(spec_for(tmp_path, "sdpa", 1 << 30), files=("a", "b", "c"),
-                                     device="no device"))  # fmt: skip
+def test_a_process_that_dies_is_a_verdict_too() -> None:
+    answer = child.run_child(replace(spec_for("sdpa", 1 << 30), device="no device"))
     assert answer.status == "failed"
 
 

@@ -11,7 +11,7 @@ from helpers_processes import run_python
 # What somebody who imports this package has not asked for; some are not even installed.
 ABSENT = (
     "triton", "matplotlib", "rich", "rich.progress", "transformers", "liger_kernel", "trl", "ray",
-    "safetensors", "stream_cqsa", "IPython", "quorum_attention.pictures", "quorum_attention.cli",
+    "safetensors", "IPython", "quorum_attention.pictures", "quorum_attention.cli",
     "quorum_attention.bench", "quorum_attention.integrations", "torch._dynamo", "torch._inductor",
     "torch.nn.attention.flex_attention", "torch.distributed.tensor",
 )  # fmt: skip

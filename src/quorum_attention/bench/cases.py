@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import platform
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,56 +17,11 @@ import torch
 
 import quorum_attention
 from quorum_attention.bench.child import FAILED, INPUTS_TIMES, OUT_OF_MEMORY, Answer, Spec
-from quorum_attention.bench.methods import ITSELF, RESULTS, reference
+from quorum_attention.bench.methods import ITSELF
 from quorum_attention.sizes import format_bytes
 
+LETTERS = ("out", "dQ", "dK", "dV")
 Measure = Callable[[str, Spec], Answer]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The choices of one ``bench`` run.
-
-    Attributes:
-        device, heads, kv_heads, head_dim, dtype: sizes of every call; causal, batch 1.
-        methods: names, in the order of the tables.
-        min_tokens, max_tokens: shortest and longest call of a sweep, which doubles its length.
-        accuracy_tokens: length of the calls of the accuracy tables.
-        repeats: timed runs of a measurement.
-        draws: number of random inputs for the accuracy tables.
-        method_seconds: a sweep of a method ends if its next length is expected to take longer.
-        quick: whether to measure fewer passes, dtypes, lengths and steps.
-    """
-
-    device: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    methods: tuple[str, ...]
-    min_tokens: int
-    max_tokens: int
-    accuracy_tokens: int
-    repeats: int
-    draws: int
-    method_seconds: float
-    quick: bool = False
-
-    def spec(self, method: str, tokens: int, **others: Any) -> Spec:
-        """A measurement of ``method``."""
-        fields: dict[str, Any] = {
-            "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim,
-            "dtype": self.dtype, "device": self.device, "repeats": self.repeats,
-            **others,
-        }  # fmt: skip
-        return Spec(method, tokens, **fields)
-
-    def lengths(self) -> list[int]:
-        """The lengths of a sweep."""
-        found = [self.min_tokens]
-        while found[-1] * 2 <= self.max_tokens:
-            found.append(found[-1] * 2)
-        return found
 
 
 @dataclass
@@ -78,113 +34,91 @@ class Section:
     rows: list[list[str]]
 
 
-def accuracy(settings: Settings, measure: Measure) -> list[Section]:
+def spec(options: Namespace, method: str, tokens: int, **others: Any) -> Spec:
+    """A measurement of ``method``, with the sizes that the command's options have."""
+    fields: dict[str, Any] = {
+        "heads": options.heads, "kv_heads": options.kv_heads, "head_dim": options.head_dim,
+        "dtype": options.dtype, "device": options.device, **others,
+    }  # fmt: skip
+    return Spec(method, tokens, **fields)
+
+
+def accuracy(options: Namespace, measure: Measure) -> Section:
     """Forward and backward errors of every method in both 16-bit dtypes (fp32 on a CPU too)."""
-    dtypes = ["float16", "bfloat16", *(["float32"] if settings.device == "cpu" else [])]
-    dtypes = [settings.dtype] if settings.quick else dtypes
+    dtypes = ["float16", "bfloat16", *(["float32"] if options.device == "cpu" else [])]
+    dtypes, draws = ([options.dtype], 2) if options.quick else (dtypes, 10)
     rows = []
-    for method in settings.methods:
-        cells = [method]
+    for method in options.methods:
         for dtype in dtypes:
-            answer = measure("accuracy", settings.spec(
-                method, settings.accuracy_tokens, dtype=dtype, backward=True,
-                draws=settings.draws, repeats=0,
+            answer = measure("accuracy", spec(
+                options, method, options.tokens, dtype=dtype, backward=True, draws=draws
             ))  # fmt: skip
-            errors = [mean(answer.errors.get(name) or [0.0]) for name in RESULTS]
-            shown = [f"{e:.2e}" for e in (errors[0], mean(errors[1:]), *errors[1:])]
-            cells += shown if answer.ok else [status_label(answer)] * 5
-        rows.append(cells)
+            cells = [f"{mean(found):.2e}" for found in answer.errors.values()]
+            rows.append([method, dtype, *(cells if answer.ok else [label(answer)] * 4)])
     text = (
-        f"{short(settings.accuracy_tokens)} tokens, relative error (norm of the difference over "
-        f"the norm) against float64, mean of {settings.draws} draws. gradients: mean of the three."
+        f"{short(options.tokens)} tokens, relative error (norm of the difference over the norm) "
+        f"against float64, mean of {draws} draws."
     )
-    names = ("out", "gradients", "dQ", "dK", "dV")
-    columns = ["method", *(f"{name} {dtype}" for dtype in dtypes for name in names)]
-    return [Section("Accuracy against float64", text, columns, rows)]
+    return Section("Accuracy against float64", text, ["method", "dtype", *LETTERS], rows)
 
 
-def cost(settings: Settings, measure: Measure) -> list[Section]:
+def cost(options: Namespace, measure: Measure) -> Section:
     """Time and memory over sequence length, forward and forward+backward."""
-    against, sections = reference(settings.device), []
-    for backward in (True,) if settings.quick else (False, True):
-        answers = _sweep(settings, measure, backward)
-        rows = []
-        for tokens in settings.lengths():
-            other = seconds(answers.get((against, tokens)))
-            cells = (_cost_cell(answers.get((m, tokens)), other) for m in settings.methods)
-            rows.append([short(tokens), *cells])
-        text = (
-            f"Seconds (median of {settings.repeats}), time over {against}'s, and peak device "
-            f"memory with the inputs that are there. oom: out of memory; empty: not run, because a "
-            f"shorter length failed or this one would take too long."
-        )
-        title = "Cost, forward+backward" if backward else "Cost, forward"
-        sections.append(Section(title, text, ["tokens", *settings.methods], rows))
-    return sections
-
-
-def _sweep(settings: Settings, measure: Measure, backward: bool) -> dict[tuple[str, int], Answer]:
-    """Answers by (method, tokens). A method ends at its first length that fails, or if its next one
-    is expected to take longer than ``settings.method_seconds``."""
-    answers: dict[tuple[str, int], Answer] = {}
-    for method in settings.methods:
-        for tokens in settings.lengths():
-            answer = measure("cost", settings.spec(method, tokens, backward=backward))
-            answers[method, tokens] = answer
+    first, last = options.lengths
+    # A method ends at its first length that fails, or if its next one is expected to take longer.
+    most, repeats = (20.0, 1) if options.quick else (300.0, 3)
+    rows, against = [], dict[tuple[int, bool], float]()
+    for backward in (True,) if options.quick else (False, True):
+        for method in options.methods:
+            spent, tokens = 0.0, first
             # Work grows with the square of the length.
-            expected = 4 * (settings.repeats + 1) * (seconds(answer) or 0.0)
-            if not answer.ok or expected > settings.method_seconds:
-                break
-    return answers
+            while tokens <= last and 4 * (repeats + 1) * spent <= most:
+                asked = spec(options, method, tokens, backward=backward, repeats=repeats)
+                answer = measure("cost", asked)
+                row = [method, short(tokens), "forward+backward" if backward else "forward"]
+                if not answer.ok:
+                    rows.append([*row, label(answer), "", ""])
+                    break
+                both = zip(answer.forward_seconds, answer.backward_seconds or [0.0] * repeats)  # noqa: B905
+                spent = median(map(sum, both))
+                other = against.setdefault((tokens, backward), spent)
+                memory = format_bytes((answer.peak_bytes or 0) + answer.input_bytes)
+                rows.append([*row, f"{spent:.4g}", f"{spent / other:.3g}", memory])
+                tokens *= 2
+    text = (
+        f"Seconds (median of {repeats}), and over those of the first method that ran; peak device "
+        "memory with the inputs that are there. oom: out of memory."
+    )
+    columns = ["method", "tokens", "passes", "seconds", "ratio", "memory"]
+    return Section("Cost", text, columns, rows)
 
 
-def _cost_cell(answer: Answer | None, other: float | None) -> str:
-    spent = seconds(answer)
-    if answer is None or spent is None:
-        return "" if answer is None else status_label(answer)
-    memory = format_bytes((answer.peak_bytes or 0) + answer.input_bytes)
-    return f"{spent:.4g} ({spent / other:.3g}x, {memory})" if other else f"{spent:.4g} ({memory})"
-
-
-def wrapped(settings: Settings, measure: Measure) -> list[Section]:
+def wrapped(options: Namespace, measure: Measure) -> Section:
     """Dense and LongNet kernels recovered: what that changes."""
-    tokens = 2 * settings.accuracy_tokens if settings.device == "cpu" else 4096
-    draws = settings.draws if settings.quick else 2 * settings.draws
+    tokens = 2 * options.tokens if options.device == "cpu" else 4096
+    draws = 2 if options.quick else 20
     rows = []
     for name in ITSELF:
-        for dtype in (settings.dtype,) if settings.quick else ("float32", "bfloat16", "float16"):
-            answer = measure("wrapped", settings.spec(
-                name, tokens, dtype=dtype, backward=True, draws=draws, repeats=0, itself=True
-            ))  # fmt: skip
-            cells = []
-            for result in RESULTS:
-                found = answer.differences.get(result)
-                most, average = zip(*found, strict=True) if found else ((0,), (0,))
-                shown = f"{max(most):.1e}, {mean(average):.1e}"
-                cells.append(shown if found else status_label(answer))
-            rows.append([name, dtype, *cells])
+        for dtype in (options.dtype,) if options.quick else ("float32", "bfloat16", "float16"):
+            asked = spec(options, name, tokens, dtype=dtype, backward=True, draws=draws)
+            answer, cells = measure("wrapped", asked), []
+            for found in answer.differences.values():
+                most, average = zip(*found, strict=True)
+                cells.append(f"{max(most):.1e}, {mean(average):.1e}")
+            rows.append([name, dtype, *(cells or [label(answer)] * 4)])
     text = (
         f"{short(tokens)} tokens, causal, inputs times {INPUTS_TIMES}, {draws} draws, depths 1 and "
         "2: the largest and the mean absolute difference between a kernel and itself recovered."
     )
-    columns = ["kernel", "dtype", "out", "dQ", "dK", "dV"]
-    return [Section("Recovered against itself", text, columns, rows)]
+    return Section("Recovered against itself", text, ["kernel", "dtype", *LETTERS], rows)
 
 
-EXPERIMENTS: dict[str, Callable[[Settings, Measure], list[Section]]] = {
+EXPERIMENTS: dict[str, Callable[[Namespace, Measure], Section]] = {
     "accuracy": accuracy, "cost": cost, "wrapped": wrapped,
 }  # fmt: skip
 
 
-def seconds(answer: Answer | None) -> float | None:
-    """Median seconds of a measurement, both passes together; None if there is none."""
-    if answer is None or not answer.ok or not answer.forward_seconds:
-        return None
-    backward = answer.backward_seconds or [0.0] * len(answer.forward_seconds)
-    return median(a + b for a, b in zip(answer.forward_seconds, backward, strict=True))
-
-
-def status_label(answer: Answer) -> str:
+def label(answer: Answer) -> str:
     """A table's cell for an answer without numbers."""
     return {OUT_OF_MEMORY: "oom", FAILED: "failed"}.get(answer.status, "-")
 
@@ -202,7 +136,7 @@ def about(device: str) -> dict[str, str]:
     source = hashlib.sha256()  # tells apart versions with the same number
     for path in sorted(Path(quorum_attention.__file__).parent.rglob("*.py")):
         source.update(path.read_bytes())
-    found = {"device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    found = {"device": f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"}
     if device != "cpu":
         found = {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda),
                  "cudnn": str(torch.backends.cudnn.version()),
@@ -212,15 +146,3 @@ def about(device: str) -> dict[str, str]:
         "torch": torch.__version__, "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
-
-
-def summary(answer: Answer) -> str:
-    """What a measurement found, for a status line."""
-    if not answer.ok:
-        return f"{answer.status}: {answer.reason}" if answer.reason else answer.status
-    errors = {name: max(found) for name, found in answer.errors.items()}
-    errors |= {name: max(found)[0] for name, found in answer.differences.items()}
-    parts = [f"{name} {most:.1e}" for name, most in errors.items()]
-    if answer.peak_bytes is not None:
-        parts.append(f"{sum(answer.first_seconds):.3g} s, peak {format_bytes(answer.peak_bytes)}")
-    return ", ".join(parts) or answer.status

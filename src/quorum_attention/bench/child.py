@@ -12,23 +12,23 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from quorum_attention.bench.methods import METHODS, RESULTS, Call, Method, differences, exact
+from quorum_attention.bench.methods import ITSELF, METHODS, RESULTS, Call, Method, Quorum, exact
 from quorum_attention.errors import first_line, is_out_of_memory
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
-from quorum_attention.files import open_tensors
+from quorum_attention.files.inputs import read_inputs
 from quorum_attention.limits import PeakMemory, ran_out, warm_up
 from quorum_attention.progress import progress_bar
+from quorum_attention.verification import Problem, compare, expect
 
 OK, OUT_OF_MEMORY, UNSUPPORTED, FAILED = "ok", "out of memory", "not supported", "failed"
 INPUTS_TIMES = 0.05  # the paper's, where a kernel is compared with itself
@@ -42,7 +42,7 @@ from quorum_attention.lifetime import end_with
 end_with(int(sys.argv[1]))
 from quorum_attention.bench.child import main
 
-main(*sys.argv[2:])
+main(sys.argv[2])
 """
 
 
@@ -51,7 +51,8 @@ class Spec:
     """What to measure.
 
     Attributes:
-        method: a name of ``methods.METHODS``.
+        method: a name of ``methods.METHODS``; or of ``ITSELF``, a kernel to be compared with
+            itself recovered.
         tokens, heads, kv_heads, head_dim, dtype, is_causal: a call on random inputs; batch 1.
         backward: whether gradients are computed as well.
         limit_bytes: enforced limit beyond the start (CPU: of the process, GPU: of the allocator).
@@ -59,9 +60,8 @@ class Spec:
         repeats: timed calls after a first one.
         patience: no further call after so many seconds.
         draws: how often errors against float64 are measured, each time with other inputs.
-        itself: compare the kernel ``method`` with itself recovered, ``draws`` times.
-        files: safetensors files in place of random inputs: with query, key, value; with grad_out;
-            with the results, which are filled.
+        inputs: a safetensors file with query, key and value in place of random ones.
+        check: whether sampled rows of our results are compared with float64.
         progress: whether to show a progress bar.
     """
 
@@ -80,8 +80,8 @@ class Spec:
     patience: float = float("inf")
     seed: int = 0
     draws: int = 0
-    itself: bool = False
-    files: tuple[str, str, str] | None = None
+    inputs: str | None = None
+    check: bool = False
     progress: bool = False
 
 
@@ -127,39 +127,30 @@ def run_child(spec: Spec, timeout: float | None = None) -> Answer:
         **os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 20), "OMP_WAIT_POLICY": "PASSIVE",
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
-        path, log = Path(folder, "answer"), Path(folder, "log")
-        asked = json.dumps(asdict(spec))
-        command = [sys.executable, "-c", CODE, str(os.getpid()), asked, str(path)]
-        with log.open("wb") as written:
-            stderr = None if spec.progress else written
-            try:
-                # On Ctrl-C, which the child gets too, run() waits for it or kills it.
-                status = subprocess.run(
-                    command, env=environment, stdout=written, stderr=stderr, timeout=timeout,
-                    check=False,
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return Answer(FAILED, f"not done after {timeout:.4g} s")
-        if status == 0 and path.exists():
-            return Answer(**json.loads(path.read_text()))
-        if status in (-signal.SIGINT, 130):
-            raise KeyboardInterrupt
-        said = log.read_text(errors="replace").strip().splitlines()[-1:]
+    command = [sys.executable, "-c", CODE, str(os.getpid()), json.dumps(asdict(spec))]
+    try:
+        # On Ctrl-C, which the child gets too, run() waits for it or kills it.
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace",
+            stderr=None if spec.progress else subprocess.PIPE, timeout=timeout, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Answer(FAILED, f"not done after {timeout:.4g} s")
+    status, lines = done.returncode, done.stdout.splitlines()
+    if status == 0 and lines:
+        return Answer(**json.loads(lines[-1]))
+    if status in (-signal.SIGINT, 130):
+        raise KeyboardInterrupt
     how = f"signal {-status}" if status < 0 else f"status {status}"
+    said = (done.stderr or "").strip().splitlines()[-1:]
     return Answer(FAILED, ": ".join([f"its process ended with {how} and no answer", *said]))
 
 
-def main(spec: str, path: str) -> None:
-    """Measure what ``spec``, in JSON, says and write the answer to ``path``."""
+def main(spec: str) -> None:
+    """Measure what ``spec``, in JSON, says and print the answer."""
     # A thread that draws progress may be the one that gets no memory: that is no news.
-    threading.excepthook = _quiet_where_memory_ran_out
-    Path(path).write_text(json.dumps(asdict(measure(Spec(**json.loads(spec))))))
-
-
-def _quiet_where_memory_ran_out(failed: threading.ExceptHookArgs) -> None:
-    if failed.exc_value is None or not ran_out(failed.exc_value):
-        threading.__excepthook__(failed)
+    threading.excepthook = lambda failed: None
+    print("\n" + json.dumps(asdict(measure(Spec(**json.loads(spec))))))
 
 
 def measure(spec: Spec) -> Answer:
@@ -168,85 +159,84 @@ def measure(spec: Spec) -> Answer:
     bar: AbstractContextManager[Any] = progress_bar() if spec.progress else nullcontext()
     with bar as progress:
         try:
-            _measure(spec, answer, progress)
+            if not spec.draws:
+                _times(spec, METHODS[spec.method], answer, progress)
+            for draw in range(spec.draws):
+                answer.stage = f"draw {draw}"
+                _errors(spec, spec.seed + draw, answer)
+            answer.stage = ""
         except Exception as error:
             limited = spec.limit_bytes is not None and spec.device == "cpu"
             without_memory = ran_out(error) if limited else is_out_of_memory(error)
             answer.status = OUT_OF_MEMORY if without_memory else FAILED
-            if "No available kernel" in str(error):  # torch's words
+            # In torch's words, and in ours.
+            if "No available kernel" in str(error) or isinstance(error, NotImplementedError):
                 answer.status = UNSUPPORTED
             text = f": {first_line(error)}" if str(error).strip() else ""
             answer.reason = type(error).__name__ + text
     return answer
 
 
-def _measure(spec: Spec, answer: Answer, progress: Any) -> None:
-    if spec.itself:
-        drawn = [_drawn(spec, True, spec.seed + draw) for draw in range(spec.draws)]
-        for call in drawn:
-            call.inputs = [(t.float() * INPUTS_TIMES).to(t.dtype) for t in call.inputs]
-        answer.differences = differences(spec.method, drawn)
+def _errors(spec: Spec, seed: int, answer: Answer) -> None:
+    """Errors of one draw against float64; of a kernel of ``ITSELF`` its differences from itself."""
+    if spec.method not in ITSELF:
+        method = METHODS[spec.method]
+        call = _drawn(spec, method.on_device, seed)
+        for name, mine, right in zip(RESULTS, method.results(call), exact(call), strict=False):
+            error = (mine.to(right.device).double() - right).norm() / right.norm()
+            answer.errors.setdefault(name, []).append(float(error))
         return
-    method = METHODS[spec.method]
-    reason = method.refusal(spec) if spec.files is None else None
-    if reason is not None:
-        answer.status, answer.reason = UNSUPPORTED, reason
-    elif spec.draws:
-        _errors(spec, method, answer)
-    else:
-        _times(spec, method, answer, progress)
+    call = _drawn(spec, True, seed)
+    call.inputs = [(t.float() * INPUTS_TIMES).to(t.dtype) for t in call.inputs]
+    depths = [Quorum(True, kernel=ITSELF[spec.method], depth=depth) for depth in (0, 1, 2)]
+    whole, *cut = (method.results(call) for method in depths)
+    for results in cut:
+        for name, mine, right in zip(RESULTS, results, whole, strict=True):
+            apart = (mine.double() - right.double()).abs()
+            found = (float(apart.max()), float(apart.mean()))
+            answer.differences.setdefault(name, []).append(found)
 
 
-def _drawn(spec: Spec, on_device: bool, seed: int, writes: bool = False) -> Call:
-    """A call on random inputs, on the device or in (page-locked) host memory."""
+def _drawn(spec: Spec, on_device: bool, seed: int) -> Call:
+    """A call on random inputs, or those of a file, on the device or in (page-locked) memory of the
+    host."""
     generator = torch.Generator(spec.device).manual_seed(seed)
-    pinned = not on_device and spec.device != "cpu"
-    tensors = []
-    for heads in (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads):
-        shape = (1, heads, spec.tokens, spec.head_dim)
-        tensor = torch.randn(shape, generator=generator, device=spec.device)
-        tensor = tensor.to(getattr(torch, spec.dtype))
-        tensors.append(tensor.cpu().pin_memory() if pinned else tensor)
-    # Results go to page-locked memory, as in a program that streams.
-    like = zip(RESULTS, (tensors[0], *tensors[:3]), strict=True)
-    results = {n: torch.empty_like(t, pin_memory=True) for n, t in like} if pinned * writes else {}
-    grad = tensors[3] if spec.backward else None
-    return Call(torch.device(spec.device), spec.is_causal, spec.budget_bytes, tensors[:3], grad,
-                results)  # fmt: skip
+    device, pinned = torch.device(spec.device), not on_device and spec.device != "cpu"
 
+    def normal(*shape: int) -> torch.Tensor:
+        found = torch.empty(shape, dtype=getattr(torch, spec.dtype), pin_memory=pinned,
+                            device=device if on_device else "cpu")  # fmt: skip
+        for head in found.view(-1, *shape[-2:]):  # a head at a time: no more memory than theirs
+            head.copy_(torch.randn(head.shape, generator=generator, device=device))
+        return found
 
-def _opened(spec: Spec, on_device: bool) -> Call:
-    """A call on tensors in files, which are mapped."""
-    assert spec.files is not None
-    files, device = spec.files, torch.device(spec.device)
-    found = open_tensors(files[0])
-    inputs = [found[n] if n in found else found[n[0]] for n in ("query", "key", "value")]
-    grad = open_tensors(files[1])["grad_out"] if spec.backward else None
-    if on_device:
-        inputs = [tensor.to(device) for tensor in inputs]
-        grad = None if grad is None else grad.to(device)
-    results = open_tensors(files[2], writable=True)
-    return Call(device, spec.is_causal, spec.budget_bytes, inputs, grad, results)
+    if spec.inputs is None:
+        counts = (spec.heads, spec.kv_heads, spec.kv_heads)
+        inputs = [normal(1, heads, spec.tokens, spec.head_dim) for heads in counts]
+    else:
+        given = read_inputs([spec.inputs]).tensors
+        inputs = [given[name] for name in ("query", "key", "value")]
+        inputs = [t.to(device) if on_device else t for t in inputs]
+    grad = normal(*inputs[0].shape[:-1], inputs[2].shape[-1]) if spec.backward else None
+    return Call(device, spec.is_causal, spec.budget_bytes, inputs, grad)
 
 
 def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
     device = torch.device(spec.device)
     if device.type == "cpu":
         warm_up()
-    if method.begins_small:
-        small = replace(spec, tokens=min(spec.tokens, WARM_TOKENS), repeats=min(spec.repeats, 1))
-        call = _opened(spec, False).small(WARM_TOKENS, method.on_device) if spec.files else (
-            _drawn(small, method.on_device, spec.seed))  # fmt: skip
-        call.budget_bytes = None if spec.budget_bytes is None else 1 << 30
-        _calls(small, method, call, Answer(), None)
+    small = replace(spec, tokens=min(spec.tokens, WARM_TOKENS), repeats=min(spec.repeats, 1),
+                    inputs=None)  # fmt: skip
+    call = _drawn(small, method.on_device, spec.seed)
+    call.budget_bytes = None if spec.budget_bytes is None else 1 << 30
+    _calls(small, method, call, Answer(), None)
     answer.stage = "inputs"
-    # What torch needs on the device is there before anything is limited.
-    if spec.files is None:
-        call = _drawn(spec, method.on_device, spec.seed, method.writes)
-        if method.on_device and device.type != "cpu":
-            answer.input_bytes = sum(t.nbytes for t in (*call.inputs, call.inputs[0]))
-    else:
-        call = _opened(spec, method.on_device)
+    # What torch needs on the device is there before anything is limited, and what is written too.
+    call = _drawn(spec, method.on_device, spec.seed)
+    if method.on_device and device.type != "cpu":
+        answer.input_bytes = sum(t.nbytes for t in (*call.inputs, call.inputs[0]))
+    if method.writes and not method.on_device and (spec.check or device.type != "cpu"):
+        call.make_results()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -258,61 +248,44 @@ def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
             _calls(spec, method, call, answer, progress)
     finally:
         answer.peak_bytes = peak.peak_bytes
-    answer.stage = ""
+    if spec.check and method.writes:
+        query, key, value = call.inputs
+        problem = Problem(query, key, value, call.is_causal, query.shape[-1] ** -0.5)
+        out, lse, *grads = call.results.values()
+        expected = expect(problem, call.grad, out, lse)
+        found = asdict(
+            compare(expected, out, lse, (grads[0], grads[1], grads[2]) if grads else None)
+        )
+        answer.errors = {n: [found[n]] for n in ("lse", *RESULTS) if found[n] is not None}
 
 
 def _calls(spec: Spec, method: Method, call: Call, answer: Answer, progress: Any) -> None:
     """A first call and, as long as they do not take too long, ``repeats`` others."""
     began = time.perf_counter()
     for number in range(1 + spec.repeats):
-        _call(spec, method, call, answer, progress, number)
+        _call(method, call, answer, progress, "second " if number else "")
         gc.collect()
         if time.perf_counter() - began > spec.patience:
             return
 
 
-def _call(spec: Spec, method: Method, call: Call, answer: Answer, show: Any, nth: int) -> None:
+def _call(method: Method, call: Call, answer: Answer, progress: Any, again: str) -> None:
     """One call. No tensor of it outlives it: the next one has all memory for itself."""
-    again = "second " if nth else ""
-    # A report times every stage: of a call on files only the first has one.
-    report = None if nth and spec.files else Report()
-    call.show(show, again, report)
-    answer.stage = f"{again}forward"
-    seconds, state = _timed(call.device, method.forward, call)
-    (answer.forward_seconds if nth else answer.first_seconds).append(seconds)
-    found = [state[0].detach()]
+    call.report = None if again else Report()  # it times every stage, which takes time
+    call.progress = progress and (lambda done, total, label: progress(done, total, again + label))
+    synchronize = partial(backend_of(call.device).synchronize, call.device)
+    synchronize()
+    answer.stage, began = f"{again}forward", time.perf_counter()
+    state = method.forward(call)
+    synchronize()
+    (answer.forward_seconds if again else answer.first_seconds).append(time.perf_counter() - began)
+    if call.results:
+        call.results["lse"].copy_(state[1])
     if call.grad is not None:
-        answer.stage = f"{again}backward"
-        seconds, grads = _timed(call.device, method.backward, call, state)
-        (answer.backward_seconds if nth else answer.first_seconds).append(seconds)
-        found += grads
-    if spec.files is not None:
-        lse = [("lse", state[1])] if method.writes else []
-        for name, tensor in [*zip(RESULTS, found, strict=False), *lse]:
-            if tensor is not call.results[name]:
-                call.results[name].copy_(tensor)
-    if report is not None:
-        answer.report = report.to_dict() if method.writes else {}
-
-
-def _timed(device: torch.device, run: Callable[..., Any], *given: Any) -> tuple[float, Any]:
-    """Seconds, the device idle at both ends, and what is returned."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    began = now()
-    made = run(*given)
-    return now() - began, made
-
-
-def _errors(spec: Spec, method: Method, answer: Answer) -> None:
-    for draw in range(spec.draws):
-        answer.stage = f"draw {draw}"
-        call = _drawn(spec, method.on_device, spec.seed + draw)
-        for name, tensor, right in zip(RESULTS, method.results(call), exact(call), strict=False):
-            error = (tensor.to(right.device).double() - right).norm() / right.norm()
-            answer.errors.setdefault(name, []).append(float(error))
-    answer.stage = ""
+        answer.stage, began = f"{again}backward", time.perf_counter()
+        method.backward(call, state)
+        synchronize()
+        spent = time.perf_counter() - began
+        (answer.backward_seconds if again else answer.first_seconds).append(spent)
+    if method.writes and call.report is not None:
+        answer.report = call.report.to_dict()

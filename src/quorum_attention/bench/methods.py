@@ -1,11 +1,10 @@
-"""The methods to compare: ours, torch's kernels, FlexAttention, and the authors' package."""
+"""The methods to compare: ours, and torch's kernels."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,6 @@ from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.kernels.kit import LongNetKernel
 
 if TYPE_CHECKING:
-    from quorum_attention.bench.child import Spec
     from quorum_attention.execution.report import Report
 
 RESULTS = ("out", "grad_query", "grad_key", "grad_value")
@@ -36,27 +34,20 @@ class Call:
     budget_bytes: int | None
     inputs: list[torch.Tensor]
     grad: torch.Tensor | None
-    results: dict[str, torch.Tensor]
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
     report: Report | None = None
     progress: Callable[[int, int, str], None] | None = None
 
-    def show(self, progress: Any, prefix: str, report: Report | None) -> None:
-        """Where our method shows its progress, and what report it fills."""
-        self.report = report
-        shown = progress and (lambda done, total, label: progress(done, total, prefix + label))
-        self.progress = shown
-
-    def small(self, tokens: int, on_device: bool) -> Call:
-        """A call of the same kind on the first few tokens, in memory."""
-
-        def cut(tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:
-            first = tensor.narrow(dim, 0, min(tokens, tensor.shape[dim])).clone()
-            return first.to(self.device) if on_device else first
-
-        results = {n: cut(t, -1 if n == "lse" else -2) for n, t in self.results.items()}
-        grad = None if self.grad is None else cut(self.grad)
-        inputs = [cut(t) for t in self.inputs]
-        return Call(self.device, self.is_causal, self.budget_bytes, inputs, grad, results)
+    def make_results(self) -> None:
+        """Allocate results in (page-locked) host memory, as in a program that streams."""
+        query, _, value = self.inputs
+        rows, pin = query.shape[:-1], self.device.type != "cpu"
+        state = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty((*rows, value.shape[-1]), dtype=query.dtype, pin_memory=pin)
+        self.results = {"out": out, "lse": torch.empty(rows, dtype=state, pin_memory=pin)}
+        if self.grad is not None:
+            grads = [torch.empty_like(t, pin_memory=pin) for t in self.inputs]
+            self.results |= dict(zip(RESULTS[1:], grads, strict=True))
 
 
 class Method:
@@ -64,35 +55,27 @@ class Method:
 
     Attributes:
         on_device: whether inputs are on the device, or else in (page-locked) host memory.
-        begins_small: whether a small call is made first: what only a first call takes (threads, the
-            probe of a kernel) is then not counted against a limit.
         writes: whether it writes into results that are given, and fills a report.
     """
 
-    on_device, begins_small, writes = True, True, False
+    on_device, writes = True, False
 
     def __init__(self, backend: SDPBackend | None = None) -> None:
         self._backend = backend
 
-    def refusal(self, spec: Spec) -> str | None:
-        """Why the call cannot be measured here; None if it can."""
-        on_cpu = spec.device == "cpu" and self._backend is not None
-        return "measured on CUDA only" if on_cpu else None
-
-    def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """The output, recorded by autograd."""
-        query, key, value = inputs
-        grouped = query.shape[-3] != key.shape[-3]
-        with nullcontext() if self._backend is None else sdpa_kernel(self._backend):
-            return scaled_dot_product_attention(
-                query, key, value, is_causal=call.is_causal, enable_gqa=grouped
-            )
-
     def forward(self, call: Call) -> Any:
         """What ``backward`` needs; its first element is the output."""
+        if call.device.type == "cpu" and self._backend is not None:
+            raise NotImplementedError("measured on CUDA only")
         leaves = [t.detach().requires_grad_(call.grad is not None) for t in call.inputs]
-        with torch.set_grad_enabled(call.grad is not None):
-            return self.attend(call, leaves), leaves
+        query, key, value = leaves
+        grouped = query.shape[-3] != key.shape[-3]
+        kernel = nullcontext() if self._backend is None else sdpa_kernel(self._backend)
+        with kernel, torch.set_grad_enabled(call.grad is not None):
+            out = scaled_dot_product_attention(
+                query, key, value, is_causal=call.is_causal, enable_gqa=grouped
+            )
+        return out, leaves
 
     def backward(self, call: Call, state: Any) -> list[torch.Tensor]:
         """The gradients of query, key and value."""
@@ -139,90 +122,28 @@ class Quorum(Method):
         return list(attention_backward(call.grad, query, key, value, *state, grads=grads, **given))
 
 
-class Flex(Method):
-    """torch's FlexAttention, compiled, with a causal block mask."""
-
-    begins_small = False  # it compiles for each shape
-
-    def refusal(self, spec: Spec) -> str | None:
-        """On a CPU it has no backward."""
-        return "measured on CUDA only" if spec.device == "cpu" else None
-
-    def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """See ``Method``."""
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        query, key, value = inputs
-        n, mask = query.shape[-2], None
-        if call.is_causal:
-            mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, n, n, str(call.device))
-        grouped = query.shape[-3] != key.shape[-3]
-        run = torch.compile(flex_attention, dynamic=False)
-        out: torch.Tensor = run(query, key, value, block_mask=mask, enable_gqa=grouped)
-        return out
-
-
-class StreamCQSA(Method):
-    """The authors' package, version 2.2.3 (the extra ``rivals``), streaming from host memory."""
-
-    on_device, begins_small = False, False
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self._options = options
-
-    def refusal(self, spec: Spec) -> str | None:
-        """It is optional, and takes equal heads in 16 bits on CUDA only."""
-        if importlib.util.find_spec("stream_cqsa") is None:
-            return 'not installed (pip install "quorum-attention[rivals]")'
-        if spec.device == "cpu":
-            return "measured on CUDA only"
-        if spec.heads != spec.kv_heads or spec.dtype not in ("float16", "bfloat16"):
-            return "it takes equal heads in 16 bits"
-        return None
-
-    def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """See ``Method``."""
-        import stream_cqsa
-
-        out: torch.Tensor = stream_cqsa.attention(
-            *inputs, is_causal=call.is_causal, verbose=False, **self._options
-        )
-        return out
-
-
 METHODS: dict[str, Method] = {
     "sdpa": Method(),
     "flash": Method(SDPBackend.FLASH_ATTENTION),
     "cudnn": Method(SDPBackend.CUDNN_ATTENTION),
     "efficient": Method(SDPBackend.EFFICIENT_ATTENTION),
-    "flex": Flex(),
     "quorum": Quorum(),
     "quorum-device": Quorum(on_device=True),
     "quorum-depth-1": Quorum(depth=1, accumulator="device"),
     "quorum-depth-2": Quorum(depth=2, accumulator="device"),
-    "stream-cqsa": StreamCQSA(),
-    "stream-cqsa-host": StreamCQSA(itr=1, stream_from_host=True, accumulate_on_gpu=False),
 }
+# Those worth comparing on a device. Ratios are against the first: on GPUs FlashAttention-2, as in
+# the paper.
+USUAL = {
+    "cpu": ["sdpa", "quorum", "quorum-depth-1", "quorum-depth-2"],
+    "cuda": [name for name in METHODS if name != "sdpa"],
+}
+QUICK = {"cpu": ["sdpa", "quorum"], "cuda": ["flash", "cudnn", "quorum"]}
 # The paper's appendix: kernels that are compared with themselves, recovered.
 ITSELF: dict[str, Any] = {
     "dense": "dense",
     "LongNet": LongNetKernel([(512, 1), (1024, 2), (2048, 4)], full_precision=True),
 }
-
-
-def default_methods(device: str, quick: bool = False) -> list[str]:
-    """The methods worth comparing on a device, the reference first."""
-    if quick:
-        return ["sdpa", "quorum"] if device == "cpu" else ["flash", "cudnn", "quorum"]
-    if device == "cpu":
-        return ["sdpa", "quorum", "quorum-depth-1", "quorum-depth-2"]
-    return [name for name in METHODS if name != "sdpa"]
-
-
-def reference(device: str) -> str:
-    """What ratios are taken against: FlashAttention-2, as in the paper."""
-    return "sdpa" if device == "cpu" else "flash"
 
 
 def exact(call: Call) -> list[torch.Tensor]:
@@ -241,17 +162,3 @@ def exact(call: Call) -> list[torch.Tensor]:
             outs.append(out.detach())
     grads = [t.grad for t in leaves if t.grad is not None]
     return [torch.stack(outs, 1), *grads]
-
-
-def differences(kernel: str, calls: Iterable[Call]) -> dict[str, list[tuple[float, float]]]:
-    """By result, the largest and the mean absolute difference between a kernel and itself recovered
-    at depths 1 and 2, for every call."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in RESULTS}
-    depths = [Quorum(on_device=True, kernel=ITSELF[kernel], depth=depth) for depth in (0, 1, 2)]
-    for call in calls:
-        whole, *cut = (method.results(call) for method in depths)
-        for results in cut:
-            for name, mine, wanted in zip(RESULTS, results, whole, strict=True):
-                apart = (mine.double() - wanted.double()).abs()
-                found[name].append((float(apart.max()), float(apart.mean())))
-    return found

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.planner.calibration import Calibration, calibrate
 
 
@@ -27,11 +27,8 @@ _DESCRIPTION = (
 
 
 def _run(options: argparse.Namespace) -> int:
-    from quorum_attention.progress import status_line
-
     device = shared.default_device(options.device)
-    with status_line("measuring") as show:
-        found = calibrate(device, options.dtype or shared.default_dtype(device.type), show)
+    found = calibrate(device, options.dtype or shared.default_dtype(device.type), warn)
     if options.json:
         of_all = {name: getattr(found, name) for name in ("key", "seconds", "rounds", "spread")}
         print_json({**of_all, **found.figures})

@@ -9,34 +9,31 @@ from __future__ import annotations
 
 import argparse
 import math
-import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quorum_attention.bench.child import OK, Answer, Spec, run_child
+from quorum_attention.bench.child import Answer, Spec, run_child
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.files.inputs import read_inputs
 from quorum_attention.pictures import check_drawable, draw_recovery
 from quorum_attention.planner import Plan, plan
 from quorum_attention.planner.decide import both_passes
-from quorum_attention.sizes import format_bytes, format_least, format_seconds
-from quorum_attention.verification import Problem, Sampled, compare, expect
+from quorum_attention.sizes import counted, format_bytes, format_least, format_seconds
 
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
-_BLOCK_TOKENS = 1 << 16
 # There is no second call after so long a first one, nor torch's call without a limit.
 PATIENCE_SECONDS = 45.0
+_SHORT = {"out": "out", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _ACCEPTED = {
     torch.float16: 5e-3,
     torch.bfloat16: 4e-2,
@@ -77,17 +74,17 @@ def add_to(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Setting:
-    """The call that is made, and the files of its inputs and of its upstream gradient."""
+    """The call that is made; random inputs are on the device "meta" here."""
 
-    folder: Path
-    inputs: str
     device: torch.device
     budget_bytes: int
     is_causal: bool
+    backward: bool
+    seed: int
+    file: str | None
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    grad_out: torch.Tensor | None
 
     @property
     def process_bytes(self) -> int:
@@ -104,51 +101,36 @@ class _Setting:
             is_causal=self.is_causal, device=self.device, backward=backward, **how,
         )  # fmt: skip
 
-
-@dataclass
-class _Outcome:
-    """One method: what its process answered, and how far its results are from float64."""
-
-    label: str
-    answer: Answer
-    results: str
-    errors: Sampled | None = None
-
-    @property
-    def seconds(self) -> dict[str, list[float]]:
-        """Of a first and a second call, by pass."""
-        first, answer = self.answer.first_seconds, self.answer
-        return {
-            "forward": first[:1] + answer.forward_seconds,
-            "backward": first[1:] + answer.backward_seconds,
-        }
+    def measure(self, method: str, limited: bool, quiet: bool) -> Answer:
+        """Run a method in a process of its own."""
+        *_, heads, tokens, width = self.query.shape
+        return run_child(Spec(
+            method, tokens, heads, self.key.shape[-3], width, str(self.query.dtype)[6:],
+            self.is_causal, self.backward, str(self.device), seed=self.seed, inputs=self.file,
+            limit_bytes=self.budget_bytes if limited else None,
+            budget_bytes=max(0, self.budget_bytes - self.process_bytes),
+            repeats=1, patience=PATIENCE_SECONDS, check=True, progress=not quiet,
+        ))  # fmt: skip
 
 
 def _run(options: argparse.Namespace) -> int:
     Path(options.draw).parent.mkdir(parents=True, exist_ok=True)
     with suppress(ImportError):  # then there is no picture, which is said at the end
         check_drawable(options.draw)
-    with tempfile.TemporaryDirectory(prefix="quorum-attention-recover-") as folder:
-        setting = _setting(options, Path(folder))
-        _refuse_too_small(setting)
-        if not options.json:
-            say(_headline(setting))
-        outcomes = [
-            _measure(setting, "torch", "sdpa", True, options.json),
-            _measure(setting, "Quorum Attention", "quorum", True, options.json),
-        ]
-        if _affordable(setting):
-            outcomes.append(_measure(setting, "torch, no limit", "sdpa", False, options.json))
-        ours = outcomes[1]
-        if ours.answer.ok:
-            _check(setting, outcomes)
-        accepted = _ACCEPTED[setting.query.dtype]
-        recovered = ours.errors is not None and ours.errors.worst() < accepted
-        picture = _draw(setting, outcomes, options.draw)
-        if options.json:
-            print_json(_as_json(setting, outcomes, recovered, picture))
-        else:
-            _print(setting, outcomes, recovered, picture)
+    setting, quiet = _setting(options), options.json
+    _refuse_too_small(setting)
+    if not quiet:
+        say(_headline(setting))
+    answers = {
+        "torch": setting.measure("sdpa", True, quiet),
+        "Quorum Attention": setting.measure("quorum", True, quiet),
+    }
+    if _affordable(setting):
+        answers["torch, no limit"] = setting.measure("sdpa", False, quiet)
+    errors = [error for (error,) in answers["Quorum Attention"].errors.values()]
+    recovered = bool(errors) and all(e < _ACCEPTED[setting.query.dtype] for e in errors)
+    picture = _draw(setting, answers, options.draw)
+    (_print_json if quiet else _print)(setting, answers, recovered, picture)
     return 0 if recovered else 1
 
 
@@ -167,7 +149,7 @@ def _refuse_too_small(setting: _Setting) -> None:
         )  # fmt: skip
 
     try:
-        planned(False) if setting.grad_out is None else both_passes(planned)
+        planned(False) if not setting.backward else both_passes(planned)
     except BudgetError as error:
         smallest = error.smallest_bytes or 0
         parts = f" ({format_bytes(smallest)} for it, {format_bytes(process)} for its process)"
@@ -177,44 +159,34 @@ def _refuse_too_small(setting: _Setting) -> None:
         ) from None
 
 
-def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
+def _setting(options: argparse.Namespace) -> _Setting:
     device = shared.default_device(options.device)
-    generator = torch.Generator().manual_seed(options.seed)
-    inputs = options.qkv or str(folder / "inputs.safetensors")
-    if not options.qkv:
+    if options.qkv:
+        for name in ("tokens", "heads", "dtype"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name} cannot be combined with --qkv, whose tensors have sizes"
+                )
+        given = read_inputs([options.qkv]).tensors
+        if "mask" in given:
+            raise ValueError(f"{options.qkv} has a mask, which this command does not take")
+        query, key, value = given["query"], given["key"], given["value"]
+    else:
         heads, tokens = options.heads or 8, 262_144 if device.type == "cuda" else 16_384
-        dtype = options.dtype or shared.default_dtype(device.type)
-        kv_heads = shared.kv_heads(heads, options.kv_heads)
-        counts = {"query": heads, "key": kv_heads, "value": kv_heads}
         size = options.tokens or tokens, options.head_dim
-        shapes = {name: ((1, n, *size), dtype) for name, n in counts.items()}
-        for tensor in create_tensors(inputs, shapes).values():
-            _fill(tensor, generator)
-    for name in ("tokens", "heads", "dtype") if options.qkv else ():
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name} cannot be combined with --qkv, whose tensors have sizes")
-    given = read_inputs([inputs]).tensors
-    if "mask" in given:
-        raise ValueError(f"{inputs} has a mask, which this command does not take")
-    query, key, value = given["query"], given["key"], given["value"]
-    shape, grad_out = (*query.shape[:-1], value.shape[-1]), None
-    if not options.forward_only:
-        path = folder / "gradient.safetensors"
-        grad_out = create_tensors(path, {"grad_out": (shape, query.dtype)})["grad_out"]
-        _fill(grad_out, generator)
+        dtype = options.dtype or shared.default_dtype(device.type)
+        query, key, value = (
+            torch.empty((1, n, *size), dtype=dtype, device="meta")
+            for n in (heads, *[shared.kv_heads(heads, options.kv_heads)] * 2)
+        )
     budget = options.budget
     if budget is None:
         # The output and one log-sum-exp a row are what torch's forward needs at least.
         least, share = (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
-        budget = max(least, int(share * math.prod(shape) * query.element_size()))
-    return _Setting(folder, inputs, device, budget, options.causal, query, key, value, grad_out)
-
-
-def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Standard normal numbers, a block of tokens at a time."""
-    for head in tensor.view(-1, *tensor.shape[-2:]):
-        for block in head.split(_BLOCK_TOKENS):
-            block.copy_(torch.randn(block.shape, generator=generator, device="cpu"))
+        out_bytes = math.prod(query.shape[:-1]) * value.shape[-1] * query.element_size()
+        budget = max(least, int(share * out_bytes))
+    return _Setting(device, budget, options.causal, not options.forward_only, options.seed,
+                    options.qkv, query, key, value)  # fmt: skip
 
 
 def _headline(setting: _Setting) -> str:
@@ -225,58 +197,16 @@ def _headline(setting: _Setting) -> str:
     return (
         f"{tokens:,} tokens, {many}{heads} heads{kv} of {width}, {dtype}, "
         f"{'causal' if setting.is_causal else 'not causal'}, "
-        f"{'forward' if setting.grad_out is None else 'forward and backward'}, on "
+        f"{'forward and backward' if setting.backward else 'forward'}, on "
         f"{setting.device}; memory limit {format_bytes(setting.budget_bytes)}"
     )
 
 
-def _measure(setting: _Setting, label: str, method: str, limited: bool, quiet: bool) -> _Outcome:
-    """Run a method in a process of its own."""
-    results = str(setting.folder / f"{method}-{'limited' if limited else 'free'}.safetensors")
-    rows = tuple(setting.query.shape[:-1])
-    state = torch.float64 if setting.query.dtype == torch.float64 else torch.float32
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "out": ((*rows, setting.value.shape[-1]), setting.query.dtype),
-        "lse": (rows, state),
-    }
-    for name in () if setting.grad_out is None else ("query", "key", "value"):
-        tensor: torch.Tensor = getattr(setting, name)
-        wanted[f"grad_{name}"] = (tuple(tensor.shape), tensor.dtype)
-    create_tensors(results, wanted)
-    spec = Spec(
-        method, backward=setting.grad_out is not None,
-        files=(setting.inputs, str(setting.folder / "gradient.safetensors"), results),
-        device=str(setting.device), is_causal=setting.is_causal,
-        limit_bytes=setting.budget_bytes if limited else None,
-        budget_bytes=max(0, setting.budget_bytes - setting.process_bytes),
-        repeats=1, patience=PATIENCE_SECONDS, progress=not quiet,
-    )  # fmt: skip
-    return _Outcome(label, run_child(spec), results)
-
-
-def _check(setting: _Setting, outcomes: list[_Outcome]) -> None:
-    """Fill in the errors of every method that returned a result."""
-    ours = open_tensors(outcomes[1].results)
-    scale = setting.query.shape[-1] ** -0.5
-    problem = Problem(setting.query, setting.key, setting.value, setting.is_causal, scale)
-    expected = expect(problem, setting.grad_out, ours["out"], ours["lse"])
-    for outcome in outcomes:
-        if not outcome.answer.ok:
-            continue
-        found = open_tensors(outcome.results)
-        grads = None
-        if setting.grad_out is not None:
-            grads = (found["grad_query"], found["grad_key"], found["grad_value"])
-        # torch's call returns no log-sum-exp.
-        lse = found["lse"] if outcome is outcomes[1] else None
-        outcome.errors = compare(expected, found["out"], lse, grads)
-
-
 def _needed(setting: _Setting) -> tuple[int, float]:
     """Bytes beyond its inputs (results and workspace), and seconds, that torch's call takes."""
-    passes = (False,) if setting.grad_out is None else (False, True)
+    passes = (False, True) if setting.backward else (False,)
     plans = [setting.plan(backward=backward, levels=(), inputs="device") for backward in passes]
-    out = 0 if setting.grad_out is None else setting.grad_out.nbytes
+    out = setting.query.nbytes if setting.backward else 0
     peaks = (plans[0].peak_bytes, plans[-1].peak_bytes + out)
     return max(peaks), sum(made.predicted_seconds for made in plans)
 
@@ -285,59 +215,59 @@ def _affordable(setting: _Setting) -> bool:
     """Whether torch's call without a limit, which is only for comparison, fits in memory and ends
     soon."""
     needed, seconds = _needed(setting)
-    if setting.device.type == "cuda":
-        inputs = (setting.query, setting.key, setting.value, setting.grad_out)
-        needed += sum(t.nbytes for t in inputs if t is not None)
+    needed += sum(t.nbytes for t in (setting.query, setting.key, setting.value, setting.query))
     fits = 2 * needed < backend_of(setting.device).free_bytes(setting.device)
     return bool(fits and seconds < PATIENCE_SECONDS)
 
 
-def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
-    limited, ours, *free = outcomes
-    worked = [one.answer.peak_bytes or 0 for one in (limited, *free) if one.answer.ok]
+def _draw(setting: _Setting, answers: dict[str, Answer], path: str) -> str | None:
+    limited, ours, *free = answers.values()
+    worked = [one.peak_bytes or 0 for one in (limited, *free) if one.ok]
     needed = worked[0] if worked else _needed(setting)[0]
-    verb = "took" if limited.answer.ok else "needs"
+    verb = "took" if limited.ok else "needs"
     bars = [
-        (f"{limited.label} {verb}", needed, limited.answer.status, limited.answer.ok),
-        (f"{ours.label} took", ours.answer.peak_bytes or 0, ours.answer.status, ours.answer.ok),
+        (f"torch {verb}", needed, limited.status, limited.ok),
+        ("Quorum Attention took", ours.peak_bytes or 0, ours.status, ours.ok),
     ]
-    report = ours.answer.report.get("backward") or ours.answer.report.get("forward") or {}
+    name = "backward" if ours.report.get("backward") else "forward"
+    levels = (ours.report.get(name) or {}).get("levels", ())
     tokens = max(setting.query.shape[-2], setting.key.shape[-2])
     try:
         draw_recovery(
-            path, decomposition=Decomposition(tokens, tuple(report.get("levels", ()))),
+            path, decomposition=Decomposition(tokens, tuple(levels)),
             is_causal=setting.is_causal, budget_bytes=setting.budget_bytes, bars=bars,
+            note=f"as the {name} was cut",
         )  # fmt: skip
     except ImportError:
         return None
     return path
 
 
-def _as_json(
-    setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
-) -> dict[str, Any]:
+def _print_json(
+    setting: _Setting, answers: dict[str, Answer], recovered: bool, picture: str | None
+) -> None:
     methods = []
-    for outcome in outcomes:
-        answer, seconds = outcome.answer, outcome.seconds
+    for label, answer in answers.items():
+        seconds = _seconds(answer)
         methods.append(
             {
-                "method": outcome.label, "result": answer.status, "stage": answer.stage,
+                "method": label, "result": answer.status, "stage": answer.stage,
                 "error": answer.reason, "peak_bytes": answer.peak_bytes, "report": answer.report,
                 "forward_seconds": seconds["forward"], "backward_seconds": seconds["backward"],
-                "errors": asdict(outcome.errors) if outcome.errors else None,
+                "errors": {name: error for name, (error,) in answer.errors.items()} or None,
             }
         )  # fmt: skip
-    return {
+    print_json({
         "call": _headline(setting), "budget_bytes": setting.budget_bytes, "recovered": recovered,
         "methods": methods, "picture": picture,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def _print(
-    setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
+    setting: _Setting, answers: dict[str, Answer], recovered: bool, picture: str | None
 ) -> None:
     """What failed, what came back, and the price."""
-    limited, ours = (outcome.answer for outcome in outcomes[:2])
+    limited, ours, *_ = answers.values()
     within = f"within {format_bytes(setting.budget_bytes)}"
     if limited.ok:
         say(
@@ -350,39 +280,39 @@ def _print(
         peak = format_bytes(ours.peak_bytes or 0)
         right = f"Matches float64 on sampled rows: {'yes' if recovered else 'NO'}."
         say(f"Quorum Attention {within}: worked, with {peak}. {right}")
+        errors = ", ".join(f"{_SHORT[n]} {error:.1e}" for n, (error,) in ours.errors.items())
+        say(f"relative errors: {errors}")
     else:
         stage = f" in its {ours.stage}" if ours.stage else ""
         say(f"Quorum Attention {within}: failed{stage}: {ours.reason}")
-    worked = [outcome for outcome in outcomes if outcome.answer.ok]
+    worked = {label: answer for label, answer in answers.items() if answer.ok}
     if worked:
-        figures = [_figures(setting, outcome) for outcome in worked]
-        rows = [[name, *(one[name] for one in figures)] for name in figures[0]]
-        show_table(["", *(outcome.label for outcome in worked)], rows)
+        figures = [_figures(answer) for answer in worked.values()]
+        show_table(["", *worked], [[name, *(one[name] for one in figures)] for name in figures[0]])
     for name, part in ours.report.items():
         if part:
             levels = " x ".join(map(str, part["levels"])) or "none"
-            units, heads = part["units"], part["heads_per_group"]
-            say(
-                f"{name}: levels {levels}, {units} {'unit' if units == 1 else 'units'} of {heads} "
-                f"{'head' if heads == 1 else 'heads'}, kernel {part['kernel']}"
+            units, heads = (
+                counted(part[n], w) for n, w in (("units", "unit"), ("heads_per_group", "head"))
             )
+            say(f"{name}: levels {levels}, {units} of {heads}, kernel {part['kernel']}")
     drawn = picture or 'none; pip install "quorum-attention[draw]"'
     say(f"picture: {drawn}")
 
 
-def _figures(setting: _Setting, outcome: _Outcome) -> dict[str, str]:
+def _seconds(answer: Answer) -> dict[str, list[float]]:
+    """Of a first and a second call, by pass."""
+    first = answer.first_seconds
+    return {
+        "forward": first[:1] + answer.forward_seconds,
+        "backward": first[1:] + answer.backward_seconds,
+    }
+
+
+def _figures(answer: Answer) -> dict[str, str]:
     """What a table shows of a method that worked."""
-    found = {"memory": format_bytes(outcome.answer.peak_bytes or 0)}
-    names = {"out": "out"}
-    if setting.grad_out is not None:
-        names |= {"dQ": "grad_query", "dK": "grad_key", "dV": "grad_value"}
-    for name, times in outcome.seconds.items():
+    found = {"memory": format_bytes(answer.peak_bytes or 0)}
+    for name, times in _seconds(answer).items():
         for which, spent in zip_longest(("first", "second"), times) if times else ():
             found[f"{name}, {which} call"] = "-" if spent is None else format_seconds(spent)
-    for short, name in names.items():
-        error = None if outcome.errors is None else getattr(outcome.errors, name)
-        found[f"error of {short}"] = "-" if error is None else f"{error:.1e}"
     return found
-
-
-__all__ = ["OK", "add_to"]

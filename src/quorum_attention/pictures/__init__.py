@@ -1,9 +1,15 @@
 """Pictures of a decomposition, a recovery and a report; matplotlib is loaded when one is drawn."""
 
-from quorum_attention.pictures.bars import draw_gantt, draw_recovery, draw_report
-from quorum_attention.pictures.canvas import check_drawable
-from quorum_attention.pictures.coverage import coverage_svg, draw_coverage
+from quorum_attention.pictures.drawing import (
+    check_drawable,
+    coverage_html,
+    draw_coverage,
+    draw_gantt,
+    draw_recovery,
+    draw_report,
+)
 
 __all__ = [
-    "check_drawable", "coverage_svg", "draw_coverage", "draw_gantt", "draw_recovery", "draw_report",
+    "check_drawable", "coverage_html", "draw_coverage", "draw_gantt", "draw_recovery",
+    "draw_report",
 ]  # fmt: skip

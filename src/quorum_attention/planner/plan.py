@@ -214,9 +214,9 @@ class Plan:
     def _repr_html_(self) -> str:
         """For notebooks: the table, and the picture of ``draw`` where matplotlib is installed and
         the picture is no burden for a page."""
-        from quorum_attention.pictures import coverage_svg
+        from quorum_attention.pictures import coverage_html
 
-        drawn = coverage_svg(
+        drawn = coverage_html(
             self.decomposition, self._pairs(), tasks=self._trimmed(), kept=self._kept()
         )
         return self.html_table() + (f'<div style="margin-top:1em">{drawn}</div>' if drawn else "")

@@ -1,5 +1,5 @@
 """Progress on stderr or in a notebook, by rich; plain lines where nothing can be redrawn."""
 
-from quorum_attention.progress.bars import Status, progress_bar, status_line
+from quorum_attention.progress.bars import progress_bar
 
-__all__ = ["Status", "progress_bar", "status_line"]
+__all__ = ["progress_bar"]

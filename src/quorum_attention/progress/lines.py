@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -43,10 +42,9 @@ class Lines:
 def line(text: str) -> None:
     """Write ``text`` and the end of the line to stderr at once, so that lines of several threads do
     not mix. Nothing happens where stderr is missing, closed, broken or full."""
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def environment() -> Mapping[str, str]:
@@ -54,6 +52,5 @@ def environment() -> Mapping[str, str]:
 
     Some shells set COLUMNS=0, with which rich prints nothing.
     """
-    size = re.compile("0*[1-9][0-9]{0,5}")
-    every = os.environ.items()
-    return {n: text for n, text in every if n not in ("COLUMNS", "LINES") or size.fullmatch(text)}
+    of_screen, every = ("COLUMNS", "LINES"), os.environ.items()
+    return {n: text for n, text in every if n not in of_screen or text.strip("0").isdecimal()}
