@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,6 @@ def _all_of_it(rank: int) -> None:
     # Three turns on one stream, one, and two on two streams.
     for turns, worth_it in ((3, 1e30), (1, 1e30), (1, 0.0)):
         whole_heads._TURNS, whole_heads.WORTH_IT = turns, worth_it
-        import_module("quorum_attention.distributed.attention")._decided.cache_clear()
         for number, (heads, kv_heads, sizes, causal) in enumerate(SHAPES):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 torch.manual_seed(number)

@@ -65,7 +65,7 @@ def test_a_tiled_mlp_is_the_mlp() -> None:
 
 def test_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wide vocabulary and four layers: logits, then activations, are most of it."""
-    monkeypatch.setattr("quorum_attention.recipes.loss.LOSS_CHUNK", 64)
+    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 64 * 8192 * 12)
     sizes = {"vocab_size": 8192, "num_hidden_layers": 4, "intermediate_size": 256}
     model = tiny("llama", sizes).train()
     ids = torch.randint(8192, (1, 512))
@@ -182,8 +182,11 @@ def test_modes_of_a_models_parts_stay() -> None:
     assert model.model.layers[1].mlp.training
 
 
-def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32() -> None:
+def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, ids = tiny("llama").bfloat16(), torch.randint(VOCABULARY, (1, 5000))
+    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 2048 * VOCABULARY * 10)
     long_context(model, checkpoints=None)
     found = model(ids, labels=ids)
     assert found.logits is None

@@ -6,9 +6,8 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from quorum_attention.distributed.calls import (
     ShardedReport,
     kernel_of_parts,
 )
-from quorum_attention.distributed.heads import Exchanged, Turn, turns_of
+from quorum_attention.distributed.heads import Exchanged, turns_of
 from quorum_attention.distributed.masks import (
     Shards,
     checked_mask,
@@ -43,7 +42,7 @@ from quorum_attention.distributed.masks import (
     tensors_of,
     whole_mask,
 )
-from quorum_attention.distributed.partition import Assignment, Sequences, choose, forward_bytes
+from quorum_attention.distributed.partition import Sequences, choose, forward_bytes
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
@@ -51,8 +50,6 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.mask import Mask
 
-# Inputs are kept for the backward where they take at most this much of what the shards take.
-_KEPT_SHARE = 1.25
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
 # (kernels/reference.py), which needs whole rows.
 _WIDENED_PAIRS = 1 << 16
@@ -179,9 +176,12 @@ def _checked(
 
 
 def _computed(inputs: Sequence[torch.Tensor], calls: Calls) -> torch.Tensor:
-    """The result of a call that has been checked, of inputs with one batch dimension."""
-    query, key, value = inputs
-    mask, whole, group = calls.mask, calls.whole, calls.group
+    """The result of a call that has been checked, of inputs with one batch dimension.
+
+    All ranks decide the same, of sizes alone; budgets may differ.
+    """
+    (batch, heads, _, head_dim), value_dim = inputs[0].shape, inputs[2].shape[3]
+    mask, whole = calls.mask, calls.whole
     units: Literal["pairs", "rows", "heads"] = "pairs"
     if mask is not None or whole.dropout is not None:
         units = "rows" if whole.dropout is None else "heads"
@@ -191,81 +191,28 @@ def _computed(inputs: Sequence[torch.Tensor], calls: Calls) -> torch.Tensor:
         or 0 <= mask.sides[0] < whole.n_keys // 2
     )  # fmt: skip
     leans = not short and (whole.is_causal or (mask is not None and bool(mask.causal)))
-    side_by_side = not on_host(query.device) and units == "pairs"
-    decided = _decided(
-        calls.sizes, query.shape, key.shape[1], value.shape[3], query.dtype, leans, units,
-        side_by_side,
-    )  # fmt: skip
-    if calls.report is not None:
-        calls.report.begin(decided.assignment, group.rank(), decided.most_bytes)
-        calls.report.stages = len(decided.turns) or decided.assignment.n_stages
-        calls.report.kept = decided.kept
-    bias = None if mask is None or mask.bias is None or not mask.bias.requires_grad else mask.bias
-    if decided.assignment.whole_heads:
-        call: Any = Exchanged(calls, decided.turns, side_by_side and calls.unlimited)
-    else:
-        calls = replace(calls, partial=units == "pairs")
-        call = Sharded(decided.assignment, calls, decided.kept)
-    apply: Any = _Attention.apply
-    three = [t.float() for t in inputs] if decided.widened else inputs
-    out: torch.Tensor = apply(*three, bias, None if mask is None else mask.sinks, call)
-    return out
-
-
-class _Decided(NamedTuple):
-    """How a call is shared.
-
-    Attributes:
-        kept: whether its inputs stay where they were computed with until the backward.
-        most_bytes: received in a forward by the rank that receives most, of one batch entry.
-        widened: whether it is computed in fp32.
-        turns: of each rank; none where heads are not exchanged whole.
-    """
-
-    assignment: Assignment
-    kept: bool
-    most_bytes: int
-    widened: bool
-    turns: list[Turn]
-
-
-@lru_cache(maxsize=256)
-def _decided(
-    lengths: tuple[int, ...],
-    query: torch.Size,
-    kv_heads: int,
-    value_dim: int,
-    dtype: torch.dtype,
-    leans: bool,
-    units: Literal["pairs", "rows", "heads"],
-    aside: bool,
-) -> _Decided:
-    """Of sizes alone, so all ranks decide the same; budgets may differ.
-
-    Args:
-        aside: turns may be computed on two streams.
-    """
-    of = Sequences((0, *accumulate(lengths)), query[-3], kv_heads, leans, units)
-    batch, head_dim = math.prod(query[:-3]), query[-1]
-    pairs = batch * of.heads * of.tokens**2
-    widened = dtype.itemsize == 2 and pairs <= _WIDENED_PAIRS
-    element = 4 if widened else dtype.itemsize
-    state = max(4, element)
-    sizes = forward_bytes(head_dim, value_dim, element, state)
-    pair_flops = 2.0 * (head_dim + value_dim)
+    if inputs[0].dtype.itemsize == 2 and batch * heads * whole.n_keys**2 <= _WIDENED_PAIRS:
+        inputs = [t.float() for t in inputs]
+    element, pair_flops = inputs[0].element_size(), 2.0 * (head_dim + value_dim)
+    of = Sequences((0, *accumulate(calls.sizes)), heads, whole.kv_heads, leans, units)
+    sizes = forward_bytes(head_dim, value_dim, element, max(4, element))
     assignment = choose(of, sizes, pair_flops)
-    turns: list[Turn] = []
     if assignment.whole_heads:
+        side_by_side = not on_host(inputs[0].device) and units == "pairs"
+        flops = batch * of.pairs / of.ranks * pair_flops if side_by_side else 0.0
+        turns = turns_of(of.kv_heads // of.ranks, of.share, flops)
+        call: Any = Exchanged(calls, turns, side_by_side and calls.unlimited)
         # The log-sum-exp stays where it was computed.
-        sizes = forward_bytes(head_dim, value_dim, element, 0)
-        flops = batch * of.pairs / of.ranks * pair_flops if aside else 0.0
-        turns = turns_of(kv_heads // of.ranks, of.share, flops)
-    complete = all(p.alone or p.of_keys for p in assignment.pieces)
-    # Rows of all ranks, as they are gathered and as they lie in the shards.
-    gathered = sum(p.vectors for p in assignment.pieces)
-    own = of.tokens * (of.heads + of.kv_heads)
-    kept = complete and gathered <= _KEPT_SHARE * own
-    return _Decided(assignment, kept, assignment.most_received(sizes), widened, turns)
+        sizes, stages = forward_bytes(head_dim, value_dim, element, 0), len(turns)
+    else:
+        call = Sharded(assignment, replace(calls, partial=units == "pairs"))
+        stages = assignment.n_stages
+    if calls.report is not None:
+        calls.report.begin(assignment, calls.rank, assignment.most_received(sizes), stages)
+    apply: Any = _Attention.apply
+    bias = None if mask is None or mask.bias is None or not mask.bias.requires_grad else mask.bias
+    out: torch.Tensor = apply(*inputs, bias, None if mask is None else mask.sinks, call)
+    return out
 
 
 class _Attention(torch.autograd.Function):

@@ -70,8 +70,9 @@ class ShardedReport:
     kept: bool = False
     calls: list[Report] = field(default_factory=list)
 
-    def begin(self, assignment: Assignment, rank: int, most_bytes: int) -> None:
+    def begin(self, assignment: Assignment, rank: int, most_bytes: int, stages: int) -> None:
         """Filled with what is known beforehand; the rest is emptied."""
+        self.stages, self.kept = stages, assignment.kept
         self.way, self.rank, self.ranks = assignment.way, rank, assignment.of.ranks
         self.pairs, self.imbalance = assignment.pairs(rank), assignment.imbalance
         self.most_forward_bytes, self.forward_bytes, self.backward_bytes = most_bytes, 0, 0

@@ -29,6 +29,8 @@ from quorum_attention.quorums import quorum_sizes
 
 # Shares may differ by this much from an equal one where that saves bytes.
 _TOLERATED = 1.05
+# Gathered rows are kept for the backward where they take at most this much of what shards take.
+_KEPT = 1.25
 # Transfers of one stage run beside the computation of another; more stages are shorter calls.
 _STAGES = 4
 # Chunks of a quorum set for each rank of a group, at most; and at most so many in all.
@@ -232,6 +234,14 @@ class Assignment:
         """What moves of queries, then what moves of keys and values; outputs and gradients move
         the same way or back."""
         return (*self._pieces(of_keys=False), *self._pieces(of_keys=True))
+
+    @cached_property
+    def kept(self) -> bool:
+        """Whether inputs stay where they were computed with until the backward: where rows are
+        complete, and gathered take little more than in the shards."""
+        complete = all(piece.alone or piece.of_keys for piece in self.pieces)
+        gathered = sum(piece.vectors for piece in self.pieces)
+        return complete and gathered <= _KEPT * self.of.tokens * (self.of.heads + self.of.kv_heads)
 
     def _pieces(self, of_keys: bool) -> Iterator[Piece]:
         needs = [

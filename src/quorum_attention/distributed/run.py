@@ -30,12 +30,10 @@ class Sharded:
 
     Attributes:
         calls: how its attention calls are made.
-        kept: the forward's inputs stay where they were computed with until the backward.
     """
 
     assignment: Assignment
     calls: Calls
-    kept: bool
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
@@ -53,7 +51,7 @@ class Sharded:
         for stage, (queries, keys), n_bytes in self._arriving(((query,), (key, value))):
             received += n_bytes
             results = self._statistics(stage, queries, keys, state)
-            if self.kept and keep:
+            if self.assignment.kept and keep:
                 for heads, (rows,) in queries.items():
                     part, part_lse = results[heads]
                     kept += [rows.tensor, part.tensor.to(query.dtype), part_lse.tensor]
@@ -62,7 +60,7 @@ class Sharded:
         self._collect(backs, ((out, lse), ()), state, statistics=True)
         if self.calls.report is not None:
             self.calls.report.forward_bytes = received + sum(one.received_bytes for one in backs)
-        return out, kept if self.kept else [query, key, value, out, lse]
+        return out, kept if self.assignment.kept else [query, key, value, out, lse]
 
     def backward(
         self,
@@ -81,14 +79,14 @@ class Sharded:
         """
         state, grad_out = state_dtype(grad_out.dtype), grad_out.contiguous()
         shards: _Shards = ((grad_out,), ())
-        if not self.kept:
+        if not self.assignment.kept:
             query, key, value, out, lse = saved
             shards = (grad_out, query, out, lse), (key, value)
         grads = [grad_out.new_empty(shape) for shape in shapes]
         backs, received, held = list[Transfer](), 0, iter(saved)
         for stage, sides, n_bytes in self._arriving(shards):
             received += n_bytes
-            if self.kept:
+            if self.assignment.kept:
                 for heads, (upstream,) in sides[0].items():
                     rows = [Gathered(upstream.needed, next(held)) for _ in range(3)]
                     sides[0][heads] = [upstream, *rows]

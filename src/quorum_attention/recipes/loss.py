@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
-from quorum_attention.recipes.step import LOSS_CHUNK
+from quorum_attention.recipes.step import loss_tokens
 
 NAME = "chunked loss"
 _IGNORED = -100
@@ -45,7 +45,8 @@ def chunk_loss(model: Any) -> Change:
     if why is not None:
         del model.forward
         return Change(NAME, False, why)
-    return Change(NAME, True, f"{LOSS_CHUNK:,} tokens at a time; a call with labels has no logits")
+    tokens = loss_tokens(head.weight.shape[0], head.weight.dtype.itemsize)
+    return Change(NAME, True, f"{tokens:,} tokens at a time; a call with labels has no logits")
 
 
 def _summed(
@@ -57,7 +58,8 @@ def _summed(
         logits = linear(states, weight, bias).float()
         return cross_entropy(logits, wanted, ignore_index=_IGNORED, reduction="sum")
 
-    pairs = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
+    tokens = loss_tokens(weight.shape[0], weight.dtype.itemsize)
+    pairs = zip(hidden.split(tokens), labels.split(tokens), strict=True)
     again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.stack([checkpoint(of_some, *pair, **again) for pair in pairs]).sum()
 

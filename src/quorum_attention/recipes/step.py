@@ -27,8 +27,8 @@ When = Literal["always", "layer", "attention", "mlp", "norm", "loss"]
 # Bytes of an optimizer for each trained parameter: two states in the weights' dtype, or two and a
 # copy of the weights in float32.
 _FP32_STATES = 12
-# Tokens whose logits, or whose MLP, are there at once where these are done piece by piece.
-LOSS_CHUNK, MLP_TILE = 2048, 8192
+# Where these are done piece by piece: bytes of logits that are there at once, tokens of an MLP.
+LOSS_BYTES, MLP_TILE = 1 << 30, 8192
 # What is switched on, in the order in which it costs least.
 SWITCHES = ("quorum attention", "chunked loss", "tiled MLP", "checkpoints in host memory")
 
@@ -251,10 +251,15 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     return [Part("layer checkpoints", moved, held, "always", "checkpoints in host memory"), *parts]
 
 
+def loss_tokens(vocabulary: int, size: int) -> int:
+    """Tokens of a chunk of the loss, of logits of ``size`` bytes, in float32 and their gradient."""
+    return max(16, LOSS_BYTES // (vocabulary * (size + 8)) // 16 * 16)
+
+
 def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
     """The logits in the model's dtype; in float32, the loss's own and their gradient."""
     chunked = "chunked loss" in training.on
-    at_once = min(rows, LOSS_CHUNK) if chunked else rows
+    at_once = min(rows, loss_tokens(shape.vocabulary, size)) if chunked else rows
     logits, loss = rows * shape.vocabulary * size, rows * shape.vocabulary * 8
     # The output in float32 for its norm; its gradient in chunks and put together.
     last = rows * shape.hidden * (3 * size + 4)
@@ -312,53 +317,35 @@ def switch_until_it_fits(
     Returns:
         The step with as few switches on as do it, or with all; and whether it fits.
     """
-    limit = parse_bytes(memory, "memory")
-    found = step_memory(shape, training)
-    while found.peak_bytes > limit:
-        better = _next(shape, training, found)
-        if better is None:
-            break
-        training, found = better
-    if found.peak_bytes > limit and training.budget is None:
-        training, found = _in_what_is_left(shape, training, found, limit)
+    limit, on = parse_bytes(memory, "memory"), SWITCHES
+    found = _with(shape, training, on, limit)
+    for name in reversed(SWITCHES):
+        fewer = tuple(one for one in on if one != name or one in training.on)
+        tried = _with(shape, training, fewer, limit)
+        if tried.peak_bytes <= max(limit, found.peak_bytes):
+            on, found = fewer, tried
     spare = max(0, limit - found.peak_bytes)
     found = replace(found, host_bytes=max(0, found.host_bytes - spare))
     return found, found.peak_bytes <= limit
 
 
-def _in_what_is_left(
-    shape: ModelShape, training: Training, found: StepMemory, limit: int
-) -> tuple[Training, StepMemory]:
-    """Attention in the memory that a layer's other parts leave, if it can work in that."""
-    there = ("always", "layer", "attention")
-    others = sum(p.bytes for p in found.parts if p.when in there and p.switch != SWITCHES[0])
-    left = limit - others
-    if left <= 0:
-        return training, found
-    # The forward returns less than the backward, so neither takes more than is left.
-    budget = left + returned_bytes(shape, training, backward=False)
-    tried = replace(training, budget=budget, on=(*training.on, SWITCHES[0]))
+def _with(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int) -> StepMemory:
+    """A step with these switches on; attention, where no budget is asked for, in the memory that a
+    layer's other parts leave. It is off where it is not needed, or cannot work in its budget."""
+    found = step_memory(shape, replace(training, on=tuple(n for n in on if n != SWITCHES[0])))
+    needed = SWITCHES[0] in training.on or found.peak_bytes > limit
+    if SWITCHES[0] not in on or not needed:
+        return found
+    budget = training.budget
+    if budget is None:
+        there = ("always", "layer", "attention")
+        others = sum(p.bytes for p in found.parts if p.when in there and p.switch != SWITCHES[0])
+        # The forward returns less than the backward, so neither takes more than is left.
+        budget = max(0, limit - others) + returned_bytes(shape, training, backward=False)
     try:
-        return tried, step_memory(shape, tried)
+        return step_memory(shape, replace(training, budget=budget, on=on))
     except BudgetError:
-        return training, found
-
-
-def _next(
-    shape: ModelShape, training: Training, found: StepMemory
-) -> tuple[Training, StepMemory] | None:
-    """The first switch that is off and makes the step smaller."""
-    for name in SWITCHES:
-        if name in training.on:
-            continue
-        tried = replace(training, on=(*training.on, name))
-        try:
-            with_it = step_memory(shape, tried)
-        except BudgetError:
-            continue
-        if with_it.peak_bytes < found.peak_bytes:
-            return tried, with_it
-    return None
+        return found
 
 
 def advice(found: StepMemory, fits: bool, memory: int) -> str:
@@ -375,6 +362,6 @@ def advice(found: StepMemory, fits: bool, memory: int) -> str:
 
 
 __all__ = [
-    "LOSS_CHUNK", "MLP_TILE", "OPTIMIZERS", "SWITCHES", "Part", "StepMemory", "Training",
-    "adapters", "advice", "returned_bytes", "step_memory", "switch_until_it_fits",
+    "MLP_TILE", "OPTIMIZERS", "SWITCHES", "Part", "StepMemory", "Training", "adapters", "advice",
+    "loss_tokens", "returned_bytes", "step_memory", "switch_until_it_fits",
 ]  # fmt: skip
