@@ -317,7 +317,8 @@ def switch_until_it_fits(
     Returns:
         The step with as few switches on as do it, or with all; and whether it fits.
     """
-    limit, on = parse_bytes(memory, "memory"), SWITCHES
+    limit = parse_bytes(memory, "memory")
+    on: tuple[str, ...] = SWITCHES
     found = _with(shape, training, on, limit)
     for name in reversed(SWITCHES):
         fewer = tuple(one for one in on if one != name or one in training.on)
