@@ -24,8 +24,8 @@ from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.call import MaskView, operand, results_are_dense, rows_overlap
 from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, best_device
-from quorum_attention.execution.problem import corrected_bytes, scales
-from quorum_attention.execution.routes.over_inputs import Whole, materialises, without_empty_rows
+from quorum_attention.execution.problem import is_small, scales
+from quorum_attention.execution.routes.over_inputs import Whole, without_empty_rows
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.mask import Mask
@@ -258,12 +258,10 @@ class DirectCall(EagerCall):
         state = _deterministic(), registrations(), torch.get_num_threads()
         if state not in self.backwards:
             decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
-            # Such gradients are looked at afterwards, or need another output.
-            other = materialises(work, kernel) or scales(kernel, work)
+            # Such gradients are the reference's, or looked at afterwards.
+            other = is_small(work, kernel) or scales(kernel, work)
             self.backwards[state] = (
-                decision.kernel is kernel
-                and _is_one_call(decision, self.request)
-                and not (other or corrected_bytes(work, kernel))
+                decision.kernel is kernel and _is_one_call(decision, self.request) and not other
             )
         return self.backwards[state]
 

@@ -34,9 +34,9 @@ from quorum_attention.execution.call import (
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.problem import corrected_bytes, takes_wide
+from quorum_attention.execution.problem import takes_wide
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.over_inputs import at_once, corrected_output, materialises
+from quorum_attention.execution.routes.over_inputs import at_once
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.kernels.merge import sinks_gradient
@@ -214,10 +214,7 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
         # Without a plan, the gradient has the inputs' dtype.
         wide = takes_wide(call.kernel, work)
         upstream = upstream_of(grad_out, work, options.device, wide=wide)
-        carrier = out
-        if decision.plan is not None or not materialises(work, call.kernel):
-            carrier = _carrier(call, tensors, given, upstream.tensor)
-        return backward_job(call, decision.problem, upstream, carrier, lse, grads)
+        return backward_job(call, decision.problem, upstream, out, lse, grads)
 
     return (*_run(tensors, request, decision, job_of, grads or ()), *of_mask)
 
@@ -429,20 +426,6 @@ def as_own(made: torch.Tensor) -> torch.Tensor:
     """A result that autograd does not know as a view: a caller may not write in place to a view
     that was made without gradients."""
     return made.data if made._is_view() else made
-
-
-def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor) -> torch.Tensor:
-    """What delta is computed from: the output, or an exact substitute where rounding of the output
-    would dominate dS (kernels/reference.py).
-
-    Args:
-        grad_out: the upstream gradient as kernels get it.
-    """
-    out = given.out
-    together = grad_out.device == out.device == call.query.device
-    if not together or not corrected_bytes(call.work, call.kernel):
-        return out
-    return corrected_output(call, grad_out, out, given.lse)
 
 
 def _note_writing(results: tuple[torch.Tensor, ...]) -> None:

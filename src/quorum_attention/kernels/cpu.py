@@ -121,7 +121,6 @@ class CpuKernel(RectangleKernel):
     rounds_scale = True
     plain_softmax = True
     heads_by_thread = True
-    small_gradients = True
     dropout = True
 
     def refusal(self, call: CallShape) -> str | None:

@@ -297,9 +297,7 @@ class Kernel(ABC):
         position_free: that other attention depends on no positions, heads or batch entries, so that
             parts of a call can be computed as calls of their own.
         plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
-            delta alone; small 16-bit calls then get a more exact delta.
-        small_gradients: where it runs, the gradients of small calls come quicker from materialised
-            scores (kernels/reference.py); beside ``plain_softmax`` only.
+            delta alone; gradients of small 16-bit calls then are the reference's.
         whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
             calls in flight, or by running all tasks of a head group together.
         several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are
@@ -337,7 +335,6 @@ class Kernel(ABC):
     own_attention: bool = False
     position_free: bool = False
     plain_softmax: bool = False
-    small_gradients: bool = False
     whole_tasks: bool = False
     several_streams: bool = False
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's

@@ -565,77 +565,21 @@ def _sizes(call: CallShape, extent: Extent, how: Scores) -> _Sizes:
 
 # A backward computes dS = P (dP - delta) with delta = rowsum(dO * O), where O has been rounded to
 # the inputs' dtype. If a row has nearly all its weight on one key, dP - delta is little but that
-# rounding error. Whole rows have a delta without it (``_Rows.delta_of``), which costs half as much
-# as a backward: it is for 16-bit calls so small that torch itself may materialise their scores. An
-# uncut call's gradients are then the reference's. Operators that compute parts of it take
-# ``out`` and use it for delta alone, so they are given another tensor whose row products with
-# ``grad_out`` are the exact delta: its carrier.
+# rounding error. Whole rows have a delta without it (``BackwardRows.delta_of``), which costs half
+# as much as a backward: it is for calls so small that torch itself may materialise their scores.
 
 _MOST_PAIRS = 1 << 14
 _MOST_BYTES = 2 << 20
-# Columns of the carrier that are not 0: each holds the digits that the ones before it could not.
-_COLUMNS = 3
-# What a sum in fp32 of a row's products may be off by, as a share of their sizes.
-_SUM = 2.0**-21
 
 
 def small_bytes(call: CallShape, extent: Extent) -> int:
-    """Upper bound of the bytes that ``exact_carrier`` takes; 0 if the call is too large for it, or
-    its dtype is not of 16 bits."""
-    lanes = extent.batch * extent.query_heads
-    if call.dtype.itemsize != 2 or lanes * extent.max_queries * extent.max_keys > _MOST_PAIRS:
+    """Upper bound of the bytes that ``whole_backward`` takes by ``SMALL``; 0 if the call is too
+    large for it, or its dtype is not of 16 bits."""
+    pairs = extent.batch * extent.query_heads * extent.max_queries * extent.max_keys
+    if call.dtype.itemsize != 2 or pairs > _MOST_PAIRS:
         return 0
-    rows = lanes * extent.max_queries
-    found = backward_bytes(call, replace(extent, direct=False), SMALL)
-    found += 4 * rows * (2 * call.value_dim + 4)
-    return found if found <= _MOST_BYTES else 0
-
-
-def exact_carrier(call: Call, saved: Saved, columns: int = 0) -> torch.Tensor:
-    """The tensor to hand to a backward in the place of ``saved.out``, of its shape and dtype."""
-    query = call.query
-    # Rounded to the dtype in which the kernel gets it.
-    saved = replace(saved, grad_out=saved.grad_out.to(query.dtype))
-    found = torch.empty(saved.out.shape, dtype=saved.out.dtype, device=query.device)
-    task, how = whole_task(call), replace(SMALL, columns=columns)
-    like = query.new_empty(0, dtype=work_dtype(query))
-    for block in _blocks(task, like, how):
-        rows = BackwardRows.of(block, saved)
-        delta = rows.delta
-        for keys in block.tiles():  # one: all keys
-            p, _ = block.scores(block.of_keys(task.key, keys), keys, derivative=False)
-            p.sub_(rows.lse).exp_()
-            dp, drops = rows.grad_out @ block.of_keys(task.value, keys).mT, block.dropped(p, keys)
-            if drops is not None and task.dropout is not None:
-                dp.mul_(task.dropout.rescale).masked_fill_(drops, 0.0)
-            delta = rows.delta_of(p, dp)
-        out = block.of_rows(saved.out)
-        carrier = _carrying(delta, rows.grad_out, out.reshape(rows.grad_out.shape))
-        block.of_rows(found).copy_(carrier.view(out.shape))
-    return found
-
-
-def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rows whose products with the rows of ``gradient`` are ``delta`` (.., 1).
-
-    A row of ``out`` is returned as it is if it comes closer, or if its delta cannot be carried:
-    delta is NaN, the gradient is 0, or the factor does not fit 16 bits.
-    """
-    count = min(_COLUMNS, gradient.shape[-1])
-    columns = gradient.abs().topk(count, dim=-1).indices
-    parts: list[torch.Tensor] = []
-    left = delta
-    for factor in gradient.gather(-1, columns).split(1, dim=-1):
-        part = (left / factor).to(out.dtype).nan_to_num_(0.0, posinf=0.0, neginf=0.0)
-        parts.append(part)
-        left = left.addcmul(part.to(delta.dtype), factor, value=-1.0)
-    carried = torch.zeros_like(out).scatter_(-1, columns, torch.cat(parts, dim=-1))
-    products = gradient * out.to(delta.dtype)
-    missed = (products.sum(dim=-1, keepdim=True) - delta).abs_()
-    # As close as its sum can be told, ``out`` is better: where ``gradient`` is divided and rounded
-    # later on, what three columns carry may be off by more than what all of them do.
-    close = products.abs_().sum(dim=-1, keepdim=True).mul_(_SUM)
-    return torch.where(left.abs_().add_(close) < missed, carried, out)
+    fits = backward_bytes(call, replace(extent, direct=False), SMALL) <= _MOST_BYTES
+    return backward_bytes(call, replace(extent, direct=True), SMALL) if fits else 0
 
 
 class DenseKernel(Kernel):

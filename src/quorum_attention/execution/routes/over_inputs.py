@@ -27,9 +27,9 @@ import torch
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.intervals import Cells
 from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
-from quorum_attention.execution import call as execution
 from quorum_attention.execution.call import Job, Tools, flat_batch, operand
 from quorum_attention.execution.control.controller import RecoveryController
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import (
     Bytes,
     Group,
@@ -39,12 +39,12 @@ from quorum_attention.execution.problem import (
     Workload,
     bytes_before,
     copied_bytes,
-    corrected_bytes,
     count_groups,
     final_bytes,
     group_part,
     groups,
     in_results,
+    is_small,
     moved_bytes,
     result_bytes,
     scales,
@@ -61,7 +61,7 @@ from quorum_attention.execution.scaling import (
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved, TaskTensors
-from quorum_attention.kernels.reference import SMALL, backward_bytes, exact_carrier, whole_backward
+from quorum_attention.kernels.reference import SMALL, whole_backward
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.torch_private import capturing
@@ -148,10 +148,6 @@ class Whole(OverInputs):
                 # The lse: two copies with -inf replaced, and the mask that finds it.
                 size = item.count(work) * work.state_dtype.itemsize
                 accumulators += [size, size, item.count(work)]
-        exactly = case.spec.backward and _exactly(work, case.kernel)
-        if exactly:
-            extent = replace(schedule.extent(work), direct=True)
-            workspace = max(workspace, backward_bytes(case.call_shape, extent, SMALL))
         if case.scaled:
             # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
@@ -160,9 +156,7 @@ class Whole(OverInputs):
         results = result_bytes(case)
         if not schedule.is_all(work):
             results += final_bytes(case)
-        elif case.place.result_dtype == work.dtype and not (
-            case.scaled or exactly or _widened(case)
-        ):
+        elif case.place.result_dtype == work.dtype and not (case.scaled or _widened(case)):
             results = ()
         given = (*bytes_before(case), *copied_bytes(case, schedule.group))
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
@@ -202,11 +196,7 @@ class Whole(OverInputs):
         def compute(group: Group) -> tuple[int]:
             alone = None if group == every else group
             bias = job.bias(group, task)(rectangle)
-            parts = None
-            if alone is None and lse is not None and _exactly(work, call.kernel):
-                parts = _materialised(job, lse, bias)
-            if parts is None:
-                parts = _of_call(job, alone, lse, rectangle.causal, bias)
+            parts = _of_call(job, alone, lse, rectangle.causal, bias)
             if parts is None:
                 job.repeated(1)
                 _scaled(job, schedule, group, controller, tools)
@@ -247,61 +237,43 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         to rows of their own.
     """
     call, lse = job.call, job.tensors.get("lse")
+    if is_small(call.work, call.kernel):
+        found = small_gradients(job)
+        if found is not None:
+            return found
     if lse is not None:
         lse = without_empty_rows(lse)
     mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
-    if lse is not None and materialises(call.work, call.kernel):
-        parts = _materialised(job, lse, mask)
-    else:
-        parts = _of_call(job, None, lse, call.work.is_causal, mask)
+    parts = _of_call(job, None, lse, call.work.is_causal, mask)
     return None if parts is None else job.take_results(parts)
 
 
-def materialises(work: Workload, kernel: InnerKernel) -> bool:
-    """Whether ``at_once`` takes the gradients of such a call from materialised scores."""
-    if not kernel.small_gradients or work.dropout or work.sinks:
-        return False
-    # In float64 as large as calls of 16 bits may be.
-    narrow = replace(work, dtype=torch.float16) if work.dtype == torch.float64 else work
-    return corrected_bytes(narrow, kernel) > 0
+def small_gradients(job: Job) -> tuple[torch.Tensor, ...] | None:
+    """The gradients of a small call by the reference, whatever its plan: they are more exact.
 
-
-def _exactly(work: Workload, kernel: InnerKernel) -> bool:
-    """Whether a plan's backward of 16 bits takes its gradients from materialised scores: without a
-    plan it would, and a carrier of few columns holds less of delta. Not if
-    columns take from delta: what the carrier has of them is in others."""
-    return work.dtype.itemsize == 2 and not work.columns and materialises(work, kernel)
-
-
-def _materialised(
-    job: Job, lse: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, ...] | None:
-    """The gradients of a small backward from materialised scores, (b, heads, n, d) each, not
-    rounded; None if one is not finite: operators keep NaN to the rows that have it.
-
-    Args:
-        lse: 0 in rows without keys.
+    None for a forward, tensors elsewhere than on the device that computes, and on a CPU where one
+    is not finite: operators keep NaN to the rows that have it.
     """
     call, work = job.call, job.call.work
-    query, key, value = (_four(t, work) for t in (call.query, call.key, call.value))
-    saved = Saved(*(_four(t, work) for t in (job.tensors["grad_out"], job.tensors["out"], lse)))
-    one = Call(query, key, value, work.is_causal, call.scale, bias, lse.dtype)
-    parts = whole_backward(one, saved, replace(SMALL, columns=work.columns))
-    return parts if all_finite(parts) else None
-
-
-@torch.no_grad()
-def corrected_output(
-    call: execution.Call, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
-    """What kernels compute an exact delta from in the place of ``out`` (kernels/reference.py)."""
-    work = call.work
-    query, key, value = (_four(t, work) for t in (call.query, call.key, call.value))
+    if not job.spec.backward or any(t.device != call.device for t in job.tensors.values()):
+        return None
+    query, key, value, out, grad_out, lse = (
+        _four(job.tensors[name], work)
+        for name in ("query", "key", "value", "out", "grad_out", "lse")
+    )
     mask = call.mask
-    bias = None if mask is None else mask.whole(work.dtype, query.device, work.batch_shape)
-    one = Call(query, key, value, work.is_causal, call.scale, bias, dropout=call.dropout)
-    saved = Saved(*(_four(t, work) for t in (grad_out, out.to(work.dtype), lse.to(out.device))))
-    return exact_carrier(one, saved, work.columns).view(out.shape)
+    bias = None if mask is None else mask.whole(work.dtype, call.device, work.batch_shape)
+    one = Call(query, key, value, work.is_causal, call.scale, bias, work.state_dtype, call.dropout)
+    saved, how = Saved(grad_out, out, lse), replace(SMALL, columns=work.columns)
+    parts = whole_backward(one, saved, how)
+    if not backend_of(call.device).own_memory and not all_finite(parts):
+        return None
+    every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
+    for state, part in zip(job.spec.states, parts, strict=True):
+        factor = job.factor(every, state.axis)
+        if factor is not None:
+            part.mul_(factor)
+    return job.take_results(parts)
 
 
 def _of_call(
