@@ -66,5 +66,3 @@ def test_a_path_through_a_token_leads_to_a_task_that_holds_it(n, levels, layout)
         assert len(paths) == 4 or levels != (13,)
         for path in paths:
             assert any(s.start <= position < s.stop for s in shape.task(path).spans)
-    with pytest.raises(ValueError, match=f"position must be from 0 to {n - 1}, got {n}"):
-        shape.path_through(n)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import product
+from operator import and_, or_
 from typing import TYPE_CHECKING, Literal
 
 from quorum_attention.counts import whole_number
@@ -24,6 +25,7 @@ from quorum_attention.decomposition.pairs import (
     Pairs,
     Ranges,
     Verdict,
+    both,
     quarters,
     walk,
 )
@@ -264,14 +266,6 @@ class Decomposition:
         start = chunk * size + min(chunk, longer)
         return start, start + size + (chunk < longer)
 
-    def _chunk_of(self, position: int, tokens: int, c: int) -> int:
-        """The number of the chunk that holds ``position`` where ``tokens`` are cut into ``c``."""
-
-        def start(chunk: int) -> int:
-            return self._boundaries(tokens, c, chunk)[0]
-
-        return bisect_right(range(c), position, key=start) - 1
-
     def deeper(self, c: int) -> Decomposition:
         """The decomposition with one more level, of ``c`` chunks."""
         return replace(self, levels=(*self.levels, c))
@@ -315,26 +309,15 @@ class Decomposition:
 
         Args:
             turn: which of the tasks that hold it; other numbers may name other tasks.
-
-        Raises:
-            ValueError: there is no such token.
         """
-        if not 0 <= position < self.n_tokens:
-            raise ValueError(f"position must be from 0 to {self.n_tokens - 1}, got {position}")
-        path, tokens = [], self.n_tokens
+        path: tuple[int, ...] = ()
         for level, c in enumerate(self.levels):
-            offsets = interest_set(quorum_size(c))
-            mine = self._chunk_of(position, tokens, c)
-            owner = (mine - offsets[(turn + level) % len(offsets)]) % c
-            path.append(owner)
-            edges = {
-                chunk: self._boundaries(tokens, c, chunk)
-                for chunk in ((owner + o) % c for o in offsets)
-            }
-            before = sum(stop - start for at, (start, stop) in edges.items() if at < mine)
-            position += before - edges[mine][0]
-            tokens = sum(stop - start for start, stop in edges.values())
-        return tuple(path)
+            parent = replace(self, levels=self.levels[:level]).task(path)
+            offsets, local = interest_set(quorum_size(c)), parent.count_below(position)
+            edges = (self._boundaries(parent.n_tokens, c, chunk)[1] for chunk in range(c))
+            mine = next(chunk for chunk, stop in enumerate(edges) if local < stop)
+            path = (*path, (mine - offsets[(turn + level) % len(offsets)]) % c)
+        return path
 
     def whole(self) -> Task:
         """The whole sequence as one task that keeps every pair.
@@ -357,8 +340,6 @@ class Decomposition:
 # in all of its rows and all of its columns, else *mixed*. Two numbers for the rows and two for the
 # columns decide it: the bitwise OR and the bitwise AND of their group bits. Under a mask a tile has
 # to be kept by the mask as well.
-
-_Line = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,63 +390,29 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
 
 
 def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:
-    """The verdicts of a task's tiles by group bits and mask; blocks of tiles that the mask keeps
-    or leaves out as a whole are counted at once."""
+    """The verdicts of a task's tiles, by group bits and mask; in blocks of tiles that are alike."""
     counts: Counter[Verdict] = Counter()
     kept = replace(pairs, is_causal=False).of
-    lines = [_line(task, at, at + tile) for at in range(0, task.n_tokens, tile)]
+    lines = [
+        [span.bits for span in task.between(at, at + tile)] for at in range(0, task.n_tokens, tile)
+    ]
 
     def verdict(block: Ranges) -> Verdict:
         (r0, r1), (c0, c1) = block
-        if pairs.is_causal and c0 >= r1:
-            return EMPTY
         if pairs.is_causal and c1 - 1 > r0:
-            return PARTIAL
-        rows, columns = (
+            return EMPTY if c0 >= r1 else PARTIAL
+        rows, columns = ([b for line in lines[a:z] for b in line] for a, z in block)
+        if reduce(and_, rows) & reduce(and_, columns):
+            return EMPTY
+        clear = not reduce(or_, rows) & reduce(or_, columns)
+        queries, keys = (
             task.segments(start * tile, min(stop * tile, task.n_tokens)) for start, stop in block
         )
-        return kept(Ranges.of(rows[0].start, rows[-1].stop, columns[0].start, columns[-1].stop))
+        by_mask = kept(Ranges.of(queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop))
+        return both(FULL if clear else PARTIAL, by_mask)
 
     n = len(lines)
     for ((r0, r1), (c0, c1)), found in walk(Ranges.of(0, n, 0, n), verdict, quarters) if n else ():
-        if pairs.is_causal and c0 >= r1:
-            continue  # above the diagonal
-        if found is FULL:
-            counts += _by_bits(lines[r0:r1], lines[c0:c1])
-        elif found is EMPTY:
-            counts[EMPTY] += (r1 - r0) * (c1 - c0)
-        else:
-            counts[_exactly(task, r0 * tile, c0 * tile, kept, tile)] += 1
+        if not (pairs.is_causal and c0 >= r1):
+            counts[found] += (r1 - r0) * (c1 - c0)
     return counts
-
-
-def _by_bits(rows: list[_Line], columns: list[_Line]) -> Counter[Verdict]:
-    """The verdicts of tiles by their group bits; equal lines are counted at once."""
-    counts: Counter[Verdict] = Counter()
-    for (some, every), n_rows in Counter(rows).items():
-        for (other_some, other_every), n_columns in Counter(columns).items():
-            clear = some & other_some == 0
-            found = FULL if clear else EMPTY if every & other_every else PARTIAL
-            counts[found] += n_rows * n_columns
-    return counts
-
-
-def _exactly(
-    task: Task, row: int, column: int, kept: Callable[[Ranges], Verdict], tile: int
-) -> Verdict:
-    """The verdict of one tile, by the runs of tokens with the same group bits in it."""
-    found = {
-        EMPTY if a.bits & b.bits else kept(Ranges.of(a.start, a.stop, b.start, b.stop))
-        for a in task.between(row, row + tile)
-        for b in task.between(column, column + tile)
-    }
-    return found.pop() if len(found) == 1 else PARTIAL
-
-
-def _line(task: Task, start: int, stop: int) -> _Line:
-    """(OR, AND) of the group bits of the task's tokens [start, stop)."""
-    some, every = 0, -1
-    for span in task.between(start, stop):
-        some |= span.bits
-        every &= span.bits
-    return some, every

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import attrgetter, itemgetter
 
 from quorum_attention.decomposition.intervals import joined, ones
 
 # Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where possible.
 _TILE = 128
+# Batches of one size that a rectangle may continue.
+_OPEN = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +73,26 @@ def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[R
         bits: group bits of every span.
         is_causal: keep only pairs with key position <= query position.
     """
+    if not is_causal and not any(bits):
+        return [Rectangle(starts[0], starts[-1], starts[0], starts[-1])] if bits else []
     diagonal = [
         Rectangle(starts[i], starts[i + 1], starts[i], starts[i + 1], causal=is_causal)
         for i, b in enumerate(bits)
         if b == 0
     ]
-    if is_causal:
-        return [*_joined(_halved(starts, _kept(bits, below=True))), *diagonal]
-    # Two ways: with the diagonal apart, and with it among the other pairs. The shorter list wins.
-    apart = _kept(bits, below=False)
-    together = [row | (1 << i if bits[i] == 0 else 0) for i, row in enumerate(apart)]
+    # For every span, bit j is set if it keeps its pairs with span j (never with itself).
+    kept = [
+        sum(1 << j for j in range(i if is_causal else len(bits)) if j != i and not b & bits[j])
+        for i, b in enumerate(bits)
+    ]
+    found = [*_along(_along(_halved(starts, kept), keys=True), keys=False), *diagonal]
     # The diagonal is joined along keys only. Joining along queries too would save one call in
     # twenty, but make more rectangle sizes, and vendor kernels take long to prepare each new size.
-    first = _along([*_joined(_halved(starts, apart)), *diagonal], keys=True)
-    second = _along(_halved(starts, together), keys=True)
-    return min(first, second, key=len)
-
-
-def _kept(bits: Sequence[int], *, below: bool) -> list[int]:
-    """For every span, bit j is set if it keeps its pairs with span j (never with itself).
-
-    ``below``: only spans before it count.
-    """
-    n = len(bits)
-    return [
-        sum(1 << j for j in range(i if below else n) if j != i and own & bits[j] == 0)
-        for i, own in enumerate(bits)
-    ]
+    return found if is_causal else _along(found, keys=True)
 
 
 def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
-    """Plain rectangles of the pairs of spans in ``rows`` (see ``_kept``), by halving the queries.
-
-    Keys that most queries keep come first.
-    """
+    """Plain rectangles of the pairs of spans in ``rows``, by halving the queries."""
 
     def halve(low: int, high: int, wanted: int) -> Iterator[Rectangle]:
         # Of the keys in ``wanted``: those that all query spans [low, high) keep, and those that
@@ -130,58 +117,23 @@ def _middle(starts: Sequence[int], low: int, high: int) -> int:
     return min(range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre))
 
 
-def _joined(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Joins plain rectangles wherever two that touch make up a larger one.
-
-    Joining along keys first or along queries first gives different lists; the shorter is taken.
-    """
-    return min((_joined_from(rectangles, keys) for keys in (True, False)), key=len)
-
-
-def _joined_from(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
-    """Joins along keys and along queries in turn until nothing more can be joined.
-
-    ``keys``: along keys first.
-    """
-    while True:
-        before = len(rectangles)
-        rectangles = _along(_along(rectangles, keys), not keys)
-        if len(rectangles) == before:
-            return rectangles
-
-
-def _along(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
+def _along(rectangles: list[Rectangle], *, keys: bool) -> list[Rectangle]:
     """Joins rectangles with the same queries and touching keys; with ``keys`` false, those with the
-    same keys and touching queries.
+    same keys and touching queries. Large ones come first."""
 
-    Each result takes the place of its first part, so large calls stay ahead of small ones.
-    """
-    by, continued = (_BY_QUERIES, _beside) if keys else (_BY_KEYS, _beneath)
+    def sides(r: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:
+        queries, over_keys = (r.query_start, r.query_stop), (r.key_start, r.key_stop)
+        return (queries, over_keys) if keys else (over_keys, queries)
 
-    def placed(one: _Placed, after: _Placed) -> _Placed | None:
-        both = continued(one[1], after[1])
-        return None if both is None else (min(one[0], after[0]), both)
+    def continued(one: Rectangle, after: Rectangle) -> Rectangle | None:
+        (same, (start, stop)), (other, (next_start, next_stop)) = sides(one), sides(after)
+        if same != other or stop != next_start:
+            return None
+        whole = (start, next_stop)
+        return Rectangle(*same, *whole) if keys else Rectangle(*whole, *same)
 
-    order = sorted(enumerate(rectangles), key=lambda each: by(each[1]))
-    return [r for _, r in sorted(joined(order, placed), key=itemgetter(0))]
-
-
-_Placed = tuple[int, Rectangle]
-"""A rectangle, and its place in the list that is joined."""
-_BY_QUERIES = attrgetter("query_start", "query_stop", "key_start")
-_BY_KEYS = attrgetter("key_start", "key_stop", "query_start")
-
-
-def _beside(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    if a.key_stop != b.key_start or a.query_start != b.query_start or a.query_stop != b.query_stop:
-        return None
-    return Rectangle(a.query_start, a.query_stop, a.key_start, b.key_stop)
-
-
-def _beneath(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    if a.query_stop != b.query_start or a.key_start != b.key_start or a.key_stop != b.key_stop:
-        return None
-    return Rectangle(a.query_start, b.query_stop, a.key_start, a.key_stop)
+    found = joined(sorted(rectangles, key=sides), continued)
+    return sorted(found, key=lambda r: -r.n_queries * r.n_keys)
 
 
 def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterator[Rectangle]:
@@ -257,20 +209,30 @@ class Batch:
     query_step: int = 0
     key_step: int = 0
 
+    def rectangle(self, number: int) -> Rectangle:
+        """One of them."""
+        q, k = number * self.query_step, number * self.key_step
+        r = self.first
+        bounds = (r.query_start + q, r.query_stop + q, r.key_start + k, r.key_stop + k)
+        return Rectangle(*bounds, r.causal)
+
     def rectangles(self) -> list[Rectangle]:
         """The rectangles, in order."""
-        r = self.first
-        n, m = r.n_queries, r.n_keys
-        corners = (
-            (r.query_start + i * self.query_step, r.key_start + i * self.key_step)
-            for i in range(self.count)
-        )
-        return [Rectangle(q, q + n, k, k + m, r.causal) for q, k in corners]
+        return [self.rectangle(number) for number in range(self.count)]
+
+    def continued(self, after: Rectangle) -> Batch | None:
+        """The batch with ``after``, of the same size, as its next rectangle; None if it is not."""
+        down = after.query_start - self.first.query_start
+        along = after.key_start - self.first.key_start
+        if self.count == 1 and down >= after.n_queries and along >= after.n_keys:
+            return Batch(self.first, 2, down, along)
+        fits = (down, along) == (self.count * self.query_step, self.count * self.key_step)
+        return replace(self, count=self.count + 1) if fits and self.count > 1 else None
 
 
 @lru_cache(maxsize=256)
 def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
-    """``rectangles`` as batches, found greedily: the longest possible batch each time.
+    """``rectangles`` as batches, each by the first of the last few that it continues.
 
     Batches are ordered by the place of their first rectangle in ``rectangles``. Results are cached,
     because many tasks of one level have the same rectangles.
@@ -280,32 +242,14 @@ def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
         shapes.setdefault((r.n_queries, r.n_keys, r.causal), []).append(r)
     found: list[Batch] = []
     for alike in shapes.values():
-        left = sorted(alike, key=lambda r: (r.query_start, r.key_start))
-        while left:
-            batch = _longest(left)
-            found.append(batch)
-            taken = set(batch.rectangles())
-            left = [r for r in left if r not in taken]
+        begun = len(found)
+        for r in sorted(alike, key=lambda r: (r.query_start, r.key_start)):
+            for at in range(max(begun, len(found) - _OPEN), len(found)):
+                longer = found[at].continued(r)
+                if longer is not None:
+                    found[at] = longer
+                    break
+            else:
+                found.append(Batch(r))
     place = {r: number for number, r in enumerate(rectangles)}
     return tuple(sorted(found, key=lambda batch: place[batch.first]))
-
-
-def _longest(alike: list[Rectangle]) -> Batch:
-    """The longest batch that begins with the first of ``alike`` (one size, in order)."""
-    first, *others = alike
-    there = {(r.query_start, r.key_start) for r in others}
-    best = Batch(first)
-    for second in others:
-        query_step = second.query_start - first.query_start
-        key_step = second.key_start - first.key_start
-        if query_step < first.n_queries or key_step < first.n_keys:
-            continue
-        count = 2
-        while (
-            first.query_start + count * query_step,
-            first.key_start + count * key_step,
-        ) in there:
-            count += 1
-        if count > best.count:
-            best = Batch(first, count, query_step, key_step)
-    return best

@@ -46,8 +46,6 @@ from quorum_attention.kernels.tensors import (
 # log2 of about what a factor usually is, and the most that one is multiplied by.
 _USUAL_FACTOR = -3
 _MOST_LIFT = 24
-# Of more small rectangles than this only neighbours are joined to one call.
-_MANY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +273,9 @@ class RectangleKernel(Kernel):
             rows = round_up(first.n_queries, self.row_unit)
             columns = round_up(first.n_keys, self.row_unit)
             most = max(1, min(sizes.max_queries // rows, sizes.max_keys // columns))
-        every = batch.rectangles()
         for start in range(0, batch.count, most):
-            yield replace(batch, first=every[start], count=min(most, batch.count - start))
+            first, count = batch.rectangle(start), min(most, batch.count - start)
+            yield replace(batch, first=first, count=count)
 
     def _add_gradients(
         self, piece: _BackwardPiece, task: TaskTensors, scaling: Scaling, number: int
@@ -388,37 +386,8 @@ def _planned_calls(
             pieces.append(r)
         else:
             pieces.extend(cut([r], *kernel.preferred_sizes(sizes, r, backward)))
-    return tuple(
-        part for batch in _batched(pieces, sizes) for part in kernel._bounded(batch, sizes)
-    )
-
-
-def _batched(pieces: list[Rectangle], sizes: TaskSizes) -> Iterator[Batch]:
-    """``pieces`` as batches, the large ones first: those of which two are beyond the limits, of
-    which there may be thousands, one by one."""
-    rows, keys = sizes.max_queries // 2, sizes.max_keys // 2
-    alone = [bool(rows) and (r.n_queries > rows or r.n_keys > keys) for r in pieces]
-    yield from (Batch(r) for r, single in zip(pieces, alone, strict=True) if single)
-    several = tuple(r for r, single in zip(pieces, alone, strict=True) if not single)
-    # The longest batches of many take too long to find.
-    yield from batches(several) if len(several) <= _MANY else _in_line(several)
-
-
-def _in_line(pieces: tuple[Rectangle, ...]) -> list[Batch]:
-    """Batches of neighbours in the list, in linear time."""
-    found = [Batch(pieces[0])]
-    for r in pieces[1:]:
-        last, first = found[-1], found[-1].first
-        down, along = r.query_start - first.query_start, r.key_start - first.key_start
-        same = (r.n_queries, r.n_keys, r.causal) == (first.n_queries, first.n_keys, first.causal)
-        steps = last.count * last.query_step, last.count * last.key_step
-        if same and last.count == 1 and down >= r.n_queries and along >= r.n_keys:
-            found[-1] = Batch(first, 2, down, along)
-        elif same and last.count > 1 and (down, along) == steps:
-            found[-1] = replace(last, count=last.count + 1)
-        else:
-            found.append(Batch(r))
-    return found
+    every = batches(tuple(pieces))
+    return tuple(part for batch in every for part in kernel._bounded(batch, sizes))
 
 
 def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
