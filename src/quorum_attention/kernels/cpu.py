@@ -19,14 +19,10 @@ from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
     Extent,
-    Gradients,
     Saved,
-    Statistics,
-    TaskTensors,
     Three,
 )
 from quorum_attention.kernels.rectangles import (
-    RectangleKernel,
     RectangleSizes,
     backward_bytes,
     forward_bytes,
@@ -114,14 +110,13 @@ _TRIAL_BYTES = 6 << 20
 _BUSY = 0.9
 
 
-class CpuKernel(RectangleKernel):
+class CpuKernel(reference.ReferenceDropout):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
     name = "cpu"
     rounds_scale = True
     plain_softmax = True
     heads_by_thread = True
-    dropout = True
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -180,20 +175,6 @@ class CpuKernel(RectangleKernel):
         if head_dim == value_dim:
             return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
-
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        if task.dropout is None:
-            super().forward(task, state)
-        else:
-            reference.forward(task, state)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        if task.dropout is None:
-            super().backward(task, grads)
-        else:
-            reference.backward(task, grads)
 
     def backward_parts(self, batch_and_heads: int) -> int:
         """As many runs of rows as keep all threads busy: each works on whole ones."""

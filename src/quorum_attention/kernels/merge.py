@@ -80,12 +80,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
         out.copy_(out_i)
         lse.copy_(lse_i)
         return
-    if lse.nbytes <= BLOCK_BYTES:
-        _merge_block_(out, lse, out_i, lse_i)
-        return
-    # Row statistics are small: blocks of many rows keep every thread busy.
-    batch, heads, rows = lse.shape
-    for block in row_blocks(batch, heads, rows, lse.element_size()):
+    batch, heads, rows, width = out.shape
+    for block in row_blocks(batch, heads, rows, max(1, width) * out.element_size()):
         _merge_block_(out[block], lse[block], out_i[block], lse_i[block])
 
 
@@ -105,21 +101,7 @@ def add_(
         overflow: shaped like ``unscale``, int32; 1 is set where any element of ``source`` is not
             finite; None: not checked.
     """
-    if target.is_cuda and _triton_can_merge(target, source):
-        launch_add((target,), (source,), alpha, unscale, overflow)
-        return
-    if unscale is None and overflow is None and source.dtype == target.dtype:
-        target.add_(source, alpha=alpha)
-        return
-    batch, heads, rows, width = target.shape
-    # In blocks, because a 16-bit source is first converted to the target's dtype.
-    for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
-        part = source[block].to(target.dtype)
-        if overflow is not None and not _largest(part) < math.inf:
-            _flag_(overflow, ~torch.isfinite(part), heads, block)
-        if unscale is not None:
-            part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
-        target[block].add_(part, alpha=alpha)
+    add_all_((target,), (source,), alpha, unscale, overflow)
 
 
 def add_all_(
@@ -134,9 +116,32 @@ def add_all_(
     one_dtype = len({source.dtype for source in sources}) == 1
     if one_dtype and all(t.is_cuda and _triton_can_merge(t, s) for t, s in pairs):
         launch_add(targets, sources, alpha, unscale, overflow)
+    elif len(pairs) > 1:
+        for target, source in pairs:
+            add_(target, source, alpha, unscale, overflow)
+    else:
+        _add_by_torch_(*pairs[0], alpha, unscale, overflow)
+
+
+def _add_by_torch_(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    alpha: float,
+    unscale: torch.Tensor | None,
+    overflow: torch.Tensor | None,
+) -> None:
+    if unscale is None and overflow is None and source.dtype == target.dtype:
+        target.add_(source, alpha=alpha)
         return
-    for target, source in pairs:
-        add_(target, source, alpha, unscale, overflow)
+    batch, heads, rows, width = target.shape
+    # In blocks, because a 16-bit source is first converted to the target's dtype.
+    for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
+        part = source[block].to(target.dtype)
+        if overflow is not None and not _largest(part) < math.inf:
+            _flag_(overflow, ~torch.isfinite(part), heads, block)
+        if unscale is not None:
+            part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
+        target[block].add_(part, alpha=alpha)
 
 
 def _largest(part: torch.Tensor) -> float:
@@ -167,32 +172,14 @@ def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
 def _merge_block_(
     out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
 ) -> None:
-    kept, new = _update_lse_(lse, lse_i)
-    _average_(out, out_i, kept.to(out.dtype).unsqueeze(-1), new.to(out.dtype).unsqueeze(-1))
-
-
-def _update_lse_(lse: torch.Tensor, lse_i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge ``lse_i`` into ``lse`` in place; returns the weights of the old and the new keys."""
     lse_i = lse_i.to(lse.dtype)
     # The difference of two empty rows would be NaN. Adding an empty row changes nothing.
     apart = (lse_i - lse).masked_fill_(lse_i == -torch.inf, -torch.inf)
     new = apart.sigmoid()
     kept = apart.neg_().sigmoid_()
     torch.logaddexp(lse, lse_i, out=lse)
-    return kept, new
-
-
-def _average_(
-    out: torch.Tensor, out_i: torch.Tensor, kept: torch.Tensor, new: torch.Tensor
-) -> None:
-    """``out = kept * out + new * out_i`` in place, with an ``out_i`` of any dtype."""
-    out.mul_(kept)
-    if out_i.dtype == out.dtype:
-        out.addcmul_(out_i, new)
-        return
-    batch, heads, rows, width = out.shape
-    for block in row_blocks(batch, heads, rows, max(1, width) * out.element_size()):
-        out[block].addcmul_(out_i[block].to(out.dtype), new[block])
+    out.mul_(kept.to(out.dtype).unsqueeze(-1))
+    out.addcmul_(out_i.to(out.dtype), new.to(out.dtype).unsqueeze(-1))
 
 
 def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor, rounded: bool = False) -> bool:

@@ -37,7 +37,6 @@ from quorum_attention.kernels.protocol import (
     is_bare,
 )
 from quorum_attention.kernels.reference import DenseKernel, whole_task, work_dtype
-from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick
 from quorum_attention.kernels.torch_private import capturing, outside
 
@@ -191,24 +190,11 @@ def _run(
     results = {"out": state.out, "lse": state.lse}
     if needs_grad:
         sums = (zeros(call.query), zeros(call.key), zeros(call.value))
-        scaling = _scaling(kernel, call.value)
         rounded = state.out.to(call.query.dtype)
-        kernel.backward(task, Gradients(grad_out, rounded, state.lse, *sums, scaling))
+        kernel.backward(task, Gradients(grad_out, rounded, state.lse, *sums))
         names = ("the gradient of query", "the gradient of key", "the gradient of value")
         results |= dict(zip(names, sums, strict=True))
     return results
-
-
-def _scaling(kernel: InnerKernel, value: torch.Tensor) -> Scaling:
-    """A scaling that changes nothing, for a kernel whose backwards are scaled in this dtype: what
-    adds up their gradients is then what a call of this dtype takes, and is compiled once."""
-    if value.dtype not in kernel.scaled_backward:
-        return Scaling()
-    by_head = value.shape[:2]
-    return Scaling(
-        unscale=torch.ones(by_head, dtype=torch.float32, device=value.device),
-        overflow=torch.zeros(by_head, dtype=torch.int32, device=value.device),
-    )
 
 
 def _random_mask(

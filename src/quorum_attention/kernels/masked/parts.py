@@ -46,7 +46,7 @@ _MOST_TASKS = 512
 _RAGGED = MaskShape(boolean=True, batch=True, heads=True, rows=True)
 
 
-class Tiles(RectangleKernel):
+class Tiles(reference.ReferenceDropout):
     """The reference with a soft cap, for rectangles: any device, any floating dtype.
 
     Args:
@@ -56,11 +56,9 @@ class Tiles(RectangleKernel):
 
     name = "tiles"
     grouped = True
-    dropout = True
 
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
-        self.scores = reference.PLAIN
         if softcap is not None:
             self.scores = reference.Scores(change=self._change, matrices=1)
 
@@ -79,20 +77,6 @@ class Tiles(RectangleKernel):
         return reference.whole_backward(wide, saved, self.scores)
 
     rectangle_forward, rectangle_backward = whole_forward, whole_backward
-
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        if task.dropout is None:
-            super().forward(task, state)
-        else:
-            reference.forward(task, state, self.scores)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        if task.dropout is None:
-            super().backward(task, grads)
-        else:
-            reference.backward(task, grads, self.scores)
 
     def cap_(self, scores: torch.Tensor) -> torch.Tensor | None:
         """Cap scaled scores in place; returns the derivative of the cap, None without one."""
