@@ -49,28 +49,3 @@ def test_no_task_exceeds_the_bound(decomposition):
     for task in decomposition.tasks():
         assert task.n_tokens == len(positions(task)) <= decomposition.max_task_tokens
     assert decomposition.max_task_tokens <= decomposition.n_tokens
-
-
-@settings(max_examples=100, deadline=None)
-@given(decompositions(), st.data())
-def test_segments_are_the_positions_of_a_local_range(decomposition, data):
-    """Copies follow segments: exactly the range's tokens, in order, in as few pieces as can be."""
-    path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
-    task = decomposition.task(path)
-    where = positions(task)
-    start = data.draw(st.integers(0, task.n_tokens))
-    stop = data.draw(st.integers(start, task.n_tokens))
-    for pieces, low, high in (
-        (task.segments(start, stop), start, stop),
-        (task.runs, 0, task.n_tokens),
-    ):
-        local = low
-        for global_start, global_stop, local_start in pieces:
-            assert local_start == local
-            assert global_start < global_stop
-            piece = where[local : local + global_stop - global_start]
-            np.testing.assert_array_equal(piece, np.arange(global_start, global_stop))
-            local += global_stop - global_start
-        assert local == high
-        breaks = np.count_nonzero(np.diff(where[low:high]) != 1)
-        assert len(pieces) == (breaks + 1 if high > low else 0)

@@ -135,13 +135,6 @@ def test_a_failed_block_is_computed_once() -> None:
             assert all("mask gradient out of memory" in line for line in lines)
 
 
-def test_memory_that_holds_no_tile_is_reported() -> None:
-    _, mask, call, upstream = a_call((N, M), torch.float32)
-    target = torch.empty_like(mask)
-    with FailingAllocations(1, 10_000), pytest.raises(torch.OutOfMemoryError):
-        add_up_mask_gradient(call, upstream, target, None)
-
-
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"depth": 2}, {"budget": 9_000_000}], ids=str)
 def test_autograd_gives_it_beside_every_kernel_and_route(kernel: str, call: dict) -> None:

@@ -108,33 +108,6 @@ def test_only_tasks_that_overflow_are_run_again() -> None:
     assert report.backward.units == 2 * 7 / (report.backward.heads_per_group)
 
 
-def test_extremes_of_fp16() -> None:
-    tensors = inputs()
-    tensors[2] = tensors[2].sign() * 60_000
-    tensors[3] = tensors[3].sign() * 60_000
-    got = computed(tensors, True, torch.float32)
-    right = exact(tensors, True)
-    # (dP - delta) is a thousandth of its terms, so few digits remain: the gradients must be finite.
-    found = errors(got, right)
-    assert found["value"] < 1e-3
-    assert max(found.values()) < 2e-2, found
-
-
-def test_grouped_heads_of_different_sizes() -> None:
-    q, _, _, grad = inputs(heads=4)
-    k, v = random(1, 2, N, D, seed=8), random(1, 2, N, D, seed=9)
-    grad[:, 1] *= 1e-3
-    grad[:, 3] *= 300
-    tensors = [q, k, v, grad]
-    got, right = computed(tensors, False, torch.float32), exact(tensors, False)
-    for head in range(4):
-        error = (got[0][:, head].double() - right[0][:, head]).norm() / right[0][:, head].norm()
-        assert error < 1e-3, head
-    for head in range(2):
-        for g, r in zip(got[1:], right[1:], strict=True):
-            assert (g[:, head].double() - r[:, head]).norm() / r[:, head].norm() < 1e-3
-
-
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_broken_number_keeps_no_other_column_from_being_mended(broken: float, depth: int) -> None:

@@ -62,22 +62,3 @@ def test_a_kernel_goes_with_what_is_known_of_it() -> None:
     del kernel
     gc.collect()
     assert watched() is None
-
-
-@settings(max_examples=50, deadline=None)
-@given(questions=st.lists(st.integers(0, 6), max_size=40), most=st.integers(1, 5))
-def test_the_last_answers_are_kept_and_no_more(questions: list[int], most: int) -> None:
-    asked: list[int] = []
-
-    @remembered(most)
-    def answer(kernel: object, question: int) -> int:
-        asked.append(question)
-        return 10 * question
-
-    kernel = Kernel()
-    recent: list[int] = []
-    for question in questions:
-        before = len(asked)
-        assert answer(kernel, question) == 10 * question
-        assert (len(asked) > before) == (question not in recent)
-        recent = [*(r for r in recent if r != question), question][-most:]

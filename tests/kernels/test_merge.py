@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quorum_attention.kernels import tensors
-from quorum_attention.kernels.merge import add_, empty_, join_sinks_, merge_, sinks_gradient
+from quorum_attention.kernels.merge import add_, empty_, merge_, sinks_gradient
 
 
 def statistics(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,25 +108,6 @@ def test_large_values_of_hardly_any_weight_leave_no_rounding(dtype, dtype_i, ord
     weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
     exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
     assert ((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
-
-
-def test_a_sink_is_a_key_without_a_value() -> None:
-    scores = torch.randn(2, 3, 5, 7, dtype=torch.float64)
-    scores[0, 0, 1] = -torch.inf  # a row without keys
-    values = torch.randn(2, 3, 7, 4, dtype=torch.float64)
-    sinks = torch.tensor([0.3, -torch.inf, 5.0], dtype=torch.float64, requires_grad=True)
-    column = sinks[None, :, None, None].expand(2, 3, 5, 1)
-    p = torch.cat([scores, column], dim=-1).softmax(-1)[..., :7]
-    wanted = p @ values
-    grad_out = torch.randn_like(wanted)
-    (of_sinks,) = torch.autograd.grad(wanted, sinks, grad_out)
-
-    lse = scores.logsumexp(-1)
-    out = scores.softmax(-1).nan_to_num(0.0) @ values
-    join_sinks_(out, lse, sinks.detach())
-    assert torch.allclose(out, wanted)
-    assert torch.allclose(lse, torch.cat([scores, column], dim=-1).logsumexp(-1))
-    assert torch.allclose(sinks_gradient(grad_out, out, lse, sinks), of_sinks.nan_to_num(0.0))
 
 
 def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:

@@ -119,33 +119,6 @@ def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize("how", ["exhausted", "not loaded", "no handle"])
-def test_probe_lets_out_of_memory_through(how: str) -> None:
-    kernel = Broken(how)
-    with pytest.raises(RuntimeError, match=r"out of memory|ALLOC_FAILED"):
-        probe(kernel, call())
-    # It is not remembered as a kernel that does not work.
-    kernel.how = "fine"
-    assert probe(kernel, call()) is None
-
-
-def test_where_memory_runs_out_on_a_gpu_it_is_tried_again_without_torchs_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[str] = []
-
-    def tried(*kind: object) -> None:
-        done.append("tried")
-        if done == ["tried"]:
-            raise RuntimeError("Triton Error [CUDA]: out of memory")
-
-    module = probing
-    monkeypatch.setattr(module, "_tried", tried)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
-    assert module._tried_with_memory(Broken("fine"), call(), torch.device("cuda", 0)) is None
-    assert done == ["tried", "emptied", "tried"]
-
-
 def test_probe_asks_once() -> None:
     kernel = Broken("fine")
     assert probe(kernel, call()) is None
@@ -214,13 +187,6 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     )
     assert "replaced by FA4" in str(flash.refusal(half))
     assert registrations() != before
-
-
-def test_where_no_kernel_can_every_one_says_why() -> None:
-    with pytest.raises(NotImplementedError) as refused:
-        select_kernel("auto", call(dtype=torch.int32), CPU)
-    for name in kernels():
-        assert f"{name}: " in str(refused.value)
 
 
 def test_rivals_are_kernels_of_known_rates_that_take_the_call(

@@ -6,47 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quorum_attention.decomposition.rectangles import Batch, Rectangle
 from quorum_attention.kernels import vendors
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.tensors import (
-    BLOCK_BYTES,
-    aligned_bias,
     bias_for_padding,
     copy_on_device,
-    dead_rows,
-    in_words,
-    key_rows,
     pad_rows,
-    query_rows,
     repeat_last,
-    row_blocks,
 )
 from quorum_attention.kernels.vendors import CudnnKernel
-
-STORED = {
-    "dense": lambda: torch.arange(240.0).view(1, 2, 30, 4),
-    "token major": lambda: torch.arange(240.0).view(1, 30, 2, 4).transpose(1, 2),
-    "a part": lambda: torch.arange(960.0).view(2, 4, 30, 4)[1:, 1:3],
-}
-
-
-@pytest.mark.parametrize("stored", list(STORED))
-def test_regular_runs_are_batch_entries(stored: str) -> None:
-    tensor = STORED[stored]()
-    batch = Batch(Rectangle(2, 5, 1, 7, False), 4, query_step=7, key_step=6)
-    rows, columns = query_rows(tensor, batch), key_rows(tensor, batch)
-    assert rows.shape == (4, 2, 3, 4)
-    assert columns.shape == (4, 2, 6, 4)
-    for number, r in enumerate(batch.rectangles()):
-        assert torch.equal(rows[number], tensor[0, :, r.query_start : r.query_stop])
-        assert torch.equal(columns[number], tensor[0, :, r.key_start : r.key_stop])
-    rows.zero_()
-    assert tensor[0, :, 2:5].eq(0).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -151,27 +121,6 @@ def test_a_row_of_scores_of_minus_infinity_stays_one(
     assert bool(lse[:, :, [0, 1, 2, 4]].isfinite().all())
 
 
-BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-def bits(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """Any bits, NaN and infinities among them."""
-    whole = torch.iinfo(BITS[dtype])
-    return torch.randint(whole.min, whole.max, shape, dtype=BITS[dtype]).view(dtype)
-
-
-@pytest.mark.parametrize("dtype", BITS)
-def test_words_are_the_same_bits(dtype: torch.dtype) -> None:
-    source, target = bits(2, 3, 50, 16, dtype=dtype), torch.zeros(2, 3, 70, 16, dtype=dtype)
-    a, b = in_words(target[:, :, 7:47], source[:, :, 5:45])
-    assert a.dtype == b.dtype == torch.complex128
-    a.copy_(b)
-    kind = BITS[dtype]
-    assert torch.equal(target[:, :, 7:47].view(kind), source[:, :, 5:45].view(kind))
-    assert not target[:, :, :7].any()
-    assert not target[:, :, 47:].any()
-
-
 def test_a_copy_into_host_memory_is_waited_for() -> None:
     """Results may be in page-locked memory, into which a copy would only have begun."""
     seen: list[bool] = []
@@ -185,63 +134,3 @@ def test_a_copy_into_host_memory_is_waited_for() -> None:
     with Watching():
         copy_on_device(torch.zeros(3), torch.ones(3))
     assert seen == [False]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 30)),
-    row_bytes=st.sampled_from([0, 1, BLOCK_BYTES // 9, BLOCK_BYTES // 2, BLOCK_BYTES, 1 << 30]),
-)
-def test_every_row_once(sizes: tuple[int, int, int], row_bytes: int) -> None:
-    seen = torch.zeros(sizes, dtype=torch.int32)
-    for block in row_blocks(*sizes, row_bytes):
-        seen[block] += 1
-        n_rows = seen[block].numel()
-        assert n_rows >= 1
-        assert n_rows == 1 or n_rows * row_bytes <= BLOCK_BYTES
-    assert (seen == 1).all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "shape", [(2, 3, 9, 9), (1, 1, 9, 9), (1, 1, 1, 9), (1, 3, 9, 1), (1, 1, 1, 1)]
-)
-@pytest.mark.parametrize("lowest", [-torch.inf, -1000.0])
-def test_rows_without_any_key(causal: bool, shape: tuple[int, ...], lowest: float) -> None:
-    bias = torch.randn(shape)
-    bias[torch.rand(shape) < 0.7] = lowest
-    never = bias.expand(2, 3, 9, 9) <= lowest
-    if causal:
-        never = never | torch.ones(9, 9, dtype=torch.bool).triu(1)
-    found = dead_rows(bias, 9, causal, lowest)
-    assert torch.equal(found.expand(2, 3, 9), never.all(-1))
-
-
-def test_nan_is_a_key() -> None:
-    bias = torch.full((1, 1, 4, 4), -torch.inf)
-    bias[..., 2] = torch.nan
-    assert dead_rows(bias, 4, False).tolist() == [[[False] * 4]]
-    assert dead_rows(bias, 4, True).tolist() == [[[True, True, False, False]]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda base: base[..., :13],
-        lambda base: base[..., 1:14],
-        lambda base: base[:, :, ::2, :13],
-        lambda base: base[..., :1],
-        lambda base: base.mT[..., :13, :],
-    ],
-    ids=["cut", "shifted", "strided", "one column", "transposed"],
-)
-def test_aligned(dtype: torch.dtype, view) -> None:  # type: ignore[no-untyped-def]
-    bias = view(torch.randn(2, 1, 16, 16).to(dtype))
-    n_keys = max(13, bias.shape[-1])
-    found = aligned_bias(bias, n_keys)
-    assert torch.equal(found, bias.expand(*bias.shape[:-1], n_keys))
-    assert found.stride(-1) == 1
-    assert found.data_ptr() % 16 == 0
-    assert all(s * found.element_size() % 16 == 0 for s in found.stride()[:-1])
-    assert aligned_bias(found, n_keys) is found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,62 +16,8 @@ from quorum_attention.kernels.masked.functions import depends_on_batch_head
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.torch_private import (
     first_derivative,
-    outside,
     tracing,
 )
-
-MODES = {
-    "a default device": lambda: torch.device("meta"),
-    "inference mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "a fake mode": FakeTensorMode,
-    "a dispatch mode": lambda: FailingAllocations(1, 1000),
-    "gradients": torch.enable_grad,
-}
-
-
-@pytest.mark.parametrize("mode", list(MODES))
-def test_tensors_made_in_there_are_like_any_other(mode: str) -> None:
-    made: AbstractContextManager[object] = MODES[mode]()
-    with made, outside():
-        found = torch.ones(2, 2)
-        product = found @ found
-        assert not torch.is_grad_enabled()
-    assert type(found) is torch.Tensor
-    assert found.device == torch.device("cpu")
-    assert not found.is_inference()
-    assert product.dtype == torch.float32
-    assert product.tolist() == [[2, 2], [2, 2]]
-
-
-def test_inside_a_transformation() -> None:
-    seen = []
-
-    def mapped(x: torch.Tensor) -> torch.Tensor:
-        with outside():
-            seen.append(torch.ones(3).sum().item())  # .item() of what is mapped would fail
-        return x * 2
-
-    torch.func.vmap(mapped)(torch.zeros(2, 3))
-    assert seen == [3.0]
-
-
-def test_hooks_of_saved_tensors_see_nothing_of_a_graph_in_there() -> None:
-    seen = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
-        with outside(), torch.enable_grad():
-            leaf = torch.ones(3, requires_grad=True)
-            (grad,) = torch.autograd.grad((leaf * leaf).sum(), leaf)
-        assert not seen
-        leaf * leaf
-    assert seen == [(3,), (3,)]
-    assert grad.tolist() == [2, 2, 2]
-
 
 CPU = torch.device("cpu")
 TRIED = {

@@ -68,22 +68,6 @@ def test_against_float64(number: int, widening: list[int], monkeypatch) -> None:
     assert widening or cpu._WIDENED_BYTES == 1 << 19
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_they_are_more_exact_than_the_operator_in_16_bits(dtype, causal, widening) -> None:
-    given = inputs(150, heads=4, kv_heads=2, head_dim=32, dtype=dtype)
-    wanted = exact(given, gradients=True, is_causal=causal).grads
-    errors = []
-    for attend in (qa.attention, torch.nn.functional.scaled_dot_product_attention):
-        leaves = [t.detach().requires_grad_() for t in given.three]
-        out = attend(*leaves, is_causal=causal, enable_gqa=True)
-        grads = torch.autograd.grad(out, leaves, given.grad_out)
-        errors.append([float((g.double() - w).norm()) for g, w in zip(grads, wanted, strict=True)])
-    assert widening
-    for mine, theirs in zip(*errors, strict=True):
-        assert mine < 0.9 * theirs
-
-
 @pytest.mark.parametrize("shape", [(150, 8, 2), (256, 8, 2), (600, 4, 4), (300, 4, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_what_the_planner_counts(shape, causal, widening) -> None:
@@ -103,16 +87,3 @@ def test_memory_is_what_the_planner_counts(shape, causal, widening) -> None:
     )  # fmt: skip
     assert widening
     assert usage(call).peak <= plan.peak_bytes
-
-
-def test_which_dtypes_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_multiplies_fp16", lambda: False)
-    asked = [
-        (dtype, grouped)
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        for grouped in (False, True)
-        if cpu._quicker_widened(dtype, grouped=grouped)
-    ]
-    assert asked == [(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)]
-    monkeypatch.setattr(cpu, "_multiplies_fp16", lambda: True)
-    assert not cpu._quicker_widened(torch.float16, grouped=True)
