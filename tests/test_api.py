@@ -356,7 +356,7 @@ MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
         ({"out": Q, "out_dtype": torch.half}, TypeError, "out must be torch.float16, got"),
         ({"out": Q.int()}, TypeError, "out must be one of"),
         ({"out": MANY}, ValueError, "out must not require a gradient"),
-        ({"out": Q[:, :1].expand(1, 2, 50, 8)}, ValueError, "out must not be an expanded"),
+        ({"out": Q[:, :1].expand(1, 2, 50, 8)}, ValueError, "out must not overlap itself"),
         ({"out": "here"}, TypeError, "out must be a torch.Tensor"),
         ({"budget": -5}, ValueError, "budget must not be negative, got -5"),
         ({"budget": "a lot"}, ValueError, "budget must be a number .* got 'a lot'"),

@@ -19,7 +19,6 @@ FLOORS = (
     ("counts", "errors", "lifetime", "progress"),
     ("html_table", "quorums", "sizes"),
     ("decomposition", "mask", "writing"),
-    ("cache_files",),
     ("kernels", "pictures"),
     ("execution",),
     ("limits", "planner"),

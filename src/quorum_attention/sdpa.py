@@ -15,12 +15,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.options import Arguments, CallOptions, Defaults
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
-from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.problem import ELEMENT_BYTES
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
@@ -154,7 +154,7 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
             call = None  # torch's own says so
         own = original
         mask: Any = None if call is None else call[3].attn_mask
-        if mask is not None and is_causal_bias(mask):
+        if isinstance(mask, CausalBias):
             # It looks for the name in torch.nn.functional, and does not know torch's own there.
             own = mask._dispatch
         taken = None
@@ -198,9 +198,11 @@ def _is_long(call: _Call, min_tokens: int) -> bool:
     mask = said.attn_mask
     if mask is not None and said.is_causal:
         return False  # refused by torch's own
-    for tensor in (query, key, value, *(() if mask is None or is_causal_bias(mask) else (mask,))):
-        if type(tensor) not in _PLAIN and not _is_of_a_trace(tensor):
-            return False
+    given = [query, key, value]
+    if mask is not None and not isinstance(mask, CausalBias):
+        given.append(mask)
+    if not all(type(tensor) in _PLAIN or _is_of_a_trace(tensor) for tensor in given):
+        return False
     if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
         return False
     n_queries, n_keys = query.shape[-2], key.shape[-2]

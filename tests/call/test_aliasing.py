@@ -12,7 +12,7 @@ import torch
 from helpers_attention import TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
-from quorum_attention.call.overlap import Mappings, layout_of, overlaps_itself, share_memory
+from quorum_attention.call.overlap import Mappings, addresses, overlaps_itself, share_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, H, D = 40, 2, 8
@@ -50,10 +50,11 @@ def test_overlaps_of_any_strides_are_told_as_by_looking_at_every_element() -> No
         one, other = random_view(base, draw), random_view(base, draw)
         places, others = elements(one), elements(other)
         shared = bool(set(places) & set(others))
-        seen = share_memory(layout_of(one), layout_of(other))
+        seen = share_memory(addresses(one), addresses(other))
         assert seen == shared, (one.shape, one.stride(), other.shape, other.stride())
         twice = len(set(places)) < len(places)
-        assert overlaps_itself(layout_of(one)) == twice, (one.shape, one.stride())
+        # Dimensions between each other's steps count as if they did.
+        assert overlaps_itself(one) >= twice, (one.shape, one.stride())
         found["share"] += shared
         found["overlap themselves"] += twice
         if places and others and not shared:
@@ -67,10 +68,10 @@ def test_huge_interleaved_views_are_told_at_once() -> None:
     """A packed projection of a million tokens and 32 heads; nothing of it is there to be read."""
     b, n, h, d = 2, 1_000_000, 32, 128
     packed = torch.empty(b, n, 3, h, d, dtype=torch.float16, device="meta")
-    lies = [layout_of(packed[:, :, j].transpose(1, 2), 2**20 + j * h * d * 2) for j in range(3)]
+    lies = [addresses(packed[:, :, j].transpose(1, 2), 2**20 + j * h * d * 2) for j in range(3)]
     assert not any(share_memory(lies[i], lies[j]) for i in range(3) for j in range(3) if i != j)
-    assert not any(map(overlaps_itself, lies))
-    off_by_one = layout_of(packed[:, :, 1].transpose(1, 2), 2**20 + h * d * 2 - 2)
+    assert not overlaps_itself(packed[:, :, 1].transpose(1, 2))
+    off_by_one = addresses(packed[:, :, 1].transpose(1, 2), 2**20 + h * d * 2 - 2)
     assert share_memory(lies[0], off_by_one)
 
 
@@ -121,7 +122,7 @@ def test_a_result_over_a_mask_is_refused() -> None:
         ((0, 320, 8, 1), None),  # of one entry: nothing overlaps
         ((640, 320, 4, 1), "out must not overlap itself"),
         ((640, 8, 8, 1), "out must not overlap itself"),
-        ((640, 320, 0, 1), "out must not be an expanded tensor"),
+        ((640, 320, 0, 1), "out must not overlap itself"),
         ((640, 3, 7, 1), "out must not overlap itself"),
     ],
 )
@@ -269,18 +270,11 @@ def test_two_maps_of_one_file_are_the_same_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "kind", "says"),
     [
-        (np.zeros(SHAPE, np.float32)[:, :, ::-1], ValueError, "must not have negative strides"),
-        (np.zeros(SHAPE, ">f4"), TypeError, "must have this machine's byte order"),
-        (np.zeros(SHAPE, np.longdouble), TypeError, "must have a dtype that torch has"),
-        (np.zeros(SHAPE, "U3"), TypeError, "must have a dtype that torch has"),
-        (np.zeros(SHAPE, [("a", "f4")]), TypeError, "must have a dtype that torch has"),
-        (np.zeros(SHAPE, object), TypeError, "must have a dtype that torch has"),
+        (np.zeros(SHAPE, np.float32)[:, :, ::-1], ValueError, "cannot be shared .* negative"),
+        (np.zeros(SHAPE, ">f4"), ValueError, "cannot be shared .* byte order"),
+        (np.zeros(SHAPE, object), TypeError, "cannot be shared with torch"),
+        (np.zeros(SHAPE, [("a", "f4"), ("b", "i1")])["a"], ValueError, "cannot be shared"),
         (np.ma.masked_array(np.zeros(SHAPE, np.float32)), TypeError, "must not be a masked array"),
-        (
-            np.zeros(SHAPE, [("a", "f4"), ("b", "i1")])["a"],
-            ValueError,
-            "cannot be shared with torch",
-        ),
         (np.zeros(SHAPE, np.int32), TypeError, "must be one of float16"),
         (np.zeros(SHAPE, np.complex64), TypeError, "must be one of float16"),
     ],

@@ -23,7 +23,6 @@ from quorum_attention.execution.device.lookup import on_host
 # NumPy gives up after so many steps, about a millisecond; the answer is then yes, to be safe. The
 # layouts of ordinary views take a few steps.
 _MOST_STEPS = 100_000
-_LARGEST_ITEM = 1 << 30
 # Added to all addresses: only their differences matter, and NumPy takes 0 for no address.
 _OFF_ZERO = 64
 _TABLE = "/proc/self/maps"
@@ -31,75 +30,35 @@ _TABLE = "/proc/self/maps"
 # --- Addresses ------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
-    """The addresses of a tensor's elements.
-
-    Attributes:
-        start: address of the first element, in bytes.
-        item: bytes of an element.
-        dims: (size, stride in bytes) of every dimension larger than 1, the longest stride first.
-        empty: whether there are no elements.
-    """
-
-    start: int
-    item: int
-    dims: tuple[tuple[int, int], ...]
-    empty: bool
-
-    def array(self, dims: tuple[tuple[int, int], ...], offset: int = 0) -> np.ndarray:
-        """Some of the elements, as an array that must not be read."""
-        return np.asarray(_Addresses(self.start + offset + _OFF_ZERO, self.item, dims))
-
-
 class _Addresses:
-    def __init__(self, start: int, item: int, dims: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, tensor: torch.Tensor, start: int) -> None:
+        item = tensor.element_size()
         self.__array_interface__ = {
-            "version": 3, "data": (start, True), "typestr": f"|V{item}",
-            "shape": tuple(n for n, _ in dims), "strides": tuple(stride for _, stride in dims),
+            "version": 3, "data": (start + _OFF_ZERO, True), "typestr": f"|V{item}",
+            "shape": tuple(tensor.shape), "strides": tuple(s * item for s in tensor.stride()),
         }  # fmt: skip
 
 
-def layout_of(tensor: torch.Tensor, start: int | None = None) -> Layout:
-    """The layout of ``tensor``, with its first element at ``start`` where that is given."""
-    item = tensor.element_size()
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    dims = sorted(((n, s * item) for n, s in sizes if n > 1), key=lambda d: (-d[1], d[0]))
-    # Elements without gaps between them count as one longer element.
-    while dims and dims[-1][1] == item and item * dims[-1][0] <= _LARGEST_ITEM:
-        item *= dims.pop()[0]
-    address = tensor.data_ptr() if start is None else start
-    return Layout(address, item, tuple(dims), tensor.numel() == 0)
+def addresses(tensor: torch.Tensor, start: int | None = None) -> np.ndarray:
+    """An array, which must not be read, where ``tensor`` lies; with its first element at ``start``
+    where that is given."""
+    return np.asarray(_Addresses(tensor, tensor.data_ptr() if start is None else start))
 
 
-def share_memory(one: Layout, other: Layout) -> bool:
+def share_memory(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether any byte belongs to both; True also where that takes too long to tell."""
-    if one.empty or other.empty:
-        return False
-    return _meet(one.array(one.dims), other.array(other.dims))
-
-
-def overlaps_itself(layout: Layout) -> bool:
-    """Whether two elements share memory; True also where that takes too long to tell."""
-    if layout.empty:
-        return False
-    span, nested = layout.item, True
-    for n, stride in reversed(layout.dims):
-        nested = nested and stride >= span
-        span += (n - 1) * stride
-    # Take two elements, and the first dimension in which their indices differ. There the lower one
-    # can be taken as 0 and the higher is at least 1; in later dimensions both are arbitrary.
-    return not nested and any(
-        _meet(
-            layout.array(layout.dims[at + 1 :]),
-            layout.array(((n - 1, stride), *layout.dims[at + 1 :]), stride),
-        )
-        for at, (n, stride) in enumerate(layout.dims)
-    )
-
-
-def _meet(one: np.ndarray, other: np.ndarray) -> bool:
     # Where it runs out of steps this says True; ``shares_memory`` would raise.
     return bool(np.may_share_memory(one, other, max_work=_MOST_STEPS))
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: unless each dimension steps over all shorter ones."""
+    span = 1
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride < span:
+            return tensor.numel() > 0
+        span += (n - 1) * stride
+    return False
 
 
 # --- Mappings -------------------------------------------------------------------------------------

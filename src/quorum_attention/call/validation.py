@@ -7,20 +7,19 @@ casts are made, by functions that autograd knows: gradients have the inputs' own
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quorum_attention.call.overlap import (
-    Layout,
     MappedRange,
     Mappings,
-    layout_of,
+    addresses,
     overlaps_itself,
     share_memory,
 )
@@ -50,13 +49,6 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
         )
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array: its mask would be ignored")
-    if not value.dtype.isnative:
-        raise TypeError(f"{name} must have this machine's byte order, got {value.dtype!r}")
-    if min(value.strides, default=0) < 0:
-        raise ValueError(
-            f"{name} must not have negative strides, which tensors cannot have, got "
-            f"{value.strides}; numpy.ascontiguousarray makes a copy that has none"
-        )
     if written and not value.flags.writeable:
         raise ValueError(f"{name} must be writable (it is written to), got a read-only array")
     with warnings.catch_warnings():
@@ -64,12 +56,8 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
             return torch.from_numpy(value)
-        except TypeError:
-            raise TypeError(
-                f"{name} must have a dtype that torch has, got {value.dtype!r}"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"{name} cannot be shared with torch: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} cannot be shared with torch: {error}") from None
 
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
@@ -89,12 +77,11 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_USUAL_MASKS = (type(None), *_PLAIN, Mask)
 
 
 def _stands_for_others(tensor: torch.Tensor) -> bool:
     """Whether what a tensor of another class says is not in memory of its own."""
-    if is_traceable_wrapper_subclass(tensor) or is_causal_bias(tensor):
+    if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, CausalBias):
         return True
     if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() == 0:
         return False
@@ -102,15 +89,6 @@ def _stands_for_others(tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() == 0 and not tensor.is_meta
     except RuntimeError:
         return True
-
-
-def is_causal_bias(attn_mask: Any) -> bool:
-    """Whether a mask is one of torch's ``causal_upper_left`` and ``causal_lower_right``."""
-    if type(attn_mask) in _USUAL_MASKS:
-        return False
-    # Where nobody has imported it, nobody has one.
-    home = sys.modules.get("torch.nn.attention.bias")
-    return home is not None and isinstance(attn_mask, home.CausalBias)
 
 
 def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
@@ -123,7 +101,7 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
     Raises:
         ValueError: it was made for other lengths.
     """
-    if not is_causal_bias(attn_mask):
+    if not isinstance(attn_mask, CausalBias):
         return attn_mask
     made = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
     if query is not None and min(len(query.shape), len(key.shape)) >= 2:
@@ -184,18 +162,13 @@ def sizes_of(
     _check_device(query, "query")
     dtype, home = query.dtype, query.device
     *batch, heads, n_queries, head_dim = query.shape
-    *key_batch, kv_heads, n_keys, key_dim = key.shape
-    *value_batch, value_heads, n_values, value_dim = value.shape
-    for name, other, other_batch in (("key", key, key_batch), ("value", value, value_batch)):
+    *_, kv_heads, n_keys, key_dim = key.shape
+    *_, value_heads, n_values, value_dim = value.shape
+    for name, other in (("key", key), ("value", value)):
         if other.dtype != dtype:
             raise TypeError(f"{name} must have the query's dtype {dtype}, got {other.dtype}")
         if other.device != home:
             raise ValueError(f"{name} must be on the query's device {home}, got {other.device}")
-        if other_batch != batch:
-            raise ValueError(
-                f"{name} must have the query's batch dimensions {tuple(batch)}, "
-                f"got shape {tuple(other.shape)} beside query {tuple(query.shape)}"
-            )
     if key_dim != head_dim:
         raise ValueError(f"key must have the query's head_dim {head_dim}, got {key_dim}")
     if value_heads != kv_heads or n_values != n_keys:
@@ -284,8 +257,6 @@ def check_result(
         raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
     if result.is_neg():
         raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
-    if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
-        raise ValueError(f"{name} must not be an expanded tensor (it is written to)")
 
 
 def _check_form(
@@ -320,12 +291,10 @@ def check_apart(
     foreign = any(not t.untyped_storage().resizable() for t in results.values())
     known = Mappings.now() if foreign else Mappings(())
     before: dict[str, torch.Tensor] = {n: t for n, t in read.items() if t is not None}
-    layouts: dict[str, Layout] = {}
     for name, result in results.items():
         if known.read_only(result):
             raise ValueError(f"{name} must be writable (it is written to), got a read-only map")
-        layouts[name] = layout_of(result)
-        if overlaps_itself(layouts[name]):
+        if overlaps_itself(result):
             raise ValueError(
                 f"{name} must not overlap itself (it is written to), got shape "
                 f"{tuple(result.shape)} with strides {result.stride()}"
@@ -333,7 +302,7 @@ def check_apart(
     for name, result in results.items():
         for other, tensor in before.items():
             if result.device == tensor.device and (
-                share_memory(layouts[name], layouts.get(other) or layout_of(tensor))
+                share_memory(addresses(result), addresses(tensor))
                 or _share_a_file(known.in_file(result), known.in_file(tensor), result, tensor)
             ):
                 raise ValueError(f"{name} must not share memory with {other}")
@@ -349,7 +318,7 @@ def _share_a_file(
     """Whether a result in a shared mapping of a file and another tensor hold bytes of it."""
     if place is None or place_2 is None or not place[0].shared or place[0].file != place_2[0].file:
         return False
-    return share_memory(layout_of(result, place[1]), layout_of(other, place_2[1]))
+    return share_memory(addresses(result, place[1]), addresses(other, place_2[1]))
 
 
 def check_plan(plan: Plan, work: Workload) -> None:
@@ -370,27 +339,15 @@ def check_plan(plan: Plan, work: Workload) -> None:
 # --- Broadcasting ---------------------------------------------------------------------------------
 
 
-class BroadcastInputs(NamedTuple):
-    """Inputs of one dtype, with at least three dimensions and the same batch dimensions.
-
-    Attributes:
-        enable_gqa: as given, or True where all query heads share one key/value head.
-        without_heads: the inputs were (tokens, head_dim).
-        cast_bytes: bytes of the casts of autocast, on the inputs' device.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    enable_gqa: bool
-    without_heads: bool = False
-    cast_bytes: int = 0
-
-
 def broadcast_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> BroadcastInputs:
-    """The inputs cast and broadcast, for ``validation.sizes_of``.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool, bool, int]:
+    """The inputs cast by autocast and broadcast, for ``sizes_of``.
+
+    Returns:
+        query, key and value of at least three dimensions and the same batch dimensions;
+        ``enable_gqa``, or True where all query heads share one key/value head; whether the inputs
+        were (tokens, head_dim); bytes of the casts, on the inputs' device.
 
     Raises:
         ValueError: batch dimensions that do not broadcast.
@@ -404,41 +361,31 @@ def broadcast_inputs(
         # Not ``nbytes``, which torch's compiler cannot read of lengths that may vary.
         cast_bytes = sum(n.numel() * n.element_size() for n, old in made if n is not old)
     dims = (query.dim(), key.dim(), value.dim())
-    if _fit(query, key, value, enable_gqa) or min(dims) < 2:
-        return BroadcastInputs(query, key, value, enable_gqa, False, cast_bytes)
+    if min(dims) < 2:
+        return query, key, value, enable_gqa, False, cast_bytes
     rank = max(3, *dims)
-    query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))
+    query, key, value = (
+        t if t.dim() == rank else t[(None,) * (rank - t.dim())] for t in (query, key, value)
+    )
     heads, shared, grouped = _heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
     batch = query.shape[:-3]
     for name, tensor in (("key", key), ("value", value)):
-        batch = _broadcast(batch, tensor.shape[:-3], name)
-    query = query.expand(*batch, heads, *query.shape[-2:])
+        try:
+            batch = torch.broadcast_shapes(batch, tensor.shape[:-3])
+        except RuntimeError:
+            raise ValueError(
+                f"{name} must have batch dimensions that broadcast with {tuple(batch)}, got "
+                f"{tuple(tensor.shape[:-3])}"
+            ) from None
+    query = _expanded(query, (*batch, heads))
     key, value = (
-        t.expand(*batch, shared if t.shape[-3] == 1 else t.shape[-3], *t.shape[-2:])
-        for t in (key, value)
+        _expanded(t, (*batch, shared if t.shape[-3] == 1 else t.shape[-3])) for t in (key, value)
     )
-    return BroadcastInputs(query, key, value, grouped, max(dims) == 2, cast_bytes)
+    return query, key, value, grouped, max(dims) == 2, cast_bytes
 
 
-def _broadcast(batch: torch.Size, other: torch.Size, name: str) -> torch.Size:
-    try:
-        found: torch.Size = torch.broadcast_shapes(batch, other)
-        return found
-    except RuntimeError:
-        raise ValueError(
-            f"{name} must have batch dimensions that broadcast with {tuple(batch)}, got "
-            f"{tuple(other)}"
-        ) from None
-
-
-def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
-    """Whether nothing has to be broadcast: equal batch dimensions, and heads equal or grouped."""
-    if query.dim() < 3 or query.dim() != key.dim():
-        return False
-    shape, shared = query.shape[:-2], key.shape[:-2]
-    if shared != value.shape[:-2]:
-        return False
-    return shape == shared or (bool(enable_gqa) and shape[:-1] == shared[:-1])
+def _expanded(tensor: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
+    return tensor if tensor.shape[:-2] == leading else tensor.expand(*leading, *tensor.shape[-2:])
 
 
 def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int, bool]:

@@ -11,12 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import quorum_attention
-from quorum_attention.cache_files import refusal
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.backend import cpu_name
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
+from quorum_attention.kernels.cache import refusal
 from quorum_attention.kernels.torch_private import flash_implementation
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.sizes import counted, format_bytes

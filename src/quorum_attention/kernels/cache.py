@@ -1,14 +1,27 @@
-"""Caches that drop what was used longest ago, by themselves and of answers about a kernel."""
+"""What is remembered: in memory, what was used last; on disk, what only saves time.
+
+The files on disk, small JSON, say what earlier processes have measured, tried and found. They
+choose kernels and plans, so nobody else may write them: they lie in a folder of this user's alone.
+Where that cannot be trusted nothing is read or kept, and calls go on without.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
+import logging
+import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
+
+from quorum_attention.writing import write_text
 
 _Value = TypeVar("_Value")
 _MISSING = object()
@@ -95,3 +108,106 @@ def remembered(
         return ask
 
     return decorate
+
+
+# --- On disk --------------------------------------------------------------------------------------
+
+_LOG = logging.getLogger("quorum_attention")
+_warned: set[str] = set()
+
+
+class UntrustedCacheError(OSError):
+    """A cache's folder may have been written to by somebody else."""
+
+
+def cache_folder() -> Path:
+    """Where the files are; ``QUORUM_ATTENTION_CACHE`` names another folder. It need not exist.
+
+    Raises:
+        OSError: the user's home is not known, as of one without a name in a container.
+    """
+    import platformdirs  # takes longer to import than everything else here
+
+    named = os.environ.get("QUORUM_ATTENTION_CACHE")
+    with suppress(RuntimeError):  # the home is not known; older versions say "~"
+        folder = os.path.expanduser(named or platformdirs.user_cache_dir("quorum-attention"))
+        if not folder.startswith("~"):
+            return Path(folder)
+    raise OSError("this user's home is not known; QUORUM_ATTENTION_CACHE may name a folder")
+
+
+def private_folder(path: Path, *, make: bool = True) -> Path:
+    """``path`` with links followed: a folder that belongs to this user, and only he may write to.
+
+    Args:
+        make: make it, with the permissions 0700, if it is not there.
+
+    Raises:
+        UntrustedCacheError: it is somebody else's, or others may write to it.
+        OSError: it is not there, or cannot be made.
+    """
+    if make:
+        path.mkdir(0o700, parents=True, exist_ok=True)
+    real = Path(os.path.realpath(path))
+    about = real.stat()
+    # On systems without such numbers a user's folders are his own.
+    if hasattr(os, "geteuid"):
+        if about.st_uid != os.geteuid():
+            raise UntrustedCacheError(
+                f"{real} belongs to user {about.st_uid}, and this is user {os.geteuid()}"
+            )
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UntrustedCacheError(
+                f"others may write to {real} (mode {stat.S_IMODE(about.st_mode):04o}): look at "
+                "what is in it, then chmod 700"
+            )
+    return real
+
+
+def load(name: str) -> Any:
+    """What the file of that name says; None where there is none, or it is broken or not to be
+    trusted (the log says so, once)."""
+    try:
+        return _read(private_folder(cache_folder(), make=False) / name)
+    except UntrustedCacheError as refused:
+        if str(refused) not in _warned:
+            _warned.add(str(refused))
+            _LOG.warning("nothing is read from or kept in the cache: %s", refused)
+    except OSError:
+        pass
+    return None
+
+
+def store(name: str, change: Callable[[Any], object], *, durable: bool = False) -> None:
+    """Replace what a file says.
+
+    Two processes that do so at once leave a whole file, which may lack what one of them added.
+
+    Args:
+        change: makes what it will say of what it says (None: nothing).
+        durable: see ``writing.replacing``.
+
+    Raises:
+        OSError: it cannot be written, or is not to be trusted (``UntrustedCacheError``).
+    """
+    path = private_folder(cache_folder()) / name
+    write_text(path, json.dumps(change(_read(path)), indent=1), durable=durable)
+
+
+def refusal() -> str | None:
+    """Why the cache is not used; None where nothing is wrong with it."""
+    try:
+        private_folder(cache_folder(), make=False)
+    except FileNotFoundError:
+        return None  # nothing was kept yet
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _read(path: Path) -> Any:
+    """What a file of a private folder says; None where there is none, or it is broken."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None

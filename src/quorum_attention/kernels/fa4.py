@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from quorum_attention.cache_files import cache_folder, private_folder
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.cache import cache_folder, private_folder
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import (
     UNSPLIT_BYTES,

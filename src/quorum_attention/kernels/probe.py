@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from quorum_attention.cache_files import load, store
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.kernels.cache import remembered
+from quorum_attention.kernels.cache import load, remembered, store
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import by_torch, empty_
 from quorum_attention.kernels.protocol import (

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from quorum_attention.cache_files import cache_folder, load, private_folder, store
 from quorum_attention.counts import shown
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of, best_device, present
 from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES
+from quorum_attention.kernels.cache import cache_folder, load, private_folder, store
 from quorum_attention.kernels.fa4 import by_head_dim
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
