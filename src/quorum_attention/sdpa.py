@@ -15,12 +15,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention.bias import CausalBias
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.options import Arguments, CallOptions, Defaults
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
+from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.problem import ELEMENT_BYTES
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
@@ -154,7 +154,7 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
             call = None  # torch's own says so
         own = original
         mask: Any = None if call is None else call[3].attn_mask
-        if isinstance(mask, CausalBias):
+        if is_causal_bias(mask):
             # It looks for the name in torch.nn.functional, and does not know torch's own there.
             own = mask._dispatch
         taken = None
@@ -199,7 +199,7 @@ def _is_long(call: _Call, min_tokens: int) -> bool:
     if mask is not None and said.is_causal:
         return False  # refused by torch's own
     given = [query, key, value]
-    if mask is not None and not isinstance(mask, CausalBias):
+    if mask is not None and not is_causal_bias(mask):
         given.append(mask)
     if not all(type(tensor) in _PLAIN or _is_of_a_trace(tensor) for tensor in given):
         return False

@@ -7,13 +7,13 @@ casts are made, by functions that autograd knows: gradients have the inputs' own
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quorum_attention.call.overlap import (
@@ -81,7 +81,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def _stands_for_others(tensor: torch.Tensor) -> bool:
     """Whether what a tensor of another class says is not in memory of its own."""
-    if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, CausalBias):
+    if is_traceable_wrapper_subclass(tensor) or is_causal_bias(tensor):
         return True
     if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() == 0:
         return False
@@ -89,6 +89,13 @@ def _stands_for_others(tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() == 0 and not tensor.is_meta
     except RuntimeError:
         return True
+
+
+def is_causal_bias(attn_mask: Any) -> bool:
+    """Whether a mask is one of torch's ``causal_upper_left`` and ``causal_lower_right``."""
+    # Its module loads torch's compiler; where nobody has imported it, nobody has one.
+    home = sys.modules.get("torch.nn.attention.bias")
+    return home is not None and isinstance(attn_mask, home.CausalBias)
 
 
 def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
@@ -101,7 +108,7 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
     Raises:
         ValueError: it was made for other lengths.
     """
-    if not isinstance(attn_mask, CausalBias):
+    if not is_causal_bias(attn_mask):
         return attn_mask
     made = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
     if query is not None and min(len(query.shape), len(key.shape)) >= 2:
