@@ -8,7 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.problem import FORWARD, GroupSize, Workload, spec_of
+from quorum_attention.execution.problem import (
+    FORWARD,
+    GroupSize,
+    Placement,
+    Problem,
+    Workload,
+    spec_of,
+)
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import (
     ALIGNMENT,
@@ -109,7 +116,9 @@ def test_every_task_of_a_plan_fits_its_slot(
         over_inputs=False, device="cpu", backward=backward, n_cap=1,
     )  # fmt: skip
     work, group = plan.work, plan.schedule.group
-    cutting, depth = Cutting(plan.schedule, work, made, backward=backward), len(levels)
+    place = Placement("cpu", True, False, torch.float32)
+    cutting = Cutting(plan.schedule, Problem(work, made, spec_of(backward), place))
+    depth = len(levels)
     planned, tasks = plan.schedule.task_rows(work), cutting.tasks(depth)
     rows = cutting.schedule(depth).task_rows(work)
     assert all(a <= b for a, b in zip(rows, planned, strict=True))

@@ -13,7 +13,7 @@ from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution import slot_rows
 from quorum_attention.execution.device.backend import Backend
-from quorum_attention.execution.problem import FORWARD
+from quorum_attention.execution.problem import FORWARD, Placement, Problem, spec_of
 from quorum_attention.execution.routes import slots
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_rows import slot_layout
@@ -160,7 +160,8 @@ def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
                    is_causal=True, kernel=kernel, device="cpu", backward=True)  # fmt: skip
-    cutting = Cutting(plan.schedule, plan.work, kernel, backward=True)
+    place = Placement("cpu", True, False, torch.float32)
+    cutting = Cutting(plan.schedule, Problem(plan.work, kernel, spec_of(True), place))
     for task in cutting.tasks(1):
         parts = cutting.further([task], 2)
         held = {
