@@ -19,6 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from quorum_attention.counts import shown, switch
+from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
@@ -111,32 +112,48 @@ def has_diagonal(task: TaskTensors) -> bool:
     return task.is_causal or any(r.causal for r in task.rectangles)
 
 
+def _everything(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= 0
+
+
+def _also(one: MaskMod, other: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
+
+
 @dataclass(frozen=True, slots=True)
-class Indexed:
-    """By local index, the numbers that the modifications get; int32, on the launch's device.
+class Launch:
+    """One call: the part of a task between the first and the last listed block.
 
     Attributes:
-        queries, keys: global positions.
-        heads, entries: numbers of the query heads and batch entries in the whole call.
-        pieces: (piece of every query, piece of every key, table), which say whether a pair belongs
-            to a rectangle; None if rectangles end only between blocks.
+        entries, heads: numbers of the batch entries and query heads in the whole call; int32 on the
+            device, like ``queries`` and ``keys``, their global positions.
+        sent: the lists on the device.
+
+    All its tensors are detached: torch.compile also looks at the base of a view, and would compile
+    again for every kind of view.
     """
 
+    lists: BlockLists
+    inputs: Three
+    entries: torch.Tensor
+    heads: torch.Tensor
     queries: torch.Tensor
     keys: torch.Tensor
-    heads: torch.Tensor
-    entries: torch.Tensor
-    pieces: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    sent: list[torch.Tensor]
+    is_causal: bool
+    mask_mod: MaskMod | None
+    scale: float
 
-    def mask(self, is_causal: bool, mask_mod: MaskMod | None) -> MaskMod:
+    def mask(self) -> MaskMod:
         """The mask of partial blocks, by local indices; there are few kinds: each is compiled."""
         entries, heads, queries, keys = self.entries, self.heads, self.queries, self.keys
         tests: list[MaskMod] = []
-        if self.pieces is not None:
-            rows, columns, table = self.pieces
+        if self.lists.in_pieces:
+            rows, columns, table = self.sent[8:]
             tests.append(lambda b, h, q, k: table[rows[q], columns[k]] != 0)
-        if is_causal:
+        if self.is_causal:
             tests.append(lambda b, h, q, k: queries[q] >= keys[k])
+        mask_mod = self.mask_mod
         if mask_mod is not None:
             tests.append(lambda b, h, q, k: mask_mod(entries[b], heads[h], queries[q], keys[k]))
         keeps = tests[0] if tests else _everything
@@ -150,31 +167,6 @@ class Indexed:
             return None
         entries, heads, queries, keys = self.entries, self.heads, self.queries, self.keys
         return lambda score, b, h, q, k: score_mod(score, entries[b], heads[h], queries[q], keys[k])
-
-
-def _everything(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= 0
-
-
-def _also(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One call: the part of a task between the first and the last listed block.
-
-    All its tensors are detached: torch.compile also looks at the base of a view, and would compile
-    again for every kind of view.
-    """
-
-    lists: BlockLists
-    inputs: Three
-    indexed: Indexed
-    sent: list[torch.Tensor]
-    is_causal: bool
-    mask_mod: MaskMod | None
-    scale: float
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The queries' part of (b, h, nq, ...), a view."""
@@ -203,11 +195,10 @@ class Launch:
         """The call as a ``BlockMask`` of torch."""
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-        keeps = self.indexed.mask(self.is_causal, self.mask_mod)
         sizes = (self.inputs[0].shape[2], self.inputs[1].shape[2])
         # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of all blocks.
         make: Any = FlexBlockMask
-        return make(sizes, *self.sent[:8], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=keeps)
+        return make(sizes, *self.sent[:8], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=self.mask())
 
 
 def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> Launch:
@@ -215,18 +206,21 @@ def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> La
     device, rows, columns = task.query.device, lists.rows, lists.columns
     if isinstance(mask_mod, BlockMask):
         mask_mod = mask_mod.on(device)
-    sent = lists.on(device)
-    indexed = Indexed(
-        positions(task.task, rows.start, rows.stop, device, torch.int32),
-        positions(task.task, columns.start, columns.stop, device, torch.int32),
-        _numbers(tuple(range(task.first_head, task.first_head + task.query.shape[1])), device),
-        _numbers(task.entries, device),
-        (sent[8], sent[9], sent[10]) if lists.in_pieces else None,
-    )
     query = laid_out(task.query[:, :, rows])
     key, value = (laid_out(t[:, :, columns]) for t in (task.key, task.value))
-    causal = has_diagonal(task)
-    return Launch(lists, (query, key, value), indexed, sent, causal, mask_mod, task.scale)
+    heads = tuple(range(task.first_head, task.first_head + task.query.shape[1]))
+    return Launch(
+        lists,
+        (query, key, value),
+        _numbers(task.entries, device),
+        _numbers(heads, device),
+        positions(task.task, rows.start, rows.stop, device, torch.int32),
+        positions(task.task, columns.start, columns.stop, device, torch.int32),
+        lists.on(device),
+        has_diagonal(task),
+        mask_mod,
+        task.scale,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -253,6 +247,7 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
     would silently fall back to computing every score. So each compiled call has a code object of
     its own; beyond the limit it raises an error here, and is then given another code object.
     """
+    from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch.fx.experimental import _config
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -285,7 +280,6 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
         return compiled
 
     current = anew()
-    too_many = _beyond_the_limit()
 
     def call(*args: Any, **named: Any) -> Any:
         nonlocal current
@@ -296,7 +290,7 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
         before, fx_config.use_duck_shape = fx_config.use_duck_shape, False
         try:
             return current(*args, **named)
-        except too_many:
+        except FailOnRecompileLimitHit:
             # Functions with one code may close over values for which torch compiles again (strings,
             # lists of other lengths).
             current = anew()
@@ -305,21 +299,6 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
             fx_config.use_duck_shape = before
 
     return call
-
-
-def _beyond_the_limit() -> type[Exception]:
-    """The error that torch raises if one code object is compiled too often.
-
-    If this torch has no such error: one that is never raised.
-    """
-    from torch._dynamo import exc
-
-    found: type[Exception] = getattr(exc, "FailOnRecompileLimitHit", UnknownToTorchError)
-    return found
-
-
-class UnknownToTorchError(Exception):
-    """In place of an error that this torch does not have; never raised."""
 
 
 # The kernel.
@@ -482,29 +461,28 @@ class FlexKernel(ScoreModKernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
-        query, value, task = call.query, call.value, whole_task(call)
-        exact = query.dtype == torch.float64
-        made = None if exact else self._launch(task)
+        query, value = call.query, call.value
+        if query.dtype == torch.float64:
+            return reference.forward_by_task(super().forward, call)
+        made = self._launch(whole_task(call))
         if made is not None and made.of_rows(query).shape == query.shape:
             return self._run_forward(made)
         # Some rows keep nothing and are not run.
-        found = _no_statistics(query, value)
-        if exact:
-            super().forward(task, found)
-        elif made is not None:
+        shape = (*query.shape[:3], value.shape[-1])
+        out = torch.zeros(shape, dtype=query.dtype, device=query.device)
+        lse = torch.full(shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        if made is not None:
             part, part_lse = self._run_forward(made)
-            made.of_rows(found.out).copy_(part)
-            made.of_rows(found.lse).copy_(part_lse)
-        return found.out, found.lse
+            made.of_rows(out).copy_(part)
+            made.of_rows(lse).copy_(part_lse)
+        return out, lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
-        (query, key, value), task = call.inputs, whole_task(call)
+        query, key, value = call.inputs
         if query.dtype == torch.float64:
-            sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-            super().backward(task, Gradients(saved.grad_out, saved.out, saved.lse, *sums))
-            return sums
-        made = self._launch(task)
+            return reference.backward_by_task(super().backward, call, saved)
+        made = self._launch(whole_task(call))
         if made is None:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         found = self._gradients(made, saved.mapped(made.of_rows))
@@ -529,7 +507,7 @@ class FlexKernel(ScoreModKernel):
     def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
         kind = made.kind(needs_grad), self._codes
         call = self._compiled.get(kind, lambda: compiled_flex(in_blocks=made.in_blocks))
-        return partial(call, score_mod=made.indexed.score(self.score_mod), scale=made.scale)
+        return partial(call, score_mod=made.score(self.score_mod), scale=made.scale)
 
     def _launch(self, task: TaskTensors) -> Launch | None:
         if not _has_rows(task):
@@ -574,16 +552,6 @@ def _copied_bytes(call: CallShape, extent: Extent) -> int:
     by_query = extent.query_heads * call.head_dim
     by_key = extent.key_heads * (call.head_dim + call.value_dim)
     return extent.batch * extent.n_tokens * (by_query + by_key) * call.dtype.itemsize
-
-
-def _no_statistics(query: torch.Tensor, value: torch.Tensor) -> Statistics:
-    """Statistics of rows without keys, the output in the query's dtype."""
-    shape = (*query.shape[:3], value.shape[-1])
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return Statistics(
-        torch.zeros(shape, dtype=query.dtype, device=query.device),
-        torch.full(shape[:3], -torch.inf, dtype=wide, device=query.device),
-    )
 
 
 def _in_place(

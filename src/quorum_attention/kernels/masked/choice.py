@@ -9,15 +9,13 @@ import torch
 
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.masked.kernel import MaskedKernel
+from quorum_attention.kernels.masked.parts import Tiles
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import get_kernel, select_kernel, why_not
 from quorum_attention.mask import Mask
-
-# Runs anything, in torch's operators (reference.py).
-_DENSE, _TILES = "dense", "tiles"
 
 
 def kernel_for_mask(
@@ -91,12 +89,14 @@ def _base(
         here = device.type == "cuda" and native.refusal(call) is None
         if here and (not present or why_not(native, call, device) is None):
             return native if softcap is None else _capped("native", softcap)
-        return get_kernel(_DENSE) if softcap is not None else _selected(call, device, tried=tried)
-    dense = get_kernel(_DENSE)
-    if wanted in (_DENSE, _TILES) or wanted is dense:
-        return dense
+        if softcap is not None:
+            return _capped("tiles", softcap)
+        kernel = select_kernel("auto", call, device, tried=tried)
+        return kernel if _by_rectangles(kernel) else _capped("tiles", None)
+    if wanted in ("dense", "tiles") or wanted is get_kernel("dense"):
+        return _capped("tiles", softcap)
     kernel = select_kernel(wanted, call, device, tried=tried)
-    if not kernel.operator or kernel.probed_as is not None:
+    if not _by_rectangles(kernel):
         raise NotImplementedError(
             f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of plain "
             "attention that can be called by rectangles do (native without options of its own, "
@@ -111,14 +111,13 @@ def _base(
     return _capped(kernel.name, softcap)
 
 
-def _selected(call: CallShape, device: torch.device, *, tried: bool) -> InnerKernel:
-    """The preferred kernel, if it can be called by rectangles; otherwise ``dense``."""
-    kernel = select_kernel("auto", call, device, tried=tried)
-    plain = kernel.operator and kernel.probed_as is None
-    return kernel if plain else get_kernel(_DENSE)
+def _by_rectangles(kernel: InnerKernel) -> bool:
+    return kernel.operator and kernel.probed_as is None
 
 
 @lru_cache(maxsize=16)
-def _capped(name: str, softcap: float) -> InnerKernel:
-    """A kernel with a soft cap: one object for each."""
+def _capped(name: str, softcap: float | None) -> InnerKernel:
+    """A kernel with a soft cap: one object for each. ``tiles`` runs anything."""
+    if name == "tiles":
+        return Tiles(softcap)
     return Fa4Kernel(softcap) if name == "fa4" else NativeKernel(softcap=softcap)

@@ -49,8 +49,7 @@ class MaskedKernel(Kernel):
     Args:
         mask: for the sizes of the calls it is for; torch.vmap may add entries, which are those of
             the batch over and over.
-        base: what computes the parts: an operator, or ``dense``, for which ``Tiles`` stands in. Its
-            scores are capped already if it is an operator other than ``Tiles``.
+        base: what computes the parts: an operator, whose scores are capped already.
     """
 
     own_attention = True
@@ -63,8 +62,7 @@ class MaskedKernel(Kernel):
         self.batch, self.base, self._functions = mask.sizes.batch, base, mask.functions
         self.geometries = mask.geometries
         self._distinct = tuple(dict.fromkeys(mask.geometries))
-        self._tiles, by_operator = Tiles(mask.softcap), base.operator
-        self.name = base.name if by_operator else self._tiles.name
+        self._tiles, self.name = Tiles(mask.softcap), base.name
         self._parts = {g: ByParts(g, base, self._tiles) for g in self._distinct}
         # One launch of these runs a whole task, or some do where there are rules.
         self._native: dict[Geometry, Kernel] = {}
@@ -76,10 +74,9 @@ class MaskedKernel(Kernel):
         self.whole_tasks = bool(self._native)
         # A task is several calls, though they take no turns on streams.
         self.several_streams = not self._native
-        self.rates, self.pace = (base.rates, base.pace) if by_operator else ((0.3, 0.3), None)
+        self.rates, self.pace = base.rates, base.pace
         self.launch_seconds = base.launch_seconds
-        self.scaled_backward = base.scaled_backward if by_operator else frozenset()
-        self.wide_products = base.wide_products or not by_operator
+        self.scaled_backward, self.wide_products = base.scaled_backward, base.wide_products
         self.dropout, self.empty_rows = base.dropout, base.empty_rows
 
     @property
@@ -98,7 +95,7 @@ class MaskedKernel(Kernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return self.base.refusal(replace(call, is_causal=True)) if self.base.operator else None
+        return self.base.refusal(replace(call, is_causal=True))
 
     def captured(self) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""

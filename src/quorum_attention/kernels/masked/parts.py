@@ -56,6 +56,9 @@ class Tiles(reference.ReferenceDropout):
 
     name = "tiles"
     grouped = True
+    rates = (0.3, 0.3)
+    wide_products = True
+    scaled_backward = frozenset()
 
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
@@ -116,18 +119,16 @@ class ByParts(Kernel):
     """See above; for batch entries of one geometry.
 
     Args:
-        base: what computes the parts: an operator, or ``dense``, for which ``tiles`` stand in.
-        tiles: have the soft cap that ``base`` has, if it is an operator.
+        base: what computes the parts: an operator.
+        tiles: have the soft cap that ``base`` has; they take masks that it does not.
     """
 
     name = "parts"
 
     def __init__(self, geometry: Geometry, base: Kernel, tiles: Tiles) -> None:
-        self._tiles, self._operator = tiles, cast(Kernel, tiles)
-        if base.operator:
-            self._operator = copy.copy(base)
-            # Calls that take grouped heads as they are run all heads of a part at a time.
-            self._operator.grouped = base.grouped or base.takes_whole(2, 1, 1, False, True)
+        self._tiles, self._operator = tiles, copy.copy(base)
+        # Calls that take grouped heads as they are run all heads of a part at a time.
+        self._operator.grouped = base.grouped or base.takes_whole(2, 1, 1, False, True)
         self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
         self._geometry = geometry
         self._ragged = bool(geometry.rules) or not geometry.band.keeps_all
