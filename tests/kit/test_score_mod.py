@@ -207,13 +207,7 @@ def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:
             qa.attention(q, k, v, depth=depth, **options)
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_slopes_of_heads_whatever_torch_can_map(
-    reads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if reads and not functions._vmap_reads_tensors():
-        pytest.skip("this torch cannot")
-    monkeypatch.setattr(functions, "_vmap_reads_tensors", lambda: reads)
+def test_slopes_of_heads() -> None:
     slopes = torch.rand(4)
     cpu, mask = torch.device("cpu"), lambda b, h, q, k: slopes[h] * q >= k
     assert functions.depends_on_batch_head(mask, cpu) == (False, True)

@@ -106,19 +106,16 @@ class LongNetKernel(Kernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         inner = self._operator(call)
-        if inner is None:
-            return 0
-        own = inner.forward_workspace_bytes(self._widened(call), extent)
+        own = 0 if inner is None else inner.forward_workspace_bytes(self._widened(call), extent)
         return own + self._copied_bytes(call, extent, 1)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         inner = self._operator(call)
-        if inner is None:
-            return 0
         # A copy of lse without -inf.
         own = 9 * extent.batch * extent.query_heads * extent.n_tokens
-        own += inner.backward_workspace_bytes(self._widened(call), extent)
+        if inner is not None:
+            own += inner.backward_workspace_bytes(self._widened(call), extent)
         return own + self._copied_bytes(call, extent, 2)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:

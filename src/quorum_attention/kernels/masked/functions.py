@@ -228,8 +228,6 @@ def _mapped(function: Callable[..., Any], first: list[int]) -> Callable[..., tor
 def indexing(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which may read a tensor at a number that torch.vmap maps over, as in
     ``slopes[h]``; torch 2.10 and before would ask for the number."""
-    if _vmap_reads_tensors():
-        return function
 
     def call(*at: torch.Tensor) -> Any:
         with _Indexing():
@@ -249,17 +247,6 @@ class _Indexing(TorchFunctionMode):
             if at and all(isinstance(one, torch.Tensor) for one in at):
                 return torch.ops.aten.index(args[0], at)
         return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-@outside()
-def _vmap_reads_tensors() -> bool:
-    numbers = torch.arange(2, device="cpu")
-    try:
-        torch.vmap(lambda number: numbers[number])(numbers)
-    except RuntimeError:
-        return False
-    return True
 
 
 def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
