@@ -107,14 +107,14 @@ def random(n: int, kv_heads: int = HEADS, n_keys: int | None = None) -> list[tor
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name: str, levels, tile: int, over_inputs: bool | None) -> None:
     """Edges on the borders of blocks and within, fewer key heads."""
-    score_mod, mask_mod, is_causal = CASES[name]
-    kernel = kernel_of(score_mod, mask_mod)
     tensors = random(N, kv_heads=1 if tile == 128 else HEADS)
-    out, lse, grads = run(
-        kernel, tensors, is_causal, levels=levels, tile=tile, over_inputs=over_inputs
-    )
+    check(tensors, CASES[name], levels=levels, tile=tile, over_inputs=over_inputs)
+
+
+def check(tensors, case, **plan) -> None:  # type: ignore[no-untyped-def]
+    out, lse, grads = run(kernel_of(*case[:2]), tensors, case[2], **plan)
     right = [t.double().requires_grad_() for t in tensors[:3]]
-    expected, expected_lse = reference(*right, CASES[name])
+    expected, expected_lse = reference(*right, case)
     expected.backward(tensors[3].double())
     torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse.detach(), atol=1e-5, rtol=1e-5)
@@ -125,14 +125,7 @@ def test_against_float64(name: str, levels, tile: int, over_inputs: bool | None)
 @pytest.mark.parametrize("n_keys", [330, 600])
 def test_other_numbers_of_keys(n_keys: int) -> None:
     case = (None, sliding_window(90), True)
-    tensors = random(N, n_keys=n_keys)
-    out, _, grads = run(kernel_of(*case[:2]), tensors, True, levels=(7,), tile=16)
-    right = [t.double().requires_grad_() for t in tensors[:3]]
-    expected, _ = reference(*right, case)
-    expected.backward(tensors[3].double())
-    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
-    for mine, theirs in zip(grads, right, strict=True):
-        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
+    check(random(N, n_keys=n_keys), case, levels=(7,), tile=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -172,15 +165,7 @@ def test_head_groups_go_through_tasks() -> None:
     def by_head(score, b, h, q, k):  # type: ignore[no-untyped-def]
         return score * (1 + h)
 
-    kernel = kernel_of(by_head, None)
-    tensors = random(200)
-    out, _, grads = run(kernel, tensors, True, levels=(), heads_per_group=1)
-    right = [t.double().requires_grad_() for t in tensors[:3]]
-    expected, _ = reference(*right, (by_head, None, True))
-    expected.backward(tensors[3].double())
-    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
-    for mine, theirs in zip(grads, right, strict=True):
-        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
+    check(random(200), (by_head, None, True), levels=(), heads_per_group=1)
 
 
 @pytest.mark.parametrize("over_inputs", [True, False])
@@ -332,26 +317,6 @@ def test_emptied_tasks_are_never_run(monkeypatch) -> None:  # type: ignore[no-un
     assert report.forward is not None
     assert report.forward.left_out > 0.6
     assert len(launched) < 60
-
-
-def test_lists_are_cached_within_a_limit() -> None:
-    cache = Cache(25_000, flex._host_bytes)
-    whole = Decomposition(512, ()).task(())
-    pairs = TaskPairs.of(whole, (Rectangle(0, 512, 0, 512),), False, 512, 512)
-    lists = lists_of(pairs, None)
-    made = []
-
-    def make():  # type: ignore[no-untyped-def]
-        made.append(1)
-        return lists
-
-    for number in range(9):
-        assert cache.get(number, make) is lists
-        cache.get(number, make)
-    assert len(made) == 9
-    assert 1 < len(cache) < 9
-    cache.get(0, make)
-    assert len(made) == 10
 
 
 @pytest.mark.parametrize("eager_kernel", [True, False])
