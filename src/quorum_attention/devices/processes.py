@@ -39,20 +39,17 @@ _EXIT_SECONDS = 1.0
 # A worker that has not let go of a pass's tensors after so long is given up.
 _CONFIRM_SECONDS = 10.0
 
-_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
-_processes: weakref.WeakSet[Any] = weakref.WeakSet()
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def _let_go() -> None:
     """In a process that was forked off."""
-    with suppress(Exception):
-        for pipe in list(_pipes):
-            pipe.close()
-        # Python would end them, as its own children, when this process ends.
-        for process in list(_processes):
-            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    _pipes.clear()
-    _processes.clear()
+    for worker in list(_workers):
+        with suppress(Exception):
+            worker.pipe.close()
+            # Python would end them, as its own children, when this process ends.
+            multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
+    _workers.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)
@@ -102,7 +99,7 @@ class Turn:
                 self._within = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Worker:
     """A worker process, and the memory of devices that it has been handed for a pass.
 
@@ -217,8 +214,7 @@ def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
         for worker in workers:
             _wait_for(worker, max(0.0, limit - time.monotonic()))
     except BaseException:  # an interrupt, or no more files or processes may be had
-        for each in workers:
-            each.kill()
+        _kill(workers)
         raise
     return workers
 
@@ -229,9 +225,8 @@ def _begin(device: str, threads: int | None, begun: list[Worker]) -> None:
     ours, theirs = context.Pipe()
     name = f"quorum-attention {device}"
     process = context.Process(target=work, args=(device, threads, theirs), name=name, daemon=True)
-    _processes.add(process)
-    _pipes.add(ours)
     worker = Worker(device, process, ours)
+    _workers.add(worker)
     try:
         process.start()
     finally:
