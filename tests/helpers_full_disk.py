@@ -1,7 +1,7 @@
 """All that write files, made to write where there is no room: real errors of real writes.
 
-``python -c "import helpers_full_disk as h; h.main()" FOLDER LACK`` prints what became of each, as
-JSON. It changes limits, or mounts, of its own process: it needs one of its own.
+``python -c "import helpers_full_disk as h; h.main()" FOLDER`` prints what became of each, as JSON.
+It changes mounts of its own process: it needs one of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Any
 _NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000
 _PRIVATE = 0x44000  # MS_REC | MS_PRIVATE
 _DISK_BYTES = 2 << 20
-_LIMIT_BYTES = 100
 NO_MOUNT = "neither a mount nor a user namespace is allowed here"
 
 
@@ -33,14 +31,14 @@ class Writer:
         outcome: what a lack of room is for it: "OSError", "2" (a status), or "" (it goes unsaid,
             of what only saves time).
         file: what is named in what is said of it.
-        says: what else is said, by a full disk and by a limit.
+        says: what else is said.
         room: bytes of the disk that are left, where not none.
     """
 
     write: Callable[[Path, int], Any]
     outcome: str
     file: str = ""
-    says: tuple[str, str] = ("No space left on device", "File too large")
+    says: str = "No space left on device"
     room: int = 0
 
 
@@ -111,33 +109,22 @@ def _proven(folder: Path, turn: int) -> None:
     _note([f"a test that was passed, number {turn}: {'x' * 100}"])
 
 
-_RESERVED = "are missing", "more than a file may have here"
-_OF_ACCUMULATORS = "space for accumulators", _RESERVED[1]
-_UNSAID = "", ""
+_RESERVED = "are missing"
 WRITERS = {
     "text": Writer(_text, "OSError", "x.txt"),
     "run": Writer(_run("out.safetensors"), "2", "out.safetensors", _RESERVED),
     "run to .npy": Writer(_run("out.npy"), "2", "out.npy", _RESERVED),
     # Room for the results, and for no more.
-    "run, its accumulators": Writer(_run("out"), "2", "out", _OF_ACCUMULATORS, room=36 << 10),
+    "run, its accumulators": Writer(
+        _run("out"), "2", "out", "space for accumulators", room=36 << 10
+    ),
     "new tensors": Writer(_created, "OSError", "x", _RESERVED),
     "scratch": Writer(_scratch, "OSError", "space for accumulators", _RESERVED),
     "picture": Writer(_picture("png"), "2", "plan.png"),
     "drawing": Writer(_picture("svg"), "2", "plan.svg"),
     "calibration": Writer(_calibration, "OSError", "calibration.json"),
-    "tests that were passed": Writer(_proven, "", "", _UNSAID),
+    "tests that were passed": Writer(_proven, "", "", ""),
 }
-
-
-@contextlib.contextmanager
-def _limited(folder: Path, room: int) -> Iterator[None]:
-    """No file may grow beyond a few bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_LIMIT_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager
@@ -198,10 +185,9 @@ def _outcome(write: Callable[[Path, int], Any], folder: Path, turn: int) -> tupl
 
 
 def main() -> None:
-    above, lack = Path(sys.argv[1]), sys.argv[2]
-    disk = above / "disk"
+    disk = Path(sys.argv[1]) / "disk"
     disk.mkdir()
-    if lack == "disk" and not _mounted(disk):
+    if not _mounted(disk):
         print(json.dumps(NO_MOUNT))
         return
     found = {}
@@ -211,7 +197,7 @@ def main() -> None:
         os.environ["QUORUM_ATTENTION_CACHE"] = str(folder)
         before = _outcome(writer.write, folder, 1)
         earlier = _files(folder)
-        with (_filled if lack == "disk" else _limited)(folder, writer.room):
+        with _filled(folder, writer.room):
             outcome, said = _outcome(writer.write, folder, 2)
         left = _files(folder)
         after = _outcome(writer.write, folder, 3)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quorum_attention.devices import worker
-from quorum_attention.devices.worker import Local, put
+from quorum_attention.devices.worker import put
 
 AT, FROM = "the other GPU", "the device of the part"
 
@@ -81,12 +81,3 @@ def test_only_contiguous_tensors_of_one_dtype_are_copied_across(
     assert copies.across or made.numel() == 0
     assert copies.beside <= max(piece, 4)
     torch.testing.assert_close(every.float().sum() - target.float().sum(), outside)
-
-
-def test_what_is_near_is_copied_as_it_is() -> None:
-    at = Local(torch.device("cpu"), 0, ())
-    target, made = torch.zeros(2, 3).half().t(), torch.randn(3, 2)
-    at.results.append((target, made))
-    at.store()
-    assert torch.equal(target, made.half())
-    assert not at.results
