@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quorum_attention.ray import Farm, cluster
+from quorum_attention.ray import Farm, farm
 
 
 class RayError(Exception):
@@ -105,5 +105,5 @@ class FakeRay:
 def fake_farm(ray: FakeRay | None = None, **options: Any) -> Farm:
     """A farm on a Ray in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "ray_here", lambda: ray or FakeRay())
+        patch.setattr(farm, "ray_here", lambda: ray or FakeRay())
         return Farm(**options)

@@ -12,13 +12,13 @@ from helpers_ray import FakeRay
 
 import quorum_attention as qa
 from quorum_attention.cli import main
-from quorum_attention.ray import cluster
+from quorum_attention.ray import farm
 
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     made = FakeRay()
-    monkeypatch.setattr(cluster, "ray_here", lambda: made)
+    monkeypatch.setattr(farm, "ray_here", lambda: made)
     return made
 
 

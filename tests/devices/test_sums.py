@@ -12,8 +12,7 @@ import torch
 import quorum_attention as qa
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices import Pool
-from quorum_attention.devices.partition import partition
-from quorum_attention.devices.sums import Buffers, Sums
+from quorum_attention.devices.partition import Buffers, Sums, partition
 
 
 @pytest.fixture(scope="module", autouse=True)

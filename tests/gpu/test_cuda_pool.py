@@ -184,7 +184,7 @@ def test_sums_in_allocations_of_their_own(monkeypatch: pytest.MonkeyPatch, where
         whole = torch.empty(16 << 20, dtype=dtype, device=device)
         return whole[: math.prod(shape)].view(shape)
 
-    monkeypatch.setattr("quorum_attention.devices.sums.made_for", apart)
+    monkeypatch.setattr("quorum_attention.devices.partition.made_for", apart)
     with Pool(["cuda:0", "cuda:1"]) as made:
         before = [worker.process.pid for worker in made.workers]
         for turn in range(12):

@@ -24,8 +24,9 @@ from helpers_ray import FakeRay
 import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.files import open_tensors
-from quorum_attention.ray import Farm, cluster
-from quorum_attention.ray.cluster import _check_there
+from quorum_attention.ray import Farm
+from quorum_attention.ray import farm as ray_farm
+from quorum_attention.ray.farm import _check_there
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
@@ -179,7 +180,7 @@ def test_a_killed_driver_loses_nothing_but_time(
     driver.wait()
     wait_for_end(of_ray)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(cluster, "ray_here", FakeRay)
+    monkeypatch.setattr(ray_farm, "ray_here", FakeRay)
     assert main([*command, "--resume"]) == 0
     command[2] = str(tmp_path / "wanted")
     assert main(command) == 0
@@ -195,7 +196,7 @@ def test_the_room_does_not_hide_the_library(monkeypatch: pytest.MonkeyPatch) -> 
 
     import quorum_attention.ray as room
 
-    assert cluster.ray_here() is ray is not room
+    assert ray_farm.ray_here() is ray is not room
     assert "quorum_attention" not in str(ray.__file__)
 
 
@@ -214,14 +215,14 @@ def test_a_cluster_that_runs_is_joined_only_where_that_is_said(
 ) -> None:
     """It may be another user's: what its workers answer is unpickled here."""
     ray = FakeRay()
-    monkeypatch.setattr(cluster, "ray_here", lambda: ray)
+    monkeypatch.setattr(ray_farm, "ray_here", lambda: ray)
     Farm(*address).close()
     assert ray.asked == [joined]
 
 
 def test_an_address_is_joined_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
-    monkeypatch.setattr(cluster, "ray_here", lambda: ray)
+    monkeypatch.setattr(ray_farm, "ray_here", lambda: ray)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         Farm(address).close()

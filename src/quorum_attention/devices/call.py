@@ -26,8 +26,8 @@ from quorum_attention.devices.buffers import (
     made_for,
     prefaulting,
 )
+from quorum_attention.devices.partition import Sums
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
-from quorum_attention.devices.sums import Sums
 from quorum_attention.devices.worker import Begin, Rule, changed
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.problem import state_dtype

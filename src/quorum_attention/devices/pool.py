@@ -18,12 +18,11 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
 from quorum_attention.devices.call import request_on_several
-from quorum_attention.devices.partition import partition
+from quorum_attention.devices.partition import Sums, partition
 from quorum_attention.devices.processes import Turn, Worker, end, end_after, start
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.devices.scheduler import Coordinator, DevicePass, Schedule
 from quorum_attention.devices.simulate import PIECES, expected_speed
-from quorum_attention.devices.sums import Sums
 from quorum_attention.devices.worker import Begin
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.execution.problem import Workload

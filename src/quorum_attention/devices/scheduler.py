@@ -19,10 +19,9 @@ from itertools import chain
 from typing import NoReturn
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.partition import joined, pairs
+from quorum_attention.devices.partition import Buffers, Sums, joined, pairs
 from quorum_attention.devices.processes import Worker, listen
 from quorum_attention.devices.report import PoolPass, Ran
-from quorum_attention.devices.sums import Buffers, Sums
 from quorum_attention.devices.worker import Begin, Compute, Done, End, Failed
 from quorum_attention.errors import OutOfMemoryError
 
