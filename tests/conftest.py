@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers_controller import check_every_event
 from helpers_leftovers import count_page_locks, left_since, standing
 from helpers_uninitialised import filled
 
@@ -32,8 +33,7 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError):
         import triton.language  # noqa: F401
 
-# The controller checks itself after every event (execution/control/controller.py).
-os.environ["QUORUM_ATTENTION_CHECKED"] = "1"
+check_every_event()
 _TESTS = Path(__file__).parent
 _SHARED = tempfile.gettempdir()
 # Of this run alone, so that what is left in it was left by this run.

@@ -4,21 +4,64 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 
 import numpy as np
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.control.controller import (
     Fallback,
+    GroupTasks,
     Launch,
     Limits,
     RecoveryController,
 )
 
 DEEPEN_BY = 7
+
+
+def check_every_event() -> None:
+    """From now on the controllers of this process are checked after everything they are told."""
+    for name, groups in (("done", False), ("out_of_memory", True), ("headroom", True)):
+        setattr(RecoveryController, name, _checked(getattr(RecoveryController, name), groups))
+
+
+def _checked(event: Callable[..., None], groups: bool) -> Callable[..., None]:
+    @wraps(event)
+    def checked(controller: RecoveryController, *told: object) -> None:
+        event(controller, *told)
+        check(controller, groups=groups)
+
+    return checked
+
+
+def check(controller: RecoveryController, *, groups: bool = False) -> None:
+    """Raise AssertionError if a unit would be lost or run twice, or a limit is exceeded.
+
+    Args:
+        groups: whether to check each group too.
+    """
+    limits, depth = controller.limits, controller.depth
+    assert controller.n_cap >= 1, f"{controller.n_cap} slots"
+    assert limits.depth <= depth <= max(limits.depth, limits.max_depth), f"depth {depth}"
+    places = Counter([*controller.waiting, *controller.begun])
+    assert len(places) + controller.n_finished == controller.n_groups, "a head group is lost"
+    assert max(places.values(), default=1) == 1, "a head group is in two places"
+    for one in controller.begun.values() if groups else ():
+        check_group(one)
+
+
+def check_group(one: GroupTasks) -> None:
+    """Raise AssertionError if completed tasks and tasks left of a group have pairs in common."""
+    assert one.left, "a group without tasks left is finished"
+    assert one.in_flight <= one.left.keys(), "what is in flight is not done"
+    assert not one.left.keys() & one.completed.keys(), "a completed unit would run again"
+    every = one.left.keys() | one.completed.keys()
+    for path in every:
+        above = next((path[:n] for n in range(len(path)) if path[:n] in every), None)
+        assert above is None, f"task {path} is part of task {above}, which is there as well"
 
 
 class Cuts:

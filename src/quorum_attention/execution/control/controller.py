@@ -22,8 +22,7 @@ free memory that comes and goes cannot make a pass alternate between depths for 
 
 from __future__ import annotations
 
-import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -57,8 +56,6 @@ class Launch:
 WHOLE = Task((), ())
 _WHOLE_VISIT = Visit(WHOLE, (), (), (), (), ())
 MOST_COARSENINGS = 2
-# Set while tests run: the controller then checks itself after every event.
-CHECKED = "QUORUM_ATTENTION_CHECKED"
 
 
 class Cuts(Protocol):
@@ -194,7 +191,6 @@ class RecoveryController:
         self._carry = False
         # Visits of all tasks of a depth, worked out once for all groups.
         self._level_visits: dict[tuple[int, bool], Iterator[Visit]] = {}
-        self._checked = CHECKED in os.environ
 
     @property
     def cuts(self) -> Cuts:
@@ -276,8 +272,6 @@ class RecoveryController:
         self.begun[group].done(path)
         self.units_done += 1
         self._finish_empty()
-        if self._checked:
-            check(self)
 
     def _take(self) -> GroupTasks | None:
         if not self.waiting:
@@ -340,8 +334,6 @@ class RecoveryController:
                 self._cut_further()
                 change = f"depth {self.depth - 1} -> {self.depth}"
             self.history.append(f"{where}: {change}")
-        if self._checked:
-            check(self, groups=True)
 
     def _fall_back(self, said: str) -> None:
         """Cut the whole groups that are not done: they are too large."""
@@ -388,32 +380,3 @@ class RecoveryController:
             self.depth -= 1
             self.coarsenings += 1
             self.history.append(f"headroom: depth {self.depth + 1} -> {self.depth}")
-        if self._checked:
-            check(self, groups=True)
-
-
-def check(controller: RecoveryController, *, groups: bool = False) -> None:
-    """Raise AssertionError if a unit would be lost or run twice, or a limit is exceeded.
-
-    Args:
-        groups: whether to check each group too.
-    """
-    limits, depth = controller.limits, controller.depth
-    assert controller.n_cap >= 1, f"{controller.n_cap} slots"
-    assert limits.depth <= depth <= max(limits.depth, limits.max_depth), f"depth {depth}"
-    places = Counter([*controller.waiting, *controller.begun])
-    assert len(places) + controller.n_finished == controller.n_groups, "a head group is lost"
-    assert max(places.values(), default=1) == 1, "a head group is in two places"
-    for one in controller.begun.values() if groups else ():
-        check_group(one)
-
-
-def check_group(one: GroupTasks) -> None:
-    """Raise AssertionError if completed tasks and tasks left of a group have pairs in common."""
-    assert one.left, "a group without tasks left is finished"
-    assert one.in_flight <= one.left.keys(), "what is in flight is not done"
-    assert not one.left.keys() & one.completed.keys(), "a completed unit would run again"
-    every = one.left.keys() | one.completed.keys()
-    for path in every:
-        above = next((path[:n] for n in range(len(path)) if path[:n] in every), None)
-        assert above is None, f"task {path} is part of task {above}, which is there as well"

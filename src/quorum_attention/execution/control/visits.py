@@ -77,11 +77,8 @@ def visits(
     edges = cells.edges
     previous: dict[int, int] = {}
     for task in tasks:
-        fresh: list[Rows] = []
+        fresh, loaded, finished, stored = (list[Rows]() for _ in range(4))
         carried: list[Carried] = []
-        loaded: list[Rows] = []
-        finished: list[Rows] = []
-        stored: list[Rows] = []
         here: dict[int, int] = {}
         for start, stop, local in task.runs:
             for cell in cells.of(start, stop):
@@ -99,10 +96,10 @@ def visits(
                 (stored if remaining[cell] else finished).append(rows)
         yield Visit(
             task,
-            tuple(joined(fresh, Rows.continued)),
-            tuple(joined(carried, Carried.continued)),
-            tuple(joined(loaded, Rows.continued)),
-            tuple(joined(finished, Rows.continued)),
-            tuple(joined(stored, Rows.continued)),
+            fresh=tuple(joined(fresh, Rows.continued)),
+            carried=tuple(joined(carried, Carried.continued)),
+            loaded=tuple(joined(loaded, Rows.continued)),
+            finished=tuple(joined(finished, Rows.continued)),
+            stored=tuple(joined(stored, Rows.continued)),
         )
         previous = here
