@@ -22,25 +22,17 @@ from quorum_attention.call.lse_columns import column_bytes, with_columns, withou
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
-from quorum_attention.execution.call import (
-    Call,
-    Job,
-    MaskView,
-    Progress,
-    backward_job,
-    forward_job,
-    upstream_of,
-)
+from quorum_attention.execution.call import Job, MaskView, Progress, upstream_of
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.problem import takes_wide
+from quorum_attention.execution.problem import FORWARD, Problem, takes_wide
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.over_inputs import at_once
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.kernels.merge import sinks_gradient
-from quorum_attention.kernels.protocol import InnerKernel, Saved, check_mask_gradient
+from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import (
@@ -53,7 +45,6 @@ from quorum_attention.planner.plan import Plan, is_cut, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
-_JobOf = Callable[[Call, Decision], Job]
 
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,11 +68,12 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
 
-    def job_of(call: Call, decision: Decision) -> Job:
-        return forward_job(call, decision.problem, out, request.lse)
+    given = {name: t for name, t in (("out", out), ("lse", request.lse)) if t is not None}
 
-    given = tuple(t for t in (out, request.lse) if t is not None)
-    result, lse = _run(tensors, request, decision, job_of, given)
+    def job_of(decision: Decision) -> Job:
+        return _job(tensors, request, decision.problem, given)
+
+    result, lse = _run(request, decision, job_of, tuple(given.values()))
     return result, lse
 
 
@@ -173,9 +165,11 @@ def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
         ValueError: some rows, computed again, are not.
     """
     kernel, device = request.options.kernel, request.options.device
-    call = _call(tensors, request, get_kernel("dense" if kernel == "auto" else kernel))
+    kernel = get_kernel("dense" if kernel == "auto" else kernel)
+    problem = Problem(request.work, kernel, FORWARD, forward_place(tensors, request))
+    job = _job(tensors, request, problem)
     with _computing(device):
-        if rows_differ(call, given.out, given.lse, request.options.budget_bytes):
+        if rows_differ(job, given.out, given.lse, request.options.budget_bytes):
             how = "causal" if request.work.is_causal else "not causal"
             raise ValueError(
                 f"out and lse are of another forward than this backward's: some of their rows, "
@@ -208,15 +202,17 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
     work, options = request.work, request.options
     grad_out, out, lse, grads = given[:4]
     decision = decide_backward(tensors, request, given)
-    of_mask = _mask_gradient(tensors, request, given, decision.kernel) if given.of_mask else ()
+    of_mask = _mask_gradient(tensors, request, given, decision.problem) if given.of_mask else ()
+    results = dict(zip(("query", "key", "value"), grads or (), strict=False))
 
-    def job_of(call: Call, decision: Decision) -> Job:
-        # Without a plan, the gradient has the inputs' dtype.
-        wide = takes_wide(call.kernel, work)
-        upstream = upstream_of(grad_out, work, options.device, wide=wide)
-        return backward_job(call, decision.problem, upstream, out, lse, grads)
+    def job_of(decision: Decision) -> Job:
+        job = _job(tensors, request, decision.problem, results)
+        wide = takes_wide(decision.kernel, work)
+        job.upstream = upstream_of(grad_out, work, options.device, wide=wide)
+        job.tensors.update(out=out, grad_out=job.upstream.tensor, lse=lse)
+        return job
 
-    return (*_run(tensors, request, decision, job_of, grads or ()), *of_mask)
+    return (*_run(request, decision, job_of, grads or ()), *of_mask)
 
 
 def decide_backward(tensors: Tensors, request: Request, given: Given) -> Decision:
@@ -244,22 +240,22 @@ def _mask_target(mask: torch.Tensor, given: Given) -> torch.Tensor:
 
 
 def _mask_gradient(
-    tensors: Tensors, request: Request, given: Given, kernel: InnerKernel
+    tensors: Tensors, request: Request, given: Given, problem: Problem
 ) -> tuple[torch.Tensor]:
     """The gradient of the mask. It comes before the other gradients, which are results that would
     take from what its tiles may use."""
     assert tensors.mask is not None
-    check_mask_gradient(kernel)
+    check_mask_gradient(problem.kernel)
     device = request.options.device
     with _computing(device):
         target = _mask_target(tensors.mask, given)
         if given.grad_mask is not None:
             _note_writing((target,))
         upstream = Saved(given.grad_out, given.out, given.lse)
-        call = _call(tensors, request, kernel)
-        recoveries = add_up_mask_gradient(call, upstream, target, request.options.budget_bytes)
+        job = _job(tensors, request, problem)
+        recoveries = add_up_mask_gradient(job, upstream, target, request.options.budget_bytes)
         if request.report is not None:
-            how = f"computed tile by tile, beside kernel {kernel.name}"
+            how = f"computed tile by tile, beside kernel {problem.kernel.name}"
             request.report.mask_gradient = [how, *recoveries]
         return (target,)
 
@@ -296,22 +292,20 @@ def beside(
 
 
 def _run(
-    tensors: Tensors,
     request: Request,
     decision: Decision,
-    job_of: _JobOf,
+    job_of: Callable[[Decision], Job],
     given: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
     """The results of a pass, by the first decision that does not run out of memory.
 
     Args:
-        job_of: makes the job of a call.
         given: preallocated results.
     """
     backward = decision.problem.spec.backward
     if decision.plan is None:
         begun = time.perf_counter() if request.sums else 0.0
-        found = _at_once(job_of(_call(tensors, request, decision.kernel), decision))
+        found = _at_once(job_of(decision))
         if found is not None:
             for sums in request.sums:
                 spent = time.perf_counter() - begun
@@ -341,11 +335,7 @@ def _run(
             _note_writing(given)
             # No name for the job: it would hold its results when memory has run out.
             results = run_pass(
-                job_of(_call(tensors, request, decision.kernel), decision),
-                plan.schedule,
-                report,
-                progress,
-                guessed=not decision.last,
+                job_of(decision), plan.schedule, report, progress, guessed=not decision.last
             )
         if results is not None:
             for sums in request.sums:
@@ -366,7 +356,7 @@ def _run(
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     """The results of a small call; None if it has to be planned: memory ran out, or gradients in 16
     bits are not finite."""
-    device = job.call.device
+    device = job.device
     try:
         with _computing(device):
             found = at_once(job)
@@ -438,18 +428,26 @@ def _note_writing(results: tuple[torch.Tensor, ...]) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _call(tensors: Tensors, request: Request, kernel: InnerKernel) -> Call:
-    query, key, value, mask, sinks = tensors
-    work = request.work
-    return Call(
-        work,
-        query.detach() if query.requires_grad else query,
-        key.detach() if key.requires_grad else key,
-        value.detach() if value.requires_grad else value,
-        None if mask is None else MaskView(mask, len(work.batch_shape)),
+def _job(
+    tensors: Tensors,
+    request: Request,
+    problem: Problem,
+    given: Mapping[str, torch.Tensor] | None = None,
+) -> Job:
+    """The job of a pass; of a backward, what it reads besides is missing.
+
+    Args:
+        given: preallocated results, by the names of their states.
+    """
+    device, mask, sinks = request.options.device, tensors.mask, tensors.sinks
+    names = ("query", "key", "value")
+    return Job(
+        problem,
+        {name: t.detach() for name, t in zip(names, tensors[:3], strict=True)},
         request.scale,
-        request.options.device,
-        kernel,
-        None if sinks is None else sinks.detach().to(request.options.device, work.state_dtype),
+        device,
+        None if mask is None else MaskView(mask, len(request.work.batch_shape)),
+        None if sinks is None else sinks.detach().to(device, request.work.state_dtype),
         request.dropout,
+        dict(given or {}),
     )

@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
+from helpers_jobs import a_job
 from helpers_memory import FailingAllocations, usage
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
-from quorum_attention.execution.call import Call, MaskView, mask_shape
+from quorum_attention.execution.call import Job, mask_shape
 from quorum_attention.execution.mask_gradient import (
     Tile,
     add_up_mask_gradient,
@@ -21,7 +22,6 @@ from quorum_attention.execution.mask_gradient import (
 from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.protocol import Saved
-from quorum_attention.kernels.registry import get_kernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, HEADS, KV_HEADS, N, M = 2, 4, 2, 23, 31
@@ -50,15 +50,12 @@ def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def a_call(
     shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False
-) -> tuple[Inputs, torch.Tensor, Call, Saved]:
+) -> tuple[Inputs, torch.Tensor, Job, Saved]:
     given = inputs(N, M, batch=(BATCH,), heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
     mask = a_mask(shape, dtype)
     out, lse = qa.attention_with_lse(*given.three, mask, is_causal=causal, enable_gqa=True)
     work = Workload((BATCH,), HEADS, KV_HEADS, N, M, 8, 8, dtype, causal, mask_shape(mask, 1))
-    call = Call(
-        work, *given.three, MaskView(mask, 1), 8**-0.5, torch.device("cpu"), get_kernel("dense")
-    )
-    return given, mask, call, Saved(given.grad_out, out, lse)
+    return given, mask, a_job(work, given.three, mask, 8**-0.5), Saved(given.grad_out, out, lse)
 
 
 SHAPES = list(itertools.product((1, BATCH), (1, HEADS), (1, N), (1, M)))
@@ -73,18 +70,18 @@ def test_every_way_to_broadcast_by_every_tile(
     """What a mask broadcasts over is summed, whatever the tiles; nothing is left as it was."""
     monkeypatch.setattr(module, "fitting", lambda *_: tile)
     for shape in SHAPES:
-        given, mask, call, upstream = a_call(shape, torch.float64, causal)
+        given, mask, job, upstream = a_call(shape, torch.float64, causal)
         target = torch.full(shape, torch.nan, dtype=torch.float64)
-        assert add_up_mask_gradient(call, upstream, target, None) == []
+        assert add_up_mask_gradient(job, upstream, target, None) == []
         assert_close(target, wanted(given, mask, causal), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 4, N, M), (1, 1, 1, M), (N, 1)], ids=str)
 def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    given, mask, call, upstream = a_call(shape, dtype)
+    given, mask, job, upstream = a_call(shape, dtype)
     target = torch.empty(shape, dtype=dtype)
-    add_up_mask_gradient(call, upstream, target, 100_000)
+    add_up_mask_gradient(job, upstream, target, 100_000)
     assert_close(target, wanted(given, mask), GRADIENT_TOLERANCE[dtype])
 
 
@@ -109,14 +106,12 @@ def test_tiles_stay_within_their_bytes(
     mask = a_mask(shape, dtype)
     out, lse = qa.attention_with_lse(*given.three, mask, enable_gqa=True)
     work = Workload((2,), 8, 4, 300, 400, 16, 16, dtype, True, mask_shape(mask, 1))
-    call = Call(
-        work, *given.three, MaskView(mask, 1), 0.25, torch.device("cpu"), get_kernel("dense")
-    )
+    job = a_job(work, given.three, mask, 0.25)
     target = torch.empty_like(mask)
     upstream = Saved(given.grad_out, out, lse)
-    tile = fitting(work, call.device, limit, mask.element_size())
+    tile = fitting(work, job.device, limit, mask.element_size())
     assert tile_bytes(work, tile, mask.element_size()) <= limit
-    used = usage(lambda: add_up_mask_gradient(call, upstream, target, limit))
+    used = usage(lambda: add_up_mask_gradient(job, upstream, target, limit))
     assert used.peak <= limit
     assert used.left <= 0
 
@@ -124,12 +119,12 @@ def test_tiles_stay_within_their_bytes(
 def test_a_failed_block_is_computed_once() -> None:
     """Wherever memory runs out, a block begins anew with smaller tiles; nothing counts twice."""
     for shape in ((2, 4, N, M), (1, 4, 1, M), (1, 1, N, 1)):
-        given, mask, call, upstream = a_call(shape, torch.float64)
+        given, mask, job, upstream = a_call(shape, torch.float64)
         expected = wanted(given, mask)
         for first in range(1, 60, 4):
             target = torch.full(shape, torch.nan, dtype=torch.float64)
             with FailingAllocations(first, count=2) as sabotage:
-                lines = add_up_mask_gradient(call, upstream, target, None)
+                lines = add_up_mask_gradient(job, upstream, target, None)
             assert_close(target, expected, 1e-12)
             assert bool(lines) == (sabotage.seen >= first)
             assert all("mask gradient out of memory" in line for line in lines)

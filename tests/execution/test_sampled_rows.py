@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers_attention import inputs
+from helpers_jobs import a_job
 
 import quorum_attention as qa
-from quorum_attention.execution.call import Call, MaskView, mask_shape
+from quorum_attention.execution.call import Job, MaskView, mask_shape
 from quorum_attention.execution.problem import Workload
 from quorum_attention.execution.sampled_rows import rows_differ
-from quorum_attention.kernels.registry import get_kernel
 
 N, M = 70, 90
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -21,7 +21,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 def a_call(
     dtype: torch.dtype, *, causal: bool = False, masked: bool = False, spread: float = 1.0
-) -> tuple[Call, torch.Tensor, torch.Tensor]:
+) -> tuple[Job, torch.Tensor, torch.Tensor]:
     given = inputs(N, M, batch=(2,), heads=4, kv_heads=2, dtype=dtype, spread=spread)
     mask = torch.rand(4, N, M) > 0.5 if masked else None
     out, lse = qa.attention_with_lse(
@@ -29,9 +29,7 @@ def a_call(
     )
     shape = None if mask is None else mask_shape(mask, 1)
     work = Workload((2,), 4, 2, N, M, 8, 8, dtype, causal, shape)
-    view = None if mask is None else MaskView(mask, 1)
-    kernel = get_kernel("dense")
-    return Call(work, *given.three, view, 8**-0.5, torch.device("cpu"), kernel), out, lse
+    return a_job(work, given.three, mask, 8**-0.5), out, lse
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,24 +40,29 @@ def test_rows_of_the_same_call_are_the_same(
 ) -> None:
     for causal in (False, True):
         for masked in (False, True):
-            call, out, lse = a_call(dtype, causal=causal, masked=masked, spread=spread)
+            job, out, lse = a_call(dtype, causal=causal, masked=masked, spread=spread)
             for _ in range(5):
-                assert not rows_differ(call, out, lse, left)
+                assert not rows_differ(job, out, lse, left)
+
+
+def flipped(job: Job, name: str) -> Job:
+    return replace(job, tensors={**job.tensors, name: job.tensors[name].flip(-1)})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_results_are_not_those_of_the_call(dtype: torch.dtype) -> None:
-    call, out, lse = a_call(dtype, masked=True)
-    assert call.mask is not None
+    job, out, lse = a_call(dtype, masked=True)
+    assert job.mask is not None
+    causal = replace(job.problem, work=replace(job.work, is_causal=True))
     other = [
-        (call, torch.randn_like(out), lse),
-        (call, 2 * out, lse),
-        (call, out, lse + 0.01),
-        (replace(call, scale=2 * call.scale), out, lse),
-        (replace(call, work=replace(call.work, is_causal=True)), out, lse),
-        (replace(call, mask=MaskView(~call.mask.mask, 1)), out, lse),
-        (replace(call, query=call.query.flip(-1)), out, lse),
-        (replace(call, value=call.value.flip(-1)), out, lse),
+        (job, torch.randn_like(out), lse),
+        (job, 2 * out, lse),
+        (job, out, lse + 0.01),
+        (replace(job, scale=2 * job.scale), out, lse),
+        (replace(job, problem=causal), out, lse),
+        (replace(job, mask=MaskView(~job.mask.mask, 1)), out, lse),
+        (flipped(job, "query"), out, lse),
+        (flipped(job, "value"), out, lse),
     ]
     for number, one in enumerate(other):
         assert rows_differ(*one, None), number

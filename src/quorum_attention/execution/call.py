@@ -1,4 +1,4 @@
-"""One attention call with its tensors, and one pass of it: what it reads and the results it makes.
+"""One pass of a call with its tensors: what it reads and the results it makes.
 
 Numbers of an fp32 gradient for fp16 inputs may be too large or too small for fp16. All results of a
 backward are linear in the upstream gradient. So it is divided by a power of two for each key/value
@@ -8,7 +8,7 @@ head, and the finished gradients are multiplied by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -145,35 +145,6 @@ def no_bias(rectangle: Rectangle) -> None:
 
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Checked inputs and what to run them with.
-
-    Attributes:
-        work: the call's sizes.
-        query: (*batch, heads, n_queries, head_dim), on ``device`` or on the host, as key and value.
-        key: (*batch, kv_heads, n_keys, head_dim).
-        value: (*batch, kv_heads, n_keys, value_dim).
-        mask: the call's mask; None if it has none.
-        scale: the factor of the scores.
-        device: the device that computes.
-        kernel: the inner kernel.
-        sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
-        dropout: which probabilities are dropped; None: none.
-    """
-
-    work: Workload
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: MaskView | None
-    scale: float
-    device: torch.device
-    kernel: InnerKernel
-    sinks: torch.Tensor | None = None
-    dropout: Dropout | None = None
 
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
@@ -365,25 +336,49 @@ class ProgressStoppedError(Exception):
 
 @dataclass(slots=True)
 class Job:
-    """One pass of one call, as it is given to a route.
+    """One pass of one call with its tensors, as it is given to a route.
 
     Attributes:
-        call: the inputs, and what to run them with.
         problem: the pass without its tensors, as routes are asked about it.
         tensors: the tensors it reads, by name: (*batch, heads, n, d); lse is (*batch, heads, n).
+            They are on ``device`` or on the host.
+        scale: the factor of the scores.
+        device: the device that computes.
+        mask: the call's mask; None if it has none.
+        sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
+        dropout: which probabilities are dropped; None: none.
         results: the results that exist, by name: given by the caller, or made.
+        upstream: the upstream gradient of a backward; None in a forward.
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
-        upstream: the upstream gradient of a backward; None in a forward.
     """
 
-    call: Call
     problem: Problem
     tensors: dict[str, torch.Tensor]
-    results: dict[str, torch.Tensor]
+    scale: float
+    device: torch.device
+    mask: MaskView | None = None
+    sinks: torch.Tensor | None = None
+    dropout: Dropout | None = None
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    upstream: Upstream | None = None
     report: PassReport | None = None
     progress: Progress | None = None
-    upstream: Upstream | None = None
+
+    @property
+    def work(self) -> Workload:
+        """The call's sizes."""
+        return self.problem.work
+
+    @property
+    def kernel(self) -> InnerKernel:
+        """The inner kernel."""
+        return self.problem.kernel
+
+    @property
+    def three(self) -> Three:
+        """Query, key and value."""
+        return self.tensors["query"], self.tensors["key"], self.tensors["value"]
 
     @property
     def spec(self) -> PassSpec:
@@ -411,13 +406,13 @@ class Job:
                 and item.copied
                 and not (self.problem.scaled and item.name == self.spec.divided)
             ):
-                part = operand(part, self.call.work.dtype)
+                part = operand(part, self.work.dtype)
             found[item.name] = part
         return found
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
         """The dtype of the result of ``state``."""
-        return self.call.work.state_dtype if state.over is None else self.problem.place.result_dtype
+        return self.work.state_dtype if state.over is None else self.problem.place.result_dtype
 
     def make_results(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
         """All results, in the order of the pass's states; allocates those that do not exist.
@@ -428,21 +423,20 @@ class Job:
         Raises:
             OutOfMemoryError: host memory cannot hold them.
         """
-        call = self.call
         for state in self.spec.states:
             if state.name not in self.results:
-                here = call.query.device
+                here = self.tensors["query"].device
                 where = here if state.over is not None or home is None else home
-                shape, dtype = state.shape(call.work), self.dtype_of(state)
+                shape, dtype = state.shape(self.work), self.dtype_of(state)
                 self.results[state.name] = empty_result(
-                    shape, dtype, where, state.words, call.device
+                    shape, dtype, where, state.words, self.device
                 )
         return tuple(self.results[state.name] for state in self.spec.states)
 
     def take_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
         that the caller gave tensors for, or that have another dtype."""
-        work = self.call.work
+        work = self.work
         for state, part in zip(self.spec.states, parts, strict=True):
             result = part if len(work.batch_shape) == 1 else part.reshape(state.shape(work))
             given = self.results.get(state.name)
@@ -461,7 +455,7 @@ class Job:
     def fill(self, state: StateSpec, group: Group | None) -> float | torch.Tensor:
         """What rows of ``state`` begin with: a number, or one for each head of the group (None: of
         the call), (h, 1, 1)."""
-        sinks = self.call.sinks
+        sinks = self.sinks
         if sinks is None or state.name != _LSE:
             return state.fill
         return (sinks if group is None else sinks[group.query_heads])[:, None, None]
@@ -479,19 +473,17 @@ class Job:
             except StopIteration as error:
                 raise ProgressStoppedError(error) from None
 
-    def dropout(self, group: Group) -> Dropout | None:
+    def dropout_of(self, group: Group) -> Dropout | None:
         """The dropout of a head group, numbered in the whole call."""
-        every = self.call.dropout
-        if every is None:
+        if self.dropout is None:
             return None
-        return every.at(group.query_heads.start, flat_entries(self.call.work, group)[0])
+        return self.dropout.at(group.query_heads.start, flat_entries(self.work, group)[0])
 
     def bias(self, group: Group, task: Task) -> Bias:
         """The function that gives the additive mask of each rectangle of ``task``."""
-        call = self.call
-        if call.mask is None:
+        if self.mask is None:
             return no_bias
-        return call.mask.bias(group, task, call.work.dtype, call.device)
+        return self.mask.bias(group, task, self.work.dtype, self.device)
 
     def task(
         self,
@@ -519,58 +511,14 @@ class Job:
             query=three[0],
             key=three[1],
             value=three[2],
-            scale=self.call.scale,
-            is_causal=self.call.work.is_causal,
+            scale=self.scale,
+            is_causal=self.work.is_causal,
             bias=self.bias(group, task),
             max_queries=limits[0],
             max_keys=limits[1],
             timed=tools.clock.timed,
             lanes=tools.lanes,
             first_head=group.query_heads.start,
-            entries=flat_entries(self.call.work, group),
-            dropout=self.dropout(group),
+            entries=flat_entries(self.work, group),
+            dropout=self.dropout_of(group),
         )
-
-
-def forward_job(
-    call: Call,
-    problem: Problem,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> Job:
-    """The forward of a call.
-
-    Its results are out (*batch, heads, n_queries, value_dim), on the inputs' device (or the given
-    ``out``, filled), and lse (*batch, heads, n_queries), natural log, in the state's dtype (or the
-    given ``lse``).
-    """
-    given = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
-    return Job(call, problem, _inputs(call), given)
-
-
-def backward_job(
-    call: Call,
-    problem: Problem,
-    upstream: Upstream,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grads: Sequence[torch.Tensor] | None = None,
-) -> Job:
-    """The backward of a call.
-
-    Its results are the gradients of query, key and value, with the shapes, dtypes and device of the
-    inputs (or the given ``grads``, filled).
-
-    Args:
-        out: (*batch, heads, n_queries, value_dim), on any device, with any strides, as the upstream
-            gradient.
-        lse: (*batch, heads, n_queries) as the forward returned it.
-    """
-    names = ("query", "key", "value")
-    given = {} if grads is None else dict(zip(names, grads, strict=True))
-    tensors = {**_inputs(call), "out": out, "grad_out": upstream.tensor, "lse": lse}
-    return Job(call, problem, tensors, given, upstream=upstream)
-
-
-def _inputs(call: Call) -> dict[str, torch.Tensor]:
-    return {"query": call.query, "key": call.key, "value": call.value}

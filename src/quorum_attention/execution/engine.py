@@ -178,7 +178,7 @@ class Engine:
 
     def _accumulate(self, unit: Unit, scaling: Scaling) -> None:
         """Add the pairs of a unit to the states in its slot, and in that of what stays."""
-        job, work, kernel = self.job, self.job.call.work, self.job.call.kernel
+        job, work, kernel = self.job, self.job.work, self.job.kernel
         if unit.beside is not None:
             task, rectangles = unit.beside.task, unit.beside.rectangles
             fields = {**unit.beside.unit.fields, **unit.fields}

@@ -26,7 +26,7 @@ import torch
 
 from quorum_attention.decomposition import EMPTY, Decomposition, Pairs, Ranges, Rectangle
 from quorum_attention.errors import first_line, is_out_of_memory
-from quorum_attention.execution.call import Call, MaskView
+from quorum_attention.execution.call import Job, MaskView
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Group, Workload, flat_entry, group_part
 from quorum_attention.execution.trimming import pairs_of
@@ -94,7 +94,7 @@ def fitting(work: Workload, device: torch.device, left: int | None, mask_bytes: 
 
 
 def add_up_mask_gradient(
-    call: Call, given: Saved, target: torch.Tensor, left: int | None
+    job: Job, given: Saved, target: torch.Tensor, left: int | None
 ) -> list[str]:
     """Fill ``target`` with the gradient of the call's mask.
 
@@ -110,21 +110,21 @@ def add_up_mask_gradient(
     Raises:
         Out-of-memory errors of the allocator: not even a tile of one pair can be computed.
     """
-    assert call.mask is not None
-    mask = call.mask.mask
+    assert job.mask is not None
+    mask = job.mask.mask
     target = target.reshape(mask.shape)
-    walk = _Walk(call, call.mask, given, target, pairs_of(call.work, call.kernel))
+    walk = _Walk(job, job.mask, given, target, pairs_of(job.work, job.kernel))
     # What is tested of each pair takes a distance of 64 bits, and a few flags.
-    tested = 8 if call.kernel.pairwise else 0
-    tile = fitting(call.work, call.device, left, mask.element_size() + tested)
+    tested = 8 if job.kernel.pairwise else 0
+    tile = fitting(job.work, job.device, left, mask.element_size() + tested)
     recoveries: list[str] = []
     for index in product(*(range(n) for n in mask.shape[:-3])):
         # Blocks are those of the tile that began; a failed one is computed by smaller tiles.
-        for block in _blocks(mask, call.work, tile):
+        for block in _blocks(mask, job.work, tile):
             while (failure := _attempt(walk, index, block, tile)) is not None:
                 after = tile.smaller()
                 assert after is not None
-                backend_of(call.device).give_back_cached()
+                backend_of(job.device).give_back_cached()
                 recoveries.append(
                     f"mask gradient out of memory ({failure}): tiles of {after.queries} queries "
                     f"by {after.keys} keys of {counted(after.heads, 'key/value head')}"
@@ -171,7 +171,7 @@ class _Walk:
         pairs: which pairs the call keeps, as far as that is known.
     """
 
-    call: Call
+    job: Job
     mask: MaskView
     given: Saved
     target: torch.Tensor
@@ -190,7 +190,7 @@ class _Walk:
                 if self.pairs.of(positions) is EMPTY:
                     continue
                 if rows is None:
-                    rows = self._rows(entry, heads, queries, tile.keys >= self.call.work.n_keys)
+                    rows = self._rows(entry, heads, queries, tile.keys >= self.job.work.n_keys)
                 part = self._tile(rows, keys)
                 if total is None and part.shape == shape:
                     total = part
@@ -206,13 +206,13 @@ class _Walk:
 
     def _entries(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """The batch entries whose pairs get the mask at ``index``."""
-        sizes = zip(self.call.work.batch_shape, self.target.shape[:-3], index, strict=True)
+        sizes = zip(self.job.work.batch_shape, self.target.shape[:-3], index, strict=True)
         return product(*(range(n) if m == 1 else (i,) for n, m, i in sizes))
 
     def _cuts(self, block: _Block, within: _Block | None = None) -> tuple[slice, ...]:
         """The mask's part for a block, in positions of all of the mask or of the block ``within``;
         dimensions that it broadcasts over are whole."""
-        times, cuts = (self.call.work.queries_per_key_head, 1, 1), []
+        times, cuts = (self.job.work.queries_per_key_head, 1, 1), []
         starts = (0, 0, 0) if within is None else [part.start for part in within]
         for part, first, factor, n in zip(
             block, starts, times, self.target.shape[-3:], strict=True
@@ -225,28 +225,28 @@ class _Walk:
         self, entry: tuple[int, ...], heads: slice, queries: slice, whole_rows: bool
     ) -> BackwardRows:
         """Some queries of some heads of a batch entry, on the computing device."""
-        call, work = self.call, self.call.work
+        job, work = self.job, self.job.work
         group = Group((entry,), heads.start, heads.stop, work.queries_per_key_head)
         number, first_head = flat_entry(work, entry), group.query_heads.start
         whole = Decomposition(work.n_tokens).task(())
         task = TaskTensors(
             task=whole,
             rectangles=(),
-            query=group_part(call.query, group, "query"),
-            key=group_part(call.key, group, "key"),
-            value=group_part(call.value, group, "key"),
-            scale=call.scale,
+            query=group_part(job.tensors["query"], group, "query"),
+            key=group_part(job.tensors["key"], group, "key"),
+            value=group_part(job.tensors["value"], group, "key"),
+            scale=job.scale,
             is_causal=work.is_causal,
-            bias=self.mask.bias(group, whole, work.dtype, call.device),
+            bias=self.mask.bias(group, whole, work.dtype, job.device),
             first_head=first_head,
             entries=(number,),
-            dropout=None if call.dropout is None else call.dropout.at(first_head, number),
+            dropout=None if job.dropout is None else job.dropout.at(first_head, number),
         )
         exact = whole_rows and work.dtype != torch.float32 and not work.sinks
-        how = scores_of(call.kernel, _positions)
+        how = scores_of(job.kernel, _positions)
         how = replace(how, whole_rows=exact, exact_delta=exact, columns=work.columns)
         r = Rectangle(queries.start, queries.stop, 0, work.n_keys, work.is_causal)
-        like = torch.empty(0, dtype=work.state_dtype, device=call.device)
+        like = torch.empty(0, dtype=work.state_dtype, device=job.device)
         at = slice(0, 1), slice(0, heads.stop - heads.start), queries
         given = self.given
         saved = (group_part(t, group, "query") for t in (given.grad_out, given.out, given.lse))

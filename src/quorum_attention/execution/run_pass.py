@@ -48,13 +48,13 @@ def run_pass(
     job.report, job.progress = report, progress
     started = time.perf_counter()
     try:
-        if small_gradient_bytes(job.call.work, job.call.kernel):
+        if small_gradient_bytes(job.work, job.kernel):
             found = small_gradients(job)
             if found is not None:
                 job.tell(1, 1)
                 return found
         if not schedule.runs(job.problem):
-            schedule = schedule.through_slots(job.call.work)
+            schedule = schedule.through_slots(job.work)
         controller = _controller(job, schedule, guessed)
         while not controller.finished:
             schedule = _continued(schedule, controller)
@@ -74,7 +74,7 @@ def run_pass(
 
 def _controller(job: Job, schedule: Schedule, guessed: bool) -> RecoveryController:
     """The controller of a pass."""
-    work, route = job.call.work, schedule.route
+    work, route = job.work, schedule.route
 
     def cut(schedule: Schedule) -> tuple[Cutting, Limits]:
         cutting = Cutting(schedule, job.problem)
@@ -107,7 +107,7 @@ def _attempt(
     Raises:
         OutOfMemoryError: the controller gives up.
     """
-    report, device, route = job.report, job.call.device, schedule.route
+    report, device, route = job.report, job.device, schedule.route
     assert report is not None
     backend = backend_of(device)
     report.accumulator, report.left_out = route.accumulators, schedule.left_out

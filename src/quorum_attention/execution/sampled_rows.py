@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.execution.call import Call
+from quorum_attention.execution.call import Job, MaskView
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.merge import empty_
-from quorum_attention.kernels.protocol import Call as KernelCall
-from quorum_attention.kernels.protocol import Extent, Statistics
+from quorum_attention.kernels.protocol import Call, Extent, Statistics
 from quorum_attention.kernels.reference import Block, Scores
 from quorum_attention.kernels.torch_private import capturing
 
@@ -31,7 +30,7 @@ _LEAST_BYTES = 1 << 20
 _FEWEST_KEYS = 128
 
 
-def rows_differ(call: Call, out: torch.Tensor, lse: torch.Tensor, left: int | None) -> bool:
+def rows_differ(job: Job, out: torch.Tensor, lse: torch.Tensor, left: int | None) -> bool:
     """Whether some rows, computed again, are not those of a forward.
 
     False for kernels that compute more than the softmax of scores, which the reference cannot.
@@ -40,14 +39,14 @@ def rows_differ(call: Call, out: torch.Tensor, lse: torch.Tensor, left: int | No
         out, lse: the forward's, (*batch, heads, n_queries, value_dim) and without it.
         left: most device bytes to take at a time; None: what is usual.
     """
-    kernel = call.kernel
+    kernel = job.kernel
     other = (kernel.own_attention or kernel.probed_as is not None) and not kernel.pairwise
     # A capture cannot wait for the answer.
-    if other or call.work.n_keys == 0 or capturing(call.device):
+    if other or job.work.n_keys == 0 or capturing(job.device):
         return False
-    usual = _DEVICE_BYTES if backend_of(call.device).own_memory else _HOST_BYTES
+    usual = _DEVICE_BYTES if backend_of(job.device).own_memory else _HOST_BYTES
     room = usual if left is None else min(usual, left)
-    rows = _SampledRows(call, _drawn(call.work.n_queries))
+    rows = _SampledRows(job, _drawn(job.work.n_queries))
     while True:
         try:
             return bool(_differ(rows, out, lse, room).any())
@@ -55,7 +54,7 @@ def rows_differ(call: Call, out: torch.Tensor, lse: torch.Tensor, left: int | No
             if not is_out_of_memory(error) or room < _LEAST_BYTES:
                 raise
             room //= 4
-        backend_of(call.device).give_back_cached()
+        backend_of(job.device).give_back_cached()
 
 
 def _drawn(n: int) -> list[int]:
@@ -69,36 +68,36 @@ def _drawn(n: int) -> list[int]:
 class _SampledRows:
     """Some rows of all heads of a call; ``at``: which, ascending."""
 
-    call: Call
+    job: Job
     at: list[int]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of (*batch, heads, n, ...), on the computing device, with one batch
         dimension."""
-        work = self.call.work
+        work = self.job.work
         index = torch.tensor(self.at, device=tensor.device)
         rows = tensor.index_select(len(work.batch_shape) + 1, index)
-        return rows.reshape(work.batch, *rows.shape[len(work.batch_shape) :]).to(self.call.device)
+        return rows.reshape(work.batch, *rows.shape[len(work.batch_shape) :]).to(self.job.device)
 
     def statistics(self, room: int) -> tuple[Statistics, torch.Tensor]:
         """The rows' output and log-sum-exp over all of their keys; the largest norms of a key and
         of a value. ``room``: most device bytes to take."""
-        call, state = self.call, self.call.work.state_dtype
-        query = self.of(call.query)
-        out = query.new_empty((*query.shape[:3], call.work.value_dim), dtype=state)
+        job, state = self.job, self.job.work.state_dtype
+        query = self.of(job.tensors["query"])
+        out = query.new_empty((*query.shape[:3], job.work.value_dim), dtype=state)
         rows = Statistics(out, query.new_empty(query.shape[:3], dtype=state))
         empty_(rows.out, rows.lse)
-        if call.sinks is not None:
-            rows.lse.copy_(call.sinks.to(state)[:, None].expand(rows.lse.shape))
-        norms = torch.zeros(2, dtype=state, device=call.device)
-        stop = call.work.n_keys
-        if call.work.is_causal:
+        if job.sinks is not None:
+            rows.lse.copy_(job.sinks.to(state)[:, None].expand(rows.lse.shape))
+        norms = torch.zeros(2, dtype=state, device=job.device)
+        stop = job.work.n_keys
+        if job.work.is_causal:
             stop = min(self.at[-1] + 1, stop)
         step = self._step(stop, room)
         for start in range(0, stop, step):
             keys = slice(start, min(start + step, stop))
-            key, value = (self._keys(tensor, keys) for tensor in (call.key, call.value))
-            part = KernelCall(query, key, value, False, call.scale, self._bias(keys))
+            key, value = (self._keys(tensor, keys) for tensor in job.three[1:])
+            part = Call(query, key, value, False, job.scale, self._bias(keys))
             task = reference.whole_task(part)
             reference.forward(task, rows, self._scores(start))
             largest = [torch.linalg.vector_norm(t, dim=-1, dtype=state).max() for t in (key, value)]
@@ -107,7 +106,7 @@ class _SampledRows:
 
     def _scores(self, first: int = 0) -> Scores:
         """How the kernel changes and masks the scores with keys from ``first`` on."""
-        causal = self.call.work.is_causal
+        causal = self.job.work.is_causal
 
         def positions(block: Block, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
             device = block.query.device
@@ -120,26 +119,23 @@ class _SampledRows:
             mine = None if own.kept is None else own.kept(block, keys)
             return mine if seen is None else seen if mine is None else mine & seen
 
-        own = reference.scores_of(self.call.kernel, positions)
+        own = reference.scores_of(self.job.kernel, positions)
         return replace(own, kept=kept, matrices=max(2, own.matrices))
 
     def _keys(self, tensor: torch.Tensor, keys: slice) -> torch.Tensor:
         part = tensor[..., keys, :]
-        return part.reshape(self.call.work.batch, *part.shape[-3:]).to(self.call.device)
+        return part.reshape(self.job.work.batch, *part.shape[-3:]).to(self.job.device)
 
     def _bias(self, keys: slice) -> torch.Tensor | None:
         """The mask of these rows, additive, as kernels get it."""
-        if self.call.mask is None:
+        if self.job.mask is None:
             return None
-        work, mask = self.call.work, self.call.mask.mask
+        work, mask = self.job.work, self.job.mask.mask
         if mask.shape[-2] > 1:
             mask = mask.index_select(-2, torch.tensor(self.at, device=mask.device))
         mask = mask[..., keys] if mask.shape[-1] > 1 else mask
-        mask = mask.expand(*work.batch_shape, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
-        mask = mask.to(self.call.device)
-        if mask.dtype != torch.bool:
-            return mask.to(work.dtype)
-        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+        view = MaskView(mask, len(work.batch_shape))
+        return view.whole(work.dtype, self.job.device, work.batch_shape)
 
     def _step(self, stop: int, room: int) -> int:
         """The most keys at a time."""
@@ -149,33 +145,33 @@ class _SampledRows:
         return step
 
     def _bytes(self, keys: int) -> int:
-        work, rows = self.call.work, len(self.at)
+        work, rows = self.job.work, len(self.at)
         size = Extent(work.batch, work.heads, work.kv_heads, max(rows, keys), rows, keys)
         # Copies of keys and values on the device, and their squares while norms are taken.
         copies = work.batch * work.kv_heads * keys * (work.head_dim + work.value_dim)
         copies *= work.element_bytes + work.state_dtype.itemsize
-        call = work.call_shape(self.call.device.type, False)
+        call = work.call_shape(self.job.device.type, False)
         return copies + reference.forward_bytes(call, size, self._scores())
 
 
 def _differ(rows: _SampledRows, out: torch.Tensor, lse: torch.Tensor, room: int) -> torch.Tensor:
     """Which of these rows are not those of the forward."""
-    call = rows.call
+    job = rows.job
     now, (key_norm, value_norm) = rows.statistics(room)
     then_out, then_lse = rows.of(out).to(now.out.dtype), rows.of(lse).to(now.lse.dtype)
     # Where a number has overflowed, in either, rounding decides.
     known = _is_number(then_lse) & _is_number(now.lse)
-    unit, products = _rounding(call)
+    unit, products = _rounding(job)
     # Scores are at most as large as the products of norms.
-    reach = abs(call.scale) * key_norm * rows.of(call.query).to(now.lse.dtype).norm(dim=-1)
+    reach = abs(job.scale) * key_norm * rows.of(job.tensors["query"]).to(now.lse.dtype).norm(dim=-1)
     allowed = (1e-3 if unit > 1e-10 else 1e-9) + reach * products
     # A row without a key, then and now, has the same infinite lse.
     change = torch.expm1(now.lse - then_lse).masked_fill(now.lse == then_lse, 0.0)
     differ: torch.Tensor = change.abs() > allowed
-    if call.dropout is None:
+    if job.dropout is None:
         apart = (now.out - then_out).norm(dim=-1)
         # What is less than 16 bits hold is 0.
-        least = torch.finfo(call.work.dtype).tiny * call.work.value_dim
+        least = torch.finfo(job.work.dtype).tiny * job.work.value_dim
         rounded = 0.1 * now.out.norm(dim=-1) + (unit + allowed) * value_norm + least
         differ |= apart.isfinite() & (apart > rounded)
     return differ & known
@@ -185,11 +181,11 @@ def _is_number(lse: torch.Tensor) -> torch.Tensor:
     return lse.isfinite() | (lse == -torch.inf)
 
 
-def _rounding(call: Call) -> tuple[float, float]:
+def _rounding(job: Job) -> tuple[float, float]:
     """How far a probability may be rounded, and a product of norms; both relative."""
-    dtype = call.work.dtype
+    dtype = job.work.dtype
     if dtype == torch.float64:
         return 2.0**-40, 2.0**-46
-    if dtype == torch.float32 and backend_of(call.device).own_memory:
+    if dtype == torch.float32 and backend_of(job.device).own_memory:
         return 2.0**-9, 2.0**-9  # it may be TF32
     return (2.0**-18 if dtype == torch.float32 else 2.0**-8), 2.0**-19

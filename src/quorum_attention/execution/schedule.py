@@ -111,7 +111,7 @@ class Route(ABC):
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""
-        return list(groups(job.call.work, schedule.group))
+        return list(groups(job.work, schedule.group))
 
     def opened(self, job: Job, schedule: Schedule) -> AbstractContextManager[Attempt]:
         """What all attempts of a pass share; gives a function that makes one."""

@@ -294,7 +294,7 @@ class SlotRows:
         slots: dict[int, torch.Tensor],
         mover: Mover,
     ) -> None:
-        self._job, self._work, self._layout = job, job.call.work, layout
+        self._job, self._work, self._layout = job, job.work, layout
         self.slots, self.mover = slots, mover
         # One side's slots have no fields for the rows of the other.
         self._inputs = [item for item in moved.inputs if item.spec.name in layout.fields]
@@ -467,7 +467,7 @@ def moved_tensors(
         waiting: whose states wait: those of queries, of keys, or of both.
         made_at: where results that are their own state are made; None: where the inputs are.
     """
-    call, spec, work = job.call, job.spec, job.call.work
+    spec, work = job.spec, job.work
     given = {id(result) for result in job.results.values()}
     results = job.make_results(made_at)
     inputs, states, copied = [], [], []
@@ -482,11 +482,11 @@ def moved_tensors(
         if job.dtype_of(state) != work.state_dtype and state.axis in waiting:
             heads = state.heads(work, group.kv_heads)
             shape = group.batch, heads, state.rows(work), state.columns(work)
-            tensor = travelling(shape, work.state_dtype, home, call.device)
+            tensor = travelling(shape, work.state_dtype, home, job.device)
             at = RowTensor(tensor, state.axis, of_group=True)
             copied.append(Copied(tensor))
         states.append(State(state, at, final))
-    with backend_of(call.device).page_locks(copied) as locks:
+    with backend_of(job.device).page_locks(copied) as locks:
         yield Moved(tuple(inputs), tuple(states), locks)
 
 
@@ -500,7 +500,7 @@ def open_slots(
     At the end, also after a failure, no copy is in flight any more, and the results of units that
     were reported done have arrived.
     """
-    backend, device = backend_of(job.call.device), job.call.device
+    backend, device = backend_of(job.device), job.device
     arena = backend.allocate(sum(layout.slot_bytes * n for layout, n in layouts), device)
     mover = backend.mover(device, sum(n for _, n in layouts), moved.locks, clock)
     try:

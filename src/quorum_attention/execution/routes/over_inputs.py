@@ -175,7 +175,7 @@ class Whole(OverInputs):
 
         If an input has no view (b, heads, n, d), there is at least one for each batch entry.
         """
-        work = job.call.work
+        work = job.work
         rows = (job.tensors[item.name] for item in job.spec.inputs if item.width != "one")
         size = schedule.group
         if not schedule.is_all(work) or any(flat_batch(t) is None for t in rows):
@@ -186,12 +186,12 @@ class Whole(OverInputs):
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
     ) -> Callable[[Group], Iterable[int]]:
         """One kernel call; the scaled backward, head by head, where its gradients overflow."""
-        call, work = job.call, job.call.work
+        work = job.work
         task, (rectangle,) = all_rectangles(work, schedule.decomposition)
         every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
         lse = job.tensors.get("lse")
         if lse is not None:
-            lse = without_empty_rows(lse.to(call.device))
+            lse = without_empty_rows(lse.to(job.device))
 
         def compute(group: Group) -> tuple[int]:
             alone = None if group == every else group
@@ -236,15 +236,15 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    call, lse = job.call, job.tensors.get("lse")
-    if is_small(call.work, call.kernel):
+    lse = job.tensors.get("lse")
+    if is_small(job.work, job.kernel):
         found = small_gradients(job)
         if found is not None:
             return found
     if lse is not None:
         lse = without_empty_rows(lse)
-    mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
-    parts = _of_call(job, None, lse, call.work.is_causal, mask)
+    mask = None if job.mask is None else job.mask.whole(job.work.dtype, job.device)
+    parts = _of_call(job, None, lse, job.work.is_causal, mask)
     return None if parts is None else job.take_results(parts)
 
 
@@ -254,19 +254,19 @@ def small_gradients(job: Job) -> tuple[torch.Tensor, ...] | None:
     None for a forward, tensors elsewhere than on the device that computes, and on a CPU where one
     is not finite: operators keep NaN to the rows that have it.
     """
-    call, work = job.call, job.call.work
-    if not job.spec.backward or any(t.device != call.device for t in job.tensors.values()):
+    work = job.work
+    if not job.spec.backward or any(t.device != job.device for t in job.tensors.values()):
         return None
     query, key, value, out, grad_out, lse = (
         _four(job.tensors[name], work)
         for name in ("query", "key", "value", "out", "grad_out", "lse")
     )
-    mask = call.mask
-    bias = None if mask is None else mask.whole(work.dtype, call.device, work.batch_shape)
-    one = Call(query, key, value, work.is_causal, call.scale, bias, work.state_dtype, call.dropout)
+    mask = job.mask
+    bias = None if mask is None else mask.whole(work.dtype, job.device, work.batch_shape)
+    one = Call(query, key, value, work.is_causal, job.scale, bias, work.state_dtype, job.dropout)
     saved, how = Saved(grad_out, out, lse), replace(SMALL, columns=work.columns)
     parts = whole_backward(one, saved, how)
-    if not backend_of(call.device).own_memory and not all_finite(parts):
+    if not backend_of(job.device).own_memory and not all_finite(parts):
         return None
     every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
     for state, part in zip(job.spec.states, parts, strict=True):
@@ -288,25 +288,25 @@ def _of_call(
     Returns:
         None if gradients that may have to be scaled are not finite.
     """
-    call, work = job.call, job.call.work
+    work = job.work
     given = {}
     for item in job.spec.inputs:
         name = item.name
         tensor = lse if name == "lse" and lse is not None else job.tensors[name]
         part = _four(tensor, work) if group is None else group_part(tensor, group, item.axis)
         given[name] = operand(part, work.dtype) if item.copied else part
-    dropout = call.dropout if group is None else job.dropout(group)
-    joins = not job.spec.backward and call.sinks is not None
+    dropout = job.dropout if group is None else job.dropout_of(group)
+    joins = not job.spec.backward and job.sinks is not None
     one = Call(
-        given["query"], given["key"], given["value"], causal, call.scale, bias,
+        given["query"], given["key"], given["value"], causal, job.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
         work.state_dtype if joins else job.problem.place.result_dtype, dropout,
     )  # fmt: skip
-    parts = job.spec.of_call(call.kernel, one, given)
-    if joins and call.sinks is not None:
-        sinks = call.sinks if group is None else call.sinks[group.query_heads]
+    parts = job.spec.of_call(job.kernel, one, given)
+    if joins and job.sinks is not None:
+        sinks = job.sinks if group is None else job.sinks[group.query_heads]
         join_sinks_(parts[0], parts[1], sinks)
-    if job.problem.scaled and not capturing(call.device) and not all_finite(parts):
+    if job.problem.scaled and not capturing(job.device) and not all_finite(parts):
         return None
     return parts
 
@@ -331,9 +331,9 @@ def _scaled(
 ) -> None:
     """Compute a head group by the scaled backward, head by head."""
     # Where the forward's state was in host memory, so is its lse.
-    here = job.tensors["lse"].to(job.call.device)
+    here = job.tensors["lse"].to(job.device)
     job = replace(job, tensors={**job.tensors, "lse": here})
-    task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
+    task, rectangles = all_rectangles(job.work, schedule.decomposition)
     job.make_results()
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
@@ -426,7 +426,7 @@ class Blockwise(_Tasks):
     ) -> Callable[[Group], Iterable[int]]:
         """All tasks as one."""
         job.make_results()
-        task, rectangles = all_rectangles(job.call.work, schedule.decomposition, self.pieces)
+        task, rectangles = all_rectangles(job.work, schedule.decomposition, self.pieces)
         copied = self.rows_copied(schedule, job.problem) is None
 
         def compute(group: Group) -> tuple[int]:
@@ -466,22 +466,22 @@ def compute_group(
         ask: decides whether a scaled group that overflowed runs again (execution/scaling.py).
         copied: whether to copy inputs that operators cannot read; if not, the kernel does.
     """
-    call, work, spec = job.call, job.call.work, job.spec
+    work, spec = job.work, job.spec
     given = job.operands(group, copied=copied)
     # In a scaled backward: what is divided, from and to.
     upstream = divided = scaling = None
     if job.problem.scaled and spec.divided is not None:
         upstream = given[spec.divided]
-        divided = torch.empty(upstream.shape, dtype=work.dtype, device=call.device)
+        divided = torch.empty(upstream.shape, dtype=work.dtype, device=job.device)
         given[spec.divided] = divided
-        scaling = GroupScaling(work, call.device, (task.value.shape[0], task.value.shape[1]))
+        scaling = GroupScaling(work, job.device, (task.value.shape[0], task.value.shape[1]))
     targets = job.targets(group)
     own = in_results(job.problem)
     states = [
         # A result in the state's dtype is its own state.
         _begun(target, job.fill(state, group))
         if state.over is None or own
-        else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)
+        else torch.zeros(target.shape, dtype=work.state_dtype, device=job.device)
         for state, target in zip(spec.states, targets, strict=True)
     ]
     while True:
@@ -491,7 +491,7 @@ def compute_group(
                 copy_on_device(divided, upstream)
                 told = scaling.divide_(divided, task.value)
         with tools.clock.timed("compute"):
-            spec.accumulate(call.kernel, task, given, states, told)
+            spec.accumulate(job.kernel, task, given, states, told)
         if scaling is None or not scaling.overflowed():
             break
         if not scaling.repeats(what_is_read(job.tensors, group), ask):
@@ -573,7 +573,7 @@ class PerTask(_Tasks):
     ) -> Callable[[Group], Iterable[int]]:
         """Task by task."""
         job.make_results()
-        whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
+        whole, every = rectangles_in_place(job.work, schedule.decomposition)
 
         def compute(group: Group) -> Iterator[int]:
             one = job.task(schedule.limits, group, tools, whole, ())
@@ -586,7 +586,7 @@ class PerTask(_Tasks):
 def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tools) -> Iterator[int]:
     """Compute the tasks of a head group, merge the rows that several of them have, and write the
     results. Yields 1 for each task."""
-    spec, work, kernel = job.spec, job.call.work, job.call.kernel
+    spec, work, kernel = job.spec, job.work, job.kernel
     spans = [kernel.task_span(task) for task in tasks]
     owners = {
         axis: row_owners(tuple(s and (s[at].start, s[at].stop) for s in spans), n)
@@ -598,7 +598,7 @@ def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tool
         torch.empty(
             (1, result.shape[1], rows.n_shared, *result.shape[3:]),
             dtype=work.state_dtype,
-            device=job.call.device,
+            device=job.device,
         )
         for result, rows in zip(results, held, strict=True)
     ]
@@ -626,9 +626,9 @@ def _compute_task(
 ) -> None:
     """Compute a task; merge the rows that other tasks have too into ``states``; and copy to
     ``results`` the rows that only this task has, and those that no later task has."""
-    spec, sinks = job.spec, job.call.sinks
+    spec, sinks = job.spec, job.sinks
     with tools.clock.timed("compute"):
-        parts = spec.of_task(job.call.kernel, task, given)
+        parts = spec.of_task(job.kernel, task, given)
         if sinks is not None and not spec.backward:
             for piece in pieces[0]:
                 if piece.first:

@@ -150,14 +150,14 @@ class Slots(Route):
     @contextmanager
     def opened(self, job: Job, schedule: Schedule) -> Iterator[Attempt]:
         """The states that wait outside of slots last for all attempts of a pass."""
-        call, home = job.call, home_device(self.accumulator, job.call.device)
+        home = home_device(self.accumulator, job.device)
 
         def attempt(
             schedule: Schedule, controller: RecoveryController, tools: Tools
         ) -> Iterator[int]:
             scaling, n_slots = None, controller.n_slots
             if job.problem.scaled:
-                scaling = UnitScaling(call.work, call.device, schedule.group, n_slots, controller)
+                scaling = UnitScaling(job.work, job.device, schedule.group, n_slots, controller)
             done, total = controller.units_done, controller.units_done + controller.units_left
             slots = _layout(job, schedule), n_slots
             try:
@@ -177,7 +177,7 @@ class Slots(Route):
 
 
 def _layout(job: Job, schedule: Schedule) -> SlotLayout:
-    work, dtype = job.call.work, job.problem.place.result_dtype
+    work, dtype = job.work, job.problem.place.result_dtype
     rows = schedule.task_rows(work)
     return slot_layout(job.spec, work, schedule.group, rows, dtype)
 
@@ -185,7 +185,7 @@ def _layout(job: Job, schedule: Schedule) -> SlotLayout:
 def _has_headroom(job: Job, controller: RecoveryController) -> bool:
     """Whether the slots of one level less fit twice into free memory."""
     coarser = _layout(job, controller.cuts.schedule(controller.depth - 1))
-    free = backend_of(job.call.device).free_bytes(job.call.device)
+    free = backend_of(job.device).free_bytes(job.device)
     return free >= 2 * controller.n_cap * coarser.slot_bytes
 
 
@@ -341,8 +341,8 @@ class Streaming(Route):
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
     ) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
-        work = job.call.work
-        home = home_device("host", job.call.device)
+        work = job.work
+        home = home_device("host", job.device)
         waiting = (self.streams_by,) if self.passage(work).n_chunks > 1 else ()
         chunk, block = (
             self.layout(schedule, job.problem, a) for a in (self.stays, self.streams_by)
@@ -350,7 +350,7 @@ class Streaming(Route):
         scaling = None
         if job.problem.scaled:
             heads = (1, schedule.group.kv_heads)
-            scaling = GroupScaling(work, job.call.device, heads, self.n_cap)
+            scaling = GroupScaling(work, job.device, heads, self.n_cap)
         with (
             moved_tensors(job, schedule.group, home, waiting) as moved,
             # The last slot is the chunk's.
@@ -388,7 +388,7 @@ class Streaming(Route):
         """Every block of every chunk of one head group."""
         blocks, staying = engine.rows, engine.staying
         assert staying is not None
-        work = engine.job.call.work
+        work = engine.job.work
         passage, whole = self.passage(work), Decomposition(work.n_tokens).task(())
         number, last_units = 0, dict[int | None, int]()
         for chunk in range(passage.n_chunks):
