@@ -24,7 +24,7 @@ from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.page_locks import Copied
 from quorum_attention.execution.device.residency import home_device, travelling
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.kernels.merge import add_all_, merge_
+from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.scaling import divide_gradient_
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -156,7 +156,7 @@ def all_four(gpu: torch.device, width: int) -> list[torch.Tensor]:
     merge_(state[:, :, 128:384], lse[:, :, 128:384], part, random(1, 2, 256))
     flags = torch.zeros(1, 2, dtype=torch.int32, device=gpu)
     factors = torch.tensor([[0.5, 4.0]], device=gpu)
-    add_all_((state[:, :, :256],) * 3, (part,) * 3, 0.25, factors, flags)
+    add_(state[:, :, :256], part, 0.25, factors, flags)
     divide_gradient_(part, part.clone(), factors, 5)
     torch.cuda.synchronize()
     return [state, lse, part, factors, flags]
@@ -181,7 +181,7 @@ def test_a_kernel_is_launched_from_any_thread_stream_and_graph(gpu: torch.device
     state, part = torch.zeros(1, 1, 256, 64, device=gpu), torch.ones(1, 1, 256, 64, device=gpu)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        add_all_((state,), (part.half(),), 2.0)
+        add_(state, part.half(), 2.0)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -192,7 +192,7 @@ def test_what_is_not_aligned_or_too_long_is_launched_all_the_same(gpu: torch.dev
     state = torch.zeros(1, 1, 257, 64, device=gpu).flatten()[1 : 1 + 256 * 64].view(1, 1, 256, 64)
     part = torch.ones(1, 1, 256, 64, device=gpu).half()
     assert state.data_ptr() % 16
-    add_all_((state,), (part,), 2.0)
+    add_(state, part, 2.0)
     assert bool((state == 2.0).all())
     assert int(state.sum()) == 2 * 256 * 64
 

@@ -56,7 +56,7 @@ for shape in shapes:
         factor = 2.0 ** torch.randint(-9, 9, (1, h), device=device).float()
         wanted, flag = target.double(), torch.zeros(3, h, dtype=torch.int32, device=device)
         wanted += 0.25 * factor[:, :, None, None].double() * out_i.double()
-        launch_add((target,), (out_i,), 0.25, factor, flag[1:2])
+        launch_add(target, out_i, 0.25, factor, flag[1:2])
         torch.testing.assert_close(target.double(), wanted, atol=1e-5, rtol=1e-5)
         assert not flag.any()
         for broken in (torch.inf, -torch.inf, torch.nan):
@@ -64,7 +64,7 @@ for shape in shapes:
                 poisoned = out_i.clone()
                 poisoned[-1, -1, -1, -1] = broken
                 flag.zero_()
-                launch_add((target,), (poisoned,), 0.25, None, flag[1:2])
+                launch_add(target, poisoned, 0.25, None, flag[1:2])
                 # Of the head at fault alone, and nothing beside the flags.
                 assert flag.nonzero().tolist() == [[1, h - 1]]
                 reference = torch.zeros(1, h, dtype=torch.int32)
@@ -81,7 +81,7 @@ for large_first in (True, False):
     weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
     exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
     assert ((out.cpu().double() - exact).abs() < 1e-6 * exact).all(), out
-# Three pairs of different sizes in one launch, the second with grouped heads.
+# Three pairs of different sizes, the second with grouped heads.
 shapes = [(2, 4, 37, 40), (2, 2, 130, 40), (2, 2, 130, 64)]
 for flagged in (None, 0, 1, 2):
     targets = tuple(torch.randn(b, h, n + 3, d, device=device)[:, :, 1 : 1 + n]
@@ -96,7 +96,8 @@ for flagged in (None, 0, 1, 2):
     if flagged is not None:
         sources[flagged][1, -1, -1, -1] = torch.inf
     flag = torch.zeros(2, 2, dtype=torch.int32, device=device)
-    launch_add(targets, sources, 0.5, unscale, flag)
+    for pair in zip(targets, sources):
+        launch_add(*pair, 0.5, unscale, flag)
     assert flag.tolist() == [[0, 0], [0, int(flagged is not None)]]
     for number, (target, expected) in enumerate(zip(targets, wanted)):
         if number != flagged:

@@ -101,35 +101,9 @@ def add_(
         overflow: shaped like ``unscale``, int32; 1 is set where any element of ``source`` is not
             finite; None: not checked.
     """
-    add_all_((target,), (source,), alpha, unscale, overflow)
-
-
-def add_all_(
-    targets: tuple[torch.Tensor, ...],
-    sources: tuple[torch.Tensor, ...],
-    alpha: float = 1.0,
-    unscale: torch.Tensor | None = None,
-    overflow: torch.Tensor | None = None,
-) -> None:
-    """``add_`` for up to three pairs, on a GPU in one launch."""
-    pairs = list(zip(targets, sources, strict=True))
-    one_dtype = len({source.dtype for source in sources}) == 1
-    if one_dtype and all(t.is_cuda and _triton_can_merge(t, s) for t, s in pairs):
-        launch_add(targets, sources, alpha, unscale, overflow)
-    elif len(pairs) > 1:
-        for target, source in pairs:
-            add_(target, source, alpha, unscale, overflow)
-    else:
-        _add_by_torch_(*pairs[0], alpha, unscale, overflow)
-
-
-def _add_by_torch_(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    alpha: float,
-    unscale: torch.Tensor | None,
-    overflow: torch.Tensor | None,
-) -> None:
+    if target.is_cuda and _triton_can_merge(target, source):
+        launch_add(target, source, alpha, unscale, overflow)
+        return
     if unscale is None and overflow is None and source.dtype == target.dtype:
         target.add_(source, alpha=alpha)
         return
@@ -309,42 +283,31 @@ def launch_merge(
 
 
 def launch_add(
-    targets: tuple[torch.Tensor, ...],
-    sources: tuple[torch.Tensor, ...],
+    target: torch.Tensor,
+    source: torch.Tensor,
     alpha: float,
     unscale: torch.Tensor | None,
     overflow: torch.Tensor | None,
 ) -> None:
-    """Add up to three pairs; see ``add_all_``."""
+    """Add ``source`` to ``target``; see ``add_``."""
+    batch, heads, rows, width = target.shape
+    block_rows, block_width = _block(width)
+    blocks = -(-rows // block_rows)
+    unit, strides = _strides(target, source)
     by_head = unscale if overflow is None else overflow
-    factors_b = factors_h = factors_heads = 0
+    factors_b = factors_h = 0
+    shared = 1
     if by_head is not None:
         assert unscale is None or unscale.stride() == by_head.stride()
-        several, factors_heads = by_head.shape
         factors_b, factors_h = by_head.stride()
-        factors_b = factors_b if several > 1 else 0
-    arguments: list[Any] = []
-    blocks: list[int] = []
-    constants: list[object] = [unscale is not None, overflow is not None]
-    for i in range(3):
-        # A missing pair gets no blocks, so its pointers are never read.
-        here = i < len(targets)
-        target, source = (targets[i], sources[i]) if here else (targets[0], sources[0])
-        batch, heads, rows, width = target.shape
-        block_rows, block_width = _block(width)
-        each = -(-rows // block_rows)
-        unit, strides = _strides(target, source)
-        constants += (unit, width, block_rows, block_width)
-        blocks.append(batch * heads * each if here else 0)
-        shared = max(1, heads // factors_heads) if factors_heads else 1
-        arguments += (
-            target, source, max(1, heads), rows, max(1, each), *strides, factors_b, factors_h,
-            shared,
-        )  # fmt: skip
-    factors = targets[0] if unscale is None else unscale
-    flags = targets[0] if overflow is None else overflow
-    arguments += (blocks[0], blocks[0] + blocks[1], factors, flags, float(alpha))
-    _launch("add", sum(blocks), *arguments, *constants)
+        factors_b = factors_b if by_head.shape[0] > 1 else 0
+        shared = max(1, heads // max(1, by_head.shape[1]))
+    _launch(
+        "add", batch * heads * blocks, target, source, target if unscale is None else unscale,
+        target if overflow is None else overflow, float(alpha), heads, rows, blocks, *strides,
+        factors_b, factors_h, shared, unscale is not None, overflow is not None,
+        unit, width, block_rows, block_width,
+    )  # fmt: skip
 
 
 def launch_over_runs(kernel: str, tensor: torch.Tensor, groups: int, *arguments: Any) -> None:

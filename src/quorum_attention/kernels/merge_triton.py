@@ -74,11 +74,18 @@ def _merge_kernel(
     tl.store(lse_at, tl.where(no_old & no_new, float("-inf"), merged), mask=live)
 
 
-@triton.jit
-def _add_block(
-    block,
+@triton.jit(
+    do_not_specialize=[
+        "unscale", "overflow", "alpha", "heads", "rows", "blocks", "target_b", "target_h",
+        "target_r", "source_b", "source_h", "source_r", "unscale_b", "unscale_h", "shared",
+    ]
+)  # fmt: skip
+def _add_kernel(
     target,
     source,
+    unscale,
+    overflow,
+    alpha,
     heads,
     rows,
     blocks,
@@ -91,9 +98,6 @@ def _add_block(
     unscale_b,
     unscale_h,
     shared,
-    unscale,
-    overflow,
-    alpha,
     SCALED: tl.constexpr,
     CHECKED: tl.constexpr,
     UNIT: tl.constexpr,
@@ -101,10 +105,10 @@ def _add_block(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    lane = block // blocks
+    lane = tl.program_id(0) // blocks
     b = (lane // heads).to(tl.int64)
     h = (lane % heads).to(tl.int64)
-    row = (block % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = row < rows
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
@@ -122,57 +126,6 @@ def _add_block(
         bad = tl.max(tl.where(tl.abs(part) < float("inf"), 0, 1), axis=1)
         flag_at = overflow + b * unscale_b + (h // shared) * unscale_h
         tl.atomic_or(flag_at + 0 * row, bad, mask=bad > 0)
-
-
-_NUMBERS = (
-    "heads", "rows", "blocks", "target_b", "target_h", "target_r", "source_b", "source_h",
-    "source_r", "unscale_b", "unscale_h", "shared",
-)  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        *(f"{name}_{i}" for i in range(3) for name in _NUMBERS), "first_end", "second_end",
-        "unscale", "overflow", "alpha",
-    ]
-)  # fmt: skip
-def _add_kernel(
-    target_0, source_0, heads_0, rows_0, blocks_0, target_b_0, target_h_0, target_r_0,
-    source_b_0, source_h_0, source_r_0, unscale_b_0, unscale_h_0, shared_0,
-    target_1, source_1, heads_1, rows_1, blocks_1, target_b_1, target_h_1, target_r_1,
-    source_b_1, source_h_1, source_r_1, unscale_b_1, unscale_h_1, shared_1,
-    target_2, source_2, heads_2, rows_2, blocks_2, target_b_2, target_h_2, target_r_2,
-    source_b_2, source_h_2, source_r_2, unscale_b_2, unscale_h_2, shared_2,
-    first_end, second_end, unscale, overflow, alpha, SCALED: tl.constexpr, CHECKED: tl.constexpr,
-    UNIT_0: tl.constexpr, WIDTH_0: tl.constexpr, BLOCK_ROWS_0: tl.constexpr,
-    BLOCK_WIDTH_0: tl.constexpr,
-    UNIT_1: tl.constexpr, WIDTH_1: tl.constexpr, BLOCK_ROWS_1: tl.constexpr,
-    BLOCK_WIDTH_1: tl.constexpr,
-    UNIT_2: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK_ROWS_2: tl.constexpr,
-    BLOCK_WIDTH_2: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    if program < first_end:
-        _add_block(
-            program, target_0, source_0, heads_0, rows_0, blocks_0,
-            target_b_0, target_h_0, target_r_0, source_b_0, source_h_0, source_r_0,
-            unscale_b_0, unscale_h_0, shared_0, unscale, overflow, alpha, SCALED, CHECKED,
-            UNIT_0, WIDTH_0, BLOCK_ROWS_0, BLOCK_WIDTH_0,
-        )  # fmt: skip
-    elif program < second_end:
-        _add_block(
-            program - first_end, target_1, source_1, heads_1, rows_1, blocks_1,
-            target_b_1, target_h_1, target_r_1, source_b_1, source_h_1, source_r_1,
-            unscale_b_1, unscale_h_1, shared_1, unscale, overflow, alpha, SCALED, CHECKED,
-            UNIT_1, WIDTH_1, BLOCK_ROWS_1, BLOCK_WIDTH_1,
-        )  # fmt: skip
-    else:
-        _add_block(
-            program - second_end, target_2, source_2, heads_2, rows_2, blocks_2,
-            target_b_2, target_h_2, target_r_2, source_b_2, source_h_2, source_r_2,
-            unscale_b_2, unscale_h_2, shared_2, unscale, overflow, alpha, SCALED, CHECKED,
-            UNIT_2, WIDTH_2, BLOCK_ROWS_2, BLOCK_WIDTH_2,
-        )  # fmt: skip
 
 
 # Row norms, and dividing ``grad_out`` by two Triton kernels: the host never waits for a factor.

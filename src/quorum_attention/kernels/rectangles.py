@@ -20,7 +20,7 @@ import torch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
 from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, add_all_, merge_
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -283,14 +283,9 @@ class RectangleKernel(Kernel):
         found = self.whole_backward(piece.call, piece.saved)
         undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
         with _merging(task, number):
-            # Runs of rows that went in as batch entries each return a part of the key gradients.
-            n_parts = found[1].shape[0] // piece.grads[1].shape[0]
-            if n_parts == 1:
-                add_all_(piece.grads, found, *undo)
-                return
-            add_(piece.grads[0], found[0], *undo)
-            for target, parts in zip(piece.grads[1:], found[1:], strict=True):
-                for part in parts.chunk(n_parts):
+            for target, parts in zip(piece.grads, found, strict=True):
+                # Runs of rows that went in as batch entries each return a part of key gradients.
+                for part in parts.chunk(parts.shape[0] // target.shape[0]):
                     add_(target, part, *undo)
 
     def _parts(self, piece: _BackwardPiece) -> Iterator[_BackwardPiece]:

@@ -20,7 +20,7 @@ from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.geometry import TESTED, Geometry
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -342,7 +342,8 @@ def _backward_upper(kernel: RectangleKernel, task: TaskTensors, grads: Gradients
         )  # fmt: skip
         with task.timed("merge"):
             undo = 2.0**-scaling.shift, scaling.unscale, scaling.overflow
-            add_all_(targets, cast(Three, found), *undo)
+            for target, part in zip(targets, found, strict=True):
+                add_(target, part, *undo)
         del call, saved, found
 
 
