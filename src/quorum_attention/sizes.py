@@ -10,21 +10,10 @@ from typing import Any
 
 from quorum_attention.counts import shown, whole_number
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 1024,
-    "kib": 1024,
-    "kb": 1000,
-    "m": 1024**2,
-    "mib": 1024**2,
-    "mb": 1000**2,
-    "g": 1024**3,
-    "gib": 1024**3,
-    "gb": 1000**3,
-    "t": 1024**4,
-    "tib": 1024**4,
-    "tb": 1000**4,
+_UNITS = {"": 1, "b": 1} | {
+    letter + end: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 # Suffixes of counts: powers of 1024 too.
 _COUNTS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}

@@ -326,17 +326,11 @@ class Estimate:
 
     def _rows(self) -> list[tuple[str, list[str]]]:
         """The alternatives: levels, then peak memory, predicted time and kernel."""
-        return [
-            (
-                " x ".join(map(str, other.levels)) or "none",
-                [
-                    format_bytes(other.peak_bytes),
-                    format_seconds(other.predicted_seconds),
-                    other.kernel,
-                ],
-            )
-            for other in self.alternatives
-        ]
+        rows = []
+        for plan in self.alternatives:
+            peak, spent = format_bytes(plan.peak_bytes), format_seconds(plan.predicted_seconds)
+            rows.append((" x ".join(map(str, plan.levels)) or "none", [peak, spent, plan.kernel]))
+        return rows
 
     def _repr_html_(self) -> str:
         """For notebooks: a table for each plan, and one of the alternatives."""

@@ -312,30 +312,20 @@ def is_cut(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _lines_logged(*kind: object) -> list[str]:
-    """The lines that were logged for a kind of call: at most one."""
-    return []
+def _log_once(line: str) -> None:
+    LOG.info(line)
 
 
 def log_cut(plan: Plan) -> None:
-    """Log (INFO) that a pass is cut, unless one of its kind has been: lengths of the same power of
-    two, everything else equal."""
+    """Log (INFO) that a pass is cut: once for each such call."""
     if not LOG.isEnabledFor(logging.INFO) or not is_cut(plan):
         return
-    schedule, work = plan.schedule, plan.work
-    lengths = {name: getattr(work, name).bit_length() for name in ("n_queries", "n_keys")}
-    logged = _lines_logged(
-        replace(work, **lengths), plan.backward, plan.budget_bytes, plan.kernel, plan.levels,
-        schedule.group, type(schedule.route),
-    )  # fmt: skip
-    if logged:
-        return
+    work = plan.work
     within = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    logged.append(
+    _log_once(
         f"{'backward' if plan.backward else 'forward'} of {work.n_queries:,} queries x "
         f"{work.n_keys:,} keys, {work.batch} x {work.heads} heads, is cut: budget {within}, depth "
         f"{plan.depth} ({plan.n_tasks:,} tasks), {counted(plan.n_groups, 'head group')}, kernel "
         f"{plan.kernel}, peak {format_bytes(plan.peak_bytes)}, predicted "
         f"{format_seconds(plan.predicted_seconds)}; said once for calls like this"
     )
-    LOG.info(logged[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -122,10 +122,13 @@ def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareMod
     # Trimming takes time for every task, so decompositions into more tasks are trimmed only while
     # nothing fits. Once also under the kernel's own mask, where the best has as many untrimmed.
     for number, counts in enumerate(pairwise(policy.MOST_TRIMMED)):
-        nothing = search.best is None and _trims(pairs)
-        masked = number == 0 and pairs.verdict is not None
-        many = masked and search.best is not None and _many(search.best, counts[0])
-        if search.monolithic is None and (nothing or many):
+        best = search.best
+        if best is None:
+            worth_it = _trims(pairs)
+        else:
+            untrimmed = best.schedule.trimmed is None and best.n_tasks > counts[0]
+            worth_it = number == 0 and pairs.verdict is not None and untrimmed
+        if search.monolithic is None and worth_it:
             search.look(_schedules(problem, constraints, n_tasks=counts))
     if search.nothing and constraints.levels is None and constraints.enforce_budget:
         fitting = 0
@@ -148,7 +151,6 @@ class _Search:
         monolithic: the monolithic call, where it fits.
         smallest: the schedule of the fewest bytes, whether it fits or not.
         fitting: how many schedules fit, the monolithic call left aside.
-        by_levels: the fewest seconds of those that fit, by their levels.
     """
 
     problem: Problem
@@ -158,7 +160,6 @@ class _Search:
     monolithic: Plan | None = None
     smallest: tuple[Schedule, Footprint] | None = None
     fitting: int = 0
-    by_levels: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
     def nothing(self) -> bool:
@@ -177,7 +178,9 @@ class _Search:
                 continue
             found = price(schedule, self.problem, self.hardware)
             if not (every and isinstance(schedule.route, Whole)):
-                self._add(found)
+                self.fitting += 1
+                if self.best is None or _score(found) < _score(self.best):
+                    self.best = found
             elif found.predicted_seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
             elif not self.problem.place.backend.overlaps:
@@ -213,40 +216,20 @@ class _Search:
             smallest_bytes=needed,
         )
 
-    def _add(self, found: Plan) -> None:
-        self.fitting += 1
-        levels = found.schedule.decomposition.levels
-        seconds = found.predicted_seconds
-        self.by_levels[levels] = min(seconds, self.by_levels.get(levels, seconds))
-        if self.best is None or _score(found) < _score(self.best):
-            self.best = found
-
     def _words(self, taken: Plan) -> str:
         """Why this schedule is taken."""
-        levels = taken.schedule.decomposition.levels
-        others = [(s, other) for other, s in self.by_levels.items() if other != levels]
-        following = ""
-        if others:
-            seconds, other = min(others)
-            name = " x ".join(map(str, other)) or "undivided heads"
-            following = f"; the best of other levels, {name}, would take {format_seconds(seconds)}"
         if self.monolithic is not None:
             spent = format_seconds(self.monolithic.predicted_seconds)
             if taken is self.monolithic:
-                return f"the monolithic call fits, and nothing is clearly faster{following}"
-            return f"predicted clearly faster than the monolithic call ({spent}){following}"
+                return "the monolithic call fits, and nothing is clearly faster"
+            return f"predicted clearly faster than the monolithic call ({spent})"
         reason = f"the fastest by prediction of {self.fitting} schedules that fit"
         whole_bytes = uncut_bytes(self.problem)
         if whole_bytes > self.constraints.budget_bytes:
             reason += f"; uncut it would take {format_bytes(whole_bytes)}"
-        if not levels:
+        if not taken.levels:
             reason += "; cutting heads alone is enough"
-        return reason + following
-
-
-def _many(found: Plan, tasks: int) -> bool:
-    """Whether the schedule has more than ``tasks`` tasks, none of them trimmed."""
-    return found.schedule.trimmed is None and found.schedule.decomposition.n_tasks > tasks
+        return reason
 
 
 def uncut(work: Workload) -> Schedule:
