@@ -17,7 +17,6 @@ tensor: which settings, which kernel.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import library
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.utils._pytree import tree_leaves
 
 from quorum_attention.autograd import (
     FORWARD_MODE,
@@ -330,7 +330,7 @@ def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out_dtype = rest[-6]
-    _check_devices(query, key, value, rest)
+    _refuse_meta(query, (key, value, *rest))
     state = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
         query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype or query.dtype),
@@ -339,34 +339,24 @@ def _fake_forward(
     )
 
 
-def _check_devices(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, others: Iterable[Any]
-) -> None:
-    """Refuse tensors of several devices: with one that has no numbers ("meta") beside others torch
-    calls the fake kernel, whose results would be taken for real.
+def _refuse_meta(query: torch.Tensor, others: Iterable[Any]) -> None:
+    """Refuse a tensor without numbers beside others: torch calls the fake kernel then, whose
+    results would be taken for real.
 
     Raises:
-        ValueError: by name, as where the operator computes.
+        ValueError: one of ``others`` is on "meta", and the query is not.
     """
-    for name, other in (("key", key), ("value", value)):
-        if other.device != query.device:
+    for tensor in tree_leaves(others):
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta and not query.is_meta:
             raise ValueError(
-                f"{name} must be on the query's device {query.device}, got {other.device}"
+                "key, value and all else that is given must be in host memory or on the query's "
+                f"device {query.device}, got a tensor of shape {tuple(tensor.shape)} on meta"
             )
-    if query.device.type == "meta":
-        return
-    for other in others:
-        for tensor in other if isinstance(other, list) else (other,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
-                raise ValueError(
-                    "attn_mask and all else that is given must be in host memory or on the query's "
-                    f"device {query.device}, got a tensor of shape {tuple(tensor.shape)} on meta"
-                )
 
 
 def _fake_backward(*args: Any) -> list[torch.Tensor]:
-    grad_out, grad_lse, query, key, value, out, lse, _, mask, sinks, *rest = args
-    _check_devices(query, key, value, (grad_out, grad_lse, out, lse, mask, sinks, *rest))
+    _, _, query, key, value, _, _, _, mask, sinks, *rest = args
+    _refuse_meta(query, args)
     learned = [t for t, w in ((mask, rest[-2]), (sinks, rest[-1])) if w and t is not None]
     return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
 
@@ -502,27 +492,21 @@ def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:
         )
 
 
-def _late(name: str) -> Callable[..., Any]:
-    """The function of this module called ``name``, looked up when it is called: torch registers an
-    operator once in a process, and this module may be imported anew."""
-
-    def call(*args: Any) -> Any:
-        return getattr(sys.modules[__name__], name)(*args)
-
-    return call
-
-
 def _register() -> library.Library:
     made = library.Library(NAME, "DEF")
-    for name, schema in _SCHEMAS.items():
-        which = name.removeprefix("attention") or "_forward"
-        made.define(name + schema, tags=_TAGS)
-        made.impl(name, _late(which), "CompositeExplicitAutograd")
-        made.impl(name, _late(f"_recorded{which}"), "Autograd")
-        library.register_fake(f"{NAME}::{name}", _late(f"_fake{which}"), lib=made)
-        library.register_vmap(f"{NAME}::{name}", _late(f"_map{which}"), lib=made)
+    functions: list[tuple[Callable[..., Any], ...]] = [
+        (_forward, _recorded_forward, _fake_forward, _map_forward),
+        (_backward, _recorded_backward, _fake_backward, _map_backward),
+    ]
+    for name, (compute, recorded, fake, mapped) in zip(_SCHEMAS, functions, strict=True):
+        made.define(name + _SCHEMAS[name], tags=_TAGS)
+        made.impl(name, compute, "CompositeExplicitAutograd")
+        made.impl(name, recorded, "Autograd")
+        library.register_fake(f"{NAME}::{name}", fake, lib=made)
+        library.register_vmap(f"{NAME}::{name}", mapped, lib=made)
     return made
 
 
+# torch registers an operator once in a process, and this module may be imported anew.
 if not hasattr(getattr(torch.ops, NAME), "attention"):
     _library = _register()

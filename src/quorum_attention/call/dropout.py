@@ -41,8 +41,8 @@ def dropout_of(
     counts: tuple[int, ...],
     device: torch.device,
     *inputs: torch.Tensor | None,
-) -> Dropout | None:
-    """The dropout of a call, or None if its chance is 0; draws the seed where it is None.
+) -> Dropout:
+    """The dropout of a call; draws the seed where it is None.
 
     Args:
         p, seed: from ``checked_dropout``.
@@ -55,8 +55,6 @@ def dropout_of(
             which a drawn seed would be the same at every replay.
         RuntimeError: ``torch.vmap`` of randomness="error".
     """
-    if p == 0.0:
-        return None
     if max(counts) > MOST_POSITIONS:
         raise NotImplementedError(
             f"dropout_p needs at most {MOST_POSITIONS} queries, keys, heads and batch entries, got "

@@ -38,9 +38,7 @@ def under_mask(
     Raises:
         ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
     """
-    _check_kinds(mask)
-    if torch._C._are_functorch_transforms_active():
-        mask = _unwrapped(mask)
+    mask = _readable(mask)
     work = Workload(*sizes, is_causal, shape, dropout=dropout)
     seen = Sizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
@@ -48,41 +46,33 @@ def under_mask(
     return causal, options if kernel is options.kernel else replace(options, kernel=kernel)
 
 
-def _check_kinds(mask: Mask) -> None:
-    """Refuse tensors of a mask, and of those within it, that have no dense memory of their own."""
-    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-    named = [("key_lengths", mask.key_lengths), ("key_padding", mask.key_padding)]
-    for name, tensor in [*named, *(("documents", ids) for ids in documents)]:
-        if tensor is not None:
-            check_kind(tensor, f"Mask.{name}")
-    for inner in (*mask.either, *mask.every):
-        _check_kinds(inner)
-
-
-def _unwrapped(mask: Mask) -> Mask:
-    """``mask`` with tensors that can be read under a transformation of torch.func's.
+def _readable(mask: Mask) -> Mask:
+    """``mask`` with tensors that can be read, also under a transformation of torch.func's.
 
     Raises:
-        NotImplementedError: torch.vmap maps over one, by name.
+        NotImplementedError: one has no dense memory of its own, or torch.vmap maps over it, by
+            name.
     """
 
     def plain(tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
-        return None if tensor is None else unwrapped(tensor, f"Mask.{name}")
+        if tensor is None:
+            return None
+        check_kind(tensor, f"Mask.{name}")
+        return unwrapped(tensor, f"Mask.{name}")
 
     documents: Any = mask.documents
     if isinstance(documents, tuple):
         documents = tuple(plain(ids, "documents") for ids in documents)
     else:
         documents = plain(documents, "documents")
-    lengths, padding = (
-        plain(mask.key_lengths, "key_lengths"),
-        plain(mask.key_padding, "key_padding"),
-    )
-    either, every = tuple(map(_unwrapped, mask.either)), tuple(map(_unwrapped, mask.every))
-    return replace(
-        mask, documents=documents, key_lengths=lengths, key_padding=padding, either=either,
-        every=every,
-    )  # fmt: skip
+    changes: dict[str, Any] = {
+        "documents": documents,
+        "key_lengths": plain(mask.key_lengths, "key_lengths"),
+        "key_padding": plain(mask.key_padding, "key_padding"),
+        "either": tuple(map(_readable, mask.either)),
+        "every": tuple(map(_readable, mask.every)),
+    }
+    return replace(mask, **changes) if torch._C._are_functorch_transforms_active() else mask
 
 
 def checked_sinks(mask: Mask, heads: int, query: torch.Tensor) -> torch.Tensor | None:

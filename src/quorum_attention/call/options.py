@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -119,8 +118,6 @@ def options_of(written: CallOptions, home: torch.device) -> Options:
     Raises:
         TypeError, ValueError, NotImplementedError: an option that makes no sense, by name.
     """
-    if written.says_nothing:
-        return _usual(compute_device(home, None))
     budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from quorum_attention.plan, got {type(plan).__name__}")
@@ -144,11 +141,6 @@ def options_of(written: CallOptions, home: torch.device) -> Options:
         device=compute_device(home, devices),
         watched=report is not None or (progress is not None and progress is not False),
     )
-
-
-@lru_cache(maxsize=64)
-def _usual(device: torch.device) -> Options:
-    return Options(device)
 
 
 def check_progress(progress: Any) -> None:

@@ -52,21 +52,15 @@ class Settings(NamedTuple):
 
     def fill(self, written: CallOptions) -> CallOptions:
         """The options of a call, with these where it says nothing. A plan says all that it pins."""
-        budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
-        devices = self.devices if devices is None else devices
-        progress = self.progress if progress is None else progress
-        if plan is None:
-            budget = self.budget if budget is None else budget
-            depth = self.depth if _is_auto(depth) else depth
-            kernel = self.kernel if _is_auto(kernel) else kernel
-            accumulator = self.accumulator if _is_auto(accumulator) else accumulator
-        return CallOptions(
-            budget, plan, depth, kernel, accumulator, devices, progress, report, self.total
-        )
+        free: tuple[str, ...] = ("devices", "progress")
+        if written.plan is None:
+            free = ("budget", "depth", "kernel", "accumulator", *free)
+        mine = {n: getattr(self, n) for n in free if _is_default(getattr(written, n))}
+        return written._replace(**mine, total=self.total)
 
 
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == "auto"
+def _is_default(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value == "auto")
 
 
 # Those of a context, outermost first, and the whole process's below them.
@@ -119,7 +113,7 @@ def layer_of(**fields: Any) -> Layer:
         if name not in Defaults.__optional_keys__:
             raise TypeError(f"{name} is no option of settings; give it to the call itself")
     options_of(CallOptions(**options), torch.device("cpu"))
-    if not _is_auto(fields.get("kernel", "auto")):
+    if not _is_default(fields.get("kernel")):
         kernel = get_kernel(fields["kernel"])
         if kernel.own_attention or kernel.probed_as is not None:
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -57,10 +56,11 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     """
     batch, heads, n_rows = lse.shape
     for block in row_blocks(batch, heads, n_rows, lse.element_size()):
-        ones = lse[block] / lse[block]
-        if not math.isnan(float(ones.sum())):
+        part = lse[block]
+        ones = part / part
+        if torch.equal(ones, ones):  # one operator that tells a bool: no NaN equals itself
             continue
-        odd = ones.isnan() & (lse[block] != -torch.inf)
+        odd = ones.isnan() & (part != -torch.inf)
         for entry, head in odd.any(dim=-1).nonzero().tolist():
             at = (block[0].start + entry, block[1].start + head)
             every = odd[entry, head].nonzero().flatten() + block[2].start
@@ -97,8 +97,6 @@ _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
 _forward: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
 _backward: Any = getattr(torch.ops.aten, _BACKWARD, None)
-_equal = torch.equal
-_WIDE = torch.float64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
