@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
@@ -106,6 +108,44 @@ def exact(
     out = p @ values
     grads = torch.autograd.grad(out, inputs, grad_out.double())
     return Exact(out.detach(), lse.detach().masked_fill(~live, -torch.inf), grads)
+
+
+def check(
+    inputs: Sequence[torch.Tensor],
+    mask: Mask,
+    scale: float,
+    limits: tuple[float, float],
+    *,
+    dropout: Dropout | None = None,
+    device: str = "cpu",
+    **options: Any,
+) -> None:
+    """A call and its gradients are those of the textbook.
+
+    Args:
+        inputs: query, key, value and the upstream gradient.
+        limits: for results, and for gradients.
+    """  # fmt: skip
+    is_causal = options.get("is_causal", False)
+    if mask.sinks is not None:
+        mask = replace(mask, sinks=mask.sinks.requires_grad_())
+    want = exact(*inputs, mask, scale, is_causal=is_causal, dropout=dropout)
+    print(mask, options)
+    size = 1.0
+    if dropout is not None:
+        size = dropout.rescale
+        options |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
+    leaves = [t.detach().to(device).requires_grad_() for t in inputs[:3]]
+    learned = [t for t in (mask.sinks, mask.bias) if t is not None and t.requires_grad]
+    placed = replace(mask, bias=None if mask.bias is None else mask.bias.to(device))
+    out, lse = qa.attention_with_lse(
+        *leaves, attn_mask=placed, scale=scale, enable_gqa=True, **options
+    )
+    grads = torch.autograd.grad(out, [*leaves, *learned], inputs[3].to(device))
+    assert off(out, want.out) <= size * limits[0]
+    assert off(lse, want.lse) <= limits[0]
+    for grad, wanted in zip(grads, want.grads, strict=True):
+        assert off(grad, wanted) <= size * limits[1]
 
 
 def _runs(draw: random.Random, n: int) -> list[int]:
