@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.kernels import CallShape, fa4
 from quorum_attention.kernels.fa4 import version
-from quorum_attention.kernels.masked import choice
+from quorum_attention.kernels.masked import kernel as masked
 
 FA4 = pytest.param(
     "fa4", marks=pytest.mark.skipif(version() is None, reason="flash-attn-4 is not installed")
@@ -92,5 +92,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> fa4.Fa4Kernel:
     monkeypatch.setattr(fa4, "_functions", lambda: (forward, backward))
     monkeypatch.setattr(fa4, "_on", lambda device: nullcontext())
     monkeypatch.setattr(fa4.Fa4Kernel, "refusal", refusal)
-    choice._capped.cache_clear()
+    masked._capped.cache_clear()
     return fa4.Fa4Kernel()

@@ -27,7 +27,6 @@ from quorum_attention.kernels.kit import (
     prefix_lm,
     sliding_window,
 )
-from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.masked import block_table
 from quorum_attention.kernels.masked.block_table import (
     PAIR_BYTES,
@@ -329,7 +328,9 @@ def test_a_mask_may_change_between_calls(eager_kernel: bool) -> None:
         return (q - k).abs() <= edge
 
     tensors = random(N)
-    kernel = kernel_of(None, by_tensor) if eager_kernel else ScoreModKernel(None, by_tensor, "flex")
+    kernel = (
+        kernel_of(None, by_tensor) if eager_kernel else flex.ScoreModKernel(None, by_tensor, "flex")
+    )
     for width in (400, 3, 300):
         edge.fill_(width)
         out = run(kernel, tensors, False, levels=(3,), tile=16)[0]

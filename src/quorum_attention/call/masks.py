@@ -12,7 +12,7 @@ from quorum_attention.call.validation import Sizes as CallSizes
 from quorum_attention.call.validation import check_kind
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import Workload
-from quorum_attention.kernels.masked.choice import kernel_for_mask
+from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import MaskShape
 from quorum_attention.mask import Mask

@@ -32,7 +32,7 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.html_table import html_table
-from quorum_attention.kernels.masked.choice import kernel_for_mask
+from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel

@@ -123,23 +123,19 @@ def _checked_bits(
 def _check(
     kernel: NativeKernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must have four dimensions, got shape {tuple(tensor.shape)}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} "
-                f"on {tensor.device}"
-            )
-    batch, heads, _, d = query.shape
-    key_heads, m = key.shape[1:3]
-    if key.shape != (batch, key_heads, m, d) or value.shape[:3] != (batch, key_heads, m):
+    like = {(t.ndim, t.dtype, t.device) for t in (query, key, value)}
+    if like != {(4, query.dtype, query.device)}:
+        raise ValueError(
+            "query, key and value must have four dimensions, one dtype and one device, got "
+            + ", ".join(f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (query, key, value))
+        )
+    (batch, heads, _, d), (key_heads, m) = query.shape, key.shape[1:3]
+    fits = key.shape == (batch, key_heads, m, d) and value.shape[:3] == key.shape[:3]
+    if not fits or key_heads == 0 or heads % key_heads:
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit query "
-            f"{tuple(query.shape)}"
+            f"{tuple(query.shape)}: its heads must be a multiple of theirs"
         )
-    if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"query has {heads} heads, no multiple of key's {key_heads}")
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     shape = CallShape(
         query.device.type, query.dtype, heads, key_heads, d, value.shape[-1], needs_grad=needs_grad
