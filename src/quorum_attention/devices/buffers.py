@@ -39,6 +39,7 @@ from quorum_attention.execution.device.page_locks import (
     PinnedPool,
     addresses,
     ask_for_huge_pages,
+    of_host,
 )
 
 # How much memory is kept at most, also of the host's.
@@ -266,11 +267,6 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     if (f"{os.major(device):02x}:{os.minor(device):02x}", inode) != mapping.file:
         return None
     return InFile.of(tensor, path, offset, written, now)
-
-
-def of_host(share: float) -> int:
-    """Bytes that are such a share of the host's memory."""
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share)
 
 
 # Workers lock it, each for itself: here there is nothing to lock, and nobody to wait for. No worker

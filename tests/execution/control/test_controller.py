@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.control import controller as module
 from quorum_attention.execution.control.controller import Fallback, Limits, RecoveryController
-from quorum_attention.execution.control.visits import visits
 
 GIVES_UP, NOTHING = "gives up", "nothing"
 
@@ -218,25 +216,3 @@ def test_ten_thousand_histories() -> None:
     assert ends["planned anew"] > 50
     for kind in ("one slot less", "deepened", "coarsened", "fell back", "repeated"):
         assert ends[kind] > 200, kind
-
-
-def test_visits_that_failed_to_be_worked_out_are_worked_out_again(monkeypatch) -> None:
-    """A generator that raised says from then on that it has no more items; units would be lost."""
-    made, failures = controller(1, groups="ab"), iter([2])
-
-    def failing(tasks, *, carry):  # type: ignore[no-untyped-def]
-        for number, visit in enumerate(visits(tasks, carry=carry)):
-            if number == 2 and next(failures, None):
-                raise MemoryError
-            yield visit
-
-    monkeypatch.setattr(module, "visits", failing)
-    made.n_cap = 2
-    made.start()
-    with pytest.raises(MemoryError):
-        through(made)
-    made.out_of_memory()
-    made.start()
-    monkeypatch.undo()
-    through(made)
-    assert made.finished

@@ -24,9 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
-from itertools import tee
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from quorum_attention.decomposition import Task
@@ -190,7 +188,7 @@ class RecoveryController:
         self._visits: Iterator[Visit] = iter(())
         self._carry = False
         # Visits of all tasks of a depth, worked out once for all groups.
-        self._level_visits: dict[tuple[int, bool], Iterator[Visit]] = {}
+        self._level_visits: dict[tuple[int, bool], list[Visit]] = {}
 
     @property
     def cuts(self) -> Cuts:
@@ -300,8 +298,8 @@ class RecoveryController:
             rows = tokens_of(*one.completed.values())
             return visits(left, touched=rows, carry=self._carry)
         if key not in self._level_visits:
-            (self._level_visits[key],) = tee(visits(left, carry=self._carry), 1)
-        return copy(self._level_visits[key])
+            self._level_visits[key] = list(visits(left, carry=self._carry))
+        return iter(self._level_visits[key])
 
     def out_of_memory(self, said: str = "") -> None:
         """Memory ran out: units that were not reported done have to run again.
@@ -310,8 +308,6 @@ class RecoveryController:
             said: the allocator's message.
         """
         limits, where = self.limits, f"out of memory in {self.where}"
-        # An iterator that failed would say from then on that it has no more visits.
-        self._level_visits.clear()
         if limits.pinned:
             reason = "the depth is pinned, so the failure is reported as it is"
             self.given_up = f"{where} and no recovery: {reason}"

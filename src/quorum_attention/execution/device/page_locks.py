@@ -476,12 +476,12 @@ class Locker:
     wait: Callable[[], object]
 
 
-def _most_bytes() -> int:
+def of_host(share: float) -> int:
+    """Bytes that are such a share of the host's memory; 0 where that is not known."""
     try:
-        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share)
     except (AttributeError, ValueError, OSError):  # not Unix
         return 0
-    return min(_MOST_BYTES, int(host * _MOST_OF_HOST))
 
 
 @dataclass(eq=False)
@@ -499,7 +499,7 @@ class PinnedPool:
     """
 
     locker: Locker
-    most_bytes: int = field(default_factory=_most_bytes)
+    most_bytes: int = min(_MOST_BYTES, of_host(_MOST_OF_HOST))
     clock: Callable[[], float] = time.monotonic
     # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken, so
     # it is changed by single operations of the list only.
