@@ -32,16 +32,16 @@ def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
     return replace(plan, schedule=schedule)
 
 
-@pytest.mark.parametrize("pieces", ["rows", "blocks"])
+@pytest.mark.parametrize("pieces", ["halves", "rows", "blocks"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("given", [False, True])
-def test_results_are_right(pieces, dtype, causal, given) -> None:
+@pytest.mark.parametrize(("given", "n_keys"), [(False, 200), (True, 200), (False, 410)])
+def test_results_are_right(pieces, dtype, causal, given, n_keys) -> None:
     """Also of grouped heads, of wide values, and into given results that hold something else."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 24, "dtype": dtype}
-    made = inputs(300, 200, **sizes)
+    made = inputs(300, n_keys, **sizes)
     plans = [
-        laid_out(pieces, 300, backward, n_keys=200, is_causal=causal, **sizes)
+        laid_out(pieces, 300, backward, n_keys=n_keys, is_causal=causal, **sizes)
         for backward in (False, True)
     ]
     call = {"is_causal": causal, "enable_gqa": True}
@@ -59,6 +59,27 @@ def test_results_are_right(pieces, dtype, causal, given) -> None:
     assert_close(out, wanted.out, TOLERANCE[dtype])
     for mine, reference in zip(found, wanted.grads, strict=True):
         assert_close(mine, reference, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_memory_stays_within_the_plan(backward: bool, dtype: torch.dtype) -> None:
+    sizes = {"heads": 2, "head_dim": 16, "dtype": dtype}
+    given = inputs(600, **sizes)
+    plan = qa.plan(
+        600, levels=(7,), tile=8, over_inputs=True, device="cpu", backward=backward,
+        is_causal=True, **sizes,
+    )  # fmt: skip
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True)
+
+    def call() -> None:
+        if backward:
+            qa.attention_backward(given.grad_out, *given.three, out, lse, is_causal=True, plan=plan)
+        else:
+            qa.attention(*given.three, is_causal=True, plan=plan)
+
+    call()
+    assert usage(call).peak <= plan.peak_bytes
 
 
 @pytest.mark.parametrize("causal", [False, True])
