@@ -49,7 +49,7 @@ class Field:
 
     Attributes:
         offset: in bytes from the slot's start.
-        rows: most rows of each head.
+        n_bytes: for the most entries, heads and rows.
         over: the input whose memory it uses: a finished result overwrites rows of that input, which
             must not be read any more. None: it has memory of its own.
     """
@@ -59,8 +59,13 @@ class Field:
     width: int
     dtype: torch.dtype
     offset: int
-    rows: int
+    n_bytes: int
     over: str | None = None
+
+    @property
+    def stop(self) -> int:
+        """Where the next field may begin."""
+        return self.offset + aligned(self.n_bytes)
 
     @property
     def row_bytes(self) -> int:
@@ -75,7 +80,6 @@ class SlotLayout:
     Attributes:
         fields: by name.
         slot_bytes: bytes of one slot.
-        group: the largest head group a slot holds.
         shared: query heads that share a key/value head.
 
     Raises:
@@ -84,35 +88,21 @@ class SlotLayout:
 
     fields: dict[str, Field]
     slot_bytes: int
-    group: GroupSize
     shared: int
 
     def __post_init__(self) -> None:
-        placed = sorted((self.byte_range(name), name) for name in self.fields)
-        for (start, stop), name in placed:
-            if start % ALIGNMENT or not 0 <= start <= stop <= self.slot_bytes:
-                raise LayoutError(f"field {name!r} lies at {start} to {stop} of {self.slot_bytes}")
-        # A finished result uses the memory of its input, so it is checked below instead.
-        apart = [item for item in placed if self.fields[item[1]].over is None]
-        for ((_, stop), name), ((start, _), other) in pairwise(apart):
-            if stop > start:
-                raise LayoutError(f"fields {name!r} and {other!r} overlap")
-        for one in self.fields.values():
-            if one.over is None:
-                continue
-            (start, stop), (low, high) = self.byte_range(one.name), self.byte_range(one.over)
-            if start != low or stop > -(-high // ALIGNMENT) * ALIGNMENT:
-                raise LayoutError(f"field {one.name!r} does not fit over {one.over!r}")
-
-    def heads(self, axis: Axis) -> int:
-        """Heads of the largest group, of queries or of keys."""
-        return self.group.kv_heads * (self.shared if axis == "query" else 1)
-
-    def byte_range(self, name: str) -> tuple[int, int]:
-        """The bytes [start, stop) of a slot that the field ``name`` may use."""
-        field = self.fields[name]
-        count = self.group.batch * self.heads(field.axis) * field.rows
-        return field.offset, field.offset + count * field.row_bytes
+        placed = sorted(self.fields.values(), key=lambda field: field.offset)
+        # A finished result lies in the memory of its input.
+        apart = [field for field in placed if field.over is None]
+        over = [(self.fields[field.over], field) for field in placed if field.over is not None]
+        wrong = [
+            *(f for f in placed if f.offset % ALIGNMENT or f.offset < 0),
+            *(f for f in placed if f.stop > self.slot_bytes),
+            *(after for before, after in pairwise(apart) if before.stop > after.offset),
+            *(f for under, f in over if f.offset != under.offset or f.stop > under.stop),
+        ]
+        if wrong:
+            raise LayoutError(f"field {wrong[0].name!r} does not lie where it may: {placed}")
 
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.
@@ -138,10 +128,10 @@ class SlotLayout:
         """
         field = self.fields[name]
         heads = kv_heads * (self.shared if field.axis == "query" else 1)
-        n_bytes, (start, stop) = entries * heads * rows * field.row_bytes, self.byte_range(name)
-        if n_bytes > stop - start:
-            raise LayoutError(f"field {name!r} has {stop - start} bytes of {n_bytes}")
-        flat = slot[start : start + n_bytes].view(field.dtype)
+        n_bytes = entries * heads * rows * field.row_bytes
+        if n_bytes > field.n_bytes:
+            raise LayoutError(f"field {name!r} has {field.n_bytes} bytes of {n_bytes}")
+        flat = slot[field.offset : field.offset + n_bytes].view(field.dtype)
         return flat.view(entries, heads, rows, field.width)
 
 
@@ -169,19 +159,16 @@ def slot_layout(
     fields: dict[str, Field] = {}
     end = 0
 
-    def n_bytes(one: Field) -> int:
-        heads = group.kv_heads * (shared if one.axis == "query" else 1)
-        return aligned(group.batch * heads * one.rows * one.row_bytes)
-
     def add(name: str, axis: Axis, width: int, dtype: torch.dtype, over: str | None = None) -> None:
         """A field; over an input if it fits there."""
         nonlocal end
-        one = Field(name, axis, width, dtype, end, most[axis])
-        if over is not None and n_bytes(one) <= n_bytes(fields[over]):
-            fields[name] = replace(one, offset=fields[over].offset, over=over)
+        heads = group.kv_heads * (shared if axis == "query" else 1)
+        n_bytes = group.batch * heads * most[axis] * width * dtype.itemsize
+        if over is not None and aligned(n_bytes) <= aligned(fields[over].n_bytes):
+            fields[name] = Field(name, axis, width, dtype, fields[over].offset, n_bytes, over)
         else:
-            fields[name] = one
-            end += n_bytes(one)
+            fields[name] = Field(name, axis, width, dtype, end, n_bytes)
+            end = fields[name].stop
 
     states = [state for state in spec.states if axis in (None, state.axis)]
     for item in spec.inputs:
@@ -194,7 +181,7 @@ def slot_layout(
             if state.over is not None:
                 width = state.columns(work)
                 add(f"final_{state.name}", state.axis, width, result_dtype, state.over)
-    return SlotLayout(fields, end, group, shared)
+    return SlotLayout(fields, end, shared)
 
 
 # Most lists of views that are remembered: enough for a few head groups.
