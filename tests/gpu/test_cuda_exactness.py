@@ -174,6 +174,10 @@ def test_small_factors_in_fp16(kernel, depth, scale) -> None:
     skip_unless(kernel, given)
     call = {"kernel": kernel, "devices": "cuda", "depth": depth, "scale": scale}
     out, lse = qa.attention_with_lse(*given.three, **call)
+    if kernel in ("cudnn", "efficient"):
+        with pytest.raises(NotImplementedError, match="lose their digits"):
+            qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+        return
     found = qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
     leaves = [t.detach().double().requires_grad_() for t in given.three]
     right = (leaves[0] @ leaves[1].mT * scale).softmax(-1) @ leaves[2]

@@ -59,6 +59,11 @@ def test_registering() -> None:
         ("cudnn", call(), "cpu"),
         ("cudnn", CallShape("cuda", torch.float16, 4, 2, 20, 16), "multiples of 8"),
         ("cudnn", CallShape("cuda", torch.float16, 4, 4, 512, 512, needs_grad=True), "256"),
+        (
+            "cudnn",
+            CallShape("cuda", torch.float16, 4, 4, 16, 16, needs_grad=True, exact_scale=False),
+            "scale",
+        ),
         ("flash", call("cuda"), "float16"),
         ("flash", call("cuda", torch.float16, mask=MaskShape(True, False, False, True)), "mask"),
         ("flash", CallShape("cuda", torch.float16, 4, 2, 16, 32), "equal"),

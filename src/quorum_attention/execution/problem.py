@@ -30,7 +30,6 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.rectangles import SMALL_FACTOR
 from quorum_attention.kernels.reference import small_bytes
 from quorum_attention.kernels.scaling import Scaling
 
@@ -125,7 +124,8 @@ class Workload:
 def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
     """The ``exact_scale`` of a call."""
     if dtype == torch.float16:
-        return scale == 0 or abs(scale) >= SMALL_FACTOR
+        # Its products with gradients of scores may else be no normal numbers.
+        return scale == 0 or abs(scale) >= 2.0**-9
     return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
 
 

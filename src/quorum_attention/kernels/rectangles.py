@@ -43,10 +43,6 @@ from quorum_attention.kernels.tensors import (
     runs_as_batch,
 )
 
-# log2 of about what a factor usually is, and the most that one is multiplied by.
-_USUAL_FACTOR = -3
-_MOST_LIFT = 24
-
 
 @dataclass(frozen=True, slots=True)
 class TaskSizes:
@@ -98,9 +94,6 @@ class RectangleKernel(Kernel):
             this many rows.
         rounds_scale: in its backward the operator rounds a score times the factor otherwise than in
             its forward, so in fp32 too the factor it gets is a power of two (``signed``).
-        narrow_factor: in its backward the operator multiplies the gradients of the scores by the
-            factor before it rounds them to 16 bits: fp16 holds no such numbers for small factors,
-            so it gets larger ones, with smaller queries and keys (``lift_of``).
     """
 
     several_streams = True
@@ -113,7 +106,6 @@ class RectangleKernel(Kernel):
     lowest_score: float = -math.inf
     row_unit: int = 1
     rounds_scale: bool = False
-    narrow_factor: bool = False
 
     @abstractmethod
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,19 +149,8 @@ class RectangleKernel(Kernel):
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """``rectangle_backward`` of a whole call; lse is 0 in rows without keys."""
         upright, share = signed(call, self.rounds_scale)
-        narrow = self.narrow_factor and call.query.dtype == torch.float16
-        lift = lift_of(upright.scale) if narrow else 0
-        if not lift:
-            grad_query, grad_key, grad_value = self.rectangle_backward(upright, saved)
-            return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
-        by_query, by_key = share * 2.0 ** -(lift // 2), 2.0 ** (lift // 2 - lift)
-        lifted = replace(
-            call, query=call.query * by_query, key=call.key * by_key,
-            scale=math.ldexp(upright.scale, lift),
-        )  # fmt: skip
-        grad_query, grad_key, grad_value = self.rectangle_backward(lifted, saved)
-        wide = call.stored or grad_query.dtype
-        return grad_query.to(wide).mul_(by_query), grad_key.to(wide).mul_(by_key), grad_value
+        grad_query, grad_key, grad_value = self.rectangle_backward(upright, saved)
+        return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
 
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
         """The most (queries, keys) of one plain call, for speed alone; by default all of ``r``.
@@ -423,18 +404,6 @@ def signed(call: Call, rounds_scale: bool = False) -> tuple[Call, float]:
     return replace(call, query=query, scale=factor), share
 
 
-def lift_of(factor: float) -> int:
-    """log2 of what a factor above 0 of fp16's scores is multiplied by in a backward that rounds its
-    products with their gradients; 0 for usual ones.
-
-    Queries and keys are divided by about its root each. Their small numbers lose digits by that,
-    but no more than what fp16 rounds off numbers of 1.
-    """
-    if factor >= SMALL_FACTOR:
-        return 0
-    return min(_USUAL_FACTOR - math.frexp(factor)[1], _MOST_LIFT)
-
-
 @lru_cache(maxsize=256)
 def _split(scale: float, exact: bool) -> tuple[float, float]:
     """``scale`` as a product of what queries are multiplied by and a factor above 0; ``exact``: a
@@ -472,10 +441,6 @@ UNSPLIT_BYTES = 1 << 20
 tensor may then take this much more."""
 
 
-SMALL_FACTOR = 2.0**-9
-"""Products of fp16's gradients of scores with factors below this may be no normal numbers."""
-
-
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is not less than ``number``."""
     return -(-number // multiple) * multiple
@@ -506,7 +471,6 @@ class RectangleSizes:
         dead_bytes: bytes that ``dead_rows`` takes.
         task_rows: query rows of a whole task, all heads and batch entries together.
         signed_query: whether the queries may be copied to multiply them by a part of the scale.
-        lifted: whether the factor is one for which a backward may be given a larger one.
     """
 
     batch: int
@@ -523,7 +487,6 @@ class RectangleSizes:
     dead_bytes: int
     task_rows: int
     signed_query: bool = False
-    lifted: bool = False
 
     @classmethod
     def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
@@ -557,7 +520,6 @@ class RectangleSizes:
             dead_bytes=dead,
             task_rows=extent.batch * extent.query_heads * extent.n_tokens,
             signed_query=not call.positive_scale or call.dtype == torch.float64,
-            lifted=call.dtype == torch.float16 and not call.exact_scale,
         )
 
     @property
@@ -579,13 +541,6 @@ class RectangleSizes:
     def signed_bytes(self) -> int:
         """Bytes of the queries of one call times a part of its scale (``signed``)."""
         return self.rows * self.head_dim * self.item if self.signed_query else 0
-
-    @property
-    def lifted_bytes(self) -> int:
-        """Bytes of queries and keys of one call for a larger factor (``RectangleKernel``'s
-        ``narrow_factor``), and of their gradients in fp32."""
-        numbers = (self.rows + self.key_rows) * self.head_dim
-        return numbers * (self.item + 4) if self.lifted else 0
 
     @property
     def lse_bytes(self) -> int:

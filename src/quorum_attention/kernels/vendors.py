@@ -118,6 +118,14 @@ def _padded_dim(head_dim: int) -> int:
     return round_up(head_dim, 32) if head_dim <= 192 else 256
 
 
+def _small_factor(call: CallShape) -> str | None:
+    """Why a kernel that multiplies gradients of scores by the factor before it rounds them to fp16
+    cannot run a call: nothing would be left of them."""
+    if call.needs_grad and call.dtype == torch.float16 and not call.exact_scale:
+        return "its float16 gradients lose their digits where scale is below 2**-9"
+    return None
+
+
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
 _EFFICIENT_BACKWARD = "_scaled_dot_product_efficient_attention_backward"
 _LSE_ROWS = 32
@@ -130,7 +138,6 @@ class EfficientKernel(RectangleKernel):
     """
 
     name = "efficient"
-    narrow_factor = True
     plain_softmax = True
     lowest_score = BASE_TWO_LOWEST
     # Before mid-2026 it returned wrong results, without an error, for masks longer than 65,536.
@@ -145,7 +152,9 @@ class EfficientKernel(RectangleKernel):
             return f"it takes float16, bfloat16 and float32, not {call.dtype}"
         if call.head_dim == 0 or call.value_dim == 0:
             return "it takes no head dimension of 0"
-        return operator_reason(_EFFICIENT, *([_EFFICIENT_BACKWARD] if call.needs_grad else []))
+        return _small_factor(call) or operator_reason(
+            _EFFICIENT, *([_EFFICIENT_BACKWARD] if call.needs_grad else [])
+        )
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -213,7 +222,7 @@ class EfficientKernel(RectangleKernel):
             padded = round_up(head_dim, 128) + round_up(value_dim, 128)
             workspace += splits * round_up(sizes.keys, 128) * padded
         inside += batch_heads * (workspace + 4096) * 4
-        return backward_bytes(sizes, gradients + sizes.lifted_bytes, inside)
+        return backward_bytes(sizes, gradients, inside)
 
     def _limited(self, call: CallShape, extent: Extent) -> Extent:
         if call.mask is None:
@@ -274,7 +283,6 @@ class CudnnKernel(RectangleKernel):
     """cuDNN's fused attention: 16-bit inputs; takes grouped heads and broadcast masks directly."""
 
     name = "cudnn"
-    narrow_factor = True
     plain_softmax = True
     lowest_score = BASE_TWO_LOWEST
     grouped = True
@@ -294,7 +302,9 @@ class CudnnKernel(RectangleKernel):
                 )
         if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
-        return operator_reason(_CUDNN, *([_CUDNN_BACKWARD] if call.needs_grad else []))
+        return _small_factor(call) or operator_reason(
+            _CUDNN, *([_CUDNN_BACKWARD] if call.needs_grad else [])
+        )
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -375,7 +385,7 @@ class CudnnKernel(RectangleKernel):
         if sizes.heads != sizes.key_heads:
             internal += sizes.shared_key_rows * widths * sizes.item
         inside = copies + internal + sizes.aligned_bias_bytes
-        return backward_bytes(sizes, gradients + sizes.lifted_bytes, inside)
+        return backward_bytes(sizes, gradients, inside)
 
 
 def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
