@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kernel_harness import Case, check_nan_in_a_query, errors, exact, rms_errors, run
 
 import quorum_attention as qa
+from quorum_attention.decomposition.rectangles import Batch, Rectangle
 from quorum_attention.kernels import CpuKernel, get_kernel, why_not
-from quorum_attention.kernels.protocol import Call, Saved
-from quorum_attention.kernels.rectangles import _BackwardPiece
+from quorum_attention.kernels.protocol import Call
+from quorum_attention.kernels.reference import whole_task
 
 CPU_KERNELS = ("cpu", "dense")
 CUDA_KERNELS = ("cudnn", "flash", "efficient", "dense")
@@ -187,33 +188,24 @@ def test_cpu_row_runs(threads: int, n: int) -> None:
 
 def test_parts_of_a_backward_hold_every_pair_once() -> None:
     """For any number of threads, also where a square is smaller than their number squared."""
-    kernel = get_kernel("cpu")
+    kernel, before = get_kernel("cpu"), torch.get_num_threads()
     assert isinstance(kernel, CpuKernel)
     for rows, keys, threads, causal in product(
         (1, 2, 3, 5, 8, 13, 40), (1, 7, 40), (1, 2, 3, 5, 8), (False, True)
     ):
         keys = rows if causal else keys
-        query, key = (torch.arange(n).view(1, 1, n, 1) for n in (rows, keys))
-        piece = _BackwardPiece(
-            Call(query, key, key, causal),
-            Saved(query, query, query[..., 0]),
-            (query.clone(), key.clone(), key.clone()),
-        )
+        query, key = torch.empty(1, 1, rows, 1), torch.empty(1, 1, keys, 1)
+        whole = Batch(Rectangle(0, rows, 0, keys, causal))
         seen = torch.zeros(rows, keys, dtype=torch.int64)
-        before = torch.get_num_threads()
         try:
             torch.set_num_threads(threads)
-            for part in kernel._parts(piece):
-                call, n_entries = part.call, part.call.query.shape[0]
-                for entry in range(n_entries):
-                    mine, others = call.query[entry, 0, :, 0], call.key[entry, 0, :, 0]
-                    assert torch.equal(mine, part.grads[0][entry, 0, :, 0])
-                    into = part.grads[1].expand(n_entries, -1, -1, -1)
-                    assert torch.equal(others, into[entry, 0, :, 0])
-                    pairs = torch.ones(len(mine), len(others), dtype=torch.int64)
-                    seen[mine[:, None], others] += pairs.tril() if call.causal else pairs
+            parts = list(kernel._in_parts(whole_task(Call(query, key, key, causal)), whole))
         finally:
             torch.set_num_threads(before)
+        for r in (r for part in parts for r in part.rectangles()):
+            pairs = torch.ones(r.n_queries, r.n_keys, dtype=torch.int64)
+            at = slice(r.query_start, r.query_stop), slice(r.key_start, r.key_stop)
+            seen[at] += pairs.tril() if r.causal else pairs
         wanted = torch.ones_like(seen)
         assert torch.equal(seen, wanted.tril() if causal else wanted), (rows, keys, threads)
 

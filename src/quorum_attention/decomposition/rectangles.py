@@ -201,7 +201,7 @@ class Batch:
     Halving a task's triangle gives one large rectangle, then two of half the size, then four: most
     are too small to fill a GPU with one call each. Those of one size lie at equal distances along
     the diagonal, so a strided view makes them batch entries of a single call. No two of them share
-    a query or a key, so one call can add all their results.
+    a query; nor a key, unless all of them have the same.
     """
 
     first: Rectangle

@@ -32,7 +32,6 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import (
     Pick,
     dead_rows,
@@ -40,7 +39,6 @@ from quorum_attention.kernels.tensors import (
     jth_of_group,
     key_rows,
     query_rows,
-    runs_as_batch,
 )
 
 
@@ -185,7 +183,8 @@ class RectangleKernel(Kernel):
         with nullcontext() if lanes is None else lanes.task():
             for number, batch in enumerate(self.calls(task, backward=True)):
                 with nullcontext() if lanes is None else lanes.call(number):
-                    self._backward_batch(task, batch, grads, lse, number)
+                    for part in self._in_parts(task, batch):
+                        self._backward_batch(task, part, grads, lse, number)
 
     def _forward_batch(
         self, task: TaskTensors, batch: Batch, state: Statistics, number: int
@@ -206,23 +205,27 @@ class RectangleKernel(Kernel):
         lse: torch.Tensor,
         number: int,
     ) -> None:
-        dtype = task.query.dtype
+        dtype, scaling = task.query.dtype, grads.scaling
+        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
+        # Runs of rows with the same keys each return a part of these keys' gradients.
+        keys = batch if batch.key_step else Batch(batch.first)
         for pick, call in self.of_heads(task, batch):
-            piece = _BackwardPiece(
-                replace(call, stored=grads.grad_query.dtype),
-                Saved(
-                    readable(query_rows(pick(grads.grad_out), batch), dtype),
-                    readable(query_rows(pick(grads.out), batch), dtype),
-                    query_rows(pick(lse), batch),
-                ),
-                (
-                    query_rows(pick(grads.grad_query), batch),
-                    key_rows(grads.grad_key, batch),
-                    key_rows(grads.grad_value, batch),
-                ),
+            saved = Saved(
+                readable(query_rows(pick(grads.grad_out), batch), dtype),
+                readable(query_rows(pick(grads.out), batch), dtype),
+                query_rows(pick(lse), batch),
             )
-            for part in self._parts(piece):
-                self._add_gradients(part, task, grads.scaling, number)
+            targets = (
+                query_rows(pick(grads.grad_query), batch),
+                key_rows(grads.grad_key, keys),
+                key_rows(grads.grad_value, keys),
+            )
+            found = self.whole_backward(replace(call, stored=grads.grad_query.dtype), saved)
+            with _merging(task, number):
+                for target, parts in zip(targets, found, strict=True):
+                    for part in parts.chunk(parts.shape[0] // target.shape[0]):
+                        add_(target, part, *undo)
+            del found, saved
 
     def of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[tuple[Pick, Call]]:
         """A call for the query heads that one call takes, with what selects them."""
@@ -258,41 +261,31 @@ class RectangleKernel(Kernel):
             first, count = batch.rectangle(start), min(most, batch.count - start)
             yield replace(batch, first=first, count=count)
 
-    def _add_gradients(
-        self, piece: _BackwardPiece, task: TaskTensors, scaling: Scaling, number: int
-    ) -> None:
-        found = self.whole_backward(piece.call, piece.saved)
-        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
-        with _merging(task, number):
-            for target, parts in zip(piece.grads, found, strict=True):
-                # Runs of rows that went in as batch entries each return a part of key gradients.
-                for part in parts.chunk(parts.shape[0] // target.shape[0]):
-                    add_(target, part, *undo)
-
-    def _parts(self, piece: _BackwardPiece) -> Iterator[_BackwardPiece]:
-        """``piece`` in parts."""
-        call = piece.call
-        batch, heads, rows = call.query.shape[:3]
-        n_parts = self.backward_parts(batch * heads)
-        even = rows - rows % n_parts
-        # With several batch entries the runs are no view; a mask would have to be cut as well.
-        if n_parts == 1 or even == 0 or batch > 1 or call.bias is not None:
-            yield piece
+    def _in_parts(self, task: TaskTensors, batch: Batch) -> Iterator[Batch]:
+        """``batch`` as a backward runs it: in equal runs of rows, by ``backward_parts``."""
+        r = batch.first
+        n_parts = self.backward_parts(task.query.shape[1] if self.grouped else task.key.shape[1])
+        side = r.n_queries // n_parts
+        # Batch entries leave no room for others; a mask would have to be cut as well.
+        several = task.query.shape[0] * batch.count > 1
+        if n_parts == 1 or side == 0 or several or task.has_mask(r):
+            yield batch
             return
-        every = slice(None)
-        if not call.causal:
-            yield piece.part(slice(0, even), every).stacked(n_parts)
-            if even < rows:
-                yield piece.part(slice(even, rows), every)
+        q, k = r.query_start, r.key_start
+        edges = [q + side * part for part in range(n_parts + 1)]
+        if edges[-1] < r.query_stop:
+            edges.append(r.query_stop)
+        if not r.causal:
+            yield Batch(Rectangle(q, q + side, k, r.key_stop), n_parts, side)
+            if len(edges) > n_parts + 1:
+                yield Batch(Rectangle(*edges[-2:], k, r.key_stop))
             return
         # Squares along the diagonal, the rest of it, and what each leaves to its left.
-        side = even // n_parts
-        edges = [*range(0, even + 1, side), *([rows] if even < rows else ())]
-        yield piece.part(slice(0, even), slice(0, even), causal=True).squares(n_parts)
-        if even < rows:
-            yield piece.part(slice(even, rows), slice(even, rows), causal=True)
+        yield Batch(Rectangle(q, q + side, k, k + side, causal=True), n_parts, side, side)
+        if len(edges) > n_parts + 1:
+            yield Batch(Rectangle(*edges[-2:], k + edges[-2] - q, r.key_stop, causal=True))
         for start, stop in pairwise(edges[1:]):
-            yield from self._parts(piece.part(slice(start, stop), slice(0, start)))
+            yield from self._in_parts(task, Batch(Rectangle(start, stop, k, k + start - q)))
 
     def _head_views(self, task: TaskTensors) -> Iterator[Pick]:
         query_heads, key_heads = task.query.shape[1], task.key.shape[1]
@@ -308,47 +301,6 @@ def _merging(task: TaskTensors, number: int) -> Iterator[None]:
     """Around merging the results of a task's ``number``-th call."""
     with nullcontext() if task.lanes is None else task.lanes.merge(number), task.timed("merge"):
         yield
-
-
-@dataclass(slots=True)
-class _BackwardPiece:
-    """Views of all that the backward of a rectangle, or a part of it, reads and adds to."""
-
-    call: Call
-    saved: Saved
-    grads: Three
-
-    def part(self, rows: slice, keys: slice, *, causal: bool = False) -> _BackwardPiece:
-        """The piece with only some of its queries and keys (no bias)."""
-
-        def on_keys(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:, :, keys]
-
-        return self._map(lambda tensor: tensor[:, :, rows], on_keys, on_keys, causal)
-
-    def stacked(self, parts: int) -> _BackwardPiece:
-        """The piece with equal runs of rows as batch entries with the same keys (no bias)."""
-        return self._map(
-            partial(runs_as_batch, parts),
-            lambda tensor: tensor.expand(parts, -1, -1, -1),
-            lambda tensor: tensor,
-            False,
-        )
-
-    def squares(self, parts: int) -> _BackwardPiece:
-        """Equal squares along the diagonal of the piece as batch entries (no bias)."""
-        runs = partial(runs_as_batch, parts)
-        return self._map(runs, runs, runs, True)
-
-    def _map(
-        self, on_rows: Pick, on_keys: Pick, on_key_gradients: Pick, causal: bool
-    ) -> _BackwardPiece:
-        grad_query, grad_key, grad_value = self.grads
-        return _BackwardPiece(
-            self.call.mapped(on_rows, on_keys, causal=causal),
-            self.saved.mapped(on_rows),
-            (on_rows(grad_query), on_key_gradients(grad_key), on_key_gradients(grad_value)),
-        )
 
 
 @remembered(512)

@@ -52,12 +52,6 @@ def jth_of_group(key_heads: int, j: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(batch, key_heads, heads // key_heads, *rest)[:, :, j]
 
 
-def runs_as_batch(parts: int, tensor: torch.Tensor) -> torch.Tensor:
-    """(1, h, rows, ...) as (parts, h, rows / parts, ...), a view."""
-    _, heads, rows, *rest = tensor.shape
-    return tensor[0].view(heads, parts, rows // parts, *rest).transpose(0, 1)
-
-
 def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same view with stride 0 in dimensions of size 1 (the last one excepted).
 
