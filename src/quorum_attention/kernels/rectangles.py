@@ -273,19 +273,20 @@ class RectangleKernel(Kernel):
             return
         q, k = r.query_start, r.key_start
         edges = [q + side * part for part in range(n_parts + 1)]
-        if edges[-1] < r.query_stop:
-            edges.append(r.query_stop)
+        even, stop = edges[-1], r.query_stop
+        if even < stop:
+            edges.append(stop)
         if not r.causal:
             yield Batch(Rectangle(q, q + side, k, r.key_stop), n_parts, side)
-            if len(edges) > n_parts + 1:
-                yield Batch(Rectangle(*edges[-2:], k, r.key_stop))
+            if even < stop:
+                yield Batch(Rectangle(even, stop, k, r.key_stop))
             return
         # Squares along the diagonal, the rest of it, and what each leaves to its left.
         yield Batch(Rectangle(q, q + side, k, k + side, causal=True), n_parts, side, side)
-        if len(edges) > n_parts + 1:
-            yield Batch(Rectangle(*edges[-2:], k + edges[-2] - q, r.key_stop, causal=True))
-        for start, stop in pairwise(edges[1:]):
-            yield from self._in_parts(task, Batch(Rectangle(start, stop, k, k + start - q)))
+        if even < stop:
+            yield Batch(Rectangle(even, stop, k + even - q, r.key_stop, causal=True))
+        for first, last in pairwise(edges[1:]):
+            yield from self._in_parts(task, Batch(Rectangle(first, last, k, k + first - q)))
 
     def _head_views(self, task: TaskTensors) -> Iterator[Pick]:
         query_heads, key_heads = task.query.shape[1], task.key.shape[1]
