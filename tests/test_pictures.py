@@ -7,7 +7,7 @@ from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
-from quorum_attention.decomposition.bands import window_verdict
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.pictures import coverage_html, draw_coverage, draw_gantt, draw_recovery
 from quorum_attention.pictures.drawing import task_colour
 from quorum_attention.pictures.geometry import blocks, chunk_edges, shallow
@@ -148,7 +148,7 @@ def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize("levels", [(), (7,), (7, 3), (13,)])
 @pytest.mark.parametrize("window", [None, (9, 3)])
 def test_blocks_cover_every_pair_once(levels, layout, is_causal, window):
-    verdict = None if window is None else window_verdict(*window)
+    verdict = None if window is None else Band(-window[0], window[1]).verdict
     shape = Decomposition(60, levels, layout=layout, tile=2)
     seen = [[0] * 60 for _ in range(60)]
     for task in shape.tasks():

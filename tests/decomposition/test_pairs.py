@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition.bands import window_verdict
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.decomposition.pairs import (
     EMPTY,
     FULL,
@@ -35,7 +35,9 @@ SIDE = st.integers(0, 40)
 )
 def test_verdicts_are_those_of_the_pairs(sizes, is_causal, window, rows, columns) -> None:  # type: ignore[no-untyped-def]
     n_queries, n_keys = sizes
-    verdict = None if window is None else window_verdict(*window)
+    band = [None if side < 0 else side for side in window or (-1, -1)]
+    low = None if band[0] is None else -band[0]
+    verdict = None if window is None else Band(low, band[1]).verdict
     pairs = Pairs(n_queries, n_keys, is_causal, verdict)
 
     def kept(q: int, k: int) -> bool:

@@ -286,12 +286,11 @@ def test_rectangles_that_do_not_touch() -> None:
     task = Task((), (Span(100, 1100, 0), Span(2000, 2600, 0)))
     rectangles = (Rectangle(300, 520, 130, 270), Rectangle(513, 515, 600, 601),
                   Rectangle(300, 520, 700, 900))  # fmt: skip
-    pairs = TaskPairs.of(task, rectangles, False, 1600, 1350)
-    assert pairs.queries[1000] == 2000
+    pairs = TaskPairs.of(task, rectangles, False)
     lists = lists_of(pairs, None)
-    assert (lists.rows, lists.columns) == (slice(256, 640), slice(128, 1024))
+    assert (lists.rows, lists.columns) == (slice(256, 520), slice(128, 900))
     assert lists.in_pieces
-    aligned = TaskPairs.of(task, (Rectangle(1408, 1600, 0, 256),), False, 1600, 1350)
+    aligned = TaskPairs.of(task, (Rectangle(1408, 1600, 0, 256),), False)
     lists = lists_of(aligned, None)
     assert not lists.in_pieces
     parts = lists.on(torch.device("cpu"))

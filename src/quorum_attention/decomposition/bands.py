@@ -13,7 +13,7 @@ So kernels that know only plain and causal calls run it, and compute hardly a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,12 +162,3 @@ def _upto(q0: int, q1: int, k0: int, k1: int, most: int) -> int:
 
     first = q0 + most + 1 - k0  # keys of the first query
     return below(q1 - 1 - q0 + first) - below(first - 1)
-
-
-def window_verdict(left: int, right: int) -> Callable[[Ranges], Verdict]:
-    """The verdict of a sliding window.
-
-    It keeps keys from ``left`` tokens before the query to ``right`` tokens after it; -1 is no limit
-    on that side.
-    """
-    return Band(-left if left >= 0 else None, right if right >= 0 else None).verdict

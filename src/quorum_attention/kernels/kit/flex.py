@@ -162,7 +162,7 @@ class ScoreModKernel(Kernel):
     def _prune(self, task: TaskTensors, r: Rectangle) -> list[Rectangle]:
         """Strips of ``r`` from the first to the last block in which the mask keeps pairs; ``r``
         itself if that leaves out less than a fifth of it."""
-        pairs = TaskPairs.of(task.task, (r,), r.causal, r.query_stop, r.key_stop)
+        pairs = TaskPairs.of(task.task, (r,), r.causal)
         blocks = joined([*listed_blocks(self.geometry, task, pairs)[:2]]) * BLOCK
         found, height = [], _STRIP * BLOCK
         for top in range(r.query_start // height * height, r.query_stop, height):
@@ -699,11 +699,7 @@ class FlexKernel(ScoreModKernel):
         return has_diagonal(task), *blocks_key(self.geometry, task, tuple(task.rectangles))
 
     def _make_lists(self, task: TaskTensors) -> BlockLists | None:
-        rectangles = tuple(task.rectangles)
-        # The tensors may have more rows than there are tokens; those have no positions.
-        n_queries = max((r.query_stop for r in rectangles), default=0)
-        n_keys = max((r.key_stop for r in rectangles), default=0)
-        pairs = TaskPairs.of(task.task, rectangles, has_diagonal(task), n_queries, n_keys)
+        pairs = TaskPairs.of(task.task, task.rectangles, has_diagonal(task))
         listed = listed_blocks(self.geometry, task, pairs, by_lane=True)
         return block_lists(pairs, *listed, pinned=task.query.is_cuda)
 

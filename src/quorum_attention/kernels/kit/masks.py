@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
-from quorum_attention.decomposition.bands import Band, window_verdict
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.functions import BlockMask, MaskMod
 from quorum_attention.kernels.torch_private import outside
 
@@ -38,7 +38,7 @@ def sliding_window(left: int, right: int = 0) -> BlockMask:
     def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
         return (q - k <= left) & (k - q <= right)  # type: ignore[no-any-return]
 
-    return BlockMask(keeps, window_verdict(left, right), reach=(left, right))
+    return BlockMask(keeps, Band(-left, right).verdict, reach=(left, right))
 
 
 def prefix_lm(prefix: int) -> BlockMask:

@@ -73,18 +73,13 @@ class TaskPairs:
     keys: Ints
 
     @classmethod
-    def of(
-        cls,
-        task: Task,
-        rectangles: Sequence[Rectangle],
-        is_causal: bool,
-        n_queries: int,
-        n_keys: int,
-    ) -> TaskPairs:
-        """The first ``n_queries`` tokens of ``task`` are queries, its first ``n_keys`` are keys."""
+    def of(cls, task: Task, rectangles: Sequence[Rectangle], is_causal: bool) -> TaskPairs:
+        """Of a task; tokens beyond all rectangles are left out."""
         runs = [np.arange(first, last, dtype=np.int64) for first, last, _ in task.runs]
         tokens = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
         kept = tuple(r for r in rectangles if r.n_queries and r.n_keys)
+        n_queries = max((r.query_stop for r in kept), default=0)
+        n_keys = max((r.key_stop for r in kept), default=0)
         return cls(kept, is_causal, tokens[:n_queries], tokens[:n_keys])
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, Part
-from quorum_attention.decomposition.pairs import both, either, walk
+from quorum_attention.decomposition.pairs import both, either, quarters, walk
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.functions import (
     BlockMask,
@@ -190,21 +191,12 @@ class Geometry:
 
     def _ruled(self, part: Part) -> Iterator[Part]:
         """``part`` cut where the rules say so."""
-
-        def verdict(r: Ranges) -> Verdict:
-            found: Verdict = FULL
-            for rule in self.rules:
-                found = both(found, rule.verdict(r))
-                if found is EMPTY:
-                    break
-            return found
-
         whole = Ranges.of(part.query_start, part.query_stop, part.key_start, part.key_stop)
-        if verdict(whole) is FULL:
+        if Geometry(rules=self.rules).verdict(whole) is FULL:
             yield part
             return
-
-        leaves = walk(whole, lambda r: both(self.band.verdict(r), verdict(r)), _quarters)
+        here = Geometry(self.band, None, self.rules)
+        leaves = walk(whole, here.verdict, partial(quarters, unit=TESTED))
         for ((a, b), (c, d)), found in leaves:
             if found is not EMPTY:
                 yield Part(a, b, c, d, "plain" if found is FULL else "ragged")
@@ -278,21 +270,6 @@ class AnyOf(Rule):
         for one in self.every:
             found = found | one.keeps(at)
         return found
-
-
-def _quarters(r: Ranges) -> list[Ranges]:
-    """A block in halves of halves, at most; none of a block that is small enough to be tested."""
-
-    def halves(start: int, stop: int) -> list[tuple[int, int]]:
-        if stop - start <= TESTED:
-            return [(start, stop)]
-        middle = start + -(-(stop - start) // (2 * TESTED)) * TESTED
-        return [(start, middle), (middle, stop)]
-
-    rows, columns = halves(*r.queries), halves(*r.keys)
-    if len(rows) == len(columns) == 1:
-        return []
-    return [Ranges.of(*row, *column) for row in rows for column in columns]
 
 
 def _meeting(one: Blocks, other: Blocks) -> Blocks:

@@ -114,12 +114,11 @@ class RuledTask:
     def blocks(self) -> tuple[TaskPairs, Ints]:
         """The task's pairs, and full nodes and partial blocks as ``runs.pieces`` has them, by
         ascending queries; of partial ones ``mixed`` is 1."""
-        n_queries = max(r.query_stop for r in self._rectangles)
-        n_keys = max(r.key_stop for r in self._rectangles)
         # The geometry has the call's own causal rule.
-        pairs = TaskPairs.of(self._task.task, self._rectangles, False, n_queries, n_keys)
+        pairs = TaskPairs.of(self._task.task, self._rectangles, False)
         full, partial, _ = listed_blocks(self._geometry, self._task, pairs, self.room.nbytes)
         nodes = np.concatenate((full, partial))
+        n_queries, n_keys = len(pairs.queries), len(pairs.keys)
         found = np.zeros((len(nodes), WIDTH + 1), dtype=np.int64)
         found[:, :4] = np.minimum(nodes[:, 1:] * BLOCK, (n_queries, n_queries, n_keys, n_keys))
         found[:, 4] = NO_DIAGONAL
