@@ -8,7 +8,7 @@ all of them. One function records every call: as it is planned (``EagerCall``), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -156,11 +156,9 @@ class Attention(_Quick):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """One more batch dimension."""
-        *tensors, mask, sinks, call = args
-        refuse_mapped(in_dims[4])
-        query, key, value = in_front(info.batch_size, in_dims, tensors)
-        mask = mask_in_front(mask, in_dims[3], query.dim())
-        return Attention.apply(query, key, value, mask, sinks, call.mapped(info, mask)), (0, 0)
+        *tensors, call = args
+        five = mapped_inputs(info.batch_size, in_dims, *tensors)
+        return Attention.apply(*five, call.mapped(info, five[3])), (0, 0)
 
 
 class Gradients(_Quick):
@@ -186,24 +184,61 @@ class Gradients(_Quick):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """One more batch dimension."""
-        *six, mask, sinks, grad_lse, run = args
-        # Its gradient would have the mapped dimension, whether or not it has.
-        refuse_mapped(0 if run.of_sinks else in_dims[7])
-        six = in_front(info.batch_size, in_dims, six)
-        if grad_lse is not None:
-            (grad_lse,) = in_front(info.batch_size, in_dims[8:9], [grad_lse])
-        mask, shape = mapped_mask(info.batch_size, mask, in_dims[6], six[1].dim(), run.of_mask)
+        *read, run = args
         # Where the forward was made once, all gradients are of the same dropped pairs.
         same = info.randomness == "same" or in_dims[5] is None
-        request = run.request.mapped(info.batch_size, mask, same=same)
-        grads = Gradients.apply(*six, mask, sinks, grad_lse, run._replace(request=request))
-        if run.of_mask:
-            grads = (*grads[:3], grads[3].reshape(shape))
-        return grads, (0,) * len(grads)
+
+        def compute(*nine: Any) -> Any:
+            request = run.request.mapped(info.batch_size, nine[6], same=same)
+            return Gradients.apply(*nine, run._replace(request=request))
+
+        grads = mapped_gradients(info.batch_size, in_dims, read, run[-2:], compute)
+        return tuple(grads), (0,) * len(grads)
 
 
-def refuse_mapped(dim: int | None) -> None:
-    """Refuse sinks, or a gradient of them, with a dimension that torch.vmap maps over."""
+def mapped_inputs(
+    size: int, dims: tuple[Any, ...], query: Any, key: Any, value: Any, mask: Any, sinks: Any
+) -> tuple[Any, ...]:
+    """The inputs of a call with the dimension first that torch.vmap maps over.
+
+    Raises:
+        NotImplementedError: it maps over the sinks.
+    """
+    _refuse_mapped(dims[4])
+    query, key, value = map(partial(_in_front, size), (query, key, value), dims)
+    return query, key, value, _mask_in_front(mask, dims[3], query.dim()), sinks
+
+
+def mapped_gradients(
+    size: int,
+    dims: tuple[Any, ...],
+    read: Sequence[Any],
+    learned: Sequence[bool],
+    compute: Callable[..., Any],
+) -> list[torch.Tensor]:
+    """The gradients of a call that torch.vmap maps, as ``compute`` gives them for tensors that have
+    the dimension first.
+
+    Args:
+        read: grad_out, query, key, value, out, lse, mask, sinks and grad_lse.
+        learned: whether the gradients of mask and sinks are wanted.
+    """
+    *six, mask, sinks, grad_lse = read
+    of_mask, of_sinks = learned
+    # Its gradient would have the mapped dimension, whether or not it has.
+    _refuse_mapped(0 if of_sinks else dims[7])
+    six = list(map(partial(_in_front, size), six, dims))
+    grad_lse = None if grad_lse is None else _in_front(size, grad_lse, dims[8])
+    dim = dims[6]
+    if of_mask and dim is None:
+        mask, dim = mask.expand(size, *mask.shape), 0
+    grads = list(compute(*six, _mask_in_front(mask, dim, six[1].dim()), sinks, grad_lse))
+    if of_mask:
+        grads[3] = grads[3].reshape(mask.movedim(dim, 0).shape)
+    return grads
+
+
+def _refuse_mapped(dim: int | None) -> None:
     if dim is not None:
         raise NotImplementedError(
             "torch.vmap cannot map over Mask.sinks, nor over their gradient: only over query, key, "
@@ -211,32 +246,18 @@ def refuse_mapped(dim: int | None) -> None:
         )
 
 
-def in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors with the mapped dimension first; those that are not mapped are expanded."""
-    return [
-        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip(tensors, dims, strict=False)
-    ]
+def _in_front(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """``tensor`` with the mapped dimension first; expanded, if it is not mapped."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
+def _mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
     """The mask with the mapped dimension first, and then as many as broadcasting needs; one that
     is not mapped as it is."""
     if mask is None or dim is None:
         return mask
     mask = mask.movedim(dim, 0)
     return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
-
-
-def mapped_mask(
-    size: int, mask: torch.Tensor | None, dim: int | None, rank: int, learned: bool
-) -> tuple[torch.Tensor | None, torch.Size | None]:
-    """``mask_in_front`` for a backward, and the shape of the mask's gradient, which has the mapped
-    dimension whether or not the mask has it."""
-    if learned and mask is not None and dim is None:
-        mask, dim = mask.expand(size, *mask.shape), 0
-    shape = None if mask is None or dim is None else mask.movedim(dim, 0).shape
-    return mask_in_front(mask, dim, rank), shape
 
 
 def attend(

@@ -42,6 +42,7 @@ _included = torch._C._dispatch_tls_is_dispatch_key_included
 _autocast, _records = torch.is_autocast_enabled, torch.is_grad_enabled
 _deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = (bool, int, float, str)
 _WORD = 16
 # Whether this torch could find a GPU, which then computes what lies in host memory.
 _ANY_GPU = torch.version.cuda is not None
@@ -140,17 +141,12 @@ def _on_a_gpu(
 
 def _described(mask: Any) -> Hashable | None:
     """A ``Mask`` without tensors, functions and other masks, in numbers; None for others."""
-    if type(mask) is not Mask or mask.either or mask.every:
+    if type(mask) is not Mask:
         return None
-    tensors = (mask.documents, mask.key_lengths, mask.key_padding, mask.bias, mask.sinks)
-    if mask.keeps is not None or any(tensor is not None for tensor in tensors):
-        return None
-    for number in (mask.offset, mask.chunk):
-        if number is not None and type(number) is not int:
-            return None
-    if mask.softcap is not None and type(mask.softcap) is not float:
-        return None
-    return (mask.causal, mask.offset, mask.sides, mask.chunk, mask.softcap)
+    said = mask.said()
+    said.pop("window", None)
+    plain = all(type(value) in _NUMBERS for value in said.values())
+    return (mask.sides, *said.items()) if plain else None
 
 
 def _is_unusual(kind: str) -> bool:

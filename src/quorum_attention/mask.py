@@ -134,7 +134,7 @@ class Mask:
         """The window as (left, right); -1 is no limit."""
         return (-1, -1) if self.window is None else _window(self.window)
 
-    def _said(self) -> dict[str, Any]:
+    def said(self) -> dict[str, Any]:
         """The fields that say anything."""
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
         return {name: getattr(self, name) for name in _NAMES if _given(getattr(self, name))}
@@ -147,7 +147,7 @@ class Mask:
         """
         if not isinstance(other, Mask):
             return NotImplemented
-        mine, others = self._said(), other._said()
+        mine, others = self.said(), other.said()
         for name in _SCORES:
             if name in mine and name in others:
                 raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")

@@ -35,10 +35,8 @@ from quorum_attention.autograd import (
     FORWARD_MODE,
     Attention,
     Gradients,
-    in_front,
-    mapped_mask,
-    mask_in_front,
-    refuse_mapped,
+    mapped_gradients,
+    mapped_inputs,
 )
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import Arguments, CallOptions
@@ -52,8 +50,6 @@ from quorum_attention.passes import beside, run_backward, run_forward
 
 NAME = "quorum_attention"
 _Result = TypeVar("_Result")
-# Tensors beside the inputs that may be there: additive or boolean mask, sinks, seed of dropout.
-_OTHERS = "Tensor? attn_mask, Tensor? sinks, Tensor? seed, Tensor[] parts"
 # The last three: whether gradients were recorded where the call was written, and whether those of
 # mask and sinks are asked for.
 _CALL = (
@@ -68,12 +64,13 @@ _TAGS = tuple(
 )
 _SCHEMAS = {
     "attention": (
-        f"(Tensor query, Tensor key, Tensor value, {_OTHERS}, {_CALL}) -> "
-        f"(Tensor out, Tensor lse, Tensor known)"
+        f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, Tensor? seed, "
+        f"Tensor[] parts, {_CALL}) -> (Tensor out, Tensor lse, Tensor known)"
     ),
     "attention_backward": (
-        f"(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-        f"Tensor lse, Tensor known, {_OTHERS}, {_CALL}) -> Tensor[]"
+        f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+        f"Tensor? attn_mask, Tensor? sinks, Tensor? grad_lse, Tensor known, Tensor? seed, "
+        f"Tensor[] parts, {_CALL}) -> Tensor[]"
     ),
 }
 
@@ -209,14 +206,14 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _backward(*args: Any) -> list[torch.Tensor]:
-    grad_out, grad_lse, query, key, value, out, lse, known, *rest = args
-    of_mask, of_sinks = rest[-2:]
+    grad_out, *inputs, out, lse, mask, sinks, grad_lse, known = args[:10]
+    of_mask, of_sinks = args[-2:]
     given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
     number = int(known)
     # Of long ago: those of the moment.
     settings, kernel = _kept.get(number, (current() if number else None, None))
     with _mapping_dispatched():
-        tensors, request, _ = _request(settings, kernel, query, key, value, *rest)
+        tensors, request, _ = _request(settings, kernel, *inputs, mask, sinks, *args[10:])
         grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
@@ -355,9 +352,9 @@ def _refuse_meta(query: torch.Tensor, others: Iterable[Any]) -> None:
 
 
 def _fake_backward(*args: Any) -> list[torch.Tensor]:
-    _, _, query, key, value, _, _, _, mask, sinks, *rest = args
+    _, query, key, value, _, _, mask, sinks = args[:8]
     _refuse_meta(query, args)
-    learned = [t for t, w in ((mask, rest[-2]), (sinks, rest[-1])) if w and t is not None]
+    learned = [t for t, wanted in zip((mask, sinks), args[-2:], strict=True) if wanted]
     return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
 
 
@@ -387,7 +384,7 @@ class _OperatorCall(NamedTuple):
     ) -> list[torch.Tensor]:
         query, key, value, mask, sinks, out, lse, known, seed, *parts = saved
         grads: list[torch.Tensor] = torch.ops.quorum_attention.attention_backward(
-            grad_out, grad_lse, query, key, value, out, lse, known, mask, sinks, seed, parts,
+            grad_out, query, key, value, out, lse, mask, sinks, grad_lse, known, seed, parts,
             *self.call[:-2], *learned,
         )  # fmt: skip
         return grads
@@ -453,38 +450,25 @@ def _records(*tensors: torch.Tensor | None) -> bool:
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     """One more batch dimension; what is not mapped is expanded."""
-    query, key, value, mask, sinks, seed, parts, *call = args
-    _refuse_others(in_dims[4:7], call)
-    query, key, value = in_front(info.batch_size, in_dims[:3], [query, key, value])
-    mask = mask_in_front(mask, in_dims[3], query.dim())
-    found = torch.ops.quorum_attention.attention(query, key, value, mask, sinks, seed, parts, *call)
-    return found, (0, 0, None)
+    _refuse_others(in_dims[5:7], args[7:])
+    five = mapped_inputs(info.batch_size, in_dims, *args[:5])
+    return torch.ops.quorum_attention.attention(*five, *args[5:]), (0, 0, None)
 
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    grad_out, grad_lse, *four, lse, known, mask, sinks, seed, parts = args[:12]
-    call = args[12:]
-    *_, of_mask, of_sinks = call
-    _refuse_others((0 if of_sinks else in_dims[9], *in_dims[10:12]), call)
-    size = info.batch_size
-    dims = (in_dims[0], *in_dims[2:7])
-    grad_out, query, key, value, out, lse = in_front(size, dims, [grad_out, *four, lse])
-    if grad_lse is not None:
-        (grad_lse,) = in_front(size, in_dims[1:2], [grad_lse])
-    mask, shape = mapped_mask(size, mask, in_dims[8], query.dim(), of_mask)
-    found = torch.ops.quorum_attention.attention_backward(
-        grad_out, grad_lse, query, key, value, out, lse, known, mask, sinks, seed, parts, *call
-    )
-    if of_mask:
-        found = [*found[:3], found[3].reshape(shape), *found[4:]]
-    return found, [0] * len(found)
+    _refuse_others(in_dims[10:12], args[12:])
+
+    def compute(*nine: Any) -> Any:
+        return torch.ops.quorum_attention.attention_backward(*nine, *args[9:])
+
+    grads = mapped_gradients(info.batch_size, in_dims, args[:9], args[-2:], compute)
+    return grads, [0] * len(grads)
 
 
 def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:
-    """Refuse to map what cannot be: sinks, a seed, a tensor of a mask; and dropout, because a seed
-    would drop other pairs than without the mapping."""
-    sinks, seed, parts = dims
-    refuse_mapped(sinks)
+    """Refuse to map what cannot be: a seed, a tensor of a mask; and dropout, because a seed would
+    drop other pairs than without the mapping."""
+    seed, parts = dims
     if seed is not None or any(dim is not None for dim in parts) or call[0] > 0.0:
         raise NotImplementedError(
             "torch.vmap in a graph cannot map over dropout, nor over tensors of a Mask beside its "

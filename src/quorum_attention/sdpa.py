@@ -20,9 +20,12 @@ from quorum_attention.autograd import attend
 from quorum_attention.call.options import Arguments, CallOptions, Defaults
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
-from quorum_attention.call.validation import is_causal_bias
-from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.problem import ELEMENT_BYTES
+from quorum_attention.call.validation import (
+    broadcast_inputs,
+    check_kind,
+    is_causal_bias,
+    sizes_of,
+)
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator
 
@@ -234,26 +237,14 @@ def _taken(call: _Call) -> torch.Tensor | None:
 
 
 def _in_a_graph(call: _Call) -> torch.Tensor | None:
-    """The result of the operator, for tensors of dtypes, devices and shapes that it takes."""
+    """The result of the operator; None if it is torch's: checks come before the graph runs."""
     query, key, value, said = call
-    known = (
-        query.device.type in BACKENDS
-        and query.dtype in ELEMENT_BYTES
-        and query.dtype == key.dtype == value.dtype
-        and query.device == key.device == value.device
-        and query.layout == key.layout == value.layout == torch.strided
-        and query.dim() == key.dim() == value.dim() >= 3
-        and query.shape[-1] == key.shape[-1]
-        and query.shape[-1] > 0
-        and key.shape[:-1] == value.shape[:-1]
-        and query.shape[:-3] == key.shape[:-3]
-        and (query.shape[-3] == key.shape[-3] or said.enable_gqa)
-    )
-    if not known:
-        return None
     try:
+        for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
+            check_kind(tensor, name)
+        sizes_of(*broadcast_inputs(query, key, value, said.enable_gqa)[:4])
         found = as_operator(query, key, value, said)
-    except ValueError:  # a CausalBias of other lengths
+    except (TypeError, ValueError, NotImplementedError):
         return None
     return None if found is None else found[0]
 
