@@ -8,6 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
+from quorum_attention.execution.engine import (
+    ALIGNMENT,
+    Field,
+    LayoutError,
+    SlotLayout,
+    slot_layout,
+)
 from quorum_attention.execution.problem import (
     FORWARD,
     GroupSize,
@@ -17,13 +24,6 @@ from quorum_attention.execution.problem import (
     spec_of,
 )
 from quorum_attention.execution.schedule import Cutting
-from quorum_attention.execution.slot_rows import (
-    ALIGNMENT,
-    Field,
-    LayoutError,
-    SlotLayout,
-    slot_layout,
-)
 from quorum_attention.execution.trimming import is_filled
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window

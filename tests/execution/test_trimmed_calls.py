@@ -11,12 +11,12 @@ from helpers_plans import unpinned
 import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.decomposition.decomposition import tokens_of
-from quorum_attention.execution import slot_rows
+from quorum_attention.execution import engine
 from quorum_attention.execution.device.backend import Backend
+from quorum_attention.execution.engine import slot_layout
 from quorum_attention.execution.problem import FORWARD, Placement, Problem, spec_of
 from quorum_attention.execution.routes import slots
 from quorum_attention.execution.schedule import Cutting
-from quorum_attention.execution.slot_rows import slot_layout
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
@@ -228,7 +228,7 @@ def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
     made, report = inputs(N), qa.Report()
     kernel.arm()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (slots, slot_rows):
+        for module in (slots, engine):
             patch.setattr(module, "backend_of", lambda device: Tight())
         out = qa.attention(*made.three, is_causal=True, plan=plan, kernel=kernel, report=report)
     assert_close(out, exact(made, mask=kept_by(30), is_causal=True).out, 2e-5)

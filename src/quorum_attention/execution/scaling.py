@@ -42,7 +42,7 @@ from quorum_attention.kernels.scaling import (
 )
 
 if TYPE_CHECKING:
-    from quorum_attention.execution.slot_rows import Unit
+    from quorum_attention.execution.engine import Unit
 
 # log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
 _LOG2_TYPICAL = -8

@@ -29,7 +29,17 @@ from quorum_attention.execution.control.controller import Group, RecoveryControl
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import home_device
-from quorum_attention.execution.engine import Engine
+from quorum_attention.execution.engine import (
+    Beside,
+    Engine,
+    SlotLayout,
+    SlotRows,
+    Unit,
+    aligned,
+    moved_tensors,
+    open_slots,
+    slot_layout,
+)
 from quorum_attention.execution.problem import (
     Axis,
     Bytes,
@@ -47,16 +57,6 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.scaling import GroupScaling, UnitScaling, asking, what_is_read
 from quorum_attention.execution.schedule import Attempt, Route, Schedule
-from quorum_attention.execution.slot_rows import (
-    Beside,
-    SlotLayout,
-    SlotRows,
-    Unit,
-    aligned,
-    moved_tensors,
-    open_slots,
-    slot_layout,
-)
 from quorum_attention.execution.trimming import task_rows
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
