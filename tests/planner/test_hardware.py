@@ -22,7 +22,7 @@ KINDS = ["cpu", "cuda"]
 def test_assumed_rates_are_whole_and_possible(kind: str, dtype: torch.dtype, head_dim: int) -> None:
     machine = assumed(kind, dtype, head_dim)
     assert not machine.measured
-    assert machine.overlaps == BACKENDS[kind].overlaps
+    assert machine.overlaps == BACKENDS[kind].own_memory
     known = asdict(machine)
     assert all(value >= 0 for value in known.values())
     for name in ("flops", "backward_flops", "merge_bytes_per_second", "up_bytes_per_second"):

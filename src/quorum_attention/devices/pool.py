@@ -102,7 +102,7 @@ class Pool(Several):
     @property
     def pins(self) -> bool:
         """Whether any of them copies faster from and to page-locked memory."""
-        return any(backend_of(torch.device(device)).pins for device in self.devices)
+        return any(backend_of(torch.device(device)).own_memory for device in self.devices)
 
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost. It takes part from
@@ -221,7 +221,7 @@ class Pool(Several):
             alike = steady and len({(workers[n].name, each[n]) for n in here}) == 1
             blocks = iter(partition(begin.call, list(speeds.values()), 1 if alike else PIECES))
             homes = [next(blocks) if n in speeds else [] for n in range(len(workers))]
-            overlap = all(backend_of(torch.device(workers[n].device)).overlaps for n in here)
+            overlap = all(backend_of(torch.device(workers[n].device)).own_memory for n in here)
             schedule = Schedule(begin.call, homes, speeds, alike and overlap)
             spec = DevicePass(begin, schedule, each, steady, sums, progress)
             Coordinator(workers, spec, report).run()

@@ -318,7 +318,7 @@ class _Pass:
 
     def _unlocked(self, views: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Lock what should stay so; what is left, of which pages have to be made first."""
-        if not backend_of(self._device).pins:
+        if not backend_of(self._device).own_memory:
             return []
         # Ordinary files are not read ahead of time.
         mapped = {

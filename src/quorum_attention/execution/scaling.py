@@ -253,7 +253,7 @@ class UnitScaling:
         self._unscale = numbers(torch.float32, device=device)
         self._overflow = numbers(torch.int32, device=device)
         # The same in host memory, which is read when the unit has been computed.
-        pins = backend_of(device).pins
+        pins = backend_of(device).own_memory
         self._flags = numbers(torch.int32, device="cpu", pin_memory=pins)
         # By slot: the unit in it, and how far that is scaled.
         self._units: dict[int, tuple[Unit, Steps]] = {}

@@ -183,7 +183,7 @@ class _Search:
                     self.best = found
             elif found.predicted_seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
-            elif not self.problem.place.backend.overlaps:
+            elif not self.problem.place.backend.own_memory:
                 return replace(found, why=_ON_A_CPU)
             else:
                 self.monolithic = found
@@ -331,7 +331,7 @@ def _schedules(
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
     """The numbers of kernel calls in flight that are tried."""
-    if problem.place.backend.most_streams == 1 or not problem.kernel.several_streams:
+    if not problem.place.backend.own_memory or not problem.kernel.several_streams:
         return (1,)
     return (1, 2) if constraints.streams is None else (constraints.streams,)
 
@@ -339,7 +339,7 @@ def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
 def _slots(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
     """The routes through slots that are tried: as asked for, or all that may be of use."""
     backend = problem.place.backend
-    n_caps = (2, 1) if backend.overlaps else (1,)
+    n_caps = (2, 1) if backend.own_memory else (1,)
     n_caps = n_caps if constraints.n_cap is None else (constraints.n_cap,)
     homes: tuple[Home, ...] = ("device", "host") if backend.own_memory else ("host",)
     homes = homes if constraints.accumulator is None else (constraints.accumulator,)
@@ -351,7 +351,7 @@ def _over_inputs(problem: Problem, constraints: PlanConstraints) -> list[Route]:
     if takes_tasks(problem.kernel, problem.work):
         return [PerTask()]
     in_step = policy.PIECES_IN_STEP[problem.spec.backward]
-    pieces = policy.PIECES if problem.place.backend.overlaps else in_step
+    pieces = policy.PIECES if problem.place.backend.own_memory else in_step
     every = product(_streams(problem, constraints), pieces)
     return [Blockwise(streams=streams, pieces=layout) for streams, layout in every]
 
@@ -367,9 +367,9 @@ def _cuts_over_inputs(
     gains = kernel.several_streams or takes_tasks(kernel, work)
     if asked_for_slots or not gains:
         return []
-    most = policy.MOST_OVER_INPUTS if place.backend.overlaps else policy.MOST_PIECES
+    most = policy.MOST_OVER_INPUTS if place.backend.own_memory else policy.MOST_PIECES
     found = [s for s in shapes if s.depth == 1 and s.levels[0] <= most]
-    if place.backend.overlaps and constraints.levels is None and constraints.depth in (None, 1):
+    if place.backend.own_memory and constraints.levels is None and constraints.depth in (None, 1):
         found.append(constraints.shape(work.n_tokens, policy.FEWEST))
     return found
 

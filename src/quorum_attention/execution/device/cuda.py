@@ -38,9 +38,6 @@ class Cuda(Backend):
     kind = "cuda"
     own_memory = True
     refuses = True
-    overlaps = True
-    pins = True
-    most_streams = 2
     word_bytes = 16
 
     def __init__(self) -> None:

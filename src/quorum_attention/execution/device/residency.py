@@ -114,4 +114,4 @@ def travelling(
 
 def _is_lockable(device: torch.device, compute: torch.device) -> bool:
     """Whether page-locking tensors on ``device`` makes copies to ``compute`` faster."""
-    return on_host(device) and device != compute and backend_of(compute).pins
+    return on_host(device) and device != compute and backend_of(compute).own_memory
