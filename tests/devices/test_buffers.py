@@ -24,14 +24,11 @@ from quorum_attention.devices.buffers import (
     room,
 )
 
-LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
-
 
 def files() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-@LINUX
 @pytest.mark.parametrize("kind", ["room", "torch", "view", "file"])
 def test_the_same_memory(tmp_path: Path, kind: str) -> None:
     shape = (2, 3, 700, 16)
@@ -54,7 +51,6 @@ def test_the_same_memory(tmp_path: Path, kind: str) -> None:
         assert torch.equal(there, part)
 
 
-@LINUX
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("seen", [True, False])
 def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None:
@@ -77,7 +73,6 @@ def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None
     assert (result.tensor.data_ptr() == tensor.data_ptr()) == (kept and seen)
 
 
-@LINUX
 def test_what_is_gone_leaves_nothing() -> None:
     gc.collect()
     before = files()
@@ -103,7 +98,6 @@ def test_ordinary_memory_is_copied() -> None:
     assert target.tensor.data_ptr() != tensor.data_ptr()
 
 
-@LINUX
 @pytest.mark.parametrize("planted", ["file", "pipe", "link", "room"])
 def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
     tmp_path: Path, planted: str
@@ -188,7 +182,7 @@ def test_used_again_when_it_is_freed() -> None:
     assert (torch.from_file(path, True, 1 << 20, dtype=torch.float16) == 3).all()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("nothing_is_kept")
 def test_nobody_shares_a_room(seed: int) -> None:
     draw = random.Random(seed)

@@ -107,6 +107,22 @@ def test_given_results_of_any_layout_and_progress(pool: Pool) -> None:
     near(grads, qa.attention_backward(wanted, q, k, k, wanted, lse, enable_gqa=True))
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_gradient_of_a_mask_without_autograd(pool: Pool, heads: int, given: bool) -> None:
+    """``grad_mask`` may be a tensor, also one with gaps."""
+    q, grad = torch.randn(2, 1, 3, 90, 8)
+    bias = torch.randn(heads, 90, 90)
+    out, lse = qa.attention_with_lse(q, q, q, bias)
+    target = torch.full((90, heads, 90, 2), 9.0)[..., 0].transpose(0, 1)
+    wanted = qa.attention_backward(grad, q, q, q, out, lse, bias, grad_mask=True)
+    got = qa.attention_backward(
+        grad, q, q, q, out, lse, bias, grad_mask=target if given else True, devices=pool
+    )
+    assert not given or got[3] is target
+    near(got, wanted)
+
+
 def test_autocast_and_compile(pool: Pool) -> None:
     q = torch.randn(1, 4, 100, 8)
     with torch.autocast("cpu", torch.bfloat16):

@@ -18,8 +18,6 @@ from quorum_attention import attention
 from quorum_attention.devices import Pool
 from quorum_attention.devices import pool as kept
 
-FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
@@ -54,7 +52,6 @@ def ended_well(number: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0
 
 
-@FORKS
 def test_a_forked_process_gets_none_of_its_parents_answers(pool: Pool) -> None:
     def refused() -> bool:
         for _ in range(3):
@@ -72,12 +69,10 @@ def test_a_forked_process_gets_none_of_its_parents_answers(pool: Pool) -> None:
     assert len(pool.devices) == 2
 
 
-@FORKS
 def test_a_forked_process_ends_no_workers_of_its_parent(pool: Pool) -> None:
     assert ended_well(forked(lambda: not multiprocessing.active_children()))
 
 
-@FORKS
 def test_a_fork_while_another_thread_starts_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "Pool", lambda names: names)
     has, may = threading.Event(), threading.Event()

@@ -6,9 +6,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.partition import is_whole, joined, pairs, partition
+from quorum_attention.devices.partition import Buffers, Sums, is_whole, joined, pairs, partition
 from quorum_attention.kernels.dropout import Dropout
 
 
@@ -55,3 +56,31 @@ def test_every_row_of_every_head_is_in_one_block(seed: int) -> None:
 def test_nothing_to_do() -> None:
     assert partition(WholeCall((0,), 2, 2, 10, 10), [1.0, 1.0]) == [[], []]
     assert partition(WholeCall((1,), 2, 2, 0, 10), [1.0, 1.0]) == [[], []]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> None:
+    draw = random.Random(seed)
+    call = WholeCall((2,), 6, 2, 1000, 1000, is_causal=True)
+    key = torch.randn(2, 2, 1000, 4).half()
+    homes = partition(call, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
+    made: list[tuple[Block, Buffers]] = []
+    for block in (block for home in homes for block in home):
+        buffers = Sums(call, key, key).buffers(block)
+        if buffers:
+            made.append((block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()}))
+    found = []
+    for _ in range(3):
+        sums, grads = Sums(call, key, key), torch.zeros(2, 2, 2, 1000, 4)
+        draw.shuffle(made)
+        for one in made:
+            sums.add(*one)
+        sums.store(*grads)
+        found.append(grads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    wanted = torch.zeros(2, 2, 1000, 4, dtype=torch.float64)
+    for block, buffers in made:
+        rows = wanted[block.entries.start, call.key_heads(block).start]
+        rows[: block.keys.length] += buffers["grad_key"][0, 0]
+    assert torch.allclose(found[0][0].double(), wanted, atol=1e-5)

@@ -18,7 +18,6 @@ from quorum_attention.devices.processes import Worker, end_after, start
 from quorum_attention.devices.worker import Begin, End, Ended
 
 CALL = WholeCall((1,), 1, 1, 1, 1)
-UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 
 
 class Process:
@@ -111,7 +110,6 @@ print(process.pid)
 """
 
 
-@UNIX
 def test_a_program_ends_although_a_worker_is_stopped() -> None:
     ended = run_python(_STOPPED)
     assert ended.returncode == 0, ended.stderr

@@ -25,7 +25,7 @@ from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 
 CALL = WholeCall((1,), 8, 8, 1024, 1024, is_causal=True)
-Behaviour = Callable[[Compute, int], "Done | Failed | None"]
+Behaviour = Callable[[Compute, int], Any]
 
 
 class Process:
@@ -40,7 +40,7 @@ class Process:
 
 
 def worker(behaviour: Behaviour) -> Worker:
-    """A worker whose answers are made up; None: it ends."""
+    """A worker whose answers are made up, one or several; None: it ends."""
     ours, theirs = multiprocessing.Pipe()
 
     def answer(pipe: Connection) -> None:
@@ -53,14 +53,13 @@ def worker(behaviour: Behaviour) -> Worker:
             if not isinstance(message, Compute):
                 continue
             count += 1
-            said = behaviour(message, count)
-            try:
-                if said is None:
-                    pipe.close()
-                    return
-                pipe.send(said)
-            except OSError:
-                return
+            said: Any = behaviour(message, count)
+            with suppress(OSError):
+                for one in said if isinstance(said, list) else [said]:
+                    if one is None:
+                        pipe.close()
+                        return
+                    pipe.send(one)
 
     threading.Thread(target=answer, args=(theirs,), daemon=True).start()
     return Worker("cpu", Process(), ours)
@@ -109,7 +108,7 @@ class Sums:
 
 
 def coordinator(
-    workers: list[Worker], sums: Sums, number: int = 1, steady: bool = True
+    workers: list[Worker], sums: Sums, steady: bool = True
 ) -> tuple[Coordinator, PoolPass, list[Block]]:
     report = PoolPass()
     for at, one in enumerate(workers):
@@ -117,7 +116,7 @@ def coordinator(
     homes = partition(CALL, [1.0] * max(2, len(workers)), 10)
     speeds = {n: 1e15 for n, one in enumerate(workers) if one.alive}
     spec: Any = DevicePass(
-        Begin(number, False, CALL), Schedule(CALL, homes, speeds), [None] * len(workers), steady,
+        Begin(7, False, CALL), Schedule(CALL, homes, speeds), [None] * len(workers), steady,
         sums,  # type: ignore[arg-type]
     )  # fmt: skip
     made = Coordinator(workers, spec, report)
@@ -178,26 +177,16 @@ def test_parts_that_are_not_alike_may_take_longer(monkeypatch: pytest.MonkeyPatc
         run(slow)
 
 
-def test_the_last_one_out_of_memory() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"no device is left after \d+ of \d+ parts"):
-        run(failing(2, True), failing(1, True))
-
-
-def test_the_last_one_lost() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"after 0 of \d+ parts.*device 1 .*its worker has ended"
-    ):
-        run(ending(1), ending(1))
-
-
-def test_nobody_there() -> None:
-    gone = worker(well)
-    gone.alive = False
-    with pytest.raises(
-        RuntimeError, match=r"no device is left after 0 of \d+ parts: all had ended"
-    ):
-        coordinator([gone], Sums(print))[0].run()
-    gone.pipe.close()
+@pytest.mark.parametrize(
+    ("behaviours", "kind", "said"),
+    [
+        ([failing(2, True), failing(1, True)], OutOfMemoryError, r"\d+ of \d+ parts"),
+        ([ending(1), ending(1)], RuntimeError, r"0 of \d+ parts.*device 1 .*its worker has ended"),
+    ],
+)
+def test_the_last_one(behaviours: list[Behaviour], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=f"no device is left after {said}"):
+        run(*behaviours)
 
 
 def test_other_errors_come_through_and_workers_stay() -> None:
@@ -240,28 +229,7 @@ def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
 
 def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
     """A worker that a second interrupt has left at work answers late."""
-
-    def twice(message: Compute, count: int) -> Done:
-        late.send(Done(message.number - 1, 0.0, Report()))
-        return well(message, count)
-
-    ours, late = multiprocessing.Pipe()
-    slow = worker(twice)
-    slow.pipe, real = ours, slow.pipe
-
-    def pass_on() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                if late.poll(0.001):
-                    real.send(late.recv())
-                if real.poll(0.001):
-                    late.send(real.recv())
-
-    threading.Thread(target=pass_on, daemon=True).start()
-    ended: list[Block] = []
-    made, _, units = coordinator([slow], Sums(ended.append), number=7)
-    made.run()
-    assert rows_of(ended) == rows_of(units)
+    run(lambda message, count: [Done(message.number - 1, 0.0, Report()), well(message, count)])
 
 
 def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
@@ -269,10 +237,7 @@ def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return int, ("none",)
 
-    def talks(message: Compute, count: int) -> Any:
-        return Garbage() if count == 1 else well(message, count)
-
-    report = run(talks, well)
+    report = run(lambda message, count: Garbage(), well)
     assert "device 0 (): its worker has ended" in report.history
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from quorum_attention.devices.worker import Begin, Compute, Done, End, Failed, _
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
 
 def test_memory_of_a_pass_is_let_go_of() -> None:
