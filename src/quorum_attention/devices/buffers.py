@@ -494,9 +494,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[float, int, int]]:
     stop = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
     for at in range(start, stop, _PIECE_BYTES):
         yield (at - start) / (stop - start), at, min(_PIECE_BYTES, stop - at)
-
-
-__all__ = [
-    "FileId", "Handle", "Handles", "InFile", "MappedBuffers", "Shared", "file_id", "give_back",
-    "handle_of", "in_file", "kept_room", "made_for", "of_host", "opened", "prefaulting", "room",
-]  # fmt: skip

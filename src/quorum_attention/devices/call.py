@@ -352,6 +352,3 @@ def flat_mask(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     if all(n == 1 for n in mask.shape[:-3]):
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
-
-
-__all__ = ["PoolCall", "check_options", "flat", "flat_mask", "request_on_several", "sendable"]

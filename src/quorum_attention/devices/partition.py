@@ -231,6 +231,3 @@ def _buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     # Its memory may have been a sum that is still being read; the worker would not wait for it.
     backend_of(made.device).synchronize(made.device)
     return made
-
-
-__all__ = ["Buffers", "Sums", "block_of", "is_whole", "joined", "pairs", "partition"]

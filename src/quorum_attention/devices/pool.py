@@ -303,6 +303,3 @@ def close() -> None:
             if process == os.getpid():
                 pool.close()
         _pools.clear()
-
-
-__all__ = ["Pool", "close", "names_of", "request_on_devices"]

@@ -329,6 +329,3 @@ def listen(
         except Exception:  # it is gone, it says what nobody understands, or another thread ended it
             heard.append((numbers[pipe], None))
     return heard
-
-
-__all__ = ["Turn", "Worker", "check_process", "end", "end_after", "listen", "start"]

@@ -134,6 +134,3 @@ def as_one(of: PoolPass, backward: bool) -> PassReport:
             found.peak_bytes = max(found.peak_bytes or 0, part.peak_bytes)
         found.recoveries += [f"{of.devices[one.device]}: {line}" for line in part.recoveries]
     return found
-
-
-__all__ = ["PoolPass", "PoolReport", "Ran", "as_one"]

@@ -293,6 +293,3 @@ class Coordinator:
         if self._errors:
             raise OutOfMemoryError(f"{message}; {self._errors[-1]}")
         raise RuntimeError(message)
-
-
-__all__ = ["Coordinator", "DevicePass", "Order", "Schedule"]

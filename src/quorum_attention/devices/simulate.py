@@ -109,6 +109,3 @@ def simulate(
         idle.add(device)
     report.seconds = now
     return report
-
-
-__all__ = ["PIECES", "SPEEDS", "expected_speed", "predicted", "simulate"]

@@ -459,8 +459,3 @@ def _in_pieces(
     half, size = made.shape[at] // 2, made.shape[at]
     for start, length in ((0, half), (half, size - half)):
         yield from _in_pieces(target.narrow(at, start, length), made.narrow(at, start, length))
-
-
-__all__ = [
-    "Begin", "Compute", "Done", "End", "Ended", "Failed", "Rule", "answer", "changed", "work",
-]  # fmt: skip

@@ -165,6 +165,3 @@ def written_as(call: FileCall, results: Mapping[str, torch.Tensor]) -> dict[str,
     if not call.without_heads:
         return dict(results)
     return {name: tensor.unsqueeze(0) for name, tensor in results.items()}
-
-
-__all__ = ["GRADIENTS", "FileCall", "file_call", "written_as"]

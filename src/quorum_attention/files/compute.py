@@ -151,17 +151,9 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
 
 
 def _unlike(call: FileCall, parts: Sequence[Block]) -> list[Block]:
-    """The first part of each batch entry where a mask tells entries apart, else the first."""
+    """The first part of each batch entry where a mask may tell entries apart, else the first."""
     found = [part for part in parts if not part.heads.start]
-    return found if _tells_entries_apart(call.whole.mask) else found[:1]
-
-
-def _tells_entries_apart(mask: torch.Tensor | Mask | None) -> bool:
-    if not isinstance(mask, Mask):
-        return False
-    by_entry = (mask.key_lengths, mask.key_padding, mask.documents)
-    inner = (*mask.either, *mask.every)
-    return any(one is not None for one in by_entry) or any(map(_tells_entries_apart, inner))
+    return found if isinstance(call.whole.mask, Mask) else found[:1]
 
 
 def _decision(call: FileCall, part: Block, *, in_file: bool) -> Decision:
@@ -260,6 +252,3 @@ def _scratch(
     pieces = torch.from_numpy(np.frombuffer(mapping, np.uint8)).view(dtype).split(sizes)
     pairs = zip(pieces, shapes, strict=True)
     return [piece[: math.prod(shape)].view(shape) for piece, shape in pairs]
-
-
-__all__ = ["Compute", "Settings", "Work", "compute_here", "plan_words", "settle"]

@@ -486,15 +486,3 @@ def _empty(path: Path) -> None:
 def _shown(value: Any) -> str:
     text = "not given" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-__all__ = [
-    "Mode",
-    "Outcome",
-    "Output",
-    "UnfinishedError",
-    "are_same",
-    "described",
-    "output_of",
-    "run_call",
-]

@@ -339,6 +339,3 @@ def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
         return tensor.pin_memory().to(place, non_blocking=True)
     locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     return locked.copy_(tensor)
-
-
-__all__ = ["Done", "Job", "compute"]

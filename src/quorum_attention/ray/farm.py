@@ -457,6 +457,3 @@ def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool)
     if written and not tensor[(0,) * (tensor.dim() - inner)].is_contiguous():
         raise ValueError(f"the rows of {name} must lie one after the other in its file")
     return found
-
-
-__all__ = ["Farm", "ray_here"]

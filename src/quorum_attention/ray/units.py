@@ -189,6 +189,3 @@ class Schedule:
             if self._tasks_done[merge] == len(self._cut.tasks(chunk)):
                 self.waiting.appendleft(merge)
         return None
-
-
-__all__ = ["Cut", "Head", "Schedule", "Unit", "cut_of"]
