@@ -21,14 +21,13 @@ from quorum_attention.devices.buffers import (
     Handles,
     InFile,
     MappedBuffers,
-    of_host,
     opened,
     prefaulting,
 )
 from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
-from quorum_attention.execution.device.page_locks import is_locked
+from quorum_attention.execution.device.page_locks import is_locked, of_host
 from quorum_attention.execution.report import Report
 from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes import compute_block
