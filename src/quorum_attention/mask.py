@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -170,6 +170,28 @@ class Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         return Mask(either=(self, other))
+
+
+def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Mask:
+    """The mask with other tensors in the fields that say which pairs are kept, also of the masks
+    within it; the mask itself, if ``change`` (tensor, name of the field) returns what it is given.
+    """
+
+    def changed(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value, name)
+        if isinstance(value, Mask):
+            return map_tensors(value, change)
+        made = tuple([changed(one, name) for one in value])
+        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
+
+    fields: dict[str, Any] = {}
+    for name in ("documents", "key_lengths", "key_padding", "either", "every"):
+        value = getattr(mask, name)
+        made = None if value is None else changed(value, name)
+        if made is not value:
+            fields[name] = made
+    return replace(mask, **fields) if fields else mask
 
 
 _SCORES = ("bias", "softcap", "sinks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import MaskShape
-from quorum_attention.mask import Mask
+from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.planner.plan import Options
 
 
@@ -38,7 +37,7 @@ def under_mask(
     Raises:
         ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
     """
-    mask = _readable(mask)
+    mask = map_tensors(mask, _readable)
     work = Workload(*sizes, is_causal, shape, dropout=dropout)
     seen = Sizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
@@ -46,33 +45,14 @@ def under_mask(
     return causal, options if kernel is options.kernel else replace(options, kernel=kernel)
 
 
-def _readable(mask: Mask) -> Mask:
-    """``mask`` with tensors that can be read, also under a transformation of torch.func's.
+def _readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor of a mask as one that can be read, also under a transformation of torch.func's.
 
     Raises:
-        NotImplementedError: one has no dense memory of its own, or torch.vmap maps over it, by
-            name.
+        NotImplementedError: it has no dense memory of its own, or torch.vmap maps over it, by name.
     """
-
-    def plain(tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        check_kind(tensor, f"Mask.{name}")
-        return unwrapped(tensor, f"Mask.{name}")
-
-    documents: Any = mask.documents
-    if isinstance(documents, tuple):
-        documents = tuple(plain(ids, "documents") for ids in documents)
-    else:
-        documents = plain(documents, "documents")
-    changes: dict[str, Any] = {
-        "documents": documents,
-        "key_lengths": plain(mask.key_lengths, "key_lengths"),
-        "key_padding": plain(mask.key_padding, "key_padding"),
-        "either": tuple(map(_readable, mask.either)),
-        "every": tuple(map(_readable, mask.every)),
-    }
-    return replace(mask, **changes) if torch._C._are_functorch_transforms_active() else mask
+    check_kind(tensor, f"Mask.{name}")
+    return unwrapped(tensor, f"Mask.{name}")
 
 
 def checked_sinks(mask: Mask, heads: int, query: torch.Tensor) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from quorum_attention.call.validation import as_mask
 from quorum_attention.counts import shown
-from quorum_attention.mask import Mask
+from quorum_attention.mask import Mask, map_tensors
 
 
 class Shards(NamedTuple):
@@ -71,41 +71,31 @@ def whole_mask(mask: Mask, shards: Shards) -> Mask:
     Raises:
         ValueError: a field fits neither the whole call nor this rank's rows, by name.
     """
-    documents, padding, bias = mask.documents, mask.key_padding, mask.bias
-    if isinstance(documents, tuple):
-        of_queries, of_keys = (_gathered(t, shards, "attn_mask.documents") for t in documents)
-        documents = of_queries, of_keys
-    elif documents is not None:
-        documents = _gathered(documents, shards, "attn_mask.documents")
-    if padding is not None:
-        padding = _gathered(padding, shards, "attn_mask.key_padding")
-    if bias is not None:
-        bias = _flat(bias, shards)
+    whole = map_tensors(mask, lambda tensor, name: _gathered(tensor, shards, name))
     if mask.sinks is not None and mask.sinks.shape != (shards.heads,):
         raise ValueError(
             f"attn_mask.sinks must be one for each of the {shards.heads} query heads, got "
             f"{tuple(mask.sinks.shape)}"
         )
-    either, every = (
-        tuple(whole_mask(one, shards) for one in masks) for masks in (mask.either, mask.every)
-    )
-    return replace(
-        mask, documents=documents, key_padding=padding, bias=bias, either=either, every=every
-    )
+    return whole if mask.bias is None else replace(whole, bias=_flat(mask.bias, shards))
 
 
 def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
     """A tensor with a number for each token of the whole call, from each rank's or as it is."""
+    if name == "key_lengths":
+        return mine
     columns, most = mine.shape[-1], max(shards.sizes)
     if mine.dim() == 2 and mine.shape[0] not in (1, shards.batch):
-        raise ValueError(f"{name} must have a batch of {shards.batch}, got {tuple(mine.shape)}")
+        raise ValueError(
+            f"attn_mask.{name} must have a batch of {shards.batch}, got {tuple(mine.shape)}"
+        )
     # Where one rank has all rows the two cannot be told apart there, so all of them gather.
     if len(shards.sizes) == 1 or (columns == shards.tokens and most < shards.tokens):
         return mine
     if columns not in (shards.rows, shards.tokens):
         raise ValueError(
-            f"{name} must be for the {shards.rows} rows of this rank or all {shards.tokens}, got "
-            f"shape {tuple(mine.shape)}"
+            f"attn_mask.{name} must be for the {shards.rows} rows of this rank or all "
+            f"{shards.tokens}, got shape {tuple(mine.shape)}"
         )
     entries = (mine if mine.dim() == 2 else mine[None])[:, : shards.rows]
     padded = torch.zeros((shards.batch, most), dtype=torch.int64, device=shards.device)

@@ -93,18 +93,14 @@ class Sequences:
 
     def blocks(self, heads: Interval, rows: tuple[int, int]) -> Iterator[Block]:
         """The blocks of whole rows."""
-        low, high = rows
-        if low >= high or not heads.length:
+        mine = Interval(*rows)
+        if mine.length <= 0 or not heads.length:
             return
-        mine = Interval(low, high)
-        if self.units != "pairs":
-            yield Block(heads, mine, (Interval(0, self.tokens),), below=self.is_causal)
+        if self.units != "pairs" or not self.is_causal:
+            yield Block(heads, mine, (Interval(0, self.tokens),), self.is_causal)
             return
-        if not self.is_causal:
-            yield Block(heads, mine, (Interval(0, self.tokens),))
-            return
-        if low:
-            yield Block(heads, mine, (Interval(0, low),))
+        if mine.start:
+            yield Block(heads, mine, (Interval(0, mine.start),))
         yield Block(heads, mine, (mine,), causal=True)
 
 
@@ -116,23 +112,21 @@ class Block:
         heads: query heads.
         queries: positions.
         keys: positions, ascending and disjoint.
-        causal: of the square ``keys == (queries,)`` the lower triangle, diagonal included, is kept.
-        below: a mask keeps keys up to the query's position.
+        causal: keys up to the query's position are kept, all of them in the one interval.
     """
 
     heads: Interval
     queries: Interval
     keys: tuple[Interval, ...]
     causal: bool = False
-    below: bool = False
 
     @property
     def pairs(self) -> int:
         """Kept pairs of all its heads."""
-        n, low = self.queries.length, self.queries.start if self.below else 0
+        n = self.queries.length
         one = n * sum(k.length for k in self.keys)
-        if self.causal or self.below:
-            one = n * (n + 1) // 2 + n * low
+        if self.causal:
+            one = n * (n + 1) // 2 + n * (self.queries.start - self.keys[0].start)
         return self.heads.length * one
 
 

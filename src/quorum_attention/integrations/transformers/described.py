@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from quorum_attention.mask import Mask
+from quorum_attention.mask import Mask, map_tensors
 
 
 class DescribedMask:
@@ -32,7 +31,7 @@ class DescribedMask:
     def on(self, device: torch.device) -> Mask:
         """The mask with its tensors on ``device``: layers of a model may lie on several."""
         if device not in self._elsewhere:
-            self._elsewhere[device] = _moved(self.mask, device)
+            self._elsewhere[device] = map_tensors(self.mask, lambda tensor, _: tensor.to(device))
         return self._elsewhere[device]
 
     @property
@@ -103,24 +102,6 @@ class DescribedMask:
             "attention is a description and not a tensor; give it a mask of four dimensions, or "
             'use attn_implementation="sdpa"'
         )
-
-
-def _moved(mask: Mask, device: torch.device) -> Mask:
-    """The mask itself if it has no tensor anywhere else."""
-    changed: dict[str, Any] = {}
-    if mask.documents is not None:
-        ids = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-        if any(each.device != device for each in ids):
-            there = tuple(each.to(device) for each in ids)
-            changed["documents"] = there if len(there) == 2 else there[0]
-    if mask.key_padding is not None and mask.key_padding.device != device:
-        changed["key_padding"] = mask.key_padding.to(device)
-    for name in ("either", "every"):
-        below = getattr(mask, name)
-        moved = tuple(_moved(one, device) for one in below)
-        if any(a is not b for a, b in zip(below, moved, strict=True)):
-            changed[name] = moved
-    return replace(mask, **changed) if changed else mask
 
 
 class DescriptionError(AttributeError, TypeError):

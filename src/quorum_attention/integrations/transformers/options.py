@@ -61,21 +61,9 @@ class Options:
         return MIN_TOKENS if plain else 0
 
     def of_call(self) -> dict[str, Any]:
-        """Keyword arguments of ``attention``."""
-        return {
-            "budget": self.budget,
-            "kernel": self.kernel,
-            "depth": self.depth,
-            "accumulator": self.accumulator,
-            "report": self.report,
-        }
-
-    def of_shard(self) -> dict[str, Any]:
-        """Keyword arguments of ``distributed.attention``."""
-        return {
-            "budget": self.budget, "kernel": self.kernel, "depth": self.depth,
-            "report": self.report,
-        }  # fmt: skip
+        """Keyword arguments of ``attention``, or of ``distributed.attention``."""
+        names = ("budget", "kernel", "depth", "report", "accumulator")
+        return {name: getattr(self, name) for name in (names[:-1] if self.sharded else names)}
 
 
 __all__ = ["MIN_TOKENS", "Options"]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention import distributed
-from quorum_attention.distributed.agreement import alive, told
+from quorum_attention.distributed.agreement import Arguments, alive, compare
 from quorum_attention.integrations.transformers.attending import causal_of
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
@@ -145,60 +145,49 @@ def _documents_are_asked_for() -> bool:
     return True
 
 
-# What the ranks tell each other before positions and padding, after ``Asked``.
-_MORE = ("rows", "batch", "padded", "placed")
-
-
 def _found(
     mask: ShardedMask, group: dist.ProcessGroup, positions: Any, device: torch.device
 ) -> tuple[Mask, tuple[int, ...]]:
-    batch, _, rows, _ = mask.sizes
-    shapes = ((rows,), (1, rows), (batch, rows))
-    fits = isinstance(positions, torch.Tensor) and positions.shape in shapes
-    padded = mask.padding is not None
-    asked = mask.asked._replace(refused=mask.asked.refused or not (fits or positions is None))
-    listed = told(group, (*map(int, asked), rows, batch, padded, fits))
-    _check(listed)
-    sizes = tuple(one[len(asked)] for one in listed)
-    padded = any(one[-2] for one in listed)
-    numbers = torch.zeros((2, batch, max(sizes)), dtype=torch.int64, device=device)
-    numbers[1, :, :rows] = 1 if mask.padding is None else mask.padding.to(numbers)
-    if fits:
-        numbers[0, :, :rows] = positions
-    every = [torch.empty_like(numbers) for _ in sizes]
-    dist.all_gather(every, numbers, group=group)
-    whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
-    packed, silent = (
-        any(one[Asked._fields.index(name)] for one in listed) for name in ("packed", "silent")
-    )
-    asked = asked._replace(packed=packed, silent=silent)
-    return _as_mask(asked, whole[0] if fits else None, whole[1] if padded else None, sizes), sizes
-
-
-def _check(listed: list[list[int]]) -> None:
-    """Raise the same error on all ranks.
+    """The mask of the whole sequence, and the rows of every rank.
 
     Raises:
-        NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do not agree.
+        NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do not agree: on
+            all ranks.
     """
-    count = len(Asked._fields)
-    names = (*Asked._fields, *_MORE)
-    if any(one[names.index("refused")] for one in listed):
+    batch, _, rows, _ = mask.sizes
+    placed = isinstance(positions, torch.Tensor) and positions.shape in (
+        (rows,), (1, rows), (batch, rows)
+    )  # fmt: skip
+    left, right, chunk, packed, silent, refused = mask.asked
+    refused |= not placed and positions is not None
+    same: Arguments = {
+        "call": "a mask", "left": left, "right": right, "chunk": chunk, "batch": batch,
+        "placed": placed,
+    }  # fmt: skip
+    listed = compare(group, same, rows, packed, silent, mask.padding is not None, refused)
+    sizes = tuple(one[0] for one in listed)
+    packed, silent, padded, refused = (any(one[n] for one in listed) for n in range(1, 5))
+    if refused:
         raise NotImplementedError(
             "attention over a group honours causal masks, windows, chunks, padding and documents "
             "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
             "left padding, positions of another shape, or a cache that holds keys already"
         )
-    for name in ("left", "right", "chunk", "batch", "placed"):
-        if len({one[names.index(name)] for one in listed}) > 1:
-            raise ValueError(f"the ranks do not agree on {name}: {[one[:count] for one in listed]}")
-    known = listed[0][names.index("placed")] or any(one[names.index("padded")] for one in listed)
-    if listed[0][names.index("right")] == 0 and not known:
+    if right == 0 and not placed and not padded:
         raise NotImplementedError(
             "this model does not hand position_ids to its attention, so whether documents are "
             "packed over several ranks is not known: give attention_mask (batch, rows), of ones if "
             "need be, which says that there are none"
         )
+    numbers = torch.zeros((2, batch, max(sizes)), dtype=torch.int64, device=device)
+    numbers[1, :, :rows] = 1 if mask.padding is None else mask.padding.to(numbers)
+    if placed:
+        numbers[0, :, :rows] = positions
+    every = [torch.empty_like(numbers) for _ in sizes]
+    dist.all_gather(every, numbers, group=group)
+    whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
+    asked = mask.asked._replace(packed=packed, silent=silent)
+    return _as_mask(asked, whole[0] if placed else None, whole[1] if padded else None, sizes), sizes
 
 
 def _as_mask(
@@ -328,7 +317,7 @@ def attend_sharded(
     out = distributed.attention(
         query, key, value, None if plain else mask, group=group, lengths=lengths,
         is_causal=plain and bool(mask.causal), scale=scaling, dropout_p=dropout,
-        enable_gqa=query.shape[1] != key.shape[1], **options.of_shard(),
+        enable_gqa=query.shape[1] != key.shape[1], **options.of_call(),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
