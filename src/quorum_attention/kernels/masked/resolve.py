@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -92,35 +92,32 @@ def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
     def make() -> _Known:
         # Before they are read: what another thread writes meanwhile is a change.
         snapshots = [_Snapshot(tensor) for tensor in tensors]
-        return _Known(key, snapshots, ResolvedMask(mask, sizes, is_causal))
+        return _Known(snapshots, ResolvedMask(mask, sizes, is_causal))
 
+    cache = _SHARED
     if _functions(mask):
         # It holds them: in the cache of all they would outlive their mask.
-        known = _BY_MASK.get(mask)
-        if known is None or not known.is_for(key, tensors):
-            known = _BY_MASK[mask] = make()
-        return known.resolved
-    known = _SHARED.get(key, make)
-    if not known.is_for(key, tensors):
+        cache = _BY_MASK.setdefault(mask, Cache(1, lambda known: 1))
+    known = cache.get(key, make)
+    if not known.is_for(tensors):
         known = make()
-        _SHARED.put(key, known)
+        cache.put(key, known)
     return known.resolved
 
 
 class _Known(NamedTuple):
     """What was resolved, and of which tensors."""
 
-    key: Hashable
     snapshots: list[_Snapshot]
     resolved: ResolvedMask
 
-    def is_for(self, key: Hashable, tensors: list[torch.Tensor]) -> bool:
+    def is_for(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are its tensors (an id may be used again), and none has been written to."""
         both = zip(self.snapshots, tensors, strict=True)
-        return self.key == key and all(snapshot.is_of(tensor) for snapshot, tensor in both)
+        return all(snapshot.is_of(tensor) for snapshot, tensor in both)
 
 
-_BY_MASK: WeakKeyDictionary[Mask, _Known] = WeakKeyDictionary()
+_BY_MASK: WeakKeyDictionary[Mask, Cache[_Known]] = WeakKeyDictionary()
 _SHARED: Cache[_Known] = Cache(64, lambda known: 1)
 
 
@@ -370,24 +367,16 @@ class _EqualIds(Rule):
         return by_query[at.queries][:, None] == by_key[at.keys][None]
 
 
-def _all_masks(mask: Mask) -> Iterator[Mask]:
-    """``mask``, and those within it."""
-    yield mask
-    for nested in (*mask.every, *mask.either):
-        yield from _all_masks(nested)
-
-
 def _tensors(mask: Mask) -> list[torch.Tensor]:
     """The tensors that say which pairs are kept."""
-    found: list[torch.Tensor | None] = []
-    for one in _all_masks(mask):
-        documents = one.documents if isinstance(one.documents, tuple) else (one.documents,)
-        found += [*documents, one.key_lengths, one.key_padding]
-    return [tensor for tensor in found if tensor is not None]
+    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    own = [t for t in (*documents, mask.key_lengths, mask.key_padding) if t is not None]
+    return own + [t for inner in (*mask.every, *mask.either) for t in _tensors(inner)]
 
 
 def _functions(mask: Mask) -> list[Callable[..., torch.Tensor]]:
-    return [one.keeps for one in _all_masks(mask) if one.keeps is not None]
+    own = [] if mask.keeps is None else [mask.keeps]
+    return own + [f for inner in (*mask.every, *mask.either) for f in _functions(inner)]
 
 
 def _described(mask: Mask) -> Hashable:
