@@ -8,7 +8,6 @@ import os
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -122,11 +121,11 @@ class Launch:
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The launch's queries of (b, h, n, ...), a view."""
-        return tensor if self.rows is None else tensor[:, :, self.rows]
+        return _some(tensor, self.rows)
 
     def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """The launch's keys of (b, hk, m, ...), a view."""
-        return tensor if self.columns is None else tensor[:, :, self.columns]
+        return _some(tensor, self.columns)
 
 
 class NativeKernel(Kernel):
@@ -369,7 +368,14 @@ class NativeKernel(Kernel):
             first, left = (0 if s is None else s.start for s in (part.rows, part.columns))
             # No name here keeps the bits alive: the next launch has others.
             yield Launch(
-                _call_of(task, bias, part),
+                Call(
+                    _some(task.query, part.rows),
+                    _some(task.key, part.columns),
+                    _some(task.value, part.columns),
+                    scale=task.scale,
+                    bias=bias,
+                    dropout=task.dropout,
+                ),
                 part.on(device, tilings),
                 replace(
                     extras,
@@ -465,17 +471,8 @@ def tilings(halves: Sequence[Half], inputs: Call | TaskTensors) -> Tilings:
     return tuple(("key" if half == "key" else "query", config(half, *given)) for half in halves)
 
 
-def _call_of(task: TaskTensors, bias: torch.Tensor | None, part: _Part) -> Call:
-    """What a launch reads of a task."""
-    call = Call(task.query, task.key, task.value, scale=task.scale, bias=bias, dropout=task.dropout)
-    rows, columns = part.rows, part.columns
-    if rows is None or columns is None:
-        return call
-    return call.mapped(itemgetter(_at(rows)), itemgetter(_at(columns)))
-
-
-def _at(rows: slice) -> tuple[slice, slice, slice]:
-    return slice(None), slice(None), rows
+def _some(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    return tensor if rows is None else tensor[:, :, rows]
 
 
 @outside()  # because it is cached

@@ -254,7 +254,11 @@ def _as_read(
     """How a kernel reads blocks of ``block_rows`` rows of ``tensors`` (tile_triton.py), and what
     it is given for that: the tensors, or their descriptors."""
     if _described(config, *tensors):
-        return "descriptors", tuple(_describe(t, block_rows, width) for t in tensors)
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        block = [1, 1, block_rows, width]
+        made = (TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors)
+        return "descriptors", tuple(made)
     # Offsets inside a tile must fit 32 bits.
     furthest = max(config.block_m, config.block_n) * max(t.stride(2) for t in tensors)
     return ("wide" if furthest > _LARGEST_OFFSET else "pointers"), tensors
@@ -270,13 +274,6 @@ def _described(config: Config, *tensors: torch.Tensor) -> bool:
         and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:3])
         for t in tensors
     )
-
-
-def _describe(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    block = [1, 1, block_rows, width]
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
 def _pointers(call: Call, extras: Extras) -> tuple[torch.Tensor, ...]:
