@@ -9,6 +9,9 @@ step      a training step of a model: as it comes, recovered, with everything
 window    a sliding window beside FlexAttention
 first     first calls of new processes
 small     small calls on a CPU beside torch's
+wrapped   dense and LongNet kernels recovered, against themselves
+devices   a call on several devices against one of them
+ranks     a sequence sharded over ranks, beside one device and other ways
 
 What is in FILE already is kept and added to.
 """

@@ -23,7 +23,6 @@ PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PAPER: dict[str, Any] = json.loads((ROOT / "docs" / "data" / "paper.json").read_text("utf-8"))
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
-LETTERS = dict(zip(GRADIENTS, ("dQ", "dK", "dV"), strict=True))
 METHODS = {
     "flash": "FlashAttention-2 (torch)", "cudnn": "cuDNN (torch)",
     "efficient": "memory-efficient (torch)", "quorum": "ours, as planned",
@@ -314,7 +313,7 @@ def several() -> str:
         ) if way in methods else "-" for way in ("ours", "fa4 exchange", "cudnn ring"))]
         for count, cases in found["ranks"].items() for case, methods in cases.items()
     ]  # fmt: skip
-    commands = "python benchmarks/devices.py`, `python benchmarks/sharded.py"
+    commands = "python benchmarks/run.py devices`, `python benchmarks/run.py ranks"
     return f"""## Several GPUs
 
 How many times as fast as one of them, forward; forward+backward. Devices: a plain call with `devices="all"` against the same call on one, with
@@ -460,34 +459,21 @@ A mixed tile is one that a kernel has to mask; our own layout puts the borders o
 
 
 def wrapped() -> str:
-    theirs, name = PAPER["wrapped"], "h200-bench-wrapped.json"
-    found = loaded(name)
-    apart = [m["answer"]["differences"] for m in found["measurements"]]
-    draws = max(len(each) for one in apart for each in one.values())
-    ours = differences(found)
+    theirs, name = PAPER["wrapped"], "h200-wrapped.json"
+    ours, names = loaded(name)["differences"], ("dQ", "dK", "dV")
     rows = [
-        [case, *(f"{x:.1e}" for x in numbers), *ours.get(case, ("",) * 3)]
+        [case, *(f"{x:.1e}" for x in numbers),
+         *(f"{max(ours[case][n])[0]:.1e}" if case in ours else "" for n in names)]
         for case, numbers in theirs["rows"].items()
-    ]
-    columns = ["kernel", *(f"{who}: {n}" for who in ("paper", "ours") for n in ("dQ", "dK", "dV"))]
+    ]  # fmt: skip
+    draws = max(len(pairs) for apart in ours.values() for pairs in apart.values())
+    columns = ["kernel", *(f"{who}: {n}" for who in ("paper", "ours") for n in names)]
     return f"""## Other kernels, recovered
 
 {theirs["what"]}: {theirs["tokens"]:,} tokens, inputs times {theirs["inputs_times"]}, {theirs["draws"]} draws. The paper's LongNet and ours are
-different implementations with settings of their own. Ours, {draws} draws: {origin(name, "quorum-attention bench --only wrapped", found["about"])}.
+different implementations with settings of their own. Ours, {draws} draws and depths: {origin(name, "python benchmarks/run.py wrapped")}.
 
 {table(columns, rows)}"""
-
-
-def differences(document: Any) -> dict[str, tuple[str, ...]]:
-    """By kernel and dtype: the largest differences of dQ, dK and dV."""
-    cells = {}
-    for measured in document["measurements"]:
-        spec, found = measured["spec"], measured["answer"]["differences"]
-        apart = {LETTERS.get(name, name): pairs for name, pairs in found.items()}
-        if all(apart.get(name) for name in ("dQ", "dK", "dV")):
-            largest = (max(pair[0] for pair in apart[name]) for name in ("dQ", "dK", "dV"))
-            cells[f"{spec['method'].lower()} {spec['dtype']}"] = tuple(f"{x:.1e}" for x in largest)
-    return cells
 
 
 if __name__ == "__main__":

@@ -31,6 +31,16 @@ def test_every_case_says_how_it_is_run(name: str, capsys: pytest.CaptureFixture[
     [
         ["small", "--case=1 x 8 x 16 x 16 float16", "--seconds=0.01"],
         ["versions", f"--before={ROOT / 'src'}", "--cases=small", "--rounds=1"],
+        ["wrapped", "--tokens=64", "--draws=1"],
+        ["devices", "--devices=cpu,cpu", "--tokens=600", "--rounds=2", "--budgets=1GiB"],
+        [
+            "ranks",
+            "--ranks=2",
+            "--divide=512",
+            "--cases=8192-a-gpu",
+            "--methods=cudnn,ours",
+            "--rounds=1",
+        ],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -41,10 +51,17 @@ def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None
     found = json.loads(file.read_text(encoding="utf-8"))
     assert {"earlier", "device", "torch", "date", "commit"} < set(found)
     assert found["command"].startswith(f"python benchmarks/run.py {arguments[0]}")
-    if arguments[0] == "small":
+    case = arguments[0]
+    if case == "small":
         assert 0.2 < found["microseconds"][0]["forward"]["ratio"] < 50
-    else:
+    elif case == "versions":
         assert all(0.1 < ratio < 10 for ratio in found["cases"]["small"]["ratios"])
+    elif case == "wrapped":
+        assert all(0 <= most < 1e-2 for most, _ in found["differences"]["dense float16"]["out"])
+    elif case == "devices":
+        assert len(found["devices"]["2"]["1GiB"]["all"]) == 2
+    else:
+        assert all(s > 0 for s in found["ranks"]["2"]["8192-a-gpu"]["ours"])
 
 
 def test_a_long_step_is_measured(

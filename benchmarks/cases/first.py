@@ -30,21 +30,14 @@ from measure import ROOT
 def in_this_process(case: str, calls: int) -> list[tuple[float, float]]:
     """Seconds of forward and backward of each call."""
     import torch
-    from cases.plain import CASES, Case
+    from cases.plain import CASES, Case, drawn, placed
     from measure import both
 
     import quorum_attention as qa
 
     short = {"short": Case(1 << 15, 8, 8, 64, torch.float16, "16MiB")}
     given = (CASES | short)[case]
-    torch.manual_seed(0)
-    heads = (given.heads, given.kv_heads, given.kv_heads, given.heads)
-    tensors = [
-        torch.randn(1, h, given.tokens, given.head_dim, device="cuda", dtype=given.dtype)
-        .cpu()
-        .pin_memory()
-        for h in heads
-    ]
+    tensors = placed(given, drawn(given))
     torch.cuda.empty_cache()
     torch.zeros(2, requires_grad=True).mul(1).backward(torch.ones(2))
 

@@ -1,16 +1,17 @@
 """Plain calls, as a user writes them: ``attention(q, k, v, budget=...)`` and ``out.backward(g)``.
 
 Inputs in host memory (page-locked, or not) or on the device, results made by the call, gradients by
-autograd. Beside them other kernels alone: everything on the device, autograd too (once for all
-cases of a shape). First calls, and medians of the later ones; with --before an older version in
-turn. Needs a CUDA device; fa4 needs flash-attn-4.
+autograd. Beside them other kernels alone: everything on the device, autograd too. All take turns,
+call by call, so that a device that gets warmer counts against none of them. First calls, and
+medians of the later ones; with --before an older version as well. Needs a CUDA device; fa4 needs
+flash-attn-4.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,68 +66,61 @@ CASES = {
     "1048576-pageable": Case(*_MILLION, "1GiB", "pageable"),
     "1048576-device": Case(*_MILLION, None, "device"),
 }
-Seconds = list[tuple[float, float]]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+Run = Callable[[], list[float]]
 
 
-def alone(name: str, case: Case, tensors: list[torch.Tensor], rounds: int) -> Seconds:
-    """A kernel by itself: torch's on cuDNN or FlashAttention-2, or FlashAttention-4 as its users
-    call it, on tensors token after token."""
+def fa4(*three: torch.Tensor, **options: Any) -> torch.Tensor:
+    """FlashAttention-4 as its users call it, on tensors token after token."""
+    from flash_attn.cute import flash_attn_func
+
+    found = flash_attn_func(*three, **{"causal": True, **options})
+    result: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return result
+
+
+def alone(name: str, case: Case, tensors: list[torch.Tensor]) -> Run:
+    """A kernel by itself, on tensors of the device."""
     if name == "fa4":
-        from flash_attn.cute import flash_attn_func
-
         tensors = [t.transpose(1, 2).contiguous() for t in tensors]
-        window = (None, None) if case.window is None else (case.window - 1, 0)
+        window = {} if case.window is None else {"window_size": (case.window - 1, 0)}
+        attend = partial(fa4, causal=case.window is None, **window)
+        return lambda: list(both(attend, tensors[:3], tensors[3]))
 
-        def forward(*three: torch.Tensor) -> torch.Tensor:
-            found = flash_attn_func(*three, causal=case.window is None, window_size=window)
-            result: torch.Tensor = found[0] if isinstance(found, tuple) else found
-            return result
+    def run() -> list[float]:
+        with sdpa_kernel(BACKENDS[name]):
+            return list(both(attend, tensors[:3], tensors[3]))
 
-        return [both(forward, tensors[:3], tensors[3]) for _ in range(rounds)]
-    if case.window is not None:
-        raise ValueError(f"{name} has no window")
     grouped = case.heads != case.kv_heads
-
-    def of_torch(*three: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(*three, is_causal=True, enable_gqa=grouped)
-
-    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-    with sdpa_kernel(backends[name]):
-        return [both(of_torch, tensors[:3], tensors[3]) for _ in range(rounds)]
+    attend = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+    return run
 
 
-def ours(
-    case: Case, versions: dict[str, Version], tensors: list[torch.Tensor], rounds: int
-) -> dict[str, Any]:
-    """From where the case has its tensors; the versions in turn."""
-    flex = {}
-    for name, version in versions.items() if case.kernel == "flex" else ():
+def ours(case: Case, version: Version, tensors: list[torch.Tensor], peaks: list[int]) -> Run:
+    """From where the case has its tensors; ``peaks`` gets the bytes of the device at most."""
+    kernel: Any = case.kernel
+    if case.kernel == "flex":
         with version.active():
             kit = importlib.import_module(f"{PACKAGE}.kernels.kit")
-            flex[name] = kit.from_score_mod(None, kit.sliding_window(4096), compiled=True)
+            kernel = kit.from_score_mod(None, kit.sliding_window(4096), compiled=True)
 
-    def run(name: str) -> list[float]:
-        with versions[name].active() as qa:
-            options = {
-                "attn_mask": case.window and qa.Mask(window=(case.window - 1, 0)),
-                "is_causal": case.kernel != "flex", "enable_gqa": True, "budget": case.budget,
-                "kernel": flex.get(name, case.kernel), "depth": case.depth,
-            }  # fmt: skip
-
-            def forward(*three: torch.Tensor) -> Any:
-                return qa.attention(*three, **options)
-
-            pairs = [both(forward, tensors[:3], tensors[3]) for _ in range(case.calls)]
+    def run() -> list[float]:
+        on_gpu = torch.cuda.is_available()
+        held = torch.cuda.memory_allocated() if on_gpu else 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        with version.active() as qa:
+            attend = partial(
+                qa.attention, attn_mask=case.window and qa.Mask(window=(case.window - 1, 0)),
+                is_causal=case.kernel != "flex", enable_gqa=True, budget=case.budget,
+                kernel=kernel, depth=case.depth,
+            )  # fmt: skip
+            pairs = [both(attend, tensors[:3], tensors[3]) for _ in range(case.calls)]
+        if on_gpu:
+            peaks.append(torch.cuda.max_memory_allocated() - held)
         return [sum(part) / case.calls for part in zip(*pairs, strict=True)]
 
-    on_gpu = torch.cuda.is_available()
-    held = torch.cuda.memory_allocated() if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = in_turn({n: partial(run, n) for n in versions}, rounds)
-    if on_gpu:
-        found["peak_bytes"] = torch.cuda.max_memory_allocated() - held
-    return found
+    return run
 
 
 def drawn(case: Case, device: str = "cuda") -> list[torch.Tensor]:
@@ -144,40 +138,17 @@ def placed(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def measure(
-    case: Case,
-    versions: dict[str, Version],
-    rounds: int,
-    rivals: list[str],
-    known: dict[str, Seconds],
-) -> dict[str, Any]:
-    """Seconds of all calls of a case; ``known`` are those of kernels alone that have been measured,
-    and gets the others."""
-    tensors = drawn(case)
-    for name in rivals:
-        if name not in known and (case.window is None or name == "fa4"):
-            known[name] = alone(name, case, tensors, rounds)
-            torch.cuda.empty_cache()
-    tensors = placed(case, tensors)
-    torch.cuda.empty_cache()
-    return known | ours(case, versions, tensors, rounds)
-
-
-def line(found: dict[str, Any], versions: dict[str, Version]) -> str:
+def line(found: dict[str, Any], versions: Iterable[str]) -> str:
     """Milliseconds, and ratios to the fastest kernel alone (forward; forward and backward)."""
-    found = {name: seconds for name, seconds in found.items() if name != "peak_bytes"}
-    middle = {name: medians(seconds[1:] or seconds) for name, seconds in found.items()}
-    others = {name: parts for name, parts in middle.items() if name not in versions}
-    best = min(others, key=lambda name: sum(others[name]), default=None)
-    words = [f"{name} {a * 1e3:.1f}, {b * 1e3:.1f} ms" for name, (a, b) in others.items()]
-    for name in versions:
-        forward, backward = middle[name]
-        words.append(f"{name} {forward * 1e3:.1f}, {backward * 1e3:.1f}")
-        if best is not None:
-            whole = others[best]
-            ratios = forward / whole[0], (forward + backward) / sum(whole)
-            words[-1] += f" ({ratios[0]:.3f}; {ratios[1]:.3f} of {best}"
-            words[-1] += f"; first {sum(found[name][0]) - forward - backward:+.2f} s)"
+    middle = {name: medians(s[1:] or s) for name, s in found.items() if name != "peak_bytes"}
+    best = min(middle.keys() - set(versions), key=lambda name: sum(middle[name]), default=None)
+    words = []
+    for name, (forward, backward) in middle.items():
+        words.append(f"{name} {forward * 1e3:.1f}, {backward * 1e3:.1f} ms")
+        if name in versions and best is not None:
+            ratios = forward / middle[best][0], (forward + backward) / sum(middle[best])
+            first = sum(found[name][0]) - forward - backward
+            words[-1] += f" ({ratios[0]:.3f}; {ratios[1]:.3f} of {best}; first {first:+.2f} s)"
     return " | ".join(words)
 
 
@@ -193,12 +164,16 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
     """A line for each case."""
     versions = {} if options.before is None else {"before": Version(options.before)}
     versions["now"] = Version(ROOT / "src")
-    known: dict[Case, dict[str, Seconds]] = {}
-    rivals = [rival for rival in options.alone.split(",") if rival]
     cases = {}
     for name in options.cases.split(","):
-        case = replace(CASES[name], kernel=options.kernel)
-        shape = known.setdefault(replace(case, budget=None, place="device"), {})
-        cases[name] = measure(case, versions, options.rounds, rivals, shape)
+        case, peaks = replace(CASES[name], kernel=options.kernel), list[int]()
+        tensors = drawn(case)
+        rivals = [r for r in options.alone.split(",") if r and (case.window is None or r == "fa4")]
+        runs = {rival: alone(rival, case, tensors) for rival in rivals}
+        tensors = placed(case, tensors)
+        runs |= {v: ours(case, version, tensors, peaks) for v, version in versions.items()}
+        cases[name] = {**in_turn(runs, options.rounds), "peak_bytes": max(peaks)}
+        del runs, tensors
+        torch.cuda.empty_cache()
         print(f"{name:18} {line(cases[name], versions)}", flush=True)
         yield {"kernel": options.kernel, "cases": cases}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from cases.plain import Case, drawn, ours, placed
-from measure import ROOT, Version, medians, timed
+from measure import ROOT, Version, in_turn, medians, timed
 
 _QUARTER = (1 << 18, 8, 8, 64, torch.float16)
 _FOUR = (1 << 20, 4, 4, 64, torch.float16)
@@ -75,7 +75,8 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
     found: dict[str, Any] = {}
     for name in options.cases.split(",") if options.cases else cases:
         tensors = placed(cases[name], drawn(cases[name], "cuda" if on_gpu else "cpu"))
-        calls = ours(cases[name], versions, tensors, options.rounds + 1)
+        runs = {v: ours(cases[name], version, tensors, []) for v, version in versions.items()}
+        calls = in_turn(runs, options.rounds + 1)
         old, new = (medians(calls[version][1:]) for version in versions)
         ratios = [b / a for a, b in zip(old, new, strict=True)]
         found[name] = {"seconds": {"old": old, "new": new}, "ratios": ratios}

@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from quorum_attention.bench import child
-from quorum_attention.bench.cases import EXPERIMENTS, short, spec
-from quorum_attention.bench.child import FAILED, OK, OUT_OF_MEMORY, UNSUPPORTED, Answer, Spec
-from quorum_attention.bench.methods import ITSELF, RESULTS, Call, exact
+from quorum_attention.bench.cases import EXPERIMENTS, spec
+from quorum_attention.bench.child import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    RESULTS,
+    UNSUPPORTED,
+    Answer,
+    Call,
+    Spec,
+    exact,
+)
 
 
 def options(**others) -> Namespace:
@@ -28,7 +37,6 @@ SPEC = spec(options(), "sdpa", 64)
 def fast(seconds: float = 0.1) -> Answer:
     found = Answer(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
     found.errors = {name: [1e-4] * 2 for name in RESULTS}
-    found.differences = {name: [(1e-3, 1e-5), (2e-3, 3e-5)] for name in RESULTS}
     return found
 
 
@@ -54,22 +62,9 @@ def test_the_float64_reference(causal: bool) -> None:
         scores = scores.masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
     out = scores.softmax(-1) @ leaves[2].repeat_interleave(2, 1)
     wanted = [out, *torch.autograd.grad(out, leaves, grad)]
-    found = exact(Call(torch.device("cpu"), causal, None, [q, k, v], grad))
+    found = exact(Call(torch.device("cpu"), [q, k, v], grad, {"is_causal": causal}))
     for mine, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, right.detach(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernel", list(ITSELF))
-def test_a_kernel_recovered_is_itself(kernel: str, dtype: str) -> None:
-    asked = spec(options(), kernel, 200, dtype=dtype, backward=True, draws=1)
-    answer = child.measure(asked)
-    assert answer.ok, answer.reason
-    assert set(answer.differences) == set(RESULTS)
-    for name, apart in answer.differences.items():
-        assert len(apart) == 2, "one for every depth"
-        for largest, average in apart:
-            assert 0 <= average <= largest < (1e-5 if dtype == "float32" else 4e-2), name
 
 
 def test_a_measurement_in_this_process() -> None:
@@ -108,14 +103,14 @@ def test_a_sweep_ends_with_a_method() -> None:
         return fast(spec.tokens / 1024)
 
     pretended = Pretended(rule)
-    rows = [row for row in EXPERIMENTS["cost"](options(), pretended).rows if "+" in row[2]]
+    rows = [row for row in EXPERIMENTS["cost"](options(), pretended)[3] if "+" in row[2]]
     assert rows[:4] == [
-        ["sdpa", "1K", "forward+backward", "2", "1", "1.00 MiB"],
-        ["sdpa", "2K", "forward+backward", "4", "1", "1.00 MiB"],
-        ["sdpa", "4K", "forward+backward", "8", "1", "1.00 MiB"],
-        ["sdpa", "8K", "forward+backward", "oom", "", ""],
+        ["sdpa", "1,024", "forward+backward", "2", "1", "1.00 MiB"],
+        ["sdpa", "2,048", "forward+backward", "4", "1", "1.00 MiB"],
+        ["sdpa", "4,096", "forward+backward", "8", "1", "1.00 MiB"],
+        ["sdpa", "8,192", "forward+backward", "oom", "", ""],
     ]
-    assert [row[1] for row in rows[4:]] == ["1K", "2K", "4K", "8K", "16K"]
+    assert [row[1] for row in rows[4:]] == ["1,024", "2,048", "4,096", "8,192", "16,384"]
     pretended = Pretended(lambda spec: fast(spec.tokens / 1024))
     EXPERIMENTS["cost"](options(quick=True), pretended)
     assert [s.tokens for s in pretended.asked if s.method == "sdpa"] == [1024, 2048]
@@ -126,9 +121,7 @@ def test_experiments_make_whole_tables(quick: bool) -> None:
     pretended = Pretended(lambda spec: fast())
     chosen = options(quick=quick, lengths=(1024, 4096))
     found = {name: run(chosen, pretended) for name, run in EXPERIMENTS.items()}
-    for section in found.values():
-        assert section.rows
-        assert all(len(row) == len(section.columns) for row in section.rows), section.title
-    assert found["wrapped"].rows[0][2:] == ["2.0e-03, 2.0e-05"] * 4
+    for title, _, columns, rows in found.values():
+        assert rows
+        assert all(len(row) == len(columns) for row in rows), title
     assert len(set(pretended.asked)) == len(pretended.asked)
-    assert [short(n) for n in (1000, 1024, 3 << 19, 1 << 20)] == ["1000", "1K", "1536K", "1M"]

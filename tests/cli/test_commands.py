@@ -41,7 +41,6 @@ def test_doctor_names_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         ["recover", "--tokens", "500", "--budget", "0", "--device", "cpu"],
         ["plan", "--tokens", "500", "--draw", "", "--device", "cpu"],
         ["bench", "--heads", "3", "--kv-heads", "2", "--device", "cpu"],
-        ["bench", "--min-tokens", "2K", "--max-tokens", "1K", "--device", "cpu"],
     ],
 )
 def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +135,7 @@ def test_a_module_that_fails_is_shown_too(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["check", "my_broken:f", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
-    assert said.count("File ") == 1
+    assert "my_broken.py" in said
     assert "AttributeError" in said
 
 

@@ -117,7 +117,7 @@ def test_tables_fit_whatever_the_width(
         (["none"], []),
     )
     for headings, rows in tables:
-        show_table(headings, rows, left=["result"], red=[0])
+        show_table(headings, rows, left=["result"])
         printed = capsys.readouterr().out
         assert max(map(len, printed.splitlines())) <= columns
         assert "…" not in printed
@@ -131,17 +131,6 @@ def test_a_terminal_breaks_sentences_between_words() -> None:
     assert len(lines) > 5
     assert max(map(len, lines)) <= 50
     assert " ".join(shown.split()) == SENTENCE
-
-
-@pytest.mark.parametrize("columns", [60, 132, 240])
-def test_what_failed_stands_out_in_rows_and_in_columns(columns: int) -> None:
-    shown = in_a_terminal(
-        f"from quorum_attention.cli.output import show_table; "
-        f"show_table({TABLE!r}, {ROWS!r}, left=['result'], red=[0])",
-        columns,
-    )
-    assert "\x1b[31mout of" in shown
-    assert "\x1b[31mok" not in shown
 
 
 WRONG = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quorum_attention.cli import main
-from quorum_attention.cli.plan_devices import devices_of
+from quorum_attention.cli.plan import devices_of
 
 CALL = ["plan", "--tokens", "1M", "--causal", "--budget", "1GiB"]
 

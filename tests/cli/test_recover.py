@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from helpers_processes import run_python
 
-from quorum_attention.bench import child, methods
+from quorum_attention.bench import child
 from quorum_attention.cli import main, recover
 from quorum_attention.limits import PeakMemory, ran_out
 
@@ -57,9 +57,9 @@ def test_plan_budget_limit_and_peak_agree_and_both_calls_are_shown(
 
 def _plan_budget_limit_and_peak_agree(found: dict[str, Any]) -> None:
     limited, ours, free = found["methods"]
-    assert limited["result"] == "out of memory"
-    assert "can't allocate memory" in limited["error"], "it was torch's own memory that ran out"
-    assert ours["result"] == "ok"
+    assert limited["status"] == "out of memory"
+    assert "can't allocate memory" in limited["reason"], "it was torch's own memory that ran out"
+    assert ours["status"] == "ok"
     planned = [ours["report"][name]["planned_peak_bytes"] for name in ("forward", "backward")]
     assert max(planned) <= found["budget_bytes"] - PROCESS
     assert ours["peak_bytes"] <= max(planned) + PROCESS
@@ -140,29 +140,29 @@ def test_whatever_a_limited_process_raises_is_a_verdict(
 ) -> None:
     assert ran_out(error) == is_the_limit
 
-    class Fails(methods.Method):
-        def forward(self, call: methods.Call) -> Any:
+    class Fails(child.Method):
+        def forward(self, call: child.Call) -> Any:
             if call.inputs[0].shape[-2] > child.WARM_TOKENS:
                 raise error
             return super().forward(call)
 
-    monkeypatch.setitem(methods.METHODS, "sdpa", Fails())
+    monkeypatch.setitem(child.METHODS, "sdpa", Fails())
     answer = child.measure(spec_for("sdpa", 1 << 30))
     assert answer.status == ("out of memory" if is_the_limit else "failed")
     assert type(error).__name__ in answer.reason
     assert answer.stage == "forward", "it failed inside the call"
 
 
-class Recorded(methods.Method):
+class Recorded(child.Method):
     """Says what is done, in order, and where a limit begins."""
 
     done: ClassVar[list[str]] = []
 
-    def forward(self, call: methods.Call) -> Any:
+    def forward(self, call: child.Call) -> Any:
         self.done.append("forward")
         return super().forward(call)
 
-    def backward(self, call: methods.Call, state: Any) -> list[torch.Tensor]:
+    def backward(self, call: child.Call, state: Any) -> list[torch.Tensor]:
         self.done.append("backward")
         return super().backward(call, state)
 
@@ -170,7 +170,7 @@ class Recorded(methods.Method):
 def test_what_torch_reads_is_in_place_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it fails, where it fails, inside the attention call; and times are of the call."""
     monkeypatch.setattr(Recorded, "done", [])
-    monkeypatch.setitem(methods.METHODS, "sdpa", Recorded())
+    monkeypatch.setitem(child.METHODS, "sdpa", Recorded())
 
     class Limited(PeakMemory):
         def limit(self, extra_bytes: int) -> None:
@@ -205,9 +205,9 @@ def test_results_are_right_and_both_methods_get_the_same_inputs(
     one, other = (child._drawn(spec, on_device, 0) for on_device in (False, True))
     for mine, its in zip((*one.inputs, one.grad), (*other.inputs, other.grad), strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=0)
-    backward = methods.Quorum.backward
+    backward = child.Method.backward
     monkeypatch.setattr(
-        methods.Quorum, "backward", lambda *given: [t.mul_(1.1) for t in backward(*given)]
+        child.Method, "backward", lambda *given: [t.mul_(1.1) for t in backward(*given)]
     )
     errors = child.measure(spec).errors
     assert errors["out"][0] < 1e-5

@@ -31,7 +31,7 @@ def changed(name):
     run._computer = lambda options: loud
     return run
 
-load, cli._module = cli._module, changed
+load, cli.import_module = cli.import_module, changed
 sys.exit(cli.main())
 """
 RUN = ["run", "--device", "cpu", "q.npy", "k.npy", "v.npy"]

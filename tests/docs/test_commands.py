@@ -16,9 +16,9 @@ import torch
 from helpers_docs import ROOT, Command, blocks, commands, normal
 from helpers_kernels import taken_as_tried
 
+from quorum_attention.bench.cases import EXPERIMENTS
 from quorum_attention.bench.child import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser, recover
-from quorum_attention.cli.bench import EXPERIMENTS
 from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.planner import calibration
 
@@ -112,16 +112,13 @@ def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(titles) >= len(EXPERIMENTS)
     assert all(title in printed.out for title in titles)
     found = json.loads((folder / "bench-results/results.json").read_text())["measurements"]
-    assert {one["experiment"] for one in found} >= {"accuracy", "cost", "wrapped"}
+    assert {one["experiment"] for one in found} == {"accuracy", "cost"}
     assert {one["answer"]["status"] for one in found} <= {OK, OUT_OF_MEMORY, UNSUPPORTED}
     for name in re.findall(r"^wrote (.+)$", printed.out, re.M):
         assert (folder / name).stat().st_size > 0
     for more in others:
         assert main([*more, *SHORT["bench"]]) == 0
-        titles = {
-            "accuracy": "Accuracy", "cost": "Cost",
-            "wrapped": "Recovered against itself",
-        }  # fmt: skip
+        titles = {"accuracy": "Accuracy", "cost": "Cost"}
         assert titles[more[-1]] in capsys.readouterr().out
 
 

@@ -185,7 +185,7 @@ def test_the_doctor_says_that_it_is_not_used(
 ) -> None:
     from quorum_attention.cli import doctor
 
-    monkeypatch.setattr(doctor, "_devices", list)
+    monkeypatch.setattr(doctor, "kernels", dict)
     folder_for_all(folder, monkeypatch)
     assert main(["doctor", "--json"]) == 0
     assert "others may write" in json.loads(capsys.readouterr().out)["cache_not_used"]

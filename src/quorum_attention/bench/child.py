@@ -16,12 +16,13 @@ import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from quorum_attention.bench.methods import ITSELF, METHODS, RESULTS, Call, Method, Quorum, exact
+from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
@@ -31,7 +32,7 @@ from quorum_attention.progress import progress_bar
 from quorum_attention.verification import Problem, compare, expect
 
 OK, OUT_OF_MEMORY, UNSUPPORTED, FAILED = "ok", "out of memory", "not supported", "failed"
-INPUTS_TIMES = 0.05  # the paper's, where a kernel is compared with itself
+RESULTS = ("out", "grad_query", "grad_key", "grad_value")
 # A small call first loads all code on the way, and makes libraries allocate what they keep.
 WARM_TOKENS = 512
 # ``end_with`` comes first: importing torch takes seconds.
@@ -51,8 +52,7 @@ class Spec:
     """What to measure.
 
     Attributes:
-        method: a name of ``methods.METHODS``; or of ``ITSELF``, a kernel to be compared with
-            itself recovered.
+        method: a name of ``METHODS``.
         tokens, heads, kv_heads, head_dim, dtype, is_causal: a call on random inputs; batch 1.
         backward: whether gradients are computed as well.
         limit_bytes: enforced limit beyond the start (CPU: of the process, GPU: of the allocator).
@@ -95,9 +95,7 @@ class Answer:
         first_seconds: of the first call: forward, and backward if there is one.
         forward_seconds, backward_seconds: of the calls after it.
         peak_bytes: most memory beyond the inputs on the device (CPU: of the process).
-        input_bytes: bytes of the inputs on the device.
         errors: by result ("out", "grad_query", ...), the relative error of every draw.
-        differences: by result, the largest and the mean difference of every draw and depth.
         report: our method's own report.
     """
 
@@ -108,15 +106,99 @@ class Answer:
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
-    input_bytes: int = 0
     errors: dict[str, list[float]] = field(default_factory=dict)
-    differences: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         """Whether it was measured."""
         return self.status == OK
+
+
+@dataclass
+class Call:
+    """The tensors of a call.
+
+    Attributes:
+        inputs, grad: query, key, value; the upstream gradient, None without a backward.
+        options: of our functions.
+        results: where our method writes; by name, empty where it makes them.
+    """
+
+    device: torch.device
+    inputs: list[torch.Tensor]
+    grad: torch.Tensor | None
+    options: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def make_results(self) -> None:
+        """Allocate results in (page-locked) host memory, as in a program that streams."""
+        query, _, value = self.inputs
+        rows, pin = query.shape[:-1], self.device.type != "cpu"
+        state = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty((*rows, value.shape[-1]), dtype=query.dtype, pin_memory=pin)
+        self.results = {"out": out, "lse": torch.empty(rows, dtype=state, pin_memory=pin)}
+        if self.grad is not None:
+            grads = [torch.empty_like(t, pin_memory=pin) for t in self.inputs]
+            self.results |= dict(zip(RESULTS[1:], grads, strict=True))
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to compute a call: torch's function, with its gradient by autograd, or ours.
+
+    Attributes:
+        on_device: whether inputs are on the device, or else in (page-locked) host memory.
+        backend: torch's kernel; None is torch's choice.
+        ours: options of ours, which writes into results that are given and fills a report; None is
+            torch's function.
+    """
+
+    on_device: bool = True
+    backend: SDPBackend | None = None
+    ours: dict[str, Any] | None = None
+
+    def forward(self, call: Call) -> Any:
+        """What ``backward`` needs; its first element is the output."""
+        query, key, value = call.inputs
+        if self.ours is not None:
+            out = call.results.get("out")
+            return attention_with_lse(query, key, value, out=out, **call.options, **self.ours)
+        if call.device.type == "cpu" and self.backend is not None:
+            raise NotImplementedError("measured on CUDA only")
+        query, key, value = leaves = [
+            t.detach().requires_grad_(call.grad is not None) for t in call.inputs
+        ]
+        grouped = query.shape[-3] != key.shape[-3]
+        kernel = nullcontext() if self.backend is None else sdpa_kernel(self.backend)
+        with kernel, torch.set_grad_enabled(call.grad is not None):
+            out = scaled_dot_product_attention(
+                query, key, value, is_causal=call.options["is_causal"], enable_gqa=grouped
+            )
+        return out, leaves
+
+    def backward(self, call: Call, state: Any) -> Any:
+        """The gradients of query, key and value."""
+        grad, (out, other) = call.grad, state
+        assert grad is not None
+        if self.ours is None:
+            return torch.autograd.grad(out, other, grad.to(device=out.device, dtype=out.dtype))
+        query, key, value = call.inputs
+        grads: Any = tuple(call.results[name] for name in RESULTS[1:]) if call.results else None
+        options = {**call.options, **self.ours, "grads": grads}
+        return attention_backward(grad, query, key, value, out, other, **options)
+
+
+METHODS = {
+    "sdpa": Method(),
+    "flash": Method(backend=SDPBackend.FLASH_ATTENTION),
+    "cudnn": Method(backend=SDPBackend.CUDNN_ATTENTION),
+    "efficient": Method(backend=SDPBackend.EFFICIENT_ATTENTION),
+    "quorum": Method(False, ours={}),
+    "quorum-device": Method(ours={}),
+    "quorum-depth-1": Method(False, ours={"depth": 1, "accumulator": "device"}),
+    "quorum-depth-2": Method(False, ours={"depth": 2, "accumulator": "device"}),
+}
 
 
 def run_child(spec: Spec, timeout: float | None = None) -> Answer:
@@ -172,29 +254,19 @@ def measure(spec: Spec) -> Answer:
             # In torch's words, and in ours.
             if "No available kernel" in str(error) or isinstance(error, NotImplementedError):
                 answer.status = UNSUPPORTED
-            text = f": {first_line(error)}" if str(error).strip() else ""
-            answer.reason = type(error).__name__ + text
+            answer.reason = f"{type(error).__name__}: {first_line(error)}"
     return answer
 
 
 def _errors(spec: Spec, seed: int, answer: Answer) -> None:
-    """Errors of one draw against float64; of a kernel of ``ITSELF`` its differences from itself."""
-    if spec.method not in ITSELF:
-        method = METHODS[spec.method]
-        call = _drawn(spec, method.on_device, seed)
-        for name, mine, right in zip(RESULTS, method.results(call), exact(call), strict=False):
-            error = (mine.to(right.device).double() - right).norm() / right.norm()
-            answer.errors.setdefault(name, []).append(float(error))
-        return
-    call = _drawn(spec, True, seed)
-    call.inputs = [(t.float() * INPUTS_TIMES).to(t.dtype) for t in call.inputs]
-    depths = [Quorum(True, kernel=ITSELF[spec.method], depth=depth) for depth in (0, 1, 2)]
-    whole, *cut = (method.results(call) for method in depths)
-    for results in cut:
-        for name, mine, right in zip(RESULTS, results, whole, strict=True):
-            apart = (mine.double() - right.double()).abs()
-            found = (float(apart.max()), float(apart.mean()))
-            answer.differences.setdefault(name, []).append(found)
+    """Errors of one draw against float64."""
+    method = METHODS[spec.method]
+    call = _drawn(spec, method.on_device, seed)
+    state = method.forward(call)
+    found = [state[0].detach(), *method.backward(call, state)]
+    for name, mine, right in zip(RESULTS, found, exact(call), strict=True):
+        error = (mine.to(right.device).double() - right).norm() / right.norm()
+        answer.errors.setdefault(name, []).append(float(error))
 
 
 def _drawn(spec: Spec, on_device: bool, seed: int) -> Call:
@@ -218,7 +290,9 @@ def _drawn(spec: Spec, on_device: bool, seed: int) -> Call:
         inputs = [given[name] for name in ("query", "key", "value")]
         inputs = [t.to(device) if on_device else t for t in inputs]
     grad = normal(*inputs[0].shape[:-1], inputs[2].shape[-1]) if spec.backward else None
-    return Call(device, spec.is_causal, spec.budget_bytes, inputs, grad)
+    options = {"is_causal": spec.is_causal, "enable_gqa": True, "devices": device,
+               "budget": spec.budget_bytes}  # fmt: skip
+    return Call(device, inputs, grad, options)
 
 
 def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
@@ -228,14 +302,13 @@ def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
     small = replace(spec, tokens=min(spec.tokens, WARM_TOKENS), repeats=min(spec.repeats, 1),
                     inputs=None)  # fmt: skip
     call = _drawn(small, method.on_device, spec.seed)
-    call.budget_bytes = None if spec.budget_bytes is None else 1 << 30
+    call.options["budget"] = None if spec.budget_bytes is None else 1 << 30
     _calls(small, method, call, Answer(), None)
     answer.stage = "inputs"
     # What torch needs on the device is there before anything is limited, and what is written too.
     call = _drawn(spec, method.on_device, spec.seed)
-    if method.on_device and device.type != "cpu":
-        answer.input_bytes = sum(t.nbytes for t in (*call.inputs, call.inputs[0]))
-    if method.writes and not method.on_device and (spec.check or device.type != "cpu"):
+    ours = method.ours is not None
+    if ours and not method.on_device and (spec.check or device.type != "cpu"):
         call.make_results()
     gc.collect()
     if device.type == "cuda":
@@ -248,9 +321,9 @@ def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
             _calls(spec, method, call, answer, progress)
     finally:
         answer.peak_bytes = peak.peak_bytes
-    if spec.check and method.writes:
+    if spec.check and ours:
         query, key, value = call.inputs
-        problem = Problem(query, key, value, call.is_causal, query.shape[-1] ** -0.5)
+        problem = Problem(query, key, value, spec.is_causal, query.shape[-1] ** -0.5)
         out, lse, *grads = call.results.values()
         expected = expect(problem, call.grad, out, lse)
         found = asdict(
@@ -269,23 +342,42 @@ def _calls(spec: Spec, method: Method, call: Call, answer: Answer, progress: Any
             return
 
 
-def _call(method: Method, call: Call, answer: Answer, progress: Any, again: str) -> None:
+def _call(method: Method, call: Call, answer: Answer, show: Any, again: str) -> None:
     """One call. No tensor of it outlives it: the next one has all memory for itself."""
-    call.report = None if again else Report()  # it times every stage, which takes time
-    call.progress = progress and (lambda done, total, label: progress(done, total, again + label))
-    synchronize = partial(backend_of(call.device).synchronize, call.device)
-    synchronize()
-    answer.stage, began = f"{again}forward", time.perf_counter()
-    state = method.forward(call)
-    synchronize()
-    (answer.forward_seconds if again else answer.first_seconds).append(time.perf_counter() - began)
+    report = None if again else Report()  # it times every stage, which takes time
+    call.options["report"] = report
+    call.options["progress"] = show and (lambda done, of, label: show(done, of, again + label))
+    state: Any = None
+    synchronize = backend_of(call.device).synchronize
+    passes = {"forward": answer.forward_seconds, "backward": answer.backward_seconds}
+    for name in ("forward", "backward") if call.grad is not None else ("forward",):
+        synchronize(call.device)
+        answer.stage, began = again + name, time.perf_counter()
+        if name == "backward":
+            method.backward(call, state)
+        else:
+            state = method.forward(call)
+        synchronize(call.device)
+        (passes[name] if again else answer.first_seconds).append(time.perf_counter() - began)
     if call.results:
         call.results["lse"].copy_(state[1])
-    if call.grad is not None:
-        answer.stage, began = f"{again}backward", time.perf_counter()
-        method.backward(call, state)
-        synchronize()
-        spent = time.perf_counter() - began
-        (answer.backward_seconds if again else answer.first_seconds).append(spent)
-    if method.writes and call.report is not None:
-        answer.report = call.report.to_dict()
+    if method.ours is not None and report is not None:
+        answer.report = report.to_dict()
+
+
+def exact(call: Call) -> list[torch.Tensor]:
+    """Output and gradients in float64, head by head, on the call's device."""
+    assert call.grad is not None
+    query, key, value = leaves = [
+        t.detach().to(call.device).double().requires_grad_() for t in call.inputs
+    ]
+    shared = query.shape[1] // key.shape[1]
+    outs = []
+    with sdpa_kernel(SDPBackend.MATH):
+        for head in range(query.shape[1]):
+            q, k, v = query[:, head], key[:, head // shared], value[:, head // shared]
+            out = scaled_dot_product_attention(q, k, v, is_causal=call.options["is_causal"])
+            out.backward(call.grad[:, head].to(out))
+            outs.append(out.detach())
+    grads = [t.grad for t in leaves if t.grad is not None]
+    return [torch.stack(outs, 1), *grads]

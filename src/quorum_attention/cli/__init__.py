@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 import quorum_attention
 from quorum_attention.cli.stopping import Stopped, stoppable
@@ -15,7 +14,6 @@ from quorum_attention.cli.streams import complete_streams, nobody_reads
 from quorum_attention.progress.lines import line
 
 FAILED, USER_ERROR = 1, 2
-_HOMES = {"estimate": "plan"}
 COMMANDS = ("recover", "run", "plan", "estimate", "doctor", "check", "calibrate", "bench")
 
 
@@ -35,13 +33,8 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     named = next((word for word in arguments if not word.startswith("-")), None)
     for command in (named,) if named in COMMANDS else COMMANDS:
-        _module(command).add_to(commands)
+        import_module(f"{__name__}.{command}").add_to(commands)
     return top
-
-
-def _module(command: str | None) -> Any:
-    found = import_module(f"{__name__}.{_HOMES.get(str(command), command)}")
-    return found.Estimate if command == "estimate" else found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

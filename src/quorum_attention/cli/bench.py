@@ -1,4 +1,6 @@
-"""``bench``: the paper's experiments on this machine, side by side with torch's kernels."""
+"""``bench``: the paper's experiments on this machine, side by side with torch's kernels. Calls are
+causal, as the paper's are.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quorum_attention.bench.cases import EXPERIMENTS, USUAL, about
+from quorum_attention.bench.child import METHODS, Answer, Spec, run_child
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.writing import write_text
 
-_DESCRIPTION = (
-    "The paper's experiments on this machine, side by side with torch's kernels. Their calls are "
-    "causal, as the paper's are."
-)
-EXPERIMENTS = ("accuracy", "cost", "wrapped")
-
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(commands, "bench", "the paper's experiments", _DESCRIPTION)
-    parser.add_argument(
-        "--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), metavar="EXPERIMENT",
-        help=f"some of {', '.join(EXPERIMENTS)} (default: all)",
-    )  # fmt: skip
+    parser = shared.add_command(commands, "bench", "the paper's experiments", __doc__)
+    for name, choices in (("--only", list(EXPERIMENTS)), ("--methods", list(METHODS))):
+        text = f"some of {', '.join(choices)} (default: all that can run)"
+        parser.add_argument(name, nargs="+", choices=choices, metavar="NAME", help=text)
     n = shared.count_of
     shared.add(
         parser,
-        ("--methods A,B", str, "comma-separated (default: all that can run)"),
         ("--heads", n, "query heads (default: 8; 2 on a CPU)"),
         shared.KV_HEADS,
         shared.HEAD_DIM,
@@ -49,10 +45,6 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from quorum_attention.bench.cases import EXPERIMENTS as RUN
-    from quorum_attention.bench.cases import about, short
-    from quorum_attention.bench.child import run_child
-
     _complete(options)
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,8 +53,8 @@ def _run(options: argparse.Namespace) -> int:
         "measurements": [],
     }  # fmt: skip
 
-    def measure(experiment: str, spec: Any) -> Any:
-        warn(f"{experiment}: {spec.method}, {short(spec.tokens)} {spec.dtype}")
+    def measure(experiment: str, spec: Spec) -> Answer:
+        warn(f"{experiment}: {spec.method}, {spec.tokens:,} tokens, {spec.dtype}")
         answer = run_child(spec, options.timeout)
         measured = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(answer)}
         found["measurements"].append(measured)
@@ -70,14 +62,14 @@ def _run(options: argparse.Namespace) -> int:
         return answer
 
     lines = ["# Benchmark report", "", ", ".join(map(" ".join, found["about"].items())), ""]
-    for name in options.only:
-        section = RUN[name](options, measure)
-        table = [section.columns, ["---"] * len(section.columns), *section.rows]
-        lines += [f"## {section.title}", "", section.text, ""]
+    for name in options.only or EXPERIMENTS:
+        title, text, columns, rows = EXPERIMENTS[name](options, measure)
+        lines += [f"## {title}", "", text, ""]
+        table = [columns, ["---"] * len(columns), *rows]
         lines += [f"| {' | '.join(row)} |" for row in table] + [""]
         if not options.json:
-            say(f"\n{section.title}\n{section.text}")
-            show_table(section.columns, section.rows)
+            say(f"\n{title}\n{text}")
+            show_table(columns, rows)
         write_text(folder / "report.md", "\n".join(lines))
     files = [str(folder / "results.json"), str(folder / "report.md")]
     if options.json:
@@ -89,16 +81,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def _complete(options: argparse.Namespace) -> None:
     """Defaults for the device."""
-    from quorum_attention.bench.methods import METHODS, QUICK, USUAL
-
     options.device = device = shared.default_device(options.device).type
     on_cpu, quick = device == "cpu", options.quick
-    usual = (QUICK if quick else USUAL)[device]
-    methods = [*usual] if options.methods is None else options.methods.split(",")
-    unknown = [name for name in methods if name not in METHODS]
-    if unknown:
-        raise ValueError(f"--methods must be some of {', '.join(METHODS)}, got {unknown[0]!r}")
-    options.methods = list(dict.fromkeys([usual[0], *methods]))
+    few = ("sdpa", "flash", "cudnn", "quorum")
+    usual = [name for name in USUAL[device] if not quick or name in few]
+    options.methods = list(dict.fromkeys([usual[0], *(options.methods or usual)]))
     options.heads = options.heads or (2 if on_cpu else 8)
     options.kv_heads = shared.kv_heads(options.heads, options.kv_heads)
     dtype = options.dtype or shared.default_dtype(device)

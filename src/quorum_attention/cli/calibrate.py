@@ -1,4 +1,7 @@
-"""``calibrate``: measure this machine once, so that predicted times are its own."""
+"""``calibrate``: measure this machine, so that predicted times are its own: everything three times,
+the median is kept. Best done while nothing else runs; measurements that disagree with each other
+are refused, and nothing is stored.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,10 @@ from quorum_attention.planner.calibration import Calibration, calibrate
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(
-        commands, "calibrate", "measure this machine for the planner", _DESCRIPTION
-    )
+    summary = "measure this machine for the planner"
+    parser = shared.add_command(commands, "calibrate", summary, __doc__)
     shared.add(parser, shared.DEVICE, shared.DTYPE, shared.JSON)
     parser.set_defaults(run=_run)
-
-
-_DESCRIPTION = (
-    "Measure this machine, so that predicted times are its own: everything three times, the "
-    "median is kept. Best done while nothing else runs; measurements that disagree with each "
-    "other are refused, and nothing is stored."
-)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -42,25 +37,19 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _rows(found: Calibration) -> list[list[str]]:
-    def off(name: str) -> str:
-        return f"{found.spread[name] - 1:.0%}" if name in found.spread else ""
-
-    rows = []
-    for name, value in found.figures.items():
-        if name == "flops":
-            for head_dim, rates in value.items():
-                for which, rate in zip(("forward", "backward"), rates, strict=True):
-                    label = f"head_dim {head_dim} {which}"
-                    rows.append([label, f"{rate / 1e12:.3g} TFLOP/s", off(label)])
-        elif name.endswith("_bytes_per_second"):
-            rows.append(
-                [name.removesuffix("_bytes_per_second"), f"{value / 1e9:.3g} GB/s", off(name)]
-            )
-        elif name.endswith("_seconds"):
-            label = f"{name.removesuffix('_seconds')}, each"
-            rows.append([label, f"{value * 1e3:.3g} ms", off(name)])
-        elif name == "filling_causal":
-            rows.append(["rows that half fill a causal call", f"{value:.3g}", ""])
+    figures = dict(found.figures)
+    shown = {
+        f"head_dim {head_dim} {which}": f"{rate / 1e12:.3g} TFLOP/s"
+        for head_dim, rates in figures.pop("flops", {}).items()
+        for which, rate in zip(("forward", "backward"), rates, strict=True)
+    }
+    for name, value in figures.items():
+        if name.endswith("_bytes_per_second"):
+            shown[name] = f"{value / 1e9:.3g} GB/s"
         else:
-            rows.append([name, str(value), ""])
-    return rows
+            shown[name] = f"{value * 1e3:.3g} ms" if name.endswith("_seconds") else f"{value:.3g}"
+    off = {name: f"{spread - 1:.0%}" for name, spread in found.spread.items()}
+    return [
+        [name.removesuffix("_bytes_per_second").replace("_", " "), text, off.get(name, "")]
+        for name, text in shown.items()
+    ]

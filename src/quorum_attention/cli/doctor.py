@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -34,11 +34,6 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _devices() -> list[torch.device]:
-    cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return [*cuda, torch.device("cpu")]
-
-
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -47,12 +42,14 @@ def _name(device: torch.device) -> str:
 
 def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
     """Kernel by kernel and dtype by dtype: None where it runs, else why not."""
-    found: dict[str, dict[str, str | None]] = {}
-    for name, kernel in kernels().items():
-        for label, dtype in shared.DTYPES.items():
-            call = CallShape(device.type, dtype, 4, 4, 64, 64, is_causal=True, needs_grad=True)
-            found.setdefault(name, {})[label] = why_not(kernel, call, device)
-    return found
+    calls = {
+        label: CallShape(device.type, dtype, 4, 4, 64, 64, is_causal=True, needs_grad=True)
+        for label, dtype in shared.DTYPES.items()
+    }
+    return {
+        name: {label: why_not(kernel, call, device) for label, call in calls.items()}
+        for name, kernel in kernels().items()
+    }
 
 
 def _torch_attention(device: torch.device) -> str | None:
@@ -67,37 +64,29 @@ def _torch_attention(device: torch.device) -> str | None:
     return chosen if instead is None else f"{chosen}, flash replaced by {instead}"
 
 
-def _calibrated(device: torch.device) -> list[str]:
-    """The dtypes whose rates have been measured on the device."""
-    return [
-        name for name, dtype in shared.DTYPES.items() if hardware_of(device, dtype, 64).measured
-    ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _run(options: argparse.Namespace) -> int:
     versions = {
         "quorum-attention": quorum_attention.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{package: _version(package) for package in _OPTIONAL},
+        **{
+            name: next((found.version for found in distributions(name=name)), None)
+            for name in _OPTIONAL
+        },
     }
+    cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     devices: list[dict[str, Any]] = [
         {
             "device": str(device),
             "name": _name(device),
             "free_bytes": backend_of(device).free_bytes(device),
             "kernels": _verdicts(device),
-            "calibrated": _calibrated(device),
+            "calibrated": [
+                n for n, d in shared.DTYPES.items() if hardware_of(device, d, 64).measured
+            ],
             "torch_attention": _torch_attention(device),
         }
-        for device in _devices()
+        for device in (*cuda, torch.device("cpu"))
     ]
     why = refusal()
     if options.json:
@@ -113,19 +102,11 @@ def _run(options: argparse.Namespace) -> int:
             rows.append([name, *("no" if why else "yes" for why in verdicts.values())])
             reasons |= dict.fromkeys(f"{name}: {why}" for why in verdicts.values() if why)
         free = format_bytes(entry["free_bytes"])
-        show_table(
-            ["kernel", *shared.DTYPES],
-            rows,
-            title=f"{entry['device']}: {entry['name']}, {free} free",
-            left=list(shared.DTYPES),
-        )
-        known = entry["calibrated"]
-        assumed = [name for name in shared.DTYPES if name not in known]
-        rates = [f"calibrated for {', '.join(known)}"] if known else []
-        if assumed:
-            how = "quorum-attention calibrate --dtype DTYPE"
-            rates.append(f"assumed for {', '.join(assumed)} ({how})")
-        say(f"  rates the planner uses: {'; '.join(rates)}")
+        title = f"{entry['device']}: {entry['name']}, {free} free"
+        show_table(["kernel", *shared.DTYPES], rows, title=title, left=list(shared.DTYPES))
+        known = ", ".join(entry["calibrated"]) or "no dtype"
+        how = "assumed for others; quorum-attention calibrate --dtype DTYPE"
+        say(f"  rates the planner uses: calibrated for {known} ({how})")
         if entry["torch_attention"] is not None:
             say(f"  torch's own attention (float16): {entry['torch_attention']}")
         for reason in reasons:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ _OF_FILES = {
     "lengths": "keys of each entry, (batch,) (default: all)",
     "sinks": "a logit of each head, (heads,) (default: none)",
 }
+# What the others are where they are not given.
+NOT_GIVEN = {"lower_right": False} | dict.fromkeys(("offset", "window", "chunk", "softcap"))
 _positive = shared.number_of("a number above 0", lambda number: number > 0)
 
 
@@ -39,24 +40,17 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
     Args:
         files: whether also those that name a file.
     """
-    shared.add_causal(parser)
     shared.add(
         parser,
+        shared.CAUSAL,
         ("--lower-right", None, "causal, and the last query sees the last key"),
-        ("--offset N", _whole, "position of the first query (default: 0)"),
+        ("--offset N", int, "position of the first query (default: 0)"),
         ("--window N", _window, "keys within N tokens, or LEFT,RIGHT; -1: no limit (default: all)"),
         ("--chunk", shared.count_of, "only pairs in the same N tokens (default: all)"),
         ("--softcap", _positive, "scores become X tanh(score / X) (default: none)"),
     )  # fmt: skip
     for name, text in _OF_FILES.items() if files else ():
         shared.add(parser, (f"--{name} FILE", str, text))
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
 
 
 def _window(text: str) -> int | tuple[int, int]:
@@ -106,17 +100,6 @@ def mask_of(
     return (Mask(bias=bias, **fields) if fields else bias), is_causal, files
 
 
-def refuse(options: argparse.Namespace, beside: str) -> None:
-    """Refuse any mask but --causal beside another option.
-
-    Raises:
-        ValueError: one is given.
-    """
-    for name in NAMES[1:]:
-        if getattr(options, name, None) not in (None, False):
-            raise ValueError(f"{option(name)} does not go with {beside}")
-
-
 def option(name: str) -> str:
     """An option as users write it."""
     return f"--{name.replace('_', '-')}"
@@ -129,17 +112,7 @@ def words(options: argparse.Namespace, mask: torch.Tensor | Mask | None) -> str:
     for name in ("lower_right", "offset", "window", "chunk", "softcap", *list(FILES)[1:]):
         value = getattr(options, name, None)
         if value is not None and value is not False:
-            shown = "" if value is True else f" {_shown(value)}"
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            shown = "" if value is True else f" {value}"
             said.append(f"{name.replace('_', '-')}{shown}")
     return ", ".join(said) or "no mask"
-
-
-def _shown(value: Any) -> str:
-    return (
-        ",".join(map(str, value))
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else str(value)
-    )
-
-
-__all__ = ["FILES", "NAMES", "add_to", "mask_of", "option", "refuse", "words"]

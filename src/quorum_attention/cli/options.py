@@ -24,6 +24,9 @@ GLOSSARY = (
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help that names every default, once, and none where there is nothing to say."""
 
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         said = action.help or ""
         silent = (None, False, argparse.SUPPRESS)
@@ -50,20 +53,20 @@ def dtype_of(text: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def bytes_of(text: str) -> int:
-    """``text`` as bytes: a number, 1e9, 512MiB and the like."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _read_by(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """``parse`` as a kind of option, whose own words a refusal has."""
+
+    def read(text: str) -> int:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
-def count_of(text: str) -> int:
-    """``text`` as a positive number; 1_048_576, 1,048,576, 1e6, 128K and 1M are fine."""
-    try:
-        return parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+bytes_of = _read_by(parse_bytes)  # a number, 1e9, 512MiB and the like
+count_of = _read_by(parse_count)  # a positive number: 1_048_576, 1,048,576, 1e6, 128K, 1M
 
 
 def number_of(said: str, fits: Callable[[float], bool] = lambda number: True) -> Any:
@@ -105,22 +108,25 @@ Option = tuple[str, Any, str] | tuple[str, Any, str, Any]
 
 def add_command(commands: Any, name: str, summary: str, description: str) -> Any:
     """A parser for a command, which looks as all do."""
+    usage = {"run": "INPUT [INPUT ...] OUTPUT ", "check": "KERNEL "}.get(name, "")
     return commands.add_parser(
-        name, help=summary, description=description.replace("``", ""), formatter_class=HelpFormatter
-    )
+        name, help=summary, description=description.replace("``", ""),
+        formatter_class=HelpFormatter, usage=f"quorum-attention {name} {usage}[options]",
+    )  # fmt: skip
 
 
 def add(parser: Any, *options: Option) -> None:
     """Add options: name, kind, help and default.
 
-    A kind is what reads the text; a tuple, of which one is chosen; or None: the option is a switch.
+    A kind is what reads the text; a tuple, of which one is chosen; None: the option is a switch; or
+    bool: one that has a --no- beside it.
     A name may have what stands for the value in help after a blank.
     """
     for name, kind, text, *default in options:
         name, _, metavar = name.partition(" ")
         more: dict[str, Any] = {"help": text}
-        if kind is None:
-            more["action"] = "store_true"
+        if kind is None or kind is bool:
+            more["action"] = argparse.BooleanOptionalAction if kind else "store_true"
         elif isinstance(kind, tuple):
             more["choices"] = kind
         else:
@@ -130,21 +136,19 @@ def add(parser: Any, *options: Option) -> None:
         parser.add_argument(name, **more)
 
 
-def add_flag(parser: Any, name: str, text: str, default: bool | None = False) -> None:
-    """``--name`` and ``--no-name``."""
-    parser.add_argument(f"--{name}", dest=name, action="store_true", default=default, help=text)
-    parser.add_argument(
-        f"--no-{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
-        help=f"not {name}",
-    )  # fmt: skip
+def refuse(options: argparse.Namespace, beside: str, **usual: Any) -> None:
+    """Refuse options that have another value than the usual one beside another option.
 
-
-def add_causal(parser: Any) -> None:
-    """Whether queries see later keys: the same default everywhere, which is torch's."""
-    add_flag(parser, "causal", "queries see no later keys (default: not causal)")
+    Raises:
+        ValueError: names the first.
+    """
+    for name, value in usual.items():
+        if getattr(options, name) != value:
+            raise ValueError(f"--{name.replace('_', '-')} does not go with {beside}")
 
 
 # Options of several commands.
+CAUSAL: Option = ("--causal", bool, "queries see no later keys (default: not causal)", False)
 HEADS: Option = ("--heads", count_of, "query heads (default: 8)")
 KV_HEADS: Option = ("--kv-heads", count_of, "key/value heads (default: as --heads)")
 HEAD_DIM: Option = ("--head-dim", count_of, "numbers in a head", 64)

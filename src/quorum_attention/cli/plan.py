@@ -1,23 +1,52 @@
-"""``plan`` and ``estimate``: what a call would do, without doing it."""
+"""``plan``: what a call would do, without doing it."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
-from quorum_attention.cli import masks, model, plan_devices
+from quorum_attention.call.block import WholeCall
+from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say
+from quorum_attention.devices.simulate import SPEEDS, predicted, simulate
 from quorum_attention.execution.device.lookup import best_device, named_device
-from quorum_attention.pictures import check_drawable
-from quorum_attention.planner import Plan, estimate, plan
-from quorum_attention.sizes import format_bytes
+from quorum_attention.pictures import check_drawable, draw_gantt
+from quorum_attention.planner import Plan, plan
+from quorum_attention.sizes import format_seconds
+
+_ENTRY = re.compile(r"(?:([1-9]\d{0,3})x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9]+[.]?[0-9]*))?")
+
+
+def devices_of(text: str) -> list[tuple[str, float]]:
+    """Names and speeds from "8xH200,4xA100" or "2xH200,1xMINE:0.5".
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such list.
+    """
+    found: list[tuple[str, float]] = []
+    for entry in text.split(","):
+        match = _ENTRY.fullmatch(entry.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"{entry!r} is no entry such as 8xH200 or 2xNAME:SPEED"
+            )
+        count, name, said = match.groups()
+        speed = float(said or SPEEDS.get(name.upper(), 0.0))
+        if not 0 < speed < 1000:
+            raise argparse.ArgumentTypeError(
+                f"{entry!r} has no speed above 0 (those of {', '.join(SPEEDS)} are known): write "
+                f"{name}:SPEED, relative to an H200"
+            )
+        found += [(name, speed)] * int(count or 1)
+    return found
 
 
 def add_to(commands: Any) -> None:
     """Add the command ``plan``."""
     parser = shared.add_command(commands, "plan", "describe and draw a plan", __doc__)
-    _add_common(parser)
+    add_call(parser)
     shared.add(
         parser,
         ("--levels", shared.levels_of, "chunk counts, e.g. 7 or 7,7; none is monolithic (default: "
@@ -27,27 +56,14 @@ def add_to(commands: Any) -> None:
         ("--backward", None, "plan the backward pass"),
         ("--census", None, "count tiles by verdict"),
         ("--draw FILE", str, "write a picture of the coverage (.png, .svg)"),
-        ("--devices LIST", plan_devices.devices_of, "what several devices would do together, e.g. "
+        ("--devices LIST", devices_of, "what several devices would do together, e.g. "
          "8xH200,4xA100 or 2xNAME:SPEED (default: one device)"),
     )  # fmt: skip
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_run)
 
 
-class Estimate:
-    """The command ``estimate``."""
-
-    @staticmethod
-    def add_to(commands: Any) -> None:
-        """Add it."""
-        parser = shared.add_command(
-            commands, "estimate", "does a call fit, which plan would it run, alternatives", __doc__
-        )
-        _add_common(parser)
-        model.add_to(parser)
-        parser.set_defaults(run=_estimate)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_call(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what a call is."""
     parser.add_argument(
         "--tokens", type=shared.count_of, required=True, metavar="N", help=shared.TOKENS
     )
@@ -64,90 +80,91 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.epilog = shared.GLOSSARY
 
 
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``plan`` and ``estimate``."""
     mask, is_causal, _ = masks.mask_of(options)
     device = named_device(options.device or best_device(), "device").type
     return {
-        "heads": options.heads or 8,
-        "kv_heads": options.kv_heads,
-        "head_dim": options.head_dim,
-        "batch": options.batch,
-        "dtype": options.dtype or shared.default_dtype(device),
-        "is_causal": is_causal,
-        "attn_mask": mask,
-        "budget": options.budget,
-        "device": options.device,
-        "kernel": options.kernel,
-    }
+        "heads": options.heads or 8, "kv_heads": options.kv_heads, "head_dim": options.head_dim,
+        "batch": options.batch, "dtype": options.dtype or shared.default_dtype(device),
+        "is_causal": is_causal, "attn_mask": mask, "budget": options.budget,
+        "device": options.device, "kernel": options.kernel,
+    }  # fmt: skip
 
 
 def summary(made: Plan) -> dict[str, Any]:
     """A plan in plain types."""
     own = ["levels", "n_tasks", "n_groups", "kernel", "backward", "peak_bytes", "predicted_seconds"]
     schedule = made.schedule
+    heads = schedule.group.kv_heads * made.work.queries_per_key_head
     return {
-        "kept": made.kept or "all pairs",
-        "layout": made.decomposition.layout,
-        "max_task_tokens": schedule.largest_task,
-        "heads_per_group": schedule.group.kv_heads * made.work.queries_per_key_head,
-        "n_cap": schedule.n_cap,
-        "accumulator": schedule.accumulator,
+        "kept": made.kept or "all pairs", "layout": made.decomposition.layout,
+        "max_task_tokens": schedule.largest_task, "heads_per_group": heads,
+        "n_cap": schedule.n_cap, "accumulator": schedule.accumulator,
         **{name: getattr(made, name) for name in own},
-    }
+    }  # fmt: skip
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     if options.draw is not None:
         check_drawable(options.draw)
-    if options.devices is not None:
-        return plan_devices.run(options, _sizes(options))
-    made = plan(
-        options.tokens,
-        levels=options.levels,
-        layout=options.layout,
-        backward=options.backward,
-        **_sizes(options),
-    )
-    result = {"is_causal": options.causal, **summary(made)}
+    result, said = (_one if options.devices is None else _several)(options)
+    if options.draw is not None:
+        result["picture"] = options.draw
+        said.append(f"picture: {options.draw}")
+    if options.json:
+        print_json(result)
+    else:
+        say("\n".join(said))
+    return 0
+
+
+def _one(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The plan for one device, as data and in words."""
+    how = {name: getattr(options, name) for name in ("levels", "layout", "backward")}
+    made = plan(options.tokens, **how, **sizes_of(options))
+    result, said = {"is_causal": options.causal, **summary(made)}, [made.describe()]
     if options.census:
         census = made.census()
         names = ("masked", "clear", "mixed", "tiles")
-        result["census"] = {name: getattr(census, name) for name in names}
+        found = result["census"] = {name: getattr(census, name) for name in names}
+        shares = " / ".join(f"{100 * found[name]:.2f}" for name in names[:3])
+        said.append(f"tiles of 128 x 128: {shares} % masked / clear / mixed")
     if options.draw is not None:
         made.draw(options.draw)
-        result["picture"] = options.draw
-    if options.json:
-        print_json(result)
-        return 0
-    say(made.describe())
-    if options.census:
-        found = result["census"]
-        shares = " / ".join(f"{100 * found[k]:.2f}" for k in ("masked", "clear", "mixed"))
-        say(f"tiles of 128 x 128: {shares} % masked / clear / mixed")
+    return result, said
+
+
+def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """How long each pass would take on several devices, as data and in words.
+
+    Raises:
+        ValueError: an option of a plan for one device was given as well.
+    """
+    sizes = sizes_of(options)
+    if options.device == "cuda":
+        options.device = None
+    shared.refuse(options, "--devices", levels=None, layout="aligned", backward=False,
+                  census=False, device=None, **masks.NOT_GIVEN)  # fmt: skip
+    devices: list[tuple[str, float]] = options.devices
+    heads, batch, kv_heads = (sizes.pop(name) for name in ("heads", "batch", "kv_heads"))
+    n, is_causal = options.tokens, sizes.pop("is_causal")
+    call = WholeCall((batch,), heads, kv_heads or heads, n, n, is_causal=is_causal)
+    total, passes, bars, said = sum(speed for _, speed in devices), {}, {}, []
+    for name in ("forward", "backward"):
+        seconds = predicted(call, backward=name == "backward", **sizes | {"device": "cuda"})
+        found = simulate(call, devices, seconds)
+        busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
+        passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
+        bars[name] = found.devices, [(r.device, r.index, r.start, r.stop) for r in found.ran]
+        spent = format_seconds(found.seconds)
+        said.append(f"{name}: {spent}, {found.parts} parts, devices busy {busy:.1%} of the time")
     if options.draw is not None:
-        say(f"picture: {options.draw}")
-    return 0
-
-
-def _estimate(options: argparse.Namespace) -> int:
-    if options.model is not None:
-        return model.run(options)
-    if options.memory is not None or options.lora is not None:
-        raise ValueError("--memory and --lora are for a model's step: give --model CONFIG.json too")
-    found = estimate(options.tokens, **_sizes(options))
-    if options.json:
-        of_all = ("budget_bytes", "fits_monolithic", "monolithic_bytes")
-        print_json(
-            {
-                "is_causal": options.causal,
-                **{name: getattr(found, name) for name in of_all},
-                "forward": summary(found.forward),
-                "backward": summary(found.backward),
-                "alternatives": [summary(other) for other in found.alternatives],
-            }
-        )
-        return 0
-    if found.budget_bytes is not None:
-        say(f"budget: {format_bytes(found.budget_bytes)}")
-    say(found.describe())
-    return 0
+        draw_gantt(options.draw, bars)
+    said.append(
+        f"Predicted, not measured: {len(devices)} devices with the speed of {total:g} H200s, whose "
+        "assumed rates were measured; other speeds are published ones or yours. Each device has "
+        "the budget for itself, and all of them reach inputs and results at full speed."
+    )
+    named = [{"name": name, "speed": speed} for name, speed in devices]
+    return {"devices": named, "of_one_h200": total, "passes": passes}, said

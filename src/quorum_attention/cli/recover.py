@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,28 +31,23 @@ from quorum_attention.sizes import counted, format_bytes, format_least, format_s
 
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
+_NO_PICTURE = 'none; pip install "quorum-attention[draw]"'
 # There is no second call after so long a first one, nor torch's call without a limit.
 PATIENCE_SECONDS = 45.0
 _SHORT = {"out": "out", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _ACCEPTED = {
-    torch.float16: 5e-3,
-    torch.bfloat16: 4e-2,
-    torch.float32: 1e-4,
-    torch.float64: 1e-10,
-}
+    torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-4, torch.float64: 1e-10,
+}  # fmt: skip
 
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(
-        commands,
-        "recover",
-        "watch a call that runs out of memory come back with the exact answer",
-        __doc__,
-    )
+    summary = "watch a call that runs out of memory come back with the exact answer"
+    parser = shared.add_command(commands, "recover", summary, __doc__)
     shared.add(
         parser,
         ("--tokens", shared.count_of, f"{shared.TOKENS} (default: 262,144; 16,384 on a CPU)"),
+        shared.CAUSAL,
         shared.HEADS,
         shared.KV_HEADS,
         shared.HEAD_DIM,
@@ -67,7 +62,6 @@ def add_to(commands: Any) -> None:
         ("--seed", int, "of random inputs", 0),
         shared.JSON,
     )  # fmt: skip
-    shared.add_causal(parser)
     parser.epilog = shared.GLOSSARY
     parser.set_defaults(run=_run)
 
@@ -162,11 +156,7 @@ def _refuse_too_small(setting: _Setting) -> None:
 def _setting(options: argparse.Namespace) -> _Setting:
     device = shared.default_device(options.device)
     if options.qkv:
-        for name in ("tokens", "heads", "dtype"):
-            if getattr(options, name) is not None:
-                raise ValueError(
-                    f"--{name} cannot be combined with --qkv, whose tensors have sizes"
-                )
+        shared.refuse(options, "--qkv", tokens=None, heads=None, dtype=None)
         given = read_inputs([options.qkv]).tensors
         if "mask" in given:
             raise ValueError(f"{options.qkv} has a mask, which this command does not take")
@@ -246,17 +236,7 @@ def _draw(setting: _Setting, answers: dict[str, Answer], path: str) -> str | Non
 def _print_json(
     setting: _Setting, answers: dict[str, Answer], recovered: bool, picture: str | None
 ) -> None:
-    methods = []
-    for label, answer in answers.items():
-        seconds = _seconds(answer)
-        methods.append(
-            {
-                "method": label, "result": answer.status, "stage": answer.stage,
-                "error": answer.reason, "peak_bytes": answer.peak_bytes, "report": answer.report,
-                "forward_seconds": seconds["forward"], "backward_seconds": seconds["backward"],
-                "errors": {name: error for name, (error,) in answer.errors.items()} or None,
-            }
-        )  # fmt: skip
+    methods = [{"method": label, **asdict(answer)} for label, answer in answers.items()]
     print_json({
         "call": _headline(setting), "budget_bytes": setting.budget_bytes, "recovered": recovered,
         "methods": methods, "picture": picture,
@@ -292,27 +272,19 @@ def _print(
     for name, part in ours.report.items():
         if part:
             levels = " x ".join(map(str, part["levels"])) or "none"
-            units, heads = (
-                counted(part[n], w) for n, w in (("units", "unit"), ("heads_per_group", "head"))
-            )
-            say(f"{name}: levels {levels}, {units} of {heads}, kernel {part['kernel']}")
-    drawn = picture or 'none; pip install "quorum-attention[draw]"'
-    say(f"picture: {drawn}")
-
-
-def _seconds(answer: Answer) -> dict[str, list[float]]:
-    """Of a first and a second call, by pass."""
-    first = answer.first_seconds
-    return {
-        "forward": first[:1] + answer.forward_seconds,
-        "backward": first[1:] + answer.backward_seconds,
-    }
+            work = f"{counted(part['units'], 'unit')} of {counted(part['heads_per_group'], 'head')}"
+            say(f"{name}: levels {levels}, {work}, kernel {part['kernel']}")
+    say(f"picture: {picture or _NO_PICTURE}")
 
 
 def _figures(answer: Answer) -> dict[str, str]:
     """What a table shows of a method that worked."""
-    found = {"memory": format_bytes(answer.peak_bytes or 0)}
-    for name, times in _seconds(answer).items():
+    found, first = {"memory": format_bytes(answer.peak_bytes or 0)}, answer.first_seconds
+    passes = {
+        "forward": first[:1] + answer.forward_seconds,
+        "backward": first[1:] + answer.backward_seconds,
+    }
+    for name, times in passes.items():
         for which, spent in zip_longest(("first", "second"), times) if times else ():
             found[f"{name}, {which} call"] = "-" if spent is None else format_seconds(spent)
     return found

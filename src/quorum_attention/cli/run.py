@@ -49,12 +49,10 @@ _ASIDE = (
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(
-        commands, "run", "compute attention file to file under a budget", __doc__
-    )
-    parser.add_argument(
-        "input", nargs="+", help="safetensors or .npy files, or folders of .npy files"
-    )
+    summary = "compute attention file to file under a budget"
+    parser = shared.add_command(commands, "run", summary, __doc__)
+    files = "safetensors or .npy files, or folders of .npy files"
+    parser.add_argument("input", nargs="+", help=files)
     parser.add_argument("output", help="a safetensors or .npy file; with a slash a folder")
     shared.add(parser, ("--backward", None, "gradients, from grad_out, out and lse besides"))
     masks.add_to(parser, files=True)
@@ -90,12 +88,8 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     parser.epilog = shared.GLOSSARY
     parser.set_defaults(run=_run)
-    _let_options_stand_between(parser)
-
-
-def _let_options_stand_between(parser: Any) -> None:
-    """Have names read wherever they stand: argparse takes only the first that stand together, and
-    commands are parsed by ``parse_known_args``."""
+    # Names are read wherever they stand: argparse takes only the first that stand together, and
+    # commands are parsed by ``parse_known_args``.
     plainly = parser.parse_known_args
 
     def mixed(*given: Any) -> Any:
@@ -131,8 +125,7 @@ def _computer(options: argparse.Namespace) -> Compute:
                     continue
                 del left[number]
                 yield number
-                if bar is not None:
-                    bar(len(numbers) - len(left), len(numbers), "parts on Ray")
+                bar(len(numbers) - len(left), len(numbers), "parts on Ray")
         if not options.json:
             say(str(report))
 
@@ -146,15 +139,14 @@ def _heads(whole: WholeCall, part: Block) -> set[tuple[int, int]]:
 
 def _check_ray(options: argparse.Namespace) -> None:
     """Refuse options that go with ``--ray`` only, or not with it."""
-    if options.ray is None:
-        for name, usual in (("ray_workers", None), ("ray_gpus", None), ("ray_cpus", 1.0),
-                            ("chunks", None)):  # fmt: skip
-            if getattr(options, name) != usual:
-                raise ValueError(f"--{name.replace('_', '-')} goes with --ray only")
-    elif options.device is not None:
-        raise ValueError("--device does not go with --ray: workers have the devices Ray gives them")
-    elif options.draw is not None:
-        raise ValueError("--draw does not go with --ray")
+    if options.ray is not None:
+        shared.refuse(options, "--ray", device=None, draw=None)
+        return
+    for name, usual in {"workers": None, "gpus": None, "cpus": 1.0}.items():
+        if getattr(options, f"ray_{name}") != usual:
+            raise ValueError(f"--ray-{name} goes with --ray only")
+    if options.chunks is not None:
+        raise ValueError("--chunks goes with --ray only")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -187,7 +179,8 @@ def _run(options: argparse.Namespace) -> int:
         say(_headline(options, call, where))
     report = Report()
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
-    header = described(call, wanted, _arguments(options), sources)
+    arguments = {masks.option(n): value for n, value in _arguments(options).items()}
+    header = described(call, wanted, arguments, sources)
     outcome = run_call(
         call, output, header, sources.values(), report,
         mode=mode, heads=options.keep_every, compute=_computer(options), say=warn,
@@ -202,28 +195,20 @@ def _tell(
     mask = call.whole.mask
     bias = mask.bias if isinstance(mask, Mask) else mask
     if options.json:
-        print_json(
-            {
-                "output": options.output,
-                "is_causal": options.causal,
-                "mask": None if bias is None else list(bias.shape),
-                "keeps": masks.words(options, None),
-                "unknown": inputs.unknown,
-                **report.to_dict(),
-                "total": report.total.to_dict(),
-                "parts": outcome.settings.parts,
-                "resumed_parts": outcome.resumed,
-                "kv_heads_per_part": outcome.settings.heads,
-                "accumulators_in_file": outcome.settings.in_file,
-            }
-        )
-    elif options.ray is not None:
-        say(f"wrote {options.output}")
+        print_json({
+            "output": options.output, "is_causal": options.causal,
+            "mask": None if bias is None else list(bias.shape),
+            "keeps": masks.words(options, None), "unknown": inputs.unknown, **report.to_dict(),
+            "total": report.total.to_dict(), "parts": outcome.settings.parts,
+            "resumed_parts": outcome.resumed, "kv_heads_per_part": outcome.settings.heads,
+            "accumulators_in_file": outcome.settings.in_file,
+        })  # fmt: skip
     else:
-        say(str(report))
-        if report.total.forwards + report.total.backwards > 1:
-            parts = outcome.settings.parts
-            say(f"that was the last of {parts} parts; all of this run: {report.total}")
+        if options.ray is None:
+            say(str(report))
+            if report.total.forwards + report.total.backwards > 1:
+                parts = outcome.settings.parts
+                say(f"that was the last of {parts} parts; all of this run: {report.total}")
         say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
     if options.draw is not None and (report.forward or report.backward) is not None:
@@ -237,74 +222,53 @@ def _check(options: argparse.Namespace, inputs: list[Path], output: Output) -> N
     output.check_apart(inputs)
     if options.draw is not None:
         drawn = check_drawable(options.draw)
-        others = [("output", path) for path in output.files]
-        others += [("input", file) for file in inputs]
-        for name, other in others:
-            if are_same(other, drawn):
+        for name, others in (("output", output.files), ("input", inputs)):
+            if any(are_same(other, drawn) for other in others):
                 raise ValueError(f"--draw must be another file than the {name}, got {options.draw}")
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that a result depends on, by their names, as JSON has them."""
-    given = {
-        n: value for n, value in vars(options).items() if n not in _ASIDE and value is not None
-    }
-    # A file may be called otherwise now.
-    given = {n: True if n in masks.FILES else value for n, value in given.items()}
-    return {
-        masks.option(name): value if isinstance(value, (bool, int, float)) else str(value)
-        for name, value in given.items()
-    }
+    """The options that a result depends on, as JSON has them. A file may be called otherwise
+    later: that there is one counts."""
+    found = {}
+    for name, value in vars(options).items():
+        if name not in _ASIDE and value is not None:
+            said = True if name in masks.FILES else value
+            found[name] = said if isinstance(said, (bool, int, float)) else str(said)
+    return found
 
 
 def _metadata(options: argparse.Namespace) -> dict[str, str]:
-    arguments = {name: value for name, value in vars(options).items() if name not in _ASIDE}
     named = {"input": options.input, "output": options.output}
     return {
         "format": "pt",
         "quorum_attention": quorum_attention.__version__,
-        "arguments": json.dumps({**named, **arguments}, default=str),
+        "arguments": json.dumps({**named, **_arguments(options)}),
     }
 
 
 def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     """Refuse a backward of another call than the forward that wrote its output."""
-    if not options.backward:
+    if not options.backward or is_npy(inputs.files["out"].path):
         return
-    file = inputs.files["out"].path
-    before = {} if is_npy(file) else _arguments_before(file)
+    file, now = inputs.files["out"].path, _arguments(options)
+    try:
+        before = dict(json.loads(metadata_of(file).get("arguments", "{}")))
+    except (ValueError, TypeError, RecursionError):  # another program wrote it
+        return
     for name in (*masks.NAMES, "scale") if "causal" in before else ():
-        # A mask is a file, which may be called otherwise now.
-        was, now = before.get(name), getattr(options, name)
-        same = (was is None) == (now is None) if name in masks.FILES else _plain(now) == was
-        if not same:
+        if before.get(name) != now.get(name):
             raise ValueError(
-                f"{file} was written by a forward with {masks.option(name)} {was}, and this is "
-                f"a backward with {now}"
+                f"{file} was written by a forward with {masks.option(name)} {before.get(name)}, "
+                f"and this is a backward with {now.get(name)}"
             )
 
 
-def _arguments_before(file: Path) -> dict[str, Any]:
-    """The arguments of the forward that wrote ``file``; none where another program wrote it."""
-    try:
-        found = json.loads(metadata_of(file).get("arguments", "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _headline(options: argparse.Namespace, call: FileCall, device: torch.device | str) -> str:
-    def size(tensor: torch.Tensor) -> str:
-        return " x ".join(map(str, tensor.shape))
-
-    given = call.tensors
-    dtype = str(given["query"].dtype).removeprefix("torch.")
+    query, key = (" x ".join(map(str, call.tensors[name].shape)) for name in ("query", "key"))
+    dtype = str(call.tensors["query"].dtype).removeprefix("torch.")
     return (
-        f"{'backward: ' if call.backward else ''}queries {size(given['query'])}, keys "
-        f"{size(given['key'])}, {dtype}, {'causal' if options.causal else 'not causal'}, "
+        f"{'backward: ' if call.backward else ''}queries {query}, keys {key}, {dtype}, "
+        f"{'causal' if options.causal else 'not causal'}, "
         f"{masks.words(options, call.whole.mask)}, on {device}"
     )

@@ -1,84 +1,99 @@
-"""``estimate --model``: what a training step of a model needs, and what to switch on."""
+"""``estimate``: whether a call fits; with ``--model`` what a training step needs, by part."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.cli.plan import add_call, sizes_of, summary
 from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.planner import estimate
+from quorum_attention.recipes import step
 from quorum_attention.recipes.config import ModelShape, read_shape
-from quorum_attention.recipes.step import (
-    OPTIMIZERS,
-    SWITCHES,
-    StepMemory,
-    Training,
-    advice,
-    returned_bytes,
-    step_memory,
-    switch_until_it_fits,
-)
 from quorum_attention.sizes import format_bytes
 
 WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
-    """The options that only make sense with ``--model``."""
+def add_to(commands: Any) -> None:
+    """Add the command."""
+    words = "does a call fit, which plan would it run, alternatives"
+    parser = shared.add_command(commands, "estimate", words, __doc__)
+    add_call(parser)
     shared.add(
         parser,
         ("--model CONFIG.json", str, "what a training step of this model needs, by part, instead "
          "of one call: a config.json as Hugging Face publishes it (default: one call)"),
         ("--memory", shared.bytes_of, "with --model: the device's memory; says what to switch on "
          "to fit (default: everything is switched on)"),
-        ("--optimizer", OPTIMIZERS, "with --model: adamw has two states in the weights' dtype, "
-         "adamw-fp32 two and the weights in float32 (default: adamw)", "adamw"),
+        ("--optimizer", step.OPTIMIZERS, "with --model: adamw has two states in the weights' "
+         "dtype, adamw-fp32 two and the weights in float32 (default: adamw)", "adamw"),
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
          "layers, the rest frozen (default: all weights)"),
+        ("--checkpointing", bool, "with --model: layers are recomputed in the backward (default: "
+         "yes)", True),
     )  # fmt: skip
-    shared.add_flag(
-        parser, "checkpointing", "with --model: layers are recomputed in the backward", True
-    )
+    parser.set_defaults(run=_run)
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
+    if options.model is not None:
+        return _of_model(options)
+    if options.memory is not None or options.lora is not None:
+        raise ValueError("--memory and --lora are for a model's step: give --model CONFIG.json too")
+    found = estimate(options.tokens, **sizes_of(options))
+    if options.json:
+        of_all = ("budget_bytes", "fits_monolithic", "monolithic_bytes")
+        print_json({
+            "is_causal": options.causal, **{name: getattr(found, name) for name in of_all},
+            "forward": summary(found.forward), "backward": summary(found.backward),
+            "alternatives": [summary(other) for other in found.alternatives],
+        })  # fmt: skip
+        return 0
+    if found.budget_bytes is not None:
+        say(f"budget: {format_bytes(found.budget_bytes)}")
+    say(found.describe())
+    return 0
+
+
+def _of_model(options: argparse.Namespace) -> int:
     """The command, with ``--model``.
 
     Raises:
         ValueError: sizes of a call were given as well; or the file is no configuration.
     """
-    for name, usual in (("heads", None), ("kv_heads", None), ("head_dim", 64), ("kernel", "auto")):
-        if getattr(options, name) != usual:
-            raise ValueError(f"--{name.replace('_', '-')} does not go with --model")
-    masks.refuse(options, "--model")
+    shared.refuse(options, "--model", heads=None, kv_heads=None, head_dim=64, kernel="auto",
+                  **masks.NOT_GIVEN)  # fmt: skip
     shape = read_shape(options.model)
-    training = Training(
+    training = step.Training(
         options.tokens, options.batch, options.dtype or torch.bfloat16, options.optimizer,
         options.lora, options.checkpointing, options.budget, options.device or best_device().type,
     )  # fmt: skip
     if options.memory is None:
         if options.budget is None:
-            budget = WORKING + returned_bytes(shape, training, backward=True)
+            budget = WORKING + step.returned_bytes(shape, training, backward=True)
             training = replace(training, budget=budget)
-        found = step_memory(shape, replace(training, on=SWITCHES))
+        found = step.step_memory(shape, replace(training, on=step.SWITCHES))
         fits: bool | None = None
     else:
-        found, fits = switch_until_it_fits(shape, training, options.memory)
+        found, fits = step.switch_until_it_fits(shape, training, options.memory)
     if options.json:
         asked = {"model": asdict(shape), "memory_bytes": options.memory, "fits": fits}
         print_json({**asked, **found.to_dict()})
         return 0
     _show(options, shape, found)
     if fits is not None:
-        say(advice(found, fits, options.memory))
+        say(step.advice(found, fits, options.memory))
     return 0
 
 
-def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> None:
+def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory) -> None:
     title = (
         f"{shape.kind}, {shape.parameters / 1e9:.2f} billion parameters"
         f"{'' if shape.exact else ' (counted as of a Llama)'}: a training step of {options.batch} "
@@ -99,6 +114,3 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> 
         "Tensors of a step, and attention's budget, which holds what the call returns; the "
         "framework's own memory comes on top. docs/long-context.md says how to switch each on."
     )
-
-
-__all__ = ["add_to", "run"]

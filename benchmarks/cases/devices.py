@@ -1,0 +1,81 @@
+"""One call on several devices of a machine, against one of them with the same kernel.
+
+Causal calls from host memory, forward and backward, under budgets of each device; the first of
+--rounds is not counted. On CPUs: --devices cpu,cpu --tokens 3000.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from measure import medians, timed
+
+import quorum_attention as qa
+from quorum_attention.devices import Pool
+from quorum_attention.devices.buffers import room
+
+
+def locked(tensors: list[torch.Tensor], wanted: bool) -> None:
+    """Page-lock tensors that workers share, or undo it."""
+    runtime: Any = torch.cuda.cudart() if torch.cuda.is_available() else None
+    for t in tensors if runtime is not None else ():
+        if wanted:
+            runtime.cudaHostRegister(t.data_ptr(), t.nbytes, 0)
+        else:
+            runtime.cudaHostUnregister(t.data_ptr())
+
+
+def passes(tensors: list[torch.Tensor], rounds: int, **options: Any) -> tuple[Any, Any]:
+    """Seconds of forward and backward, by round; and a sample of the rows of every result."""
+    *inputs, grad = tensors
+    found, rows = [], slice(0, None, max(1, grad.shape[2] // 4096))
+    for _ in range(rounds):
+        first, (out, lse) = timed(lambda: qa.attention_with_lse(*inputs, **options))
+        second, grads = timed(lambda: qa.attention_backward(grad, *inputs, out, lse, **options))  # noqa: B023
+        found.append((first, second))
+        sample = [t[:, :, rows].double() for t in (out, *grads)]
+    return found, sample
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budgets", default="1GiB,128MiB", help="of each device, by commas")
+    parser.add_argument("--devices", default="all", help="by commas")
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
+    parser.add_argument("--kernel", default="auto")
+
+
+def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A line for each budget; ``found`` has what other numbers of devices took."""
+    names = "all" if options.devices == "all" else options.devices.split(",")
+    with Pool(names, threads=None if torch.cuda.is_available() else 1) as pool:
+        alone = pool.devices[0]
+        dtype = torch.float32 if alone == "cpu" else torch.float16
+        tensors = [room((1, options.heads, options.tokens, 64), dtype) for _ in range(4)]
+        for head in (head for tensor in tensors for head in tensor[0]):
+            head.copy_(torch.randn(head.shape, device=alone))
+        every = found.setdefault("devices", {}).setdefault(str(len(pool.devices)), {})
+        for budget in options.budgets.split(","):
+            how = {"is_causal": True, "kernel": options.kernel, "budget": budget}
+            # One after the other: idle workers unlock their memory after ten seconds. For one
+            # device inputs are page-locked, as they are for workers.
+            locked(tensors, True)
+            one, right = passes(tensors, options.rounds, devices=alone, **how)
+            locked(tensors, False)
+            many, mine = passes(tensors, options.rounds, devices=pool, **how)
+            off = max(
+                float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, right, strict=True)
+            )
+            assert off < 1e-2, "a result is wrong"
+            every[budget] = {"one": one, "all": many}
+            first, second = (
+                a / b for a, b in zip(medians(one[1:]), medians(many[1:]), strict=True)
+            )
+            print(
+                f"{budget}: {first:.3f}; {second:.3f} times one, difference {off:.1e}", flush=True
+            )
+            yield found
