@@ -56,13 +56,6 @@ def test_loss_and_gradients_are_the_same(kind: str) -> None:
         assert "tiled MLP" in summary.left_out
 
 
-def test_a_tiled_mlp_is_the_mlp() -> None:
-    ids = torch.randint(VOCABULARY, (2, 50))
-    summary = both(tiny("llama"), ids, attention=False, mlp_tile=7, checkpoints=None,
-                   chunked_loss=False)  # fmt: skip
-    assert summary.done == ("tiled MLP",)
-
-
 def test_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wide vocabulary and four layers: logits, then activations, are most of it."""
     monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 64 * 8192 * 12)

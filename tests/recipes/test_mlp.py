@@ -303,7 +303,7 @@ def test_threads_that_train_one_model_wait_for_each_other() -> None:
     """In a backward the module has other weights: another thread's forward must not take those."""
     plain, tiled = two()
     held = list(tiled.parameters())
-    batches = [[torch.randn(23, WIDTH, dtype=torch.float64) for _ in range(30)] for _ in range(3)]
+    batches = [[torch.randn(23, WIDTH, dtype=torch.float64) for _ in range(10)] for _ in range(3)]
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in batches]
 
     def work(number: int) -> None:

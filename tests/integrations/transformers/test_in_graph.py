@@ -42,6 +42,7 @@ UNKNOWN = {
     "numbers": lambda b, h, q, k: q >= 3,
     "a constant": lambda b, h, q, k: True,
     "a tensor": lambda b, h, q, k: torch.ones(()),
+    "of tensors": lambda b, h, q, k: torch.as_tensor(k) <= torch.as_tensor(q),
 }
 
 

@@ -9,8 +9,8 @@ import torch
 
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.reader import (
-    UNKNOWN,
     Sizes,
+    UnknownError,
     conditions_of,
     described,
     mask_of,
@@ -75,7 +75,7 @@ def _in_graph(
         return None  # packed documents, for all that is known: of those a tensor is asked
     try:
         mask = described(conditions_of(function), sizes, _padding(attention_mask, sizes))
-    except UNKNOWN:
+    except UnknownError:
         return None
     return _with_sizes(mask, sizes)
 

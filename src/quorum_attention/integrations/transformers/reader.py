@@ -41,12 +41,8 @@ class Sizes(NamedTuple):
         return self.query_offset - self.key_offset
 
 
-class _UnknownError(Exception):
+class UnknownError(Exception):
     """A mask function asks for more than symbols can tell."""
-
-
-# What a function may raise that is called with symbols in place of tensors.
-UNKNOWN = (_UnknownError, TypeError, AttributeError, IndexError)
 
 
 class _Symbol:
@@ -60,13 +56,13 @@ class _Symbol:
         return self
 
     def __bool__(self) -> bool:
-        raise _UnknownError
+        raise UnknownError
 
     def __eq__(self, _: object) -> Any:
-        raise _UnknownError
+        raise UnknownError
 
     def __ne__(self, _: object) -> Any:
-        raise _UnknownError
+        raise UnknownError
 
 
 class _Entry(_Symbol):
@@ -141,7 +137,7 @@ def _kept(what: Any) -> Kept:
         if plain and what.table is not None and what.table.dtype == torch.bool:
             return Kept(what)
     if not isinstance(what, Kept):
-        raise _UnknownError
+        raise UnknownError
     return what
 
 
@@ -179,7 +175,7 @@ class Numbers(_Symbol):
 
     def __add__(self, number: Any) -> Numbers:
         if not isinstance(number, int) or self.divisor != 1:
-            raise _UnknownError
+            raise UnknownError
         return Numbers(self.of_key, self.table, self.shift + number, self.first)
 
     def __sub__(self, other: Any) -> Any:
@@ -191,7 +187,7 @@ class Numbers(_Symbol):
 
     def __floordiv__(self, number: Any) -> Numbers:
         if not isinstance(number, int) or self.divisor != 1:
-            raise _UnknownError
+            raise UnknownError
         return Numbers(self.of_key, self.table, self.shift, self.first, number)
 
     def __and__(self, other: Any) -> Kept:
@@ -199,17 +195,17 @@ class Numbers(_Symbol):
 
     def __eq__(self, other: object) -> Any:
         if not isinstance(other, Numbers) or other.of_key == self.of_key:
-            raise _UnknownError
+            raise UnknownError
         return Kept(Equal(other, self) if self.of_key else Equal(self, other))
 
     def _at_most(self, other: Any, more: int) -> Kept:
         """Pairs with ``self <= other + more``."""
         if not isinstance(other, Numbers) or other.of_key == self.of_key:
-            raise _UnknownError
+            raise UnknownError
         plain = all(one.first is None and one.divisor == 1 for one in (self, other))
         bound = other.shift - self.shift + more
         if not plain or self.table is not other.table or bound < 0:
-            raise _UnknownError  # or a band beside the diagonal
+            raise UnknownError  # or a band beside the diagonal
         return Kept(Near(self.table, *((None, bound) if self.of_key else (bound, None))))
 
     def __le__(self, other: Any) -> Kept:
@@ -222,13 +218,13 @@ class Numbers(_Symbol):
         if isinstance(other, Numbers):
             return other._at_most(self, 0)
         if other != 0 or self.shift != 0 or self.first is not None or self.divisor != 1:
-            raise _UnknownError
+            raise UnknownError
         # No position is below 0.
         return Kept() if self.table is None else Kept(Numbers(self.of_key, self.table >= 0))
 
     def __gt__(self, other: Any) -> Kept:
         if not isinstance(other, Numbers):
-            raise _UnknownError
+            raise UnknownError
         return other._at_most(self, -1)
 
     def values(self, sizes: Sizes) -> torch.Tensor:
@@ -240,7 +236,7 @@ class Numbers(_Symbol):
             if self.table.dim() != 2 or any(
                 n < wanted for n, wanted in zip(self.table.shape, (sizes.batch, stop), strict=True)
             ):
-                raise _UnknownError
+                raise UnknownError
             numbers = self.table[: sizes.batch, start:stop].to(sizes.device)
         if self.first is not None:
             numbers = numbers - self.first[: sizes.batch, None].to(sizes.device)
@@ -258,7 +254,7 @@ class _Distance(_Symbol):
 
     def __le__(self, most: Any) -> Kept:
         if not self.absolute or not isinstance(most, int):
-            raise _UnknownError
+            raise UnknownError
         return _kept(self.one._at_most(self.other, most) & self.other._at_most(self.one, most))
 
 
@@ -273,7 +269,7 @@ class _Lookups(TorchFunctionMode):
             entry, token = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
             if isinstance(entry, _Entry) and isinstance(token, Numbers):
                 if token.table is not None or token.shift or token.first is not None:
-                    raise _UnknownError
+                    raise UnknownError
                 return Numbers(token.of_key, table)
         return function(*args, **(named or {}))
 
@@ -282,24 +278,28 @@ def conditions_of(function: MaskFunction) -> Kept:
     """What ``function`` asks of a pair.
 
     Raises:
-        UNKNOWN: it asks for more than symbols can tell.
+        UnknownError: it asks for more than symbols can tell.
     """
     # Inside a graph of torch.compile symbols know comparisons of positions alone.
     with nullcontext() if torch.compiler.is_compiling() else _Lookups():
-        return _kept(function(_Entry(), _Symbol(), Numbers(False), Numbers(True)))
+        try:
+            kept = function(_Entry(), _Symbol(), Numbers(False), Numbers(True))
+        except Exception:  # whatever it is, the function does more than compare
+            kept = None
+        return _kept(kept)
 
 
 def mask_of(function: MaskFunction, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
     """The description of a mask function, as far as that is known; ``padding`` as there."""
     try:
         return described(conditions_of(function), sizes, padding)
-    except UNKNOWN:
+    except UnknownError:
         kept = Kept()
         for part in _joined_by_and(function):
             try:
                 known = conditions_of(part)
                 described(known, sizes)
-            except UNKNOWN:
+            except UnknownError:
                 known = Kept(part)
             kept &= known
         return described(kept, sizes, padding)
@@ -322,7 +322,7 @@ def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> 
         padding: (batch, keys) bool, True where a key is kept.
 
     Raises:
-        UNKNOWN: they cannot be described.
+        UnknownError: they cannot be described.
     """
     near: list[Near] = []
     chunk: int | None = None
@@ -381,7 +381,7 @@ def _check_counts(counts: torch.Tensor, kept: Kept, sizes: Sizes) -> None:
     """Nothing, if two tokens of one document are as far apart by ``counts`` as by position.
 
     Raises:
-        UNKNOWN: they are not, or there are no documents.
+        UnknownError: they are not, or there are no documents.
     """
     for part in kept.parts:
         if isinstance(part, Equal) and part.key.table is not None and not sizes.offset:
@@ -390,7 +390,7 @@ def _check_counts(counts: torch.Tensor, kept: Kept, sizes: Sizes) -> None:
                 inside = (ids.diff() == 0) & (counts.diff() == 1)
                 if bool(((ids.diff() == 1) | inside).all()):
                     return
-    raise _UnknownError
+    raise UnknownError
 
 
 def _joined(
@@ -423,6 +423,14 @@ def _keeps(functions: list[MaskFunction], sizes: Sizes) -> MaskFunction | None:
 
 
 __all__ = [
-    "UNKNOWN", "Equal", "Kept", "MaskFunction", "Near", "Numbers", "Sizes", "conditions_of",
-    "described", "mask_of",
+    "Equal",
+    "Kept",
+    "MaskFunction",
+    "Near",
+    "Numbers",
+    "Sizes",
+    "UnknownError",
+    "conditions_of",
+    "described",
+    "mask_of",
 ]  # fmt: skip

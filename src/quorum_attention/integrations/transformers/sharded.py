@@ -24,10 +24,10 @@ from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
 from quorum_attention.integrations.transformers.reader import (
-    UNKNOWN,
     Equal,
     MaskFunction,
     Near,
+    UnknownError,
     conditions_of,
 )
 from quorum_attention.integrations.transformers.whose import Kept, check_layers
@@ -59,7 +59,7 @@ def asked_of(function: MaskFunction) -> Asked:
     """What ``function`` asks of a pair."""
     try:
         parts = conditions_of(function).parts
-    except UNKNOWN:
+    except UnknownError:
         return Asked(refused=True)
     lefts = [p.left for p in parts if isinstance(p, Near) and p.left is not None]
     rights = [p.right for p in parts if isinstance(p, Near) and p.right is not None]
