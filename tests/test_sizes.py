@@ -10,28 +10,6 @@ import pytest
 from quorum_attention.sizes import format_least, format_seconds, parse_bytes, parse_count
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (3.3e-6, "3.30 us"),
-        (0.0853, "85.3 ms"),
-        (0.9996, "1.00 s"),
-        (9.996, "10.0 s"),
-        (99.94, "99.9 s"),
-        (99.96, "1 min 40 s"),
-        (3599.6, "1 h"),
-        (1.61e4, "4 h 28 min"),
-        (86_401, "1 day"),
-        (5.81e6, "67 days 6 h"),
-        (1e9, "31 years 259 days"),
-        (float("inf"), "inf s"),
-    ],
-)
-def test_units_that_fit(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
-
-
 def test_any_duration_reads_back_as_itself() -> None:
     sizes = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "day": 86400, "year": 31536000}
     draw = random.Random("durations")
@@ -97,12 +75,6 @@ def test_what_is_no_size_is_refused_in_a_line(text: str) -> None:
         with pytest.raises(ValueError, match="must be") as raised:
             parse(text)
         assert len(str(raised.value)) < 200
-
-
-@pytest.mark.parametrize("text", ["0", "0.5", "1.5", "1e-3", "1MB", "1KiB", "1T"])
-def test_counts_are_whole(text: str) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        parse_count(text)
 
 
 @pytest.mark.parametrize("value", [1 << 63, 10**400, "9" * 400, "9" * 5000, "1e20", "1e99"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,16 +63,3 @@ def test_every_pair_once_however_it_is_cut(n, window, levels, done, backward) ->
     for at, some in ((depth, tasks), (depth + 1, parts)):
         slot = max(cutting.schedule(at).task_rows(cutting.work))
         assert all(task.n_tokens <= slot for task in some)
-
-
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_schedule_counts_the_tasks_that_are_left(window: int | None) -> None:
-    cutting = cut(1000, window, (7,))
-    tasks, found = cutting.tasks(1), cutting.schedule(1)
-    if window is None:
-        assert found.trimmed is None
-    else:
-        assert found.trimmed is not None
-        assert found.trimmed.largest == max(task.n_tokens for task in tasks)
-        assert found.trimmed.n_tasks == len(tasks)
-    assert found.changed(trimmed=None) == cutting.planned

@@ -18,11 +18,6 @@ def report(**more) -> PassReport:  # type: ignore[no-untyped-def]
     return PassReport(**{**known, **more})
 
 
-def test_nothing_yet() -> None:
-    assert str(Report()) == "nothing has run yet"
-    assert Report().to_dict() == {"forward": None, "backward": None}
-
-
 @pytest.mark.parametrize(
     ("more", "label", "text"),
     [
@@ -70,9 +65,3 @@ def test_for_machines() -> None:
     assert plain["forward"]["levels"] == [7, 7]
     assert plain["forward"]["overlap"] == made.forward.overlap
     assert plain["forward"].keys() == {*PassReport.__dataclass_fields__, "overlap"}
-
-
-def test_both_passes_for_people() -> None:
-    text = str(Report(forward=report(), backward=report(kernel="dense")))
-    assert text.startswith("forward:\n  kernel: cpu")
-    assert "\nbackward:\n  kernel: dense" in text

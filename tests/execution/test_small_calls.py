@@ -52,17 +52,6 @@ def test_calls_of_ever_new_lengths_need_no_plan(monkeypatch) -> None:
             torch.autograd.grad(out, tensors, given.grad_out)
 
 
-def test_grouped_heads_are_one_call_where_everything_fits() -> None:
-    report = qa.Report()
-    given = inputs(300, heads=8, kv_heads=2, head_dim=16)
-    tensors = [t.requires_grad_() for t in given.three]
-    out = qa.attention(*tensors, enable_gqa=True, report=report)
-    torch.autograd.grad(out, tensors, given.grad_out)
-    for part in (report.forward, report.backward):
-        assert part is not None
-        assert (part.units, part.accumulator, part.levels) == (1, "none", ())
-
-
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads"), [(1, 8, 2), (3, 8, 2), (2, 4, 2), (1, 16, 1), (1, 4, 4)]
 )

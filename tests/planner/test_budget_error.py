@@ -15,7 +15,6 @@ from helpers_attention import assert_close, exact, inputs
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGURATIONS = [
@@ -59,13 +58,6 @@ def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     for actual, expected in zip(results, wanted, strict=True):
         assert_close(actual, expected, 1e-2 if sizes.get("dtype") else 5e-5)
     assert usage(lambda: run(smallest)).peak <= smallest
-
-
-def test_pinned_levels_are_named() -> None:
-    with pytest.raises(qa.BudgetError, match=r"at levels \(7,\)"):
-        qa.plan(5000, levels=(7,), budget=10, device="cpu")
-    with pytest.raises(qa.BudgetError, match="at depth 2"):
-        qa.plan(5000, depth=2, budget=10, device="cpu")
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -191,15 +183,6 @@ def test_what_attention_prints_is_enough_for_both_passes(seed: int) -> None:
     budget = printed(str(refused.value))
     qa.attention(query, key, key, budget=budget, **call).sum().backward()
     assert query.grad is not None
-
-
-@pytest.mark.parametrize("passes", [[], ["--backward"]])
-def test_what_the_command_plan_prints_can_be_typed(
-    passes: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    call = ["plan", "--tokens", "16384", "--device", "cpu", *passes]
-    assert main([*call, "--budget", "1KiB"]) == 2
-    assert main([*call, "--budget", printed(capsys.readouterr().err)]) == 0
 
 
 def test_an_estimate_names_the_pass_that_needs_more() -> None:

@@ -37,37 +37,12 @@ def cut(budget: str, **call) -> qa.Plan:
     return planned(budget, depth=1, **call)
 
 
-def test_the_preferred_kernel_where_there_is_room() -> None:
-    for backward in (False, True):
-        assert planned("1GiB", backward=backward).kernel == "cudnn"
-
-
 def test_another_where_it_is_clearly_faster() -> None:
     tight = cut("128MiB", backward=True)
     named = cut("128MiB", backward=True, kernel="cudnn")
     assert tight.kernel == "native"
     assert tight.predicted_seconds < 0.9 * named.predicted_seconds
     assert named.kernel == "cudnn"
-
-
-def test_only_where_rates_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel() -> str:
-        return cut("128MiB", backward=True, head_dim=96).kernel
-
-    assert kernel() != "native"
-    monkeypatch.setattr(qa.NativeKernel, "keeps_pace", lambda self, call: True)
-    assert kernel() == "native", "without the test of rates it would be chosen"
-
-
-@pytest.mark.parametrize(
-    "options", [{"window": 4096}, {"softcap": 30.0}, {"alibi_slopes": torch.ones(8)}], ids=str
-)
-def test_never_a_kernel_that_changes_scores(options) -> None:  # type: ignore[no-untyped-def]
-    """A windowed kernel that somebody registered is not what "auto" means under a tight budget."""
-    call = CallShape("cuda", torch.float16, 8, 8, 64, 64, True, True)
-    assert qa.NativeKernel().keeps_pace(call)
-    assert not qa.NativeKernel().keeps_pace(replace(call, dtype=torch.float32))
-    assert not qa.NativeKernel(**options).keeps_pace(call)
 
 
 def test_a_budget_that_only_another_fits() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.execution.problem import FORWARD, Problem
-from quorum_attention.execution.routes.over_inputs import PerTask
-from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.pictures.geometry import blocks
 from quorum_attention.planner.decide import is_small
@@ -74,22 +70,6 @@ def test_a_kernels_launches_are_what_it_says() -> None:
         )
     ]
     assert units[1] < units[0]
-
-
-def test_what_lies_on_the_device_is_cut_in_place() -> None:
-    common = {**CALL, "kernel": windowed(), "levels": (7,), "inputs": "device"}
-    plan, slots = (
-        qa.plan(1 << 18, over_inputs=over_inputs, **common) for over_inputs in (None, False)
-    )
-    assert isinstance(plan.schedule.route, PerTask)
-    assert "task by task" in plan.describe()
-    assert isinstance(slots.schedule.route, Slots)
-    assert plan.peak_bytes < slots.peak_bytes
-    assert plan.predicted_seconds < slots.predicted_seconds
-    host = qa.plan(1 << 18, **{**common, "inputs": "host"})
-    assert isinstance(host.schedule.route, Slots)
-    # Whole, it has nothing to merge.
-    assert qa.plan(1 << 18, **{**common, "levels": None}).levels == ()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -226,13 +206,3 @@ def test_header_census_and_picture_are_about_the_mask(
             part += torch.ones_like(part).tril() if b.causal else torch.ones_like(part)
     assert drawn.max() == 1
     assert (drawn.bool() != kept).float().mean() < 0.02
-
-
-def test_text_and_picture_give_a_task_one_size(tmp_path: Path) -> None:
-    made = qa.plan(131_072, attn_mask=qa.Mask(window=4096), levels=(31,), device="cuda")
-    [share] = re.findall(r"\(([0-9.]+)% of the sequence\)", made.describe())
-    made.draw(tmp_path / "a.svg")
-    assert max(task.n_tokens for task in made._trimmed()) == made.schedule.largest_task
-    drawn = [task for task in made._trimmed() if task.path == (1,)]
-    assert abs(drawn[0].n_tokens / 1310.72 - float(share)) < 8
-    assert made.census().tiles < 31 * 110**2  # of trimmed tasks

@@ -134,12 +134,6 @@ def test_a_budget_in_which_nothing_fits_is_named_with_one_in_which_something_doe
         chosen(call, PlanConstraints(1000, levels=(7,)))
 
 
-def test_remembered() -> None:
-    call = work()
-    assert chosen(call, PlanConstraints(GIB)) is chosen(work(), PlanConstraints(GIB))
-    assert chosen(call, PlanConstraints(GIB)) is not chosen(call, PlanConstraints(2 * GIB))
-
-
 def test_short_calls_are_not_searched_for() -> None:
     short = work(2048)
     found = chosen(short, PlanConstraints(GIB), NEAR)

@@ -40,11 +40,6 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     assert f"{found.schedule.route.passage(found.work).n_units:,} time" in found.describe()
 
 
-def test_room_for_tasks_is_used_for_tasks() -> None:
-    for backward in (False, True):
-        assert isinstance(planned("1GiB", backward=backward).schedule.route, Slots)
-
-
 @pytest.mark.parametrize(
     "asked",
     [
