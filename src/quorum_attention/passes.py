@@ -22,7 +22,7 @@ from quorum_attention.call.lse_columns import column_bytes, with_columns, withou
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
-from quorum_attention.execution.call import Job, MaskView, Progress, upstream_of
+from quorum_attention.execution.call import Job, MaskView, Progress, divided_upstream
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
@@ -208,8 +208,8 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
     def job_of(decision: Decision) -> Job:
         job = _job(tensors, request, decision.problem, results)
         wide = takes_wide(decision.kernel, work)
-        job.upstream = upstream_of(grad_out, work, options.device, wide=wide)
-        job.tensors.update(out=out, grad_out=job.upstream.tensor, lse=lse)
+        upstream, job.divisor = divided_upstream(grad_out, work, options.device, wide=wide)
+        job.tensors.update(out=out, grad_out=upstream, lse=lse)
         return job
 
     return (*_run(request, decision, job_of, grads or ()), *of_mask)

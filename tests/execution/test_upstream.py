@@ -8,7 +8,7 @@ from helpers_attention import Inputs, assert_close, exact, inputs
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.execution.call import upstream_of
+from quorum_attention.execution.call import divided_upstream
 from quorum_attention.execution.problem import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,14 +106,14 @@ def test_small_rows_beside_large_ones_keep_their_digits(kernel: str, route: str)
 def test_a_broken_row_leaves_the_scale_of_the_others(broken: float) -> None:
     work = Workload((2,), 4, 2, 9, 9, 8, 8, torch.float16, False)
     grad_out = torch.randn(2, 4, 9, 8) * 1e9
-    wanted = upstream_of(grad_out, work, torch.device("cpu"), wide=True)
+    wanted, divisor_before = divided_upstream(grad_out, work, torch.device("cpu"), wide=True)
     grad_out[1, 3, 4, 5] = broken
-    found = upstream_of(grad_out, work, torch.device("cpu"), wide=True)
+    found, divisor = divided_upstream(grad_out, work, torch.device("cpu"), wide=True)
     rows = grad_out.isfinite().all(-1)
-    assert not bool(found.tensor[1, 3, 4].isfinite().all())
-    assert bool(found.tensor[rows].isfinite().all())
-    factor = (found.divisor / wanted.divisor)[:, [0, 0, 1, 1], None, None]
-    assert torch.equal((found.tensor * factor)[rows], wanted.tensor[rows])
+    assert not bool(found[1, 3, 4].isfinite().all())
+    assert bool(found[rows].isfinite().all())
+    factor = (divisor / divisor_before)[:, [0, 0, 1, 1], None, None]
+    assert torch.equal((found * factor)[rows], wanted[rows])
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -254,44 +254,25 @@ def outreaches(gradient: torch.dtype, inputs: torch.dtype) -> bool:
     return torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
 
 
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """An upstream gradient, divided if the inputs' dtype cannot hold it.
-
-    Attributes:
-        tensor: (*batch, heads, n_queries, value_dim), with any strides: as it was given, or divided
-            and in the inputs' dtype.
-        divisor: (*batch, kv_heads), the powers of two it was divided by, in the state's dtype on
-            the device that computes; None if it was not divided.
-    """
-
-    tensor: torch.Tensor
-    divisor: torch.Tensor | None = None
-
-    def factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
-        """The factor of a group's finished gradients, (entries, heads, 1, 1); None is 1."""
-        if self.divisor is None:
-            return None
-        found = torch.stack([self.divisor[entry][group.key_heads] for entry in group.entries])
-        if axis == "query":
-            found = found.repeat_interleave(group.queries_per_key_head, dim=-1)
-        return found[:, :, None, None]
-
-
-def upstream_of(
+def divided_upstream(
     grad_out: torch.Tensor, work: Workload, device: torch.device, *, wide: bool
-) -> Upstream:
-    """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of ``work``'s dtype.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of ``work``'s dtype, divided if
+    that cannot hold it.
 
     The host does not wait for the device.
 
     Args:
         device: the device that computes.
         wide: whether no product of the backward overflows, however large its elements are: see
-            ``takes_wide`` (execution/scaling.py).
+            ``takes_wide``.
+
+    Returns:
+        the gradient, with any strides, and the powers of two that it was divided by, (*batch,
+        kv_heads), in the state's dtype on ``device``; None if it was not divided.
     """
     if not outreaches(grad_out.dtype, work.dtype):
-        return Upstream(grad_out)
+        return grad_out, None
     # Rows that are not finite do not count.
     rows = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)
     rows = rows.nan_to_num_(0.0, posinf=0.0)
@@ -303,12 +284,12 @@ def upstream_of(
     by_query = _power(-exponent).repeat_interleave(work.queries_per_key_head, dim=-1)
     tensor = torch.empty(grad_out.shape, dtype=work.dtype, device=grad_out.device)
     torch.mul(grad_out, by_query[..., None, None], out=tensor)
-    return Upstream(tensor, _power(exponent).to(device=device, dtype=work.state_dtype))
+    return tensor, _power(exponent).to(device=device, dtype=work.state_dtype)
 
 
 def divided_bytes(gradient: torch.dtype, work: Workload, *, here: bool) -> int | None:
-    """Bytes that ``upstream_of`` allocates on the device that computes, for a gradient of dtype
-    ``gradient`` that is there (``here``) or elsewhere; None if it is not divided."""
+    """Bytes that ``divided_upstream`` allocates on the device that computes, for a gradient that is
+    there (``here``) or elsewhere; None if it is not divided."""
     if not outreaches(gradient, work.dtype):
         return None
     # The divided copy, and two numbers for each row.
@@ -325,15 +306,6 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 _LSE = "lse"
 
 
-class ProgressStoppedError(Exception):
-    """A StopIteration of the caller's progress, which generators on its way would take for their
-    own; ``run_pass`` raises the original again."""
-
-    def __init__(self, error: StopIteration) -> None:
-        super().__init__()
-        self.error = error
-
-
 @dataclass(slots=True)
 class Job:
     """One pass of one call with its tensors, as it is given to a route.
@@ -348,7 +320,7 @@ class Job:
         sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
         dropout: which probabilities are dropped; None: none.
         results: the results that exist, by name: given by the caller, or made.
-        upstream: the upstream gradient of a backward; None in a forward.
+        divisor: what the upstream gradient was divided by (``divided_upstream``); None: it was not.
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
     """
@@ -361,7 +333,7 @@ class Job:
     sinks: torch.Tensor | None = None
     dropout: Dropout | None = None
     results: dict[str, torch.Tensor] = field(default_factory=dict)
-    upstream: Upstream | None = None
+    divisor: torch.Tensor | None = None
     report: PassReport | None = None
     progress: Progress | None = None
 
@@ -387,7 +359,12 @@ class Job:
 
     def factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
         """The factor of a head group's finished rows, (entries, heads, 1, 1); None is 1."""
-        return None if self.upstream is None else self.upstream.factor(group, axis)
+        if self.divisor is None:
+            return None
+        found = torch.stack([self.divisor[entry][group.key_heads] for entry in group.entries])
+        if axis == "query":
+            found = found.repeat_interleave(group.queries_per_key_head, dim=-1)
+        return found[:, :, None, None]
 
     def operands(self, group: Group, *, copied: bool = True) -> dict[str, torch.Tensor]:
         """The inputs after query, key and value, for a head group of one batch entry.
@@ -468,10 +445,7 @@ class Job:
     def tell(self, done: int, total: int) -> None:
         """Report progress, in units."""
         if self.progress is not None:
-            try:
-                self.progress(done, total, self.spec.name)
-            except StopIteration as error:
-                raise ProgressStoppedError(error) from None
+            self.progress(done, total, self.spec.name)
 
     def dropout_of(self, group: Group) -> Dropout | None:
         """The dropout of a head group, numbered in the whole call."""

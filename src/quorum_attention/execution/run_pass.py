@@ -7,7 +7,7 @@ import time
 import torch
 
 from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
-from quorum_attention.execution.call import Job, Progress, ProgressStoppedError, Tools
+from quorum_attention.execution.call import Job, Progress, Tools
 from quorum_attention.execution.control.controller import (
     Fallback,
     Limits,
@@ -65,8 +65,6 @@ def run_pass(
                     _attempt(job, _continued(schedule, controller), controller, attempt)
                     if controller.anew:
                         return None
-    except ProgressStoppedError as stopped:
-        raise stopped.error from None
     finally:
         report.seconds = time.perf_counter() - started
     return job.make_results()

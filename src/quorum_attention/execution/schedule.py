@@ -90,15 +90,15 @@ class Route(ABC):
         """Most queries and keys of a rectangle, before any limit is put on them."""
 
     @abstractmethod
-    def runs(self, schedule: Schedule, case: Problem) -> bool:
-        """Whether the route can run the pass ``case``."""
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
+        """Whether the route can run the pass ``problem``."""
 
     @abstractmethod
-    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """Most device bytes that it takes."""
 
     @abstractmethod
-    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """The work it makes, in counts, for the planner's cost model."""
 
     @abstractmethod
@@ -209,9 +209,9 @@ class Schedule:
             max_keys=self.max_keys,
         )
 
-    def runs(self, case: Problem) -> bool:
-        """Whether its route can run the pass ``case``."""
-        return self.route.runs(self, case)
+    def runs(self, problem: Problem) -> bool:
+        """Whether its route can run the pass ``problem``."""
+        return self.route.runs(self, problem)
 
     def through_slots(self, work: Workload, **changes: Any) -> Schedule:
         """The same decomposition through slots, with ``changes`` to their fields."""

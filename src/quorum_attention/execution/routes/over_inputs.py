@@ -121,14 +121,14 @@ class Whole(OverInputs):
         """All queries and all keys: there is one rectangle."""
         return work.n_queries, work.n_keys
 
-    def runs(self, schedule: Schedule, case: Problem) -> bool:
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether one kernel call can take all of a head group and give its results."""
-        work = case.work
-        if not case.place.in_place or (case.spec.backward and not _gives_results(case)):
+        work = problem.work
+        if not problem.place.in_place or (problem.spec.backward and not _gives_results(problem)):
             return False
         # With several batch dimensions a tensor may have no view (b, heads, n, d).
         every = schedule.is_all(work) and len(work.batch_shape) <= 1
-        if not case.kernel.takes_whole(
+        if not problem.kernel.takes_whole(
             work.heads, work.kv_heads, work.n_tokens, work.mask is not None, every
         ):
             return False
@@ -137,33 +137,33 @@ class Whole(OverInputs):
         _, rectangles = all_rectangles(work, schedule.decomposition)
         return [(r.n_queries, r.n_keys) for r in rectangles] == [(work.n_queries, work.n_keys)]
 
-    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """Results take nothing more where the kernel's own are returned: those of all head groups
         in one call, in the right dtype."""
-        work = case.work
-        workspace = case.workspace(replace(schedule.extent(work), direct=True))
+        work = problem.work
+        workspace = problem.workspace(replace(schedule.extent(work), direct=True))
         accumulators: list[int] = []
-        for item in case.spec.inputs:
+        for item in problem.spec.inputs:
             if item.of_state:
                 # The lse: two copies with -inf replaced, and the mask that finds it.
                 size = item.count(work) * work.state_dtype.itemsize
                 accumulators += [size, size, item.count(work)]
-        if case.scaled:
+        if problem.scaled:
             # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
-            accumulators += scaled_bytes(case, one.group)
-            workspace = max(workspace, case.workspace(one.extent(work)))
-        results = result_bytes(case)
+            accumulators += scaled_bytes(problem, one.group)
+            workspace = max(workspace, problem.workspace(one.extent(work)))
+        results = result_bytes(problem)
         if not schedule.is_all(work):
-            results += final_bytes(case)
-        elif case.place.result_dtype == work.dtype and not (case.scaled or _widened(case)):
+            results += final_bytes(problem)
+        elif problem.place.result_dtype == work.dtype and not (problem.scaled or _widened(problem)):
             results = ()
-        given = (*bytes_before(case), *copied_bytes(case, schedule.group))
+        given = (*bytes_before(problem), *copied_bytes(problem, schedule.group))
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
 
-    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Kernel calls, and nothing else."""
-        units = count_groups(case.work, schedule.group)
+        units = count_groups(problem.work, schedule.group)
         return WorkCounts(units=units, uncut=True, merges=False)
 
     def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
@@ -210,19 +210,20 @@ class Whole(OverInputs):
         return compute
 
 
-def _widened(case: Problem) -> bool:
+def _widened(problem: Problem) -> bool:
     """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
-    return case.work.sinks and not case.spec.backward and case.work.dtype != case.work.state_dtype
+    work = problem.work
+    return work.sinks and not problem.spec.backward and work.dtype != work.state_dtype
 
 
-def _gives_results(case: Problem) -> bool:
+def _gives_results(problem: Problem) -> bool:
     """Whether the kernel's gradients can be the results as they are.
 
     They cannot if the gradient is divided, or if a backward that has to be scaled returns more than
     the kernel's 16 bits.
     """
-    exact = case.place.result_dtype == case.work.dtype or not case.scaled
-    return exact and not case.place.is_divided
+    exact = problem.place.result_dtype == problem.work.dtype or not problem.scaled
+    return exact and not problem.place.is_divided
 
 
 def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
@@ -359,17 +360,17 @@ class _Tasks(OverInputs):
             max((r.n_keys for r in rectangles), default=1),
         )
 
-    def runs(self, schedule: Schedule, case: Problem) -> bool:
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether all inputs can be read where they lie, and the call has no mask."""
-        return case.work.mask is None and case.place.in_place and case.place.lse_here
+        return problem.work.mask is None and problem.place.in_place and problem.place.lse_here
 
-    def results(self, schedule: Schedule, case: Problem) -> tuple[int, ...]:
+    def results(self, schedule: Schedule, problem: Problem) -> tuple[int, ...]:
         """Bytes of the results, and of the copies of inputs that a pass makes."""
-        rows = self.rows_copied(schedule, case)
-        copied = copied_bytes(case, schedule.group, rows)
-        return *bytes_before(case), *copied, *result_bytes(case)
+        rows = self.rows_copied(schedule, problem)
+        copied = copied_bytes(problem, schedule.group, rows)
+        return *bytes_before(problem), *copied, *result_bytes(problem)
 
-    def rows_copied(self, schedule: Schedule, case: Problem) -> int | None:
+    def rows_copied(self, schedule: Schedule, problem: Problem) -> int | None:
         """Most rows of a head that are copied at a time where operators cannot read an input; None:
         all rows of a head group."""
         return None
@@ -395,30 +396,30 @@ class Blockwise(_Tasks):
         keys = chunk if self.pieces == "blocks" else work.n_keys
         return min(chunk, work.n_queries), min(keys, work.n_keys)
 
-    def runs(self, schedule: Schedule, case: Problem) -> bool:
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether all inputs can be read where they lie. Under a mask only small rectangles are
         of use: each has a part of the mask in the inputs' dtype."""
-        maskless = case.work.mask is None or self.pieces != "halves"
-        return maskless and case.place.in_place and case.place.lse_here
+        maskless = problem.work.mask is None or self.pieces != "halves"
+        return maskless and problem.place.in_place and problem.place.lse_here
 
-    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """The states of one head group, and the results of all."""
-        states = scaled_bytes if case.scaled else merged_bytes
+        states = scaled_bytes if problem.scaled else merged_bytes
         return Bytes(
-            self.streams * case.workspace(schedule.extent(case.work)),
+            self.streams * problem.workspace(schedule.extent(problem.work)),
             0,
-            (*states(case, schedule.group), *final_bytes(case)),
-            self.results(schedule, case),
+            (*states(problem, schedule.group), *final_bytes(problem)),
+            self.results(schedule, problem),
         )
 
-    def rows_copied(self, schedule: Schedule, case: Problem) -> int | None:
+    def rows_copied(self, schedule: Schedule, problem: Problem) -> int | None:
         """The rows of a rectangle, if rectangles are small and the kernel copies by itself."""
-        small = self.pieces != "halves" and case.kernel.any_upstream
+        small = self.pieces != "halves" and problem.kernel.any_upstream
         return schedule.max_queries if small else None
 
-    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Each head group is one unit."""
-        units = count_groups(case.work, schedule.group)
+        units = count_groups(problem.work, schedule.group)
         return WorkCounts(units=units, at_once=self.pieces, begun=units)
 
     def computing(
@@ -437,18 +438,18 @@ class Blockwise(_Tasks):
         return compute
 
 
-def merged_bytes(case: Problem, group: GroupSize) -> tuple[int, ...]:
+def merged_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     """Bytes of the states that ``compute_group`` allocates."""
-    return () if in_results(case) else state_bytes(case, group)
+    return () if in_results(problem) else state_bytes(problem, group)
 
 
-def scaled_bytes(case: Problem, group: GroupSize) -> tuple[int, ...]:
+def scaled_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     """Bytes of what ``compute_group`` allocates where it is scaled: the states, a copy of the input
     that is divided, and a few numbers for every head."""
-    spec, work = case.spec, case.work
+    spec, work = problem.spec, problem.work
     divided = next(item for item in spec.inputs if item.name == spec.divided)
     copy = divided.count(work, group) * work.element_bytes
-    return (*merged_bytes(case, group), copy, *(_SMALL_BYTES,) * 4)
+    return (*merged_bytes(problem, group), copy, *(_SMALL_BYTES,) * 4)
 
 
 def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
@@ -541,28 +542,28 @@ class PerTask(_Tasks):
         tokens = work.n_tokens if self.trimmed is None else self.trimmed.widest
         return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
-    def runs(self, schedule: Schedule, case: Problem) -> bool:
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether no gradient is divided or scaled either, and the kernel takes whole tasks."""
-        here = _Tasks.runs(self, schedule, case) and not case.place.is_divided
-        return here and takes_tasks(case.kernel, case.work)
+        here = _Tasks.runs(self, schedule, problem) and not problem.place.is_divided
+        return here and takes_tasks(problem.kernel, problem.work)
 
-    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """Besides the results, only rows that several tasks have need a state."""
         shared = None if self.trimmed is None else self.trimmed.shared
         return Bytes(
-            case.workspace(replace(schedule.extent(case.work), direct=True)),
+            problem.workspace(replace(schedule.extent(problem.work), direct=True)),
             0,
-            (*state_bytes(case, schedule.group, shared, all_states=True), *final_bytes(case)),
-            self.results(schedule, case),
+            (*state_bytes(problem, schedule.group, shared, all_states=True), *final_bytes(problem)),
+            self.results(schedule, problem),
         )
 
-    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Each task is a unit: its results are copied once more, by a few copies."""
-        units = count_groups(case.work, schedule.group) * schedule.n_tasks
+        units = count_groups(problem.work, schedule.group) * schedule.n_tasks
         return WorkCounts(
             units=units,
             merges=False,
-            rewritten=schedule.visits(case.work) * moved_bytes(case)[1],
+            rewritten=schedule.visits(problem.work) * moved_bytes(problem)[1],
             set_up=units,
             copies=4,
             begun=units,

@@ -98,34 +98,34 @@ class Slots(Route):
         queries, keys = self.task_rows(shape, work)
         return min(half, queries), min(half, keys)
 
-    def runs(self, schedule: Schedule, case: Problem) -> bool:
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Always true."""
         return True
 
-    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """The arena, workspace, results, and the accumulators if the budget counts them."""
-        work, place, group = case.work, case.place, schedule.group
+        work, place, group = problem.work, problem.place, schedule.group
         rows = schedule.task_rows(work)
-        layout = slot_layout(case.spec, work, group, rows, place.result_dtype)
+        layout = slot_layout(problem.spec, work, group, rows, place.result_dtype)
         homes: tuple[int, ...] = ()
         if place.counts(self.accumulator):
-            homes = tuple(map(aligned, final_bytes(case)))
+            homes = tuple(map(aligned, final_bytes(problem)))
             if place.result_dtype != work.state_dtype:
-                homes += state_bytes(case, group)
+                homes += state_bytes(problem, group)
         # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
-        scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if case.scaled else 0)
+        scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if problem.scaled else 0)
         return Bytes(
-            self.streams * case.workspace(schedule.extent(work)),
+            self.streams * problem.workspace(schedule.extent(work)),
             self.n_cap * layout.slot_bytes,
             (*homes, *scaling),
-            (*bytes_before(case), *result_bytes(case)),
+            (*bytes_before(problem), *result_bytes(problem)),
         )
 
-    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Inputs are copied in at every visit of a row, states in and out."""
-        units = count_groups(case.work, schedule.group) * schedule.n_tasks
-        inputs, states = moved_bytes(case)
-        visits = schedule.visits(case.work)
+        units = count_groups(problem.work, schedule.group) * schedule.n_tasks
+        inputs, states = moved_bytes(problem)
+        visits = schedule.visits(problem.work)
         up, down = visits * inputs, float(states)
         if self.accumulator == "host":
             # Trimmed tasks may leave out rows altogether, so there may be less than one visit.
@@ -135,10 +135,10 @@ class Slots(Route):
             units=units,
             up=up,
             down=down,
-            resident=case.place.resident,
+            resident=problem.place.resident,
             hidden_by=max(1, units) if self.n_cap > 1 else 1,
             set_up=units,
-            run_copies=len(case.spec.inputs) + 2 * len(case.spec.states),
+            run_copies=len(problem.spec.inputs) + 2 * len(problem.spec.states),
             passes=1,
             even=schedule.decomposition.depth < 2,
         )
@@ -266,13 +266,13 @@ class Streaming(Route):
         """A chunk and a block are one rectangle."""
         return self.task_rows(shape, work)
 
-    def runs(self, schedule: Schedule, case: Problem) -> bool:
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
         depends on where they are."""
-        work, kernel = case.work, case.kernel
+        work, kernel = problem.work, problem.kernel
         anywhere = kernel.operator and kernel.several_streams and not kernel.own_attention
         plain = work.mask is None and not work.dropout and not kernel.sparse
-        sides = self.stays == ("key" if case.spec.backward else "query")
+        sides = self.stays == ("key" if problem.spec.backward else "query")
         return anywhere and plain and sides and min(work.n_queries, work.n_keys) > 0
 
     def passage(self, work: Workload) -> Passage:
@@ -281,39 +281,39 @@ class Streaming(Route):
             self.stays, work.n_queries, work.n_keys, self.queries, self.keys, work.is_causal
         )
 
-    def layout(self, schedule: Schedule, case: Problem, axis: Axis) -> SlotLayout:
+    def layout(self, schedule: Schedule, problem: Problem, axis: Axis) -> SlotLayout:
         """The memory of a chunk or of a block."""
-        work = case.work
+        work = problem.work
         most = min(self.rows(axis), work.n_queries if axis == "query" else work.n_keys)
-        dtype, group = case.place.result_dtype, schedule.group
-        return slot_layout(case.spec, work, group, (most, most), dtype, axis=axis)
+        dtype, group = problem.place.result_dtype, schedule.group
+        return slot_layout(problem.spec, work, group, (most, most), dtype, axis=axis)
 
-    def memory_use(self, schedule: Schedule, case: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
         results and states."""
         homes: tuple[int, ...] = ()
-        if case.place.counts("host"):
-            homes = final_bytes(case)
-            if case.place.result_dtype != case.work.state_dtype:
-                homes += state_bytes(case, schedule.group)
-        small = (_SMALL_BYTES,) * 4 if case.scaled else ()
-        chunk, block = (self.layout(schedule, case, a) for a in (self.stays, self.streams_by))
+        if problem.place.counts("host"):
+            homes = final_bytes(problem)
+            if problem.place.result_dtype != problem.work.state_dtype:
+                homes += state_bytes(problem, schedule.group)
+        small = (_SMALL_BYTES,) * 4 if problem.scaled else ()
+        chunk, block = (self.layout(schedule, problem, a) for a in (self.stays, self.streams_by))
         return Bytes(
-            case.workspace(schedule.extent(case.work)),
+            problem.workspace(schedule.extent(problem.work)),
             chunk.slot_bytes + self.n_cap * block.slot_bytes,
             (*homes, *small),
-            (*bytes_before(case), *result_bytes(case)),
+            (*bytes_before(problem), *result_bytes(problem)),
         )
 
-    def work_counts(self, schedule: Schedule, case: Problem) -> WorkCounts:
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """What stays is copied once; what streams by, for every chunk that it meets."""
-        work, spec = case.work, case.spec
+        work, spec = problem.work, problem.spec
         passage, groups = self.passage(work), count_groups(work, schedule.group)
         inputs = {axis: _bytes_of(spec.inputs, axis, work) for axis in ("query", "key")}
         states = sum(
             s.count(work) * work.state_dtype.itemsize for s in spec.states if s.axis != self.stays
         )
-        results = sum(s.count(work) * case.place.result_dtype.itemsize for s in spec.states)
+        results = sum(s.count(work) * problem.place.result_dtype.itemsize for s in spec.states)
         units = passage.n_units
         visits = units / max(1, passage.n_blocks)
         up = inputs[self.stays] + visits * inputs[self.streams_by] + max(0.0, visits - 1) * states
@@ -325,7 +325,7 @@ class Streaming(Route):
             calls=_calls(passage),
             up=up,
             down=down,
-            resident=case.place.resident,
+            resident=problem.place.resident,
             hidden_by=max(1, round((up + down) / max(1, alone))),
             set_up=groups * units,
             run_copies=_count(spec.inputs, self.streams_by)
