@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -87,19 +87,23 @@ class OverInputs(Route):
         return replace(Slots(*fields), **changes)
 
     @abstractmethod
-    def computing(
-        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
-    ) -> Callable[[Group], Iterable[int]]:
-        """A function that computes a head group, and yields how many of its tasks are done."""
+    def compute(
+        self,
+        job: Job,
+        schedule: Schedule,
+        group: Group,
+        controller: RecoveryController,
+        tools: Tools,
+    ) -> Iterator[int]:
+        """Compute a head group; yields how many of its tasks are done."""
 
     def run(
         self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
     ) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
         done, every = 0, len(controller.groups_left) * schedule.decomposition.n_tasks
-        compute = self.computing(job, schedule, controller, tools)
         for group in controller.whole_groups():
-            for tasks in compute(group):
+            for tasks in self.compute(job, schedule, group, controller, tools):
                 done += tasks
                 job.tell(done, every)
                 yield tasks
@@ -182,32 +186,29 @@ class Whole(OverInputs):
             size = replace(size, batch=1)
         return list(groups(work, size))
 
-    def computing(
-        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
-    ) -> Callable[[Group], Iterable[int]]:
+    def compute(
+        self,
+        job: Job,
+        schedule: Schedule,
+        group: Group,
+        controller: RecoveryController,
+        tools: Tools,
+    ) -> Iterator[int]:
         """One kernel call; the scaled backward, head by head, where its gradients overflow."""
         work = job.work
         task, (rectangle,) = all_rectangles(work, schedule.decomposition)
         every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
-        lse = job.tensors.get("lse")
-        if lse is not None:
-            lse = without_empty_rows(lse.to(job.device))
-
-        def compute(group: Group) -> tuple[int]:
-            alone = None if group == every else group
-            bias = job.bias(group, task)(rectangle)
-            parts = _of_call(job, alone, lse, rectangle.causal, bias)
-            if parts is None:
-                job.repeated(1)
-                _scaled(job, schedule, group, controller, tools)
-            elif alone is None:
-                job.take_results(parts)
-            else:
-                for target, part in zip(job.targets(group), parts, strict=True):
-                    target.copy_(part)
-            return (1,)
-
-        return compute
+        alone = None if group == every else group
+        parts = _of_call(job, alone, rectangle.causal, job.bias(group, task)(rectangle))
+        if parts is None:
+            job.repeated(1)
+            _scaled(job, schedule, group, controller, tools)
+        elif alone is None:
+            job.take_results(parts)
+        else:
+            for target, part in zip(job.targets(group), parts, strict=True):
+                target.copy_(part)
+        yield 1
 
 
 def _widened(problem: Problem) -> bool:
@@ -237,15 +238,12 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    lse = job.tensors.get("lse")
     if is_small(job.work, job.kernel):
         found = small_gradients(job)
         if found is not None:
             return found
-    if lse is not None:
-        lse = without_empty_rows(lse)
     mask = None if job.mask is None else job.mask.whole(job.work.dtype, job.device)
-    parts = _of_call(job, None, lse, job.work.is_causal, mask)
+    parts = _of_call(job, None, job.work.is_causal, mask)
     return None if parts is None else job.take_results(parts)
 
 
@@ -278,11 +276,7 @@ def small_gradients(job: Job) -> tuple[torch.Tensor, ...] | None:
 
 
 def _of_call(
-    job: Job,
-    group: Group | None,
-    lse: torch.Tensor | None,
-    causal: bool,
-    bias: torch.Tensor | None,
+    job: Job, group: Group | None, causal: bool, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...] | None:
     """One kernel call: the results of ``group``, or of the whole call for None.
 
@@ -292,10 +286,11 @@ def _of_call(
     work = job.work
     given = {}
     for item in job.spec.inputs:
-        name = item.name
-        tensor = lse if name == "lse" and lse is not None else job.tensors[name]
+        tensor = job.tensors[item.name]
         part = _four(tensor, work) if group is None else group_part(tensor, group, item.axis)
-        given[name] = operand(part, work.dtype) if item.copied else part
+        if item.name == "lse":
+            part = without_empty_rows(part.to(job.device))
+        given[item.name] = operand(part, work.dtype) if item.copied else part
     dropout = job.dropout if group is None else job.dropout_of(group)
     joins = not job.spec.backward and job.sinks is not None
     one = Call(
@@ -422,20 +417,21 @@ class Blockwise(_Tasks):
         units = count_groups(problem.work, schedule.group)
         return WorkCounts(units=units, at_once=self.pieces, begun=units)
 
-    def computing(
-        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
-    ) -> Callable[[Group], Iterable[int]]:
+    def compute(
+        self,
+        job: Job,
+        schedule: Schedule,
+        group: Group,
+        controller: RecoveryController,
+        tools: Tools,
+    ) -> Iterator[int]:
         """All tasks as one."""
         job.make_results()
         task, rectangles = all_rectangles(job.work, schedule.decomposition, self.pieces)
+        tensors = job.task(schedule.limits, group, tools, task, rectangles)
         copied = self.rows_copied(schedule, job.problem) is None
-
-        def compute(group: Group) -> tuple[int]:
-            tensors = job.task(schedule.limits, group, tools, task, rectangles)
-            compute_group(job, tensors, group, tools, asking(controller, group), copied=copied)
-            return (schedule.decomposition.n_tasks,)
-
-        return compute
+        compute_group(job, tensors, group, tools, asking(controller, group), copied=copied)
+        yield schedule.decomposition.n_tasks
 
 
 def merged_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
@@ -569,19 +565,20 @@ class PerTask(_Tasks):
             begun=units,
         )
 
-    def computing(
-        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
-    ) -> Callable[[Group], Iterable[int]]:
+    def compute(
+        self,
+        job: Job,
+        schedule: Schedule,
+        group: Group,
+        controller: RecoveryController,
+        tools: Tools,
+    ) -> Iterator[int]:
         """Task by task."""
         job.make_results()
         whole, every = rectangles_in_place(job.work, schedule.decomposition)
-
-        def compute(group: Group) -> Iterator[int]:
-            one = job.task(schedule.limits, group, tools, whole, ())
-            tasks = [replace(one, rectangles=rectangles) for rectangles in every]
-            return _compute_tasks(job, group, tasks, tools)
-
-        return compute
+        one = job.task(schedule.limits, group, tools, whole, ())
+        tasks = [replace(one, rectangles=rectangles) for rectangles in every]
+        yield from _compute_tasks(job, group, tasks, tools)
 
 
 def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tools) -> Iterator[int]:
