@@ -324,6 +324,15 @@ def test_a_batch_without_entries(depth: int | str) -> None:
         ] * 3
 
 
+def test_functions_get_numbers_of_the_calls_own_entries_under_vmap() -> None:
+    widths = torch.tensor([3, 9])
+    mask = Mask(keeps=lambda b, h, q, k: (q - k).abs() < widths[b])
+    q, k, v = (torch.randn(3, 2, 1, 20, 4) for _ in range(3))
+    found = torch.vmap(lambda *each: qa.attention(*each, attn_mask=mask))(q, k, v)
+    for mine, *each in zip(found, q, k, v, strict=True):
+        assert off(mine, qa.attention(*each, attn_mask=mask).double()) <= 1e-5
+
+
 def test_kernels_of_other_attention_are_refused() -> None:
     q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
     kernel = qa.from_score_mod(lambda s, b, h, q, k: s)

@@ -94,8 +94,9 @@ class MaskedKernel(Kernel):
 
     @property
     def _in_one(self) -> bool:
-        """Whether a whole call is a whole call of each geometry's kernel."""
-        return self._uniform or (bool(self._native) and not self._ruled)
+        """Whether a whole call is a whole call of each geometry's kernel, which knows no numbers of
+        entries."""
+        return not self._ruled and (self._uniform or bool(self._native))
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -46,7 +46,6 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
-from quorum_attention.kernels.reference import backward_by_task, forward_by_task
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
@@ -186,7 +185,7 @@ class NativeKernel(Kernel):
         self._blocks: Cache[tuple[TaskPairs, Ints]] = Cache(_CODE_BYTES, _blocks_bytes)
 
     def under(self, geometry: Geometry) -> NativeKernel:
-        """The kernel for pairs of a geometry; one with rules is for calls without dropout."""
+        """The kernel for pairs of a geometry; one with rules is for tasks without dropout."""
         found = copy.copy(self)
         found.geometry = geometry
         found._known()
@@ -309,8 +308,6 @@ class NativeKernel(Kernel):
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
         query = call.query
-        if self.geometry.rules:
-            return forward_by_task(self.forward, replace(call, causal=False))
         shape = (*query.shape[:3], call.value.shape[-1])
         out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -320,8 +317,6 @@ class NativeKernel(Kernel):
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
-        if self.geometry.rules:
-            return backward_by_task(self.backward, replace(call, causal=False), saved)
         query, key, value = (
             torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
