@@ -589,8 +589,6 @@ class Overwriting(WholeTask):
 class ReusingItsBuffer(WholeTask):
     """A monolithic call returns memory that the next one writes again."""
 
-    whole_calls = True
-
     def __init__(self) -> None:
         super().__init__()
         self.buffers: dict[Any, Any] = {}

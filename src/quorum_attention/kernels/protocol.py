@@ -321,11 +321,9 @@ class Kernel(ABC):
         heads_by_thread: on a CPU each thread computes whole heads of batch entries in the backward
             of an uncut call, and an equal part of all rows in its forward.
         empty_rows: its backward takes an lse of -inf, which rows without keys have.
-        whole_calls: it takes monolithic calls on the inputs as they lie (``takes_whole``).
         operator: ``rectangle_forward`` and ``rectangle_backward`` run a single rectangle; beside
-            ``whole_calls`` only.
+            ``takes_whole`` only.
         grouped: its operator takes fewer key/value heads than query heads.
-        task_calls: it takes tasks on the inputs as they lie (``takes_tasks``).
         sparse: it has a mask of its own and says which pairs that keeps (``kept_pairs``).
         pairwise: it says how it changes each score (``change_``, ``masked_pairs``), so that the
             gradient of a mask beside it is computed as beside plain softmax.
@@ -347,10 +345,8 @@ class Kernel(ABC):
     any_upstream: bool = False
     heads_by_thread: bool = False
     empty_rows: bool = False
-    whole_calls: bool = False
     operator: bool = False
     grouped: bool = False
-    task_calls: bool = False
     sparse: bool = False
     pairwise: bool = False
 

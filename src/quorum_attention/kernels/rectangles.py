@@ -96,7 +96,6 @@ class RectangleKernel(Kernel):
 
     several_streams = True
     scaled_backward = frozenset({torch.float16})
-    whole_calls = True
     any_upstream = True
     operator = True
     bands: bool = False

@@ -42,7 +42,7 @@ MASKS = {
 class InPlace(WatchedKernel):
     """Attention under a mask, task by task on inputs as they lie; fails when told to."""
 
-    own_attention = whole_tasks = sparse = task_calls = True
+    own_attention = whole_tasks = sparse = True
 
     def __init__(self, mask: BlockMask | None, fail_at: set[int] | None = None) -> None:
         super().__init__(fail_at)

@@ -8,7 +8,7 @@ rectangles as a single task would be. These are fewer and larger than those of t
 read and merged in place, so far fewer kernel calls are made.
 
 ``PerTask`` computes one task after the other. It needs a kernel that computes a task in one launch
-(``task_calls``). Rows that only one task has are copied from its results straight to those of the
+(``takes_tasks``). Rows that only one task has are copied from its results straight to those of the
 call. Rows that several tasks have are merged in a state first. So under a sparse mask hardly any
 rows are merged.
 """

@@ -501,8 +501,6 @@ class FlexKernel(ScoreModKernel):
     launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
     # H200, causal, D = 64; the backward's with the forward that it runs again.
     rates = (0.84, 0.55)
-    whole_calls = True
-    task_calls = True
     _compiled = _COMPILED
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:

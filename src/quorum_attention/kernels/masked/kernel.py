@@ -59,7 +59,6 @@ class MaskedKernel(Kernel):
     own_attention = True
     sparse = True
     pairwise = True
-    whole_calls = True
 
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
         # Not the mask, which holds its kernels.

@@ -157,7 +157,6 @@ class NativeKernel(Kernel):
     whole_tasks = True
     rates = (0.95, 0.78)  # H200, against cuDNN
     sparse = True
-    whole_calls = True
     operator = True
     empty_rows = True
 
