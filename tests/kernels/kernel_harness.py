@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import helpers_attention
 import torch
+from helpers_attention import Inputs
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.problem import scale_is_exact
@@ -107,31 +109,13 @@ class Result:
 
 def exact(case: Case) -> Result:
     """The textbook, in float64, from the inputs as rounded to their dtype."""
-    q, k, v, do = (t.double() for t in (case.query, case.key, case.value, case.grad_out))
-    group = case.heads // case.key_heads
-    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    s = case.scale * (q @ k.mT)
+    given = Inputs(case.query, case.key, case.value, case.grad_out)
     mask = case.additive_mask(case.dtype)
-    if mask is not None:
-        s = s + mask.double()
-    if case.causal:
-        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    lse = torch.logsumexp(s, dim=-1) if s.shape[-1] else torch.full(s.shape[:-1], -torch.inf)
-    lse = lse.double()
-    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = p @ v
-    ds = p * (do @ v.mT - (do * out).sum(-1, keepdim=True))
-
-    def grouped(t: torch.Tensor) -> torch.Tensor:
-        return t.unflatten(1, (case.key_heads, group)).sum(2)
-
-    return Result(
-        out,
-        lse,
-        case.scale * (ds @ k),
-        grouped(case.scale * (ds.mT @ q)),
-        grouped(p.mT @ do),
+    found = helpers_attention.exact(
+        given, mask=mask, is_causal=case.causal, scale=case.scale, gradients=True
     )
+    assert found.grads is not None
+    return Result(found.out, found.lse, *found.grads)
 
 
 def run(kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True) -> Result:
