@@ -105,6 +105,3 @@ def test_memory_is_bounded(sizes: tuple[int, int, int, int]) -> None:
         lambda: dropped(Dropout(0.5, 3), *sizes[:2], queries, [Rows(2, sizes[3] + 2, 0)])
     ).peak
     assert peak <= dropped_bytes(*sizes)
-
-
-# --- Statistics: seeds are fixed, so these either always hold or never ------------------------

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.decomposition.decomposition import Decomposition, Task
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.decomposition.rectangles import Rectangle, clip, cut
+from quorum_attention.decomposition.rectangles import Rectangle, cut
 
 Pieces = Literal["halves", "rows", "blocks"]
 """How the pairs of a sequence are laid out in rectangles: by halving it at chunks; a chunk of
@@ -42,26 +43,17 @@ def pieces_of(
     task = shape.whole()
     if pieces == "halves" or not shape.depth:
         return task, task.rectangles(is_causal, n_queries, n_keys)
-    found = clip(_rows(task, is_causal), n_queries, n_keys)
+    band, keys = Band(high=0 if is_causal else None), Interval(0, n_keys)
+    rows = (Interval(span.start, min(span.stop, n_queries)) for span in task.spans)
+    found = (r for queries in rows for r in _within(band, queries, keys))
     if pieces == "blocks":
-        found = cut(found, shape.n_tokens, largest_chunk(shape))
+        return task, tuple(cut(found, shape.n_tokens, largest_chunk(shape)))
     return task, tuple(found)
 
 
 def largest_chunk(shape: Decomposition) -> int:
     """Tokens of the largest chunk of the first level; at least 1."""
     return max(1, min(shape.n_tokens, shape.chunk_tokens))
-
-
-def _rows(task: Task, is_causal: bool) -> Iterator[Rectangle]:
-    """Every span of ``task`` against all its keys, those that only some of its queries see last."""
-    for span in task.spans:
-        if not is_causal:
-            yield Rectangle(span.start, span.stop, 0, task.n_tokens)
-            continue
-        if span.start > 0:
-            yield Rectangle(span.start, span.stop, 0, span.start)
-        yield Rectangle(span.start, span.stop, span.start, span.stop, causal=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,26 +139,16 @@ class Passage:
         queries, keys = self.chunk(chunk), self.block(block)
         if self.stays == "key":
             queries, keys = keys, queries
-        return tuple(_between(queries, keys, self.is_causal))
+        band = Band(high=queries.start - keys.start if self.is_causal else None)
+        return tuple(_within(band, Interval(0, queries.length), Interval(0, keys.length)))
 
 
 def _part(number: int, n: int, size: int) -> Interval:
     return Interval(number * size, min(n, (number + 1) * size))
 
 
-def _between(queries: Interval, keys: Interval, is_causal: bool) -> Iterator[Rectangle]:
-    (first, last), (low, high) = queries, keys
-    if not is_causal or high - 1 <= first:
-        yield Rectangle(0, last - first, 0, high - low)
-        return
-    if last > high:
-        # These queries come after all keys.
-        after = max(first, high)
-        yield Rectangle(after - first, last - first, 0, high - low)
-        last = after
-    first_one = max(first, low)
-    if first_one >= last:
-        return
-    if first_one > low:
-        yield Rectangle(first_one - first, last - first, 0, first_one - low)
-    yield Rectangle(first_one - first, last - first, first_one - low, last - low, causal=True)
+def _within(band: Band, queries: Interval, keys: Interval) -> Iterator[Rectangle]:
+    """The pairs of some queries and some keys in a band with one edge; causal ones are squares."""
+    for part in band.parts(*queries, *keys):
+        bounds = (part.query_start, part.query_stop, part.key_start, part.key_stop)
+        yield Rectangle(*bounds, part.kind == "lower")
