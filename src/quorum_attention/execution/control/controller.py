@@ -23,9 +23,9 @@ free memory that comes and goes cannot make a pass alternate between depths for 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.decomposition import tokens_of
@@ -33,7 +33,7 @@ from quorum_attention.execution.control.visits import Visit, visits
 from quorum_attention.sizes import counted
 
 if TYPE_CHECKING:
-    from quorum_attention.execution.schedule import Schedule
+    from quorum_attention.execution.schedule import Cutting
 
 Path = tuple[int, ...]
 # A head group; the controller only compares them.
@@ -56,19 +56,6 @@ _WHOLE_VISIT = Visit(WHOLE, (), (), (), (), ())
 MOST_COARSENINGS = 2
 
 
-class Cuts(Protocol):
-    """The tasks that a head group is cut into; the same for every group."""
-
-    def tasks(self, depth: int) -> Sequence[Task]:
-        """All tasks of ``depth``, in order."""
-
-    def further(self, tasks: Sequence[Task], depth: int) -> Sequence[Task]:
-        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, in order."""
-
-    def schedule(self, depth: int) -> Schedule:
-        """A schedule whose slots hold every task of ``depth`` that has been asked for."""
-
-
 @dataclass(slots=True, eq=False)
 class GroupTasks:
     """A head group that was begun.
@@ -89,17 +76,6 @@ class GroupTasks:
     in_flight: set[Path] = field(default_factory=set)
     steps: dict[Path, dict[tuple[int, int], int]] = field(default_factory=dict)
     is_level: bool = True
-
-    def done(self, path: Path) -> None:
-        """Mark a unit in flight as done."""
-        self.in_flight.remove(path)
-        self.completed[path] = self.left.pop(path)
-        self.steps.pop(path, None)
-
-    def requeue_in_flight(self) -> None:
-        """Forget the units in flight: they have to run again."""
-        self.in_flight.clear()
-        self.steps.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +108,7 @@ class Fallback:
         instead: what is done instead, in words.
     """
 
-    cuts: Cuts
+    cuts: Cutting
     limits: Limits
     n_cap: int
     failed: str
@@ -167,7 +143,7 @@ class RecoveryController:
     def __init__(
         self,
         groups: Iterable[Group],
-        cuts: Cuts | Callable[[], Fallback],
+        cuts: Cutting | Callable[[], Fallback],
         limits: Limits,
         n_cap: int,
     ) -> None:
@@ -191,7 +167,7 @@ class RecoveryController:
         self._level_visits: dict[tuple[int, bool], list[Visit]] = {}
 
     @property
-    def cuts(self) -> Cuts:
+    def cuts(self) -> Cutting:
         """The tasks that groups are cut into."""
         assert self._cuts is not None, "groups are whole"
         return self._cuts
@@ -267,7 +243,10 @@ class RecoveryController:
 
     def done(self, group: Group, path: Path) -> None:
         """The results of a unit are stored, or their copies are issued."""
-        self.begun[group].done(path)
+        one = self.begun[group]
+        one.in_flight.remove(path)
+        one.completed[path] = one.left.pop(path)
+        one.steps.pop(path, None)
         self.units_done += 1
         self._finish_empty()
 
@@ -321,7 +300,8 @@ class RecoveryController:
             self.given_up = f"{where} and no recovery: {reason}"
         else:
             for one in self.begun.values():
-                one.requeue_in_flight()
+                one.in_flight.clear()
+                one.steps.clear()
             if self.n_cap > 1:
                 self.n_cap -= 1
                 change = f"n_cap {self.n_cap + 1} -> {self.n_cap}"
