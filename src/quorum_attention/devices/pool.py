@@ -250,22 +250,17 @@ def kept_pool(devices: Sequence[str]) -> Pool:
         ValueError, TypeError, RuntimeError: as ``Pool``.
     """
     names = tuple(devices)
-    name = (os.getpid(), names)
-    while True:
-        with _lock:
-            pool = _pools.get(name)
-            if pool is None:
-                if not _pools:
-                    atexit.register(close)
-                pool = _pools[name] = Pool(names)
-                return pool
-        # Without the lock: this waits for a call of another thread, whose progress= may ask for a
-        # pool as well.
-        pool.mend()
-        with _lock:
-            if _pools.get(name) is pool:
-                return pool
-        pool.close()  # closed meanwhile, and perhaps mended after that
+    with _lock:
+        pool = _pools.get((os.getpid(), names))
+        if pool is None:
+            if not _pools:
+                atexit.register(close)
+            pool = _pools[os.getpid(), names] = Pool(names)
+            return pool
+    # Without the lock: this waits for a call of another thread, whose progress= may ask for a pool
+    # as well.
+    pool.mend()
+    return pool
 
 
 def request_on_devices(
