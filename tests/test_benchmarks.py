@@ -102,14 +102,3 @@ def test_a_long_step_says_what_is_extrapolated(capsys: pytest.CaptureFixture[str
     a_layer = (last["seconds"] - first["seconds"]) / 2
     assert found["seconds"] == pytest.approx(last["seconds"] + a_layer)  # the fourth
     assert "4 layers: " in capsys.readouterr().out
-
-
-def test_a_long_step_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("transformers")
-    step = importlib.import_module("cases.step")
-    points = [{"tokens": n, "peak": n << 20} for n in (256, 512)]
-    way = {"points": points, "tokens": 2048, "ran": False}
-    found = {"shape": "small", "longest": {"memory": 2 << 30, "ways": {"sdpa": way}}}
-    step.plot(found, str(tmp_path / "drawn.svg"))
-    assert (tmp_path / "drawn.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")

@@ -9,7 +9,6 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.pictures import coverage_html, draw_coverage, draw_gantt, draw_recovery
-from quorum_attention.pictures.drawing import task_colour
 from quorum_attention.pictures.geometry import blocks, chunk_edges, shallow
 
 SHAPES = [
@@ -87,12 +86,6 @@ def test_a_report_is_drawn(tmp_path):
     report.draw(tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 1.3 * (tmp_path / "forward.png").stat().st_size
     assert len(colours_of(tmp_path / "both.png")) > 8
-
-
-def test_other_formats(tmp_path):
-    pytest.importorskip("matplotlib")
-    draw_coverage(Decomposition(4_096, (7,)), Pairs(4_096, 4_096, True), tmp_path / "coverage.svg")
-    assert "<svg" in (tmp_path / "coverage.svg").read_text()
 
 
 def test_pyplot_is_left_alone(tmp_path):
@@ -177,9 +170,3 @@ def test_a_picture_has_a_limit():
     assert shallow(deep, 20_000, True).levels == (57,)
     assert shallow(deep, 10**9, True) == deep
     assert shallow(Decomposition(1_048_576, (7, 7)), 20_000, True).levels == (7, 7)
-
-
-def test_owners_have_their_own_colours():
-    found = {task_colour((a, b), (13, 7)) for a in range(13) for b in range(7)}
-    assert len(found) == 13 * 7
-    assert all(0 <= part <= 1 for colour in found for part in colour)

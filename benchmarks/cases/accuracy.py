@@ -3,23 +3,24 @@
 One head, because heads are alike. Everything is drawn from a normal distribution. Rows are sampled
 twice over: at random from the whole call, and from its last 8,192, where a row sums the most
 (queries) or the fewest (keys) products. An error is the norm of the difference over the norm of
-what is right, over all sampled rows together. --late takes the last ones alone, whose right answer
-takes no minute. Needs a CUDA device.
+what is right, over all sampled rows together. Needs a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import quorum_attention as qa
-from quorum_attention.kernels import kernels
-from quorum_attention.kernels.protocol import Call, Saved
 
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 NAMES = ("out", "dQ", "dK", "dV")
 _BLOCK = 8192
 
@@ -66,40 +67,21 @@ def expected(
     return torch.cat(outs), torch.cat(grads_query), grad_key, grad_value
 
 
-def errors(
-    got: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...], rows: torch.Tensor
-) -> list[float]:
-    """Relative errors of (1, 1, n, d) results."""
-    found = []
-    for mine, wanted in zip(got, right, strict=True):
-        difference = mine[0, 0].to(wanted.device)[rows].double() - wanted
-        found.append(float(difference.norm() / wanted.norm()))
-    return found
+def monolithic(backend: SDPBackend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Out, dQ, dK and dV of a kernel of torch's, on the device."""
+    *inputs, grad = tensors
+    query, key, value = leaves = [t.detach().requires_grad_() for t in inputs]
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
-def monolithic(name: str, scale: float) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A kernel on the device."""
-    kernel: Any = kernels()[name]
-
-    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> Any:
-        call = Call(query, key, value, True, scale)
-        out, lse = kernel.rectangle_forward(call)
-        grads = kernel.rectangle_backward(call, Saved(grad, out, lse))
-        return out, *grads[:3]
-
-    return run
-
-
-def ours(budget: str, kernel: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+def ours(budget: str, kernel: str, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The same by quorum attention, host to host."""
-
-    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> Any:
-        host = [t.cpu().pin_memory() for t in (query, key, value, grad)]
-        options: dict[str, Any] = {"is_causal": True, "budget": budget, "kernel": kernel}
-        out, lse = qa.attention_with_lse(*host[:3], **options)
-        return out, *qa.attention_backward(host[3], *host[:3], out, lse, **options)
-
-    return run
+    *inputs, grad = (t.cpu().pin_memory() for t in tensors)
+    options: dict[str, Any] = {"is_causal": True, "budget": budget, "kernel": kernel}
+    out, lse = qa.attention_with_lse(*inputs, **options)
+    return out, *qa.attention_backward(grad, *inputs, out, lse, **options)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", default="256MiB", help="of one head")
     parser.add_argument("--kernel", default="auto", help="our inner kernel")
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--late", action="store_true", help="the last rows alone")
-    parser.add_argument("--beside", default="flash,cudnn", help="kernels alone, by commas")
+    parser.add_argument(
+        "--beside", default="flash,cudnn", help="of flash, cudnn: kernels alone, by commas"
+    )
 
 
 def run(args: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -122,8 +105,6 @@ def run(args: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]
         "random": torch.randperm(n, device="cuda")[: args.rows].sort().values,
         "last": n - _BLOCK + torch.randperm(_BLOCK, device="cuda")[: args.rows].sort().values,
     }
-    if args.late:
-        del samples["random"]
     flat = [t[0, 0] for t in tensors]
     every = torch.unique(torch.cat(list(samples.values())))
     of_every = expected(flat, every, scale)
@@ -133,13 +114,14 @@ def run(args: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]
     }
     torch.cuda.empty_cache()
     beside = args.beside.split(",")
-    methods = {name: monolithic(name, scale) for name in beside}
-    methods["quorum"] = ours(args.budget, args.kernel)
+    methods = {name: partial(monolithic, BACKENDS[name]) for name in beside}
+    methods["quorum"] = partial(ours, args.budget, args.kernel)
     found: dict[str, dict[str, list[float]]] = {name: {} for name in samples}
     for method, attend in methods.items():
-        got = attend(*tensors)
+        got = attend(tensors)
         for name, rows in samples.items():
-            found[name][method] = mine = errors(got, right[name], rows)
+            pairs = [(t[0, 0].to(w.device)[rows].double(), w) for t, w in zip(got, right[name])]  # noqa: B905
+            found[name][method] = mine = [float((a - w).norm() / w.norm()) for a, w in pairs]
             first = found[name][beside[0]]
             cells = [
                 f"{label} {a:.3g} ({a / b if b else math.nan:.3f})"

@@ -3,20 +3,16 @@
 On a GPU the model has the published shape of Qwen3-8B, in bf16, and random weights; on a CPU a
 small shape runs in a minute. Three parts, --only chooses some:
 
-equal: loss and gradients of one text through SDPA with Transformers' own checkpoints, through
-another of torch's kernels (how far two right answers are apart), with attention recovered, and
-with everything that recipes.long_context switches on.
+equal: loss and gradients of one text through SDPA, through another of torch's kernels (how far two
+right answers are apart), with attention recovered, and with everything that long_context does.
 
 long: a step on a longer text with everything: seconds, device memory, and what attention alone
 takes beyond q, k, v, o and their gradients. --layers 2,4 runs so many layers of the model, with
-all weights in memory, and says of the whole model what the difference comes to: said to be
-extrapolated.
+all weights in memory, and says of the whole model what the difference comes to: extrapolated.
 
-longest: the longest text that fits, each way: memory is measured at two lengths and the line
-through them followed; the length found is then run, and a shorter one where it does not fit, unless
-it is more than --most tokens. (With everything, checkpoints are in host memory, so --layers
-counts there as well: the device has the same to hold, whatever the number of layers that run. The
-host holds 2 x hidden bytes a token and layer. And attention's budget has to hold what it returns.)
+longest: the longest text that fits, each way: the line through the memory of two lengths is
+followed, and the length found is run unless it is more than --most tokens. (With everything,
+checkpoints are in host memory: the device has the same to hold however many --layers run.)
 """
 
 from __future__ import annotations
@@ -75,7 +71,6 @@ def step(model: Any, ids: torch.Tensor) -> float:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of a model's parameters."""
     return sum(p.nbytes for p in model.parameters())
 
 
@@ -261,33 +256,25 @@ def plot(found: dict[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    memory = found["longest"]["memory"]
+    axes, memory = figure.add_subplot(), found["longest"]["memory"] / 2**30
     for way, one in found["longest"]["ways"].items():
-        points = sorted(one["points"], key=lambda point: point["tokens"])
-        lengths = [point["tokens"] for point in points]
+        points = sorted((point["tokens"], point["peak"] / 2**30) for point in one["points"])
         # The first two lie on each other: one is broad.
-        drawn = axes.plot(
-            lengths, [p["peak"] / 2**30 for p in points], "o-", label=WAYS[way],
-            linewidth=6 if way == "sdpa" else 1.5, alpha=0.4 if way == "sdpa" else 1,
-        )  # fmt: skip
-        if one["tokens"] > lengths[-1]:
-            ends = [points[-1]["peak"] / 2**30, memory / 2**30]
-            axes.plot([lengths[-1], one["tokens"]], ends, ":", color=drawn[0].get_color())
-        if way != "attention" or one["tokens"] != found["longest"]["ways"]["sdpa"]["tokens"]:
-            axes.annotate(
-                f"{one['tokens']:,}", (one["tokens"], memory / 2**30), ha="center",
-                xytext=(0, 5), textcoords="offset points",
-            )  # fmt: skip
-    axes.axhline(memory / 2**30, color="black", linewidth=0.8)
+        broad = {"linewidth": 6, "alpha": 0.4} if way == "sdpa" else {"linewidth": 1.5}
+        drawn = axes.plot(*zip(*points, strict=True), "o-", label=WAYS[way], **broad)
+        if one["tokens"] > points[-1][0]:
+            ends = zip(points[-1], (one["tokens"], memory), strict=True)
+            axes.plot(*ends, ":", color=drawn[0].get_color())
+        if way != "attention":
+            axes.annotate(f"{one['tokens']:,}", (one["tokens"], memory * 1.05), ha="center")
+    axes.axhline(memory, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_ylim(top=memory / 2**30 * 1.5)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
     axes.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
-    axes.set_xlabel("tokens of one text")
-    axes.set_ylabel("memory of a step, GiB")
-    axes.set_title(f"{found['shape']}'s shape, random weights (dotted: by the line, not run)")
+    title = f"{found['shape']}'s shape, random weights (dotted: by the line, not run)"
+    axes.set(ylim=(None, memory * 1.5), xlabel="tokens of one text",
+             ylabel="memory of a step, GiB", title=title)  # fmt: skip
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
 

@@ -46,8 +46,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         there = (page.parent / target).resolve() if target else page
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
-
-
-def test_a_name_that_is_gone_is_noticed() -> None:
-    assert missing("see `planner/guesses.py` and `planner/search.py`") == ["planner/guesses.py"]
-    assert missing("`kernels/NAME.py`, search.py and ../tests/conftest.py") == []

@@ -97,13 +97,6 @@ def test_the_reference_describes_what_users_get() -> None:
         assert shown.__doc__, name
 
 
-def test_links_to_the_repository_become_names() -> None:
-    assert hooks.outside("[raw](../benchmarks/results), [x](a.md)") == (
-        "raw (`benchmarks/results`), [x](a.md)"
-    )
-    assert hooks.outside("[`examples/a.py`](../examples/a.py)") == "`examples/a.py`"
-
-
 class Links(HTMLParser):
     """Where a page links to, and what in it can be linked to."""
 

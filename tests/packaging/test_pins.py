@@ -113,10 +113,3 @@ def test_everything_that_make_installs_by_name_is_pinned(python: str) -> None:
     for requirement in demands("quorum-attention", python):
         name = canonicalize_name(requirement.name)
         assert name == "quorum-attention" or name in pinned, requirement
-
-
-@pytest.mark.parametrize("extra", ["", "draw", "dev"])
-def test_versions_are_pinned_in_one_place(extra: str) -> None:
-    """A pin in an extra would fight the torch of whoever has another one already."""
-    for text in ours()[extra]:
-        assert all(s.operator == ">=" for s in Requirement(text).specifier), text

@@ -9,8 +9,6 @@ import os
 import pty
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -158,18 +156,6 @@ def test_bars_of_two_threads_share_the_terminal() -> None:
     assert screen(shown) == ["after 1", ""]
 
 
-def test_what_is_printed_to_a_file_meanwhile_gets_there(tmp_path: Path) -> None:
-    code = (
-        f"{START}with progress_bar() as update:\n"
-        f"    {WAIT}"
-        "    update(1, 3, 'forward')\n"
-        "    print('a result')\n"
-    )
-    shown = in_a_terminal(code, 80, stdout=str(tmp_path / "out.txt"))
-    assert "1/3" in shown
-    assert (tmp_path / "out.txt").read_text() == "a result\n"
-
-
 def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar() as update:
         for done in range(1, 101):
@@ -189,15 +175,6 @@ def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "backward: 2 of 1000 after 90 s\n"
 
 
-def test_colours_that_are_forced_do_not_make_a_pipe_a_terminal() -> None:
-    code = f"{START}with progress_bar() as update:\n    {WAIT}    update(1, 3, 'forward')\n"
-    environment = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stderr == ""
-
-
 def test_what_is_done_at_once_says_nothing_and_loads_nothing() -> None:
     code = (
         f"import sys\n{START}with progress_bar() as update:\n"
@@ -207,37 +184,6 @@ def test_what_is_done_at_once_says_nothing_and_loads_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-
-
-def test_lines_of_two_threads_do_not_mix(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each line is written at once: a log that is shared keeps them whole."""
-
-    class Log(io.StringIO):
-        def __init__(self) -> None:
-            super().__init__()
-            self.written: list[str] = []
-
-        def write(self, text: str) -> int:
-            self.written.append(text)
-            return len(text)
-
-    log = Log()
-    monkeypatch.setattr(sys, "stderr", log)
-
-    def work(label: str) -> None:
-        with progress_bar() as update:
-            clock[0] += 50
-            update(1, 2, label)
-
-    threads = [threading.Thread(target=work, args=(label,)) for label in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [text.split(":")[0] for text in sorted(log.written)] == ["one", "two"]
-    assert all(text.endswith("\n") and text.count("\n") == 1 for text in log.written)
 
 
 @pytest.mark.parametrize("state", ["missing", "closed", "full"])
@@ -257,17 +203,6 @@ def test_a_log_that_cannot_be_written_ends_no_call(
         update(1, 2, "forward")
 
 
-def test_a_notebook_without_widgets_gets_lines(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with progress_bar() as update:
-        clock[0] += 3
-        update(1, 2, "forward")
-    assert capsys.readouterr().err == "forward: 1 of 2 after 3 s\n"
-
-
 def test_a_call_tells_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, str]] = []
     monkeypatch.setattr(bars, "_PATIENCE", 0.0)
@@ -279,3 +214,26 @@ def test_a_call_tells_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     qa.attention(q, q, q, plan=plan, progress=True)
     assert len(seen) == plan.n_tasks * plan.n_groups
+
+
+def test_what_is_printed_to_a_file_meanwhile_gets_there(tmp_path: Path) -> None:
+    code = (
+        f"{START}with progress_bar() as update:\n"
+        f"    {WAIT}"
+        "    update(1, 3, 'forward')\n"
+        "    print('a result')\n"
+    )
+    shown = in_a_terminal(code, 80, stdout=str(tmp_path / "out.txt"))
+    assert "1/3" in shown
+    assert (tmp_path / "out.txt").read_text() == "a result\n"
+
+
+def test_a_notebook_without_widgets_gets_lines(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with progress_bar() as update:
+        clock[0] += 3
+        update(1, 2, "forward")
+    assert capsys.readouterr().err == "forward: 1 of 2 after 3 s\n"
