@@ -412,7 +412,7 @@ def test_settings_that_have_been_forgotten_are_those_of_the_moment(
     for depth in (0, 1, 2):
         with qa.using(depth=depth):
             call(*given)
-    assert len(module._settings) == 2
+    assert len(module._kept) == 2
     out.sum().backward()
     assert (report.total.forwards, report.total.backwards) == (1, 0)
 

@@ -238,7 +238,7 @@ def _keep(settings: Settings | None, kernel: InnerKernel | None) -> int:
                 return number
         number = next(_numbers)
         _kept[number] = settings, kernel
-        if len(_kept) > _MOST:
+        while len(_kept) > _MOST:
             del _kept[next(iter(_kept))]
     return number
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from quorum_attention.call.dropout import checked_dropout, dropout_of
-from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.transforms import (
     is_followed,
@@ -17,8 +15,11 @@ from quorum_attention.call.transforms import (
     refuse_entries,
     refuse_learned,
     refuse_out,
+    refuse_randomness,
+    unwrapped,
 )
 from quorum_attention.call.validation import (
+    Sizes,
     as_mask,
     as_tensor,
     broadcast_inputs,
@@ -30,13 +31,18 @@ from quorum_attention.call.validation import (
     check_result,
     sizes_of,
 )
-from quorum_attention.counts import real_number, switch
+from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import Workload, scale_is_exact
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.dropout import LARGEST_SEED, MOST_POSITIONS, Dropout
+from quorum_attention.kernels.masked.kernel import kernel_for_mask
+from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
+from quorum_attention.kernels.protocol import MaskShape
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.mask import Mask
+from quorum_attention.kernels.torch_private import capturing, outside
+from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.planner.plan import Options
 
 if TYPE_CHECKING:
@@ -230,3 +236,134 @@ def request_of(
         dropout_of(p, seed, counts, options.device, query, key, value, mask) if p else None,
     )  # fmt: skip
     return Tensors(query, key, value, mask, sinks), request
+
+
+# --- Dropout --------------------------------------------------------------------------------------
+
+
+def checked_dropout(dropout_p: Any, dropout_seed: Any, *, draws: bool) -> tuple[float, int | None]:
+    """The chance and the seed of a call as numbers.
+
+    Args:
+        draws: whether a seed is drawn where none is given; if not, there has to be one.
+
+    Raises:
+        TypeError, ValueError: one of them makes no sense, by name.
+    """
+    if dropout_seed is None and type(dropout_p) is float and dropout_p == 0.0:
+        return 0.0, None
+    seed = None
+    if dropout_seed is not None:
+        seed = whole_number(dropout_seed, "dropout_seed", 0, LARGEST_SEED)
+    p = chance(dropout_p, "dropout_p")
+    if p > 0.0 and seed is None and not draws:
+        raise ValueError(
+            "dropout_seed must be given with dropout_p: the seed of the forward, which its report "
+            "has, or which it was given"
+        )
+    return p, seed
+
+
+def dropout_of(
+    p: float,
+    seed: int | None,
+    counts: tuple[int, ...],
+    device: torch.device,
+    *inputs: torch.Tensor | None,
+) -> Dropout:
+    """The dropout of a call; draws the seed where it is None.
+
+    Args:
+        p, seed: from ``checked_dropout``.
+        counts: queries, keys, heads and batch entries.
+        device: what computes.
+        inputs: the call's, as they were given.
+
+    Raises:
+        NotImplementedError: more of something than is counted; or a CUDA graph is captured, in
+            which a drawn seed would be the same at every replay.
+        RuntimeError: ``torch.vmap`` of randomness="error".
+    """
+    if max(counts) > MOST_POSITIONS:
+        raise NotImplementedError(
+            f"dropout_p needs at most {MOST_POSITIONS} queries, keys, heads and batch entries, got "
+            f"{max(counts)}"
+        )
+    if seed is None:
+        if capturing(device):
+            raise NotImplementedError(
+                "dropout_p in a CUDA graph needs dropout_seed: a seed drawn while the graph is "
+                "captured would be used again at every replay"
+            )
+        refuse_randomness(*inputs)
+        seed = _drawn()
+    return Dropout(p, seed)
+
+
+def _drawn() -> int:
+    """A seed from torch's generator of the CPU, whatever device computes: nobody waits for it, and
+    checkpointing, which restores that generator, draws it again."""
+    with outside():
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+# --- A Mask ---------------------------------------------------------------------------------------
+
+
+def under_mask(
+    mask: Mask,
+    sizes: Sizes,
+    is_causal: bool,
+    options: Options,
+    shape: MaskShape | None,
+    *,
+    needs_grad: bool,
+    dropout: bool = False,
+) -> tuple[bool, Options]:
+    """Whether a call under ``mask`` is causal, and its options, with the kernel that knows the mask
+    (bias and sinks left aside).
+
+    Args:
+        shape: of the mask's bias.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
+    """
+    mask = map_tensors(mask, _readable)
+    work = Workload(*sizes, is_causal, shape, dropout=dropout)
+    seen = MaskSizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
+    call = work.call_shape(options.device.type, needs_grad)
+    causal, kernel = kernel_for_mask(mask, seen, is_causal, options.kernel, call, options.device)
+    return causal, options if kernel is options.kernel else replace(options, kernel=kernel)
+
+
+def _readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor of a mask as one that can be read, also under a transformation of torch.func's.
+
+    Raises:
+        NotImplementedError: it has no dense memory of its own, or torch.vmap maps over it, by name.
+    """
+    check_kind(tensor, f"Mask.{name}")
+    return unwrapped(tensor, f"Mask.{name}")
+
+
+def checked_sinks(mask: Mask, heads: int, query: torch.Tensor) -> torch.Tensor | None:
+    """The mask's sinks.
+
+    Raises:
+        ValueError, NotImplementedError: they do not fit the call.
+    """
+    sinks = mask.sinks
+    if sinks is None:
+        return None
+    check_kind(sinks, "Mask.sinks")
+    if sinks.shape != (heads,):
+        raise ValueError(
+            f"Mask.sinks must be one for each of the {heads} query heads, got {tuple(sinks.shape)}"
+        )
+    if not on_host(sinks.device) and sinks.device != query.device:
+        raise ValueError(
+            f"Mask.sinks must be in host memory or on the query's device {query.device}, got "
+            f"{sinks.device}"
+        )
+    return sinks

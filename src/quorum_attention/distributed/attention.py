@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.dropout import checked_dropout
 from quorum_attention.call.options import CallOptions, options_of
+from quorum_attention.call.request import checked_dropout
 from quorum_attention.call.settings import filled
 from quorum_attention.call.transforms import is_followed, refuse_learned
 from quorum_attention.counts import real_number, shown, switch
