@@ -297,7 +297,6 @@ def from_lse_function(
             Default: four score matrices in fp32, enough for a function that materialises scores.
         positive_scale: whether the function is right for scales above 0 only, as torch's own
             operator for CPUs is in causal calls; calls with others are refused then.
-            ``check_kernel`` tries scales below 0 where it is not said.
 
     Raises:
         TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
