@@ -336,12 +336,6 @@ class PassSpec:
         combine: combines parts with states, in place: ``combine(*states, *parts)``.
         products: matrix products for each pair of tiles.
         divided: the input that a scaled backward divides by powers of two; None: never scaled.
-        accumulate: adds a task's part to states (b, h, n, d), or (b, h, n) for width "one".
-        of_task: a task's part as ``Kernel.task_forward`` returns it; reads the inputs after the
-            first three from its last argument.
-        of_call: the results of a whole call as ``Kernel.whole_forward`` returns them; reads the
-            same from its last argument, the lse with 0 in place of -inf.
-        workspace: most bytes that ``accumulate`` allocates.
     """
 
     name: str
@@ -352,43 +346,48 @@ class PassSpec:
     combine: Callable[..., None]
     products: int
     divided: str | None
-    accumulate: Callable[[InnerKernel, TaskTensors, Tensors, Sequence[torch.Tensor], Scaling], None]
-    of_task: Callable[[InnerKernel, TaskTensors, Tensors], tuple[torch.Tensor, ...]]
-    of_call: Callable[[InnerKernel, Call, Tensors], tuple[torch.Tensor, ...]]
-    workspace: Callable[[InnerKernel, CallShape, Extent], int]
+
+    def accumulate(
+        self,
+        kernel: InnerKernel,
+        task: TaskTensors,
+        given: Tensors,
+        states: Sequence[torch.Tensor],
+        scaling: Scaling,
+    ) -> None:
+        """Add a task's part to states (b, h, n, d), or (b, h, n) for width "one".
+
+        Args:
+            given: the inputs after the first three, by name.
+        """
+        if self.backward:
+            query, key, value = states
+            kernel.backward(task, Gradients(*_saved(given), query, key, value, scaling))
+        else:
+            kernel.forward(task, Statistics(*states))
+
+    def of_task(
+        self, kernel: InnerKernel, task: TaskTensors, given: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """A task's part, as the kernel returns it."""
+        if self.backward:
+            return kernel.task_backward(task, Saved(*_saved(given)))
+        return kernel.task_forward(task)
+
+    def of_call(self, kernel: InnerKernel, call: Call, given: Tensors) -> tuple[torch.Tensor, ...]:
+        """The results of a whole call, as the kernel returns them; of the lse, 0 for -inf."""
+        if self.backward:
+            return kernel.whole_backward(call, Saved(*_saved(given)))
+        return kernel.whole_forward(call)
+
+
+def _saved(given: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return given["grad_out"], given["out"], given["lse"]
 
 
 def spec_of(backward: bool) -> PassSpec:
     """The backward, or the forward."""
     return BACKWARD if backward else FORWARD
-
-
-def _merge_into(
-    kernel: InnerKernel,
-    task: TaskTensors,
-    given: Tensors,
-    states: Sequence[torch.Tensor],
-    scaling: Scaling,
-) -> None:
-    kernel.forward(task, Statistics(*states))
-
-
-def _add_to(
-    kernel: InnerKernel,
-    task: TaskTensors,
-    given: Tensors,
-    states: Sequence[torch.Tensor],
-    scaling: Scaling,
-) -> None:
-    query, key, value = states
-    kernel.backward(
-        task,
-        Gradients(given["grad_out"], given["out"], given["lse"], query, key, value, scaling),
-    )
-
-
-def _saved(given: Tensors) -> Saved:
-    return Saved(given["grad_out"], given["out"], given["lse"])
 
 
 _READ = (
@@ -409,10 +408,6 @@ FORWARD = PassSpec(
     combine=merge_,
     products=2,
     divided=None,
-    accumulate=_merge_into,
-    of_task=lambda kernel, task, given: kernel.task_forward(task),
-    of_call=lambda kernel, call, given: kernel.whole_forward(call),
-    workspace=lambda kernel, call, extent: kernel.forward_workspace_bytes(call, extent),
 )
 
 BACKWARD = PassSpec(
@@ -433,10 +428,6 @@ BACKWARD = PassSpec(
     combine=add_,
     products=5,
     divided="grad_out",
-    accumulate=_add_to,
-    of_task=lambda kernel, task, given: kernel.task_backward(task, _saved(given)),
-    of_call=lambda kernel, call, given: kernel.whole_backward(call, _saved(given)),
-    workspace=lambda kernel, call, extent: kernel.backward_workspace_bytes(call, extent),
 )  # fmt: skip
 
 
@@ -518,7 +509,9 @@ class Problem:
 
     def workspace(self, extent: Extent) -> int:
         """Most bytes that the kernel allocates at one time for work of ``extent``."""
-        return self.spec.workspace(self.kernel, self.call_shape, extent)
+        if self.spec.backward:
+            return self.kernel.backward_workspace_bytes(self.call_shape, extent)
+        return self.kernel.forward_workspace_bytes(self.call_shape, extent)
 
     @property
     def call_shape(self) -> CallShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -30,7 +30,6 @@ from quorum_attention.execution.problem import (
     scale_is_exact,
     spec_of,
 )
-from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.html_table import html_table
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes
@@ -40,9 +39,9 @@ from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.decide import both_passes, choose_plan
-from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.plan import Plan, is_cut
 from quorum_attention.planner.price import forward_flops
-from quorum_attention.planner.search import PlanConstraints, uncut_bytes
+from quorum_attention.planner.search import PlanConstraints
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 
@@ -380,17 +379,12 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
     )
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
-    kernel = _kernel_of(forward, options)
-    is_whole = forward.depth == 0 and forward.n_groups == 1
-    whole = (
-        forward.peak_bytes
-        if is_whole
-        else uncut_bytes(Problem(forward.work, kernel, spec_of(False), forward.place))
-    )
+    whole = forward.peak_bytes
+    if is_cut(forward) and forward.uncut_bytes is not None:
+        whole = forward.uncut_bytes
     others = []
     # Under a mask of the kernel's own each task of a decomposition is looked at.
-    own_mask = pairs_of(forward.work, kernel).verdict is not None
-    most = policy.MOST_TRIMMED[1] if own_mask else math.inf
+    most = math.inf if forward.pairs is None else policy.MOST_TRIMMED[1]
     for levels in _OTHER_LEVELS:
         looked_at = levels != forward.levels and math.prod(levels) <= most
         if looked_at and n_tokens >= 128 * max(levels, default=0):
@@ -401,12 +395,3 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
     others.sort(key=lambda other: other.predicted_seconds)
     alternatives = tuple(others[:_MOST_OTHERS])
     return Estimate(limit, whole <= room, whole, forward, backward, alternatives)
-
-
-def _kernel_of(made: Plan, options: Mapping[str, Any]) -> InnerKernel:
-    """The kernel of an uncut forward of the call that was planned."""
-    work, where = made.work, torch.device(made.place.device_type)
-    mask, kernel = options.get("attn_mask"), options.get("kernel", "auto")
-    _, kernel = _under(mask, work, kernel, where, False)
-    call = work.call_shape(where.type, False)
-    return select_kernel(kernel, call, where, tried=False, flops=forward_flops(work))

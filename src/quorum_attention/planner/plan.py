@@ -109,6 +109,7 @@ class Plan:
         schedule: what the executor runs: decomposition, head group and route.
         footprint, cost: its predicted bytes and seconds.
         why: what else there was, in words; empty where nothing was compared.
+        uncut_bytes: device bytes of the whole call at once; None where a search did not say.
         budget_bytes: the budget that the plan was made for; None where none was given.
         pairs: the pairs that the call keeps; None is what ``work`` says.
         kept: them in words, such as "causal, window 4096"; "" is all pairs.
@@ -122,6 +123,7 @@ class Plan:
     footprint: Footprint
     cost: Cost
     why: str = ""
+    uncut_bytes: int | None = field(default=None, compare=False)
     budget_bytes: int | None = None
     pairs: Pairs | None = field(default=None, compare=False, repr=False)
     kept: str = field(default="", compare=False)

@@ -203,7 +203,8 @@ class _Search:
             )
             best = best if worth_it else monolithic
         if best is not None:
-            return replace(best, why=self._words(best))
+            whole_bytes = uncut_bytes(self.problem)
+            return replace(best, why=self._words(best, whole_bytes), uncut_bytes=whole_bytes)
         assert self.smallest is not None, "the search always has a candidate"
         schedule, footprint = self.smallest
         if not self.constraints.enforce_budget:
@@ -216,7 +217,7 @@ class _Search:
             smallest_bytes=needed,
         )
 
-    def _words(self, taken: Plan) -> str:
+    def _words(self, taken: Plan, whole_bytes: int) -> str:
         """Why this schedule is taken."""
         if self.monolithic is not None:
             spent = format_seconds(self.monolithic.predicted_seconds)
@@ -224,7 +225,6 @@ class _Search:
                 return "the monolithic call fits, and nothing is clearly faster"
             return f"predicted clearly faster than the monolithic call ({spent})"
         reason = f"the fastest by prediction of {self.fitting} schedules that fit"
-        whole_bytes = uncut_bytes(self.problem)
         if whole_bytes > self.constraints.budget_bytes:
             reason += f"; uncut it would take {format_bytes(whole_bytes)}"
         if not taken.levels:
@@ -494,7 +494,7 @@ def _or_streamed(taken: Plan, search: _Search) -> Plan:
         return taken
     spent = format_seconds(taken.predicted_seconds)
     why = f"predicted faster than tasks through slots ({spent}; {taken.why})"
-    return replace(best, why=why)
+    return replace(best, why=why, uncut_bytes=taken.uncut_bytes)
 
 
 def _streamed(
