@@ -55,7 +55,7 @@ def test_registering() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "word"),
     [
-        ("cudnn", call("cuda"), "NaN"),
+        ("cudnn", call("cuda"), "bfloat16"),
         ("cudnn", call(), "cpu"),
         ("cudnn", CallShape("cuda", torch.float16, 4, 2, 20, 16), "multiples of 8"),
         ("cudnn", CallShape("cuda", torch.float16, 4, 4, 512, 512, needs_grad=True), "256"),

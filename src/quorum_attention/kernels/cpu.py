@@ -25,6 +25,7 @@ from quorum_attention.kernels.rectangles import (
     RectangleSizes,
     backward_bytes,
     forward_bytes,
+    operator_refusal,
     round_up,
 )
 from quorum_attention.kernels.tensors import pad_last, row_blocks
@@ -118,13 +119,8 @@ class CpuKernel(reference.ReferenceDropout):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.device_type != "cpu":
-            return f"it runs on the CPU, not on {call.device_type}"
-        if call.dtype not in _DTYPES:
-            return f"it takes float16, bfloat16, float32 and float64, not {call.dtype}"
-        if call.head_dim == 0 or call.value_dim == 0:
-            return "it takes no head dimension of 0"
-        return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
+        reason = operator_refusal(call, "cpu", _DTYPES)
+        return reason or operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool

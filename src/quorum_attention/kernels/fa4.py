@@ -28,6 +28,7 @@ from quorum_attention.kernels.rectangles import (
     RectangleSizes,
     backward_bytes,
     forward_bytes,
+    operator_refusal,
     round_up,
 )
 
@@ -103,15 +104,11 @@ class Fa4Kernel(RectangleKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.device_type != "cuda":
-            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
-        if call.dtype not in (torch.float16, torch.bfloat16):
-            return f"it takes float16 and bfloat16, not {call.dtype}"
+        reason = operator_refusal(call, "cuda", (torch.float16, torch.bfloat16), 256)
+        if reason is not None:
+            return reason
         if call.mask is not None:
             return "it takes no attention mask"
-        for what, width in (("head", call.head_dim), ("value", call.value_dim)):
-            if width % 8 or not 8 <= width <= 256:
-                return f"it takes {what} dimensions that are multiples of 8 up to 256, not {width}"
         dims = call.head_dim, call.value_dim
         if dims[0] != dims[1] and dims != (192, 128):
             return f"it takes equal head dimensions, or 192 and 128, not {dims[0]} and {dims[1]}"

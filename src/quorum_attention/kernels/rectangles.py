@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -366,6 +366,28 @@ def _split(scale: float, exact: bool) -> tuple[float, float]:
     if exact and mantissa != 0.5:
         share, factor = share * mantissa, math.ldexp(1.0, exponent)
     return share, factor
+
+
+def operator_refusal(
+    call: CallShape, device: str, dtypes: Sequence[torch.dtype], widest: int | None = None
+) -> str | None:
+    """Why an operator for a kind of device and some dtypes cannot run a call; None if it can.
+
+    Args:
+        widest: the largest head and value dimension, which then are multiples of 8.
+    """
+    if call.device_type != device:
+        where = "the CPU" if device == "cpu" else "NVIDIA GPUs"
+        return f"it runs on {where}, not on {call.device_type}"
+    if call.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"it takes {names}, not {call.dtype}"
+    for what, width in (("head", call.head_dim), ("value", call.value_dim)):
+        if width == 0:
+            return f"it takes no {what} dimension of 0"
+        if widest is not None and (width % 8 or width > widest):
+            return f"it takes {what} dimensions that are multiples of 8 up to {widest}, not {width}"
+    return None
 
 
 def four_dims(bias: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from quorum_attention.kernels.rectangles import (
     backward_bytes,
     forward_bytes,
     multiprocessors,
+    operator_refusal,
     round_up,
 )
 from quorum_attention.kernels.tensors import (
@@ -31,6 +32,7 @@ from quorum_attention.kernels.tensors import (
 )
 from quorum_attention.kernels.torch_private import flash_implementation, operator_reason, outside
 
+_NARROW = (torch.float16, torch.bfloat16)
 _FLASH = "_scaled_dot_product_flash_attention"
 _FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
 _FLASH_BYTES = 256 * 1024
@@ -46,18 +48,13 @@ class FlashKernel(RectangleKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.device_type != "cuda":
-            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
-        if call.dtype not in (torch.float16, torch.bfloat16):
-            return f"it takes float16 and bfloat16, not {call.dtype}"
+        reason = operator_refusal(call, "cuda", _NARROW, 256)
+        if reason is not None:
+            return reason
         if call.mask is not None:
             return "it takes no attention mask"
         if call.value_dim != call.head_dim:
             return f"it takes equal head dimensions, not {call.head_dim} and {call.value_dim}"
-        if call.head_dim % 8 or not 8 <= call.head_dim <= 256:
-            return (
-                f"it takes head dimensions that are multiples of 8 up to 256, not {call.head_dim}"
-            )
         instead = flash_implementation()
         if instead is not None:
             # Other bounds, other refusals, and gradients that may differ from run to run.
@@ -146,13 +143,8 @@ class EfficientKernel(RectangleKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.device_type != "cuda":
-            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
-        if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return f"it takes float16, bfloat16 and float32, not {call.dtype}"
-        if call.head_dim == 0 or call.value_dim == 0:
-            return "it takes no head dimension of 0"
-        return _small_factor(call) or operator_reason(
+        reason = operator_refusal(call, "cuda", (*_NARROW, torch.float32)) or _small_factor(call)
+        return reason or operator_reason(
             _EFFICIENT, *([_EFFICIENT_BACKWARD] if call.needs_grad else [])
         )
 
@@ -290,16 +282,9 @@ class CudnnKernel(RectangleKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.device_type != "cuda":
-            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
-        if call.dtype not in (torch.float16, torch.bfloat16):
-            return f"it takes float16 and bfloat16; it answers {call.dtype} with NaN"
-        limit = 256 if call.needs_grad else 512
-        for what, width in (("head", call.head_dim), ("value", call.value_dim)):
-            if width % 8 or not 8 <= width <= limit:
-                return (
-                    f"it takes {what} dimensions that are multiples of 8 up to {limit}, not {width}"
-                )
+        reason = operator_refusal(call, "cuda", _NARROW, 256 if call.needs_grad else 512)
+        if reason is not None:
+            return reason
         if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
         return _small_factor(call) or operator_reason(
