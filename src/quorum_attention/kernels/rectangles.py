@@ -380,8 +380,8 @@ def operator_refusal(
         where = "the CPU" if device == "cpu" else "NVIDIA GPUs"
         return f"it runs on {where}, not on {call.device_type}"
     if call.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return f"it takes {names}, not {call.dtype}"
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"it takes {', '.join(names)} and {last}, not {call.dtype}"
     for what, width in (("head", call.head_dim), ("value", call.value_dim)):
         if width == 0:
             return f"it takes no {what} dimension of 0"
