@@ -67,7 +67,7 @@ def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None
         assert torch.equal(opened(found.handle), given)
         by_name = kept and seen and given.numel() > 0
         assert found.copied_bytes == (0 if by_name else given.nbytes)
-    result = Shared.written(tensor, Mappings.now())
+    result = Shared.of(tensor, Mappings.now(), written=True)
     opened(result.handle).fill_(2)
     assert torch.equal(result.tensor, torch.full((3, 50), 2.0))
     assert (result.tensor.data_ptr() == tensor.data_ptr()) == (kept and seen)
@@ -94,7 +94,7 @@ def test_ordinary_memory_is_copied() -> None:
     found = Shared.of(tensor, Mappings.now())
     assert found.copied_bytes == tensor.nbytes
     assert torch.equal(opened(found.handle), tensor)
-    target = Shared.written(tensor, Mappings.now())
+    target = Shared.of(tensor, Mappings.now(), written=True)
     assert target.tensor.data_ptr() != tensor.data_ptr()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import InFile, file_id
 from quorum_attention.ray.compute import Job
@@ -26,7 +27,15 @@ def job_of(whole: torch.Tensor, path: Path, offset: int = 24) -> Job:
     call = WholeCall(tuple(batch), heads, heads, rows, rows)
     (folder := path.with_name("states")).mkdir(exist_ok=True)
     return Job(
-        Cut(call, 1), {}, {"out": target}, str(folder), torch.float32, whole.dtype, {}, None, 1, 0
+        Cut(call, 1),
+        {},
+        {"out": target},
+        str(folder),
+        torch.float32,
+        whole.dtype,
+        CallOptions(),
+        1,
+        0,
     )
 
 

@@ -154,24 +154,22 @@ class Shared:
     copied_bytes: int = 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, mappings: Mappings, make: Make | None = None) -> Shared:
-        """An input, copied into shared memory if other processes cannot have its memory; ``make``
-        makes that memory."""
-        handle = _as_it_is(tensor, mappings, written=False)
+    def of(
+        cls,
+        tensor: torch.Tensor,
+        mappings: Mappings,
+        make: Make | None = None,
+        written: bool = False,
+    ) -> Shared:
+        """An input, or a result that is given; in shared memory of its own (from ``make``) if other
+        processes cannot have its memory as it is. What is written there is copied at the end."""
+        handle = _as_it_is(tensor, mappings, written)
         if handle is not None:
             return cls(handle, tensor)
-        copy = (make or room)(tuple(tensor.shape), tensor.dtype)
-        return cls(handle_of(copy.copy_(tensor)), copy, copy.nbytes)
-
-    @classmethod
-    def written(cls, tensor: torch.Tensor, mappings: Mappings) -> Shared:
-        """A given result; in shared memory of its own if others cannot write to it (``tensor`` then
-        is that memory, to be copied at the end)."""
-        handle = _as_it_is(tensor, mappings, written=True)
-        if handle is not None:
-            return cls(handle, tensor)
-        made = room(tuple(tensor.shape), tensor.dtype)
-        return cls(handle_of(made), made)
+        own = (make or room)(tuple(tensor.shape), tensor.dtype)
+        if not written:
+            own.copy_(tensor)
+        return cls(handle_of(own), own, 0 if written else own.nbytes)
 
 
 # The memory that this process made without a name, by its first address: the open file.

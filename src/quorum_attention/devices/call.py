@@ -7,7 +7,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +90,9 @@ def request_on_several(
         resolve(mask, sizes, work.is_causal)
         mask = sendable(mask, _rule)
     options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
-    return tensors, replace(request, runner=PoolCall(pool_of, budgets, options, mask, pool_report))
+    watched, report = pool_report is not None, pool_report or PoolReport()
+    runner = PoolCall(pool_of, budgets, options, mask, report, watched)
+    return tensors, replace(request, runner=runner)
 
 
 def check_options(written: CallOptions) -> None:
@@ -151,31 +153,28 @@ def sendable(mask: Mask, rule: Callable[[Keeps], Any] = lambda keeps: keeps) -> 
     return found
 
 
+@dataclass(eq=False)
 class PoolCall:
     """A call on a pool: runs the passes of a ``Request`` there.
 
     Inputs that had to be copied into shared memory stay there until the backward.
 
-    Args:
+    Attributes:
         pool_of: gives the pool, for each pass.
         budgets: one for each device of the pool; None: what is free there.
         options: depth, kernel and accumulator, as in ``api.attention``.
         mask: what is masked beside a mask tensor; no bias and no sinks are in it.
         report: filled beside the call's own.
+        watched: whether somebody asked for that.
     """
 
-    def __init__(
-        self,
-        pool_of: Callable[[], Pool],
-        budgets: tuple[int | None, ...],
-        options: dict[str, Any],
-        mask: Mask | None,
-        report: PoolReport | None = None,
-    ) -> None:
-        self._pool_of, self._budgets, self._options, self._mask = pool_of, budgets, options, mask
-        self._report = PoolReport() if report is None else report
-        self._watched = report is not None
-        self._kept: dict[str, Shared] = {}
+    pool_of: Callable[[], Pool]
+    budgets: tuple[int | None, ...]
+    options: dict[str, Any]
+    mask: Mask | None
+    report: PoolReport
+    watched: bool
+    _kept: dict[str, Shared] = field(default_factory=dict)
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and lse; in shared memory, or on the inputs' device."""
@@ -231,7 +230,7 @@ class PoolCall:
         sums: Sums | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A pass; its results."""
-        pool, home = self._pool_of(), tensors.query.device
+        pool, home = self.pool_of(), tensors.query.device
         pool.check_open()
         with self._told(request, backward=sums is not None) as report, torch.no_grad():
             mappings = Mappings.now()
@@ -245,13 +244,13 @@ class PoolCall:
                     view = flat(made, 2 if name in _PER_ROW else 3)
                     handles[name] = Shared(handle_of(view), view)
                 else:
-                    handles[name] = Shared.written(flat(made.detach()), mappings)
+                    handles[name] = Shared.of(flat(made.detach()), mappings, written=True)
                     torch.autograd.graph.increment_version(made)
                 results.append((made, handles[name]))
             begin = Begin(
                 next(pool.numbers), sums is not None, self._whole(request),
-                {name: one.handle for name, one in handles.items()}, self._options,
-                self._watched or request.report is not None, len(set(self._budgets)) > 1,
+                {name: one.handle for name, one in handles.items()}, self.options,
+                self.watched or request.report is not None, len(set(self.budgets)) > 1,
             )  # fmt: skip
             # Others do not know this process's streams.
             backend_of(home).synchronize(home)
@@ -270,7 +269,7 @@ class PoolCall:
         work = request.work
         return WholeCall(
             (work.batch,), work.heads, work.kv_heads, work.n_queries, work.n_keys,
-            self._mask, work.is_causal, request.scale, request.dropout, request.records,
+            self.mask, work.is_causal, request.scale, request.dropout, request.records,
             request.mask_grad,
         )  # fmt: skip
 
@@ -279,7 +278,7 @@ class PoolCall:
         return [
             None if budget is None
             else max(0, budget - (request.cast_bytes if worker.device == str(home) else 0))
-            for budget, worker in zip(self._budgets, pool.workers, strict=False)
+            for budget, worker in zip(self.budgets, pool.workers, strict=False)
         ]  # fmt: skip
 
     def _inputs(
@@ -313,10 +312,10 @@ class PoolCall:
         """A pass's report, in the call's own."""
         report = PoolPass()
         name = "backward" if backward else "forward"
-        setattr(self._report, name, report)
+        setattr(self.report, name, report)
         if request.report is not None:
             if request.report.pool is None:
-                request.report.pool = self._report
+                request.report.pool = self.report
             setattr(request.report.pool, name, report)
         yield report
         made = as_one(report, backward)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -49,8 +49,8 @@ class Job:
         results: by name, likewise: out, lse; dq, dk, dv.
         folder: of partial states. As long as it is there, results may be written.
         state, dtype: of states and the log-sum-exp; of the other results.
-        options: depth and kernel of each call.
-        budget, cpus, gpus: of each task.
+        written: depth, kernel and budget of each call.
+        cpus, gpus: of each task.
     """
 
     cut: Cut
@@ -59,8 +59,7 @@ class Job:
     folder: str
     state: torch.dtype
     dtype: torch.dtype
-    options: dict[str, Any]
-    budget: int | None
+    written: CallOptions
     cpus: float
     gpus: float
 
@@ -195,7 +194,7 @@ class _Work:
             self._sinks = mask.sinks
             mask = replace(mask, bias=bias, sinks=mask.sinks if unit.kind == "head" else None)
         self._inputs, self._call = inputs, replace(call, mask=bias if mask is None else mask)
-        self._left = job.budget
+        self._left: int | None = job.written.budget  # type: ignore[assignment]
         if self._left is None and not on_host(device):
             free = backend_of(device).free_bytes(device)
             self._left = int(free * _OF_FREE * min(1.0, job.gpus))
@@ -275,8 +274,8 @@ class _Work:
         masked: _Masked | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A block's out and lse, or its gradients; ``dtype``: of all but the lse."""
-        written = CallOptions(
-            **self._job.options, budget=self._left, devices=self._device, report=self._report
+        written = self._job.written._replace(
+            budget=self._left, devices=self._device, report=self._report
         )
         results = BlockResults(out_dtype=dtype)
         if self._job.backward:

@@ -298,7 +298,7 @@ class Farm:
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
             job = Job(
                 cut, inputs, files, states, work.state_dtype, next(iter(results.values())).dtype,
-                {"depth": call.written.depth, "kernel": call.written.kernel}, self._budget,
+                CallOptions(self._budget, depth=call.written.depth, kernel=call.written.kernel),
                 self._cpus, self._gpus,
             )  # fmt: skip
             yield from self._run(job, heads, report)
