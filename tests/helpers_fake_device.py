@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import pytest
 import torch
 
 from quorum_attention.execution.device.backend import Backend
@@ -178,6 +179,21 @@ class FakeMover(Mover):
         """See ``Mover.finish``; the device's time becomes that of its last stream."""
         super().finish(wait=wait)
         self._device.seconds = max(stream.now for stream in self._streams)
+
+
+def ignore_events(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have fake movers record none of their events that are called ``name``."""
+    made = FakeMover.__init__
+
+    class Ignored(FakeEvent):
+        def record(self, stream: FakeStream) -> None:
+            """Nobody is told."""
+
+    def without(self: FakeMover, device: FakeDevice, n_slots: int, clock: Clock) -> None:
+        made(self, device, n_slots, clock)
+        setattr(self, name, [Ignored() for _ in range(n_slots)])
+
+    monkeypatch.setattr(FakeMover, "__init__", without)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

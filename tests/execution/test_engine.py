@@ -73,20 +73,6 @@ def test_more_slots_move_fewer_bytes() -> None:
     assert moved[0][1] == moved[1][1] == tasks * quorum * state
 
 
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(40, 101), (101, 40), (1, 101), (101, 1)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_queries_and_keys_of_different_lengths(n_queries, n_keys, is_causal) -> None:
-    given = inputs(n_queries, n_keys, heads=2)
-    plan = qa.plan(
-        n_queries, n_keys=n_keys, heads=2, head_dim=8, dtype=torch.float32, is_causal=is_causal,
-        levels=(7,), layout="balanced", n_cap=2,
-    )  # fmt: skip
-    out, lse = qa.attention_with_lse(*given.three, is_causal=is_causal, plan=plan)
-    reference = exact(given, is_causal=is_causal)
-    assert_close(out, reference.out, TOLERANCE[torch.float32])
-    assert_close(lse, reference.lse, TOLERANCE[torch.float32])
-
-
 @pytest.mark.parametrize("number", [1, 40, 74, 82])
 def test_memory_that_runs_out_between_the_copies_of_a_unit_is_not_recovered_from(
     number: int, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import TOLERANCE, assert_close, exact, inputs
-from helpers_fake_device import FakeDevice, FakeEvent, FakeMover, FakeStream
+from helpers_fake_device import FakeDevice, FakeMover, ignore_events
 from helpers_plans import unpinned
 
 import quorum_attention as qa
@@ -59,17 +59,7 @@ def test_an_event_that_nobody_waits_for_is_noticed(left_out, monkeypatch) -> Non
     never late, so who waits for it cannot be told.)"""
     _, run = both_passes(2)
     right = run(None)
-    made = FakeMover.__init__
-
-    class Ignored(FakeEvent):
-        def record(self, stream: FakeStream) -> None:
-            """Nobody is told."""
-
-    def without(self, device, n_slots, clock) -> None:  # type: ignore[no-untyped-def]
-        made(self, device, n_slots, clock)
-        setattr(self, left_out, [Ignored() for _ in range(n_slots)])
-
-    monkeypatch.setattr(FakeMover, "__init__", without)
+    ignore_events(monkeypatch, left_out)
     wrong = run(FakeDevice())
     assert not all(torch.equal(a, b) for a, b in zip(wrong, right, strict=True))
 

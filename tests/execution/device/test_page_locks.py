@@ -328,19 +328,6 @@ def test_late_nothing_is_locked_before_it_begins(runtime: Runtime) -> None:
         until(lambda: sum(runtime.registered.values()) == tensor.nbytes + other.nbytes)
 
 
-def test_between_pieces_it_rests_unless_somebody_waits(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls to the driver get through meanwhile."""
-    monkeypatch.setattr(page_locks, "_REST", 1e9)
-    tensor = made(8 * PIECE)
-    with locking([tensor], by_address=[tensor]) as locks:
-        until(lambda: len(runtime.order) == 1)
-        time.sleep(5e-3)
-        assert len(runtime.order) == 1
-        assert locks.covers(tensor)
-
-
 def test_what_was_left_before_its_turn_is_not_locked_any_more(runtime: Runtime) -> None:
     tensor = made(8 * PIECE).view(8, -1, 64)
     with locking([tensor], by_address=[tensor], late=True) as locks:
@@ -361,15 +348,6 @@ def test_a_failure_on_the_way_lets_go_and_is_not_swallowed(
     tensor = made(PIECE)
     with pytest.raises(RuntimeError, match="no such device"), locking([tensor]):
         pass
-
-
-def test_an_error_inside_stops_what_is_left(runtime: Runtime) -> None:
-    runtime.hold.clear()
-    tensor = result(50, 1024)
-    threading.Timer(0.1, runtime.hold.set).start()
-    with pytest.raises(ValueError, match="mine"), locking([tensor], made=[tensor]):
-        raise ValueError("mine")
-    assert len(runtime.order) <= 1
 
 
 def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) -> None:

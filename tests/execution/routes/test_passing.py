@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
-from helpers_fake_device import FakeDevice, FakeEvent, FakeMover, FakeStream
+from helpers_fake_device import FakeDevice, ignore_events
 from helpers_plans import passing
 
 import quorum_attention as qa
@@ -67,17 +67,7 @@ def test_it_waits_for_what_it_has_to(left_out, backward, monkeypatch) -> None:
     given = inputs(64, dtype=torch.float32, **SIZES)
     plans = [plan(64, 16, 16, backward=b, dtype=torch.float32) for b in (False, True)]
     right = run(given, plans)
-    made = FakeMover.__init__
-
-    class Ignored(FakeEvent):
-        def record(self, stream: FakeStream) -> None:
-            """Nobody is told."""
-
-    def without(self, device, n_slots, clock) -> None:  # type: ignore[no-untyped-def]
-        made(self, device, n_slots, clock)
-        setattr(self, left_out, [Ignored() for _ in range(n_slots)])
-
-    monkeypatch.setattr(FakeMover, "__init__", without)
+    ignore_events(monkeypatch, left_out)
     wrong = run(given, plans)
     part = slice(2, None) if backward else slice(0, 2)
     assert not all(torch.equal(a, b) for a, b in zip(wrong[part], right[part], strict=True))
