@@ -44,7 +44,7 @@ def _passes(out: torch.Tensor | None, heads: int, kv_heads: int, **options: Any)
 
 def _one_fails(rank: int) -> None:
     for heads, kv_heads in HEADS:
-        for name in ("forward", "backward"):
+        for name in ("compute", "backward"):
             for lengths in (None, "equal"):
                 group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
                 options: dict[str, Any] = {"group": group, "lengths": lengths}

@@ -151,23 +151,28 @@ class Calls:
         """Whether nothing is said of how a call is run, as by a budget."""
         return self.written.says_nothing and current() is None
 
-    def forward(
+    def compute(
         self,
         inputs: Mapping[str, torch.Tensor],
         heads: Interval,
         rows: Interval,
         causal: bool | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both.
+        results: BlockResults | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Output and log-sum-exp of some rows of some heads, or gradients, as ``compute_block``.
 
         Args:
-            inputs: query, key, value.
+            inputs: query, key, value; for gradients grad_out, out and lse besides.
+            heads, rows: the whole call's numbers of both.
             causal: of these rows and keys, where there is no mask; None: as the whole call.
         """
-        results = BlockResults(out_dtype=out_dtype)
-        out, lse = self._computed(inputs, self._block(heads, rows), results, causal)
-        return out, lse
+        report = None
+        if self.report is not None:
+            report = Report()
+            self.report.calls.append(report)
+        written = filled(self.written._replace(report=report))
+        masked = None if causal is None else (None, causal)
+        return compute_block(self.whole, self._block(heads, rows), inputs, written, results, masked)
 
     def backward(
         self,
@@ -184,36 +189,21 @@ class Calls:
             inputs: grad_out, query, key, value, out, lse.
             of_mask: to which the gradients of the mask's own tensors are added.
         """
-        block, bias, sinks = self._block(heads, rows), of_mask.bias, of_mask.sinks
+        bias, sinks = of_mask.bias, of_mask.sinks
         results = BlockResults(
             grads=None if grads is None else (grads[0], grads[1], grads[2]),
             grad_mask=bias is not None, grad_sinks=sinks is not None, partial=self.partial,
         )  # fmt: skip
-        made = list(self._computed(inputs, block, results, causal))
+        made = list(self.compute(inputs, heads, rows, causal, results))
         if sinks is not None:
             sinks[heads.start : heads.stop] += made.pop()
         if bias is not None:
-            self.whole.cut_bias(bias, block).add_(made.pop())
+            self.whole.cut_bias(bias, self._block(heads, rows)).add_(made.pop())
         return made
 
     def _block(self, heads: Interval, rows: Interval) -> Block:
         entries, keys = Interval(0, self.whole.batch_shape[0]), Interval(0, self.whole.n_keys)
         return Block(entries, heads, rows, keys)
-
-    def _computed(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        block: Block,
-        results: BlockResults,
-        causal: bool | None,
-    ) -> tuple[torch.Tensor, ...]:
-        report = None
-        if self.report is not None:
-            report = Report()
-            self.report.calls.append(report)
-        written = filled(self.written._replace(report=report))
-        masked = None if causal is None else (None, causal)
-        return compute_block(self.whole, block, inputs, written, results, masked)
 
 
 __all__ = ["Calls", "MaskGradients", "ShardedReport", "kernel_of_parts"]

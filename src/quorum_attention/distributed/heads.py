@@ -250,7 +250,7 @@ class Exchanged:
 
         def computed(turn: Turn, now: ToHeads, _: Any) -> _Made:
             inputs = dict(zip(("query", "key", "value"), now.arrived(), strict=True))
-            part, lse = self.calls.forward(inputs, *self._numbers(turn))
+            part, lse = self.calls.compute(inputs, *self._numbers(turn))
             if keep:
                 kept.extend((now.inbox, part, lse))
             return [part, lse], [swap.to_rows(part, out, turn.heads[0])]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quorum_attention.call.block import BlockResults
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls, MaskGradients
 from quorum_attention.distributed.exchange import Gathered, Transfer
@@ -190,8 +191,8 @@ class Sharded:
             mine = [block for block in blocks if block.heads == heads]
             for block in mine:
                 inputs = self._inputs(block, {"query": rows}, keys)
-                part, lse = self.calls.forward(
-                    inputs, heads, block.queries, self._causal(block), state
+                part, lse = self.calls.compute(
+                    inputs, heads, block.queries, self._causal(block), BlockResults(out_dtype=state)
                 )
                 lse = lse.to(part.device)
                 if len(mine) == 1:
