@@ -281,7 +281,7 @@ def test_a_broken_file_does_no_harm_and_others_entries_stay(
     assert len(tested) == 5
     path.write_text(json.dumps([*json.loads(path.read_text()), "of another process"]))
     probing._memo().extend(map(str, range(probing._MOST)))
-    probing._note(["new"])
+    probing._note("new")
     found = json.loads(path.read_text())
     assert found[-1] == "new"
     assert len(found) == probing._MOST

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from helpers_attention import Inputs, exact
 
 import quorum_attention as qa
 from quorum_attention.kernels.protocol import Call, Saved
@@ -26,26 +27,11 @@ def call(batch: int, heads: int, kv_heads: int, nq: int, nk: int, d: int, dv: in
     )
 
 
-def scores_of(query, key, bias, causal, scale):  # type: ignore[no-untyped-def]
-    shared = query.shape[1] // key.shape[1]
-    scores = scale * (query @ key.repeat_interleave(shared, 1).mT)
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(above, -torch.inf)
-    return scores
-
-
 def expected(query, key, value, grad_out, bias, causal, scale):  # type: ignore[no-untyped-def]
     """(out, lse, gradients) in float64."""
-    three = [t.double().requires_grad_() for t in (query, key, value)]
-    scores = scores_of(*three[:2], bias, causal, scale)
-    dead = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    p = scores.masked_fill(dead, 0.0).softmax(dim=-1).masked_fill(dead, 0.0)
-    out = p @ three[2].repeat_interleave(query.shape[1] // key.shape[1], 1)
-    grads = torch.autograd.grad(out, three, grad_out.double())
-    return out.detach(), scores.detach().logsumexp(dim=-1), grads
+    given = Inputs(query, key, value, grad_out)
+    found = exact(given, mask=bias, is_causal=causal, scale=scale, gradients=True)
+    return found.out, found.lse, found.grads
 
 
 @pytest.mark.parametrize("number", range(40))

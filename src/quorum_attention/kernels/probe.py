@@ -93,8 +93,8 @@ def _answer(
         return None
     with outside(), by_torch():
         wrong = _tried_with_memory(kernel, call, device)
-    if wrong is None:
-        _note([] if entry is None else [entry])
+    if wrong is None and entry is not None:
+        _note(entry)
     return wrong
 
 
@@ -228,12 +228,9 @@ def _entries(said: Any) -> list[str]:
     return [e for e in said if isinstance(e, str)] if isinstance(said, list) else []
 
 
-def _note(entries: list[str]) -> None:
-    """Remember entries. What cannot be written is not remembered."""
-    new = [entry for entry in entries if entry not in _memo()]
-    if not new:
-        return
-    _memo().extend(new)
+def _note(entry: str) -> None:
+    """Remember an entry. What cannot be written is not remembered."""
+    _memo().append(entry)
     del _memo()[:-_MOST]
     with suppress(OSError):
         # Another process may have added to it.
