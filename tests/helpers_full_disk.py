@@ -106,7 +106,7 @@ def _calibration(folder: Path, turn: int) -> None:
 def _proven(folder: Path, turn: int) -> None:
     from quorum_attention.kernels.probe import _note
 
-    _note([f"a test that was passed, number {turn}: {'x' * 100}"])
+    _note(f"a test that was passed, number {turn}: {'x' * 100}")
 
 
 _RESERVED = "are missing"
