@@ -28,16 +28,16 @@ N = 4096
 def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backward) -> None:  # type: ignore[no-untyped-def]
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     shape = Decomposition(N, levels, "aligned", tile)
-    found = trimmed_tasks(shape, (N, N, is_causal), kernel, backward)
+    tasks, sizes_of_tasks = trimmed_tasks(shape, (N, N, is_causal), kernel, backward)
     counted = tally(shape, (N, N, is_causal), kernel, backward)
-    assert counted == found.tally()
-    sizes = [task.n_tokens for task in found.tasks]
+    assert counted == sizes_of_tasks
+    sizes = [task.n_tokens for task in tasks]
     assert counted.n_tasks == len(sizes) <= shape.n_tasks
     assert counted.tokens == sum(sizes) <= counted.before
     assert counted.before == sum(task.n_tokens for task in shape.tasks())
     assert counted.largest == max(sizes) <= shape.max_task_tokens
     assert 0.0 <= counted.left_out < 1.0
-    lengths = [task.spans[-1].stop - task.spans[0].start for task in found.tasks]
+    lengths = [task.spans[-1].stop - task.spans[0].start for task in tasks]
     assert max(lengths) <= counted.widest <= N
     assert counted.shared <= N
     if tile % 128:

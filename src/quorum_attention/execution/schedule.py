@@ -281,8 +281,8 @@ class Cutting:
                 found = trimmed_tasks(
                     shape, sizes_of(self.work), problem.kernel, problem.spec.backward
                 )
-                self._tasks[depth] = list(found.tasks)
-                schedule = schedule.changed(trimmed=found.tally())
+                self._tasks[depth] = list(found[0])
+                schedule = schedule.changed(trimmed=found[1])
             self._schedules[depth] = schedule
         return self._tasks[depth]
 

@@ -61,28 +61,20 @@ class Tally:
         """The share of tokens that was trimmed."""
         return 1.0 - self.tokens / self.before if self.before else 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class Trimmed:
-    """The trimmed tasks of a decomposition, in order; ``before`` as in ``Tally``."""
-
-    shape: Decomposition
-    tasks: tuple[Task, ...]
-    before: int
-
-    def tally(self) -> Tally:
-        """Their sizes."""
-        sizes = [task.n_tokens for task in self.tasks]
+    @classmethod
+    def of(cls, shape: Decomposition, tasks: Sequence[Task], before: int) -> Tally:
+        """Of the trimmed tasks of ``shape``."""
+        sizes = [task.n_tokens for task in tasks]
         wide = [
             (max(0, task.spans[0].start - _MARGIN), task.spans[-1].stop + _MARGIN)
-            for task in self.tasks
+            for task in tasks
             if task.spans
         ]
-        n = widest = shared = self.shape.n_tokens
-        if self.shape.layout == "aligned" and self.shape.tile % _BLOCK == 0:
+        n = widest = shared = shape.n_tokens
+        if shape.layout == "aligned" and shape.tile % _BLOCK == 0:
             widest = min(n, max((stop - start for start, stop in wide), default=0))
             shared = min(n, counted(covered(wide, least=2)))
-        return Tally(len(sizes), sum(sizes), max(sizes, default=0), self.before, widest, shared)
+        return cls(len(sizes), sum(sizes), max(sizes, default=0), before, widest, shared)
 
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
@@ -95,27 +87,26 @@ def sizes_of(work: Workload) -> Sizes:
     return work.n_queries, work.n_keys, work.is_causal
 
 
-# A small cache, because thousands of tasks take some megabytes.
-@remembered(8)
-def trimmed_tasks(
+def _trim(
     shape: Decomposition, sizes: Sizes, kernel: InnerKernel, backward: bool
-) -> Trimmed:
-    """The trimmed tasks; remembered as long as the kernel lives."""
-    return _trim(shape, kernel.kept_pairs(*sizes), backward)
+) -> tuple[tuple[Task, ...], Tally]:
+    """The trimmed tasks, in order, and their sizes."""
+    tasks, pairs = list(shape.tasks()), kernel.kept_pairs(*sizes)
+    found = tasks
+    if shape.depth:
+        found = trimmed(tasks, pairs, shape.tile, written(pairs, backward))
+    return tuple(found), Tally.of(shape, found, sum(task.n_tokens for task in tasks))
+
+
+# A small cache, because thousands of tasks take some megabytes.
+trimmed_tasks = remembered(8)(_trim)
+"""``_trim``, remembered as long as the kernel lives."""
 
 
 @remembered(256)
 def tally(shape: Decomposition, sizes: Sizes, kernel: InnerKernel, backward: bool) -> Tally:
-    """The sizes of ``trimmed_tasks``, which are not remembered."""
-    return _trim(shape, kernel.kept_pairs(*sizes), backward).tally()
-
-
-def _trim(shape: Decomposition, pairs: Pairs, backward: bool) -> Trimmed:
-    tasks = list(shape.tasks())
-    found = tasks
-    if shape.depth:
-        found = trimmed(tasks, pairs, shape.tile, written(pairs, backward))
-    return Trimmed(shape, tuple(found), sum(task.n_tokens for task in tasks))
+    """The sizes of ``trimmed_tasks``, for plans that keep no tasks."""
+    return _trim(shape, sizes, kernel, backward)[1]
 
 
 def written(pairs: Pairs, backward: bool) -> int:
