@@ -2,8 +2,7 @@
 
     python benchmarks/run.py CASE [options] [--json FILE]      (--help after CASE: its options)
 
-plain     calls as a user writes them, under budgets, beside kernels alone
-versions  this version and an older one in turn
+plain     calls as a user writes them, under budgets, beside kernels alone and an older version
 accuracy  errors of a long call against float64
 step      a training step of a model: as it comes, recovered, with everything
 window    a sliding window beside FlexAttention

@@ -3,8 +3,8 @@
 Inputs in host memory (page-locked, or not) or on the device, results made by the call, gradients by
 autograd. Beside them other kernels alone: everything on the device, autograd too. All take turns,
 call by call, so that a device that gets warmer counts against none of them. First calls, and
-medians of the later ones; with --before an older version as well. Needs a CUDA device; fa4 needs
-flash-attn-4.
+medians of the later ones; with --before an older version as well (git worktree add ../before
+COMMIT; --before ../before/src). On a CPU a few calls of ours alone. fa4 needs flash-attn-4.
 """
 
 from __future__ import annotations
@@ -65,6 +65,16 @@ CASES = {
     "1048576-128MiB": Case(*_MILLION, "128MiB"),
     "1048576-pageable": Case(*_MILLION, "1GiB", "pageable"),
     "1048576-device": Case(*_MILLION, None, "device"),
+    "native": Case(1 << 18, 8, 8, 64, _HALF, "256MiB", kernel="native"),
+    "flex": Case(1 << 18, 8, 8, 64, _HALF, None, "device", kernel="flex"),
+    "flex-cut": Case(1 << 18, 8, 8, 64, _HALF, None, "device", kernel="flex", depth=1),
+    "small": Case(1 << 10, 8, 8, 64, _HALF, None, "device", calls=50),
+}
+# On a CPU.
+CPU = {
+    "16384": Case(1 << 14, 2, 2, 64, torch.float32, "24MiB", "device"),
+    "8192-cut": Case(1 << 13, 2, 2, 64, torch.float32, None, "device", depth=1),
+    "small": Case(64, 8, 8, 64, torch.float32, None, "device", calls=200),
 }
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 Run = Callable[[], list[float]]
@@ -154,9 +164,9 @@ def line(found: dict[str, Any], versions: Iterable[str]) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", type=Path, help="src of an older version")
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", help="by commas; all by default")
     parser.add_argument("--alone", default="cudnn", help="of cudnn, fa4, fa2, by commas")
-    parser.add_argument("--kernel", default="auto", help="of our calls")
+    parser.add_argument("--kernel", help="of our calls")
     parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
 
 
@@ -164,16 +174,19 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
     """A line for each case."""
     versions = {} if options.before is None else {"before": Version(options.before)}
     versions["now"] = Version(ROOT / "src")
-    cases = {}
-    for name in options.cases.split(","):
-        case, peaks = replace(CASES[name], kernel=options.kernel), list[int]()
-        tensors = drawn(case)
+    on_gpu, cases = torch.cuda.is_available(), {}
+    known = CASES if on_gpu else CPU
+    for name in options.cases.split(",") if options.cases else known:
+        case, peaks = known[name], list[int]()
+        case = replace(case, kernel=options.kernel or case.kernel)
+        tensors = drawn(case, "cuda" if on_gpu else "cpu")
         rivals = [r for r in options.alone.split(",") if r and (case.window is None or r == "fa4")]
-        runs = {rival: alone(rival, case, tensors) for rival in rivals}
+        runs = {rival: alone(rival, case, tensors) for rival in rivals if on_gpu}
         tensors = placed(case, tensors)
         runs |= {v: ours(case, version, tensors, peaks) for v, version in versions.items()}
-        cases[name] = {**in_turn(runs, options.rounds), "peak_bytes": max(peaks)}
+        cases[name] = {**in_turn(runs, options.rounds), "peak_bytes": max(peaks, default=None)}
         del runs, tensors
-        torch.cuda.empty_cache()
+        if on_gpu:
+            torch.cuda.empty_cache()
         print(f"{name:18} {line(cases[name], versions)}", flush=True)
-        yield {"kernel": options.kernel, "cases": cases}
+        yield {"kernel": options.kernel or "auto", "cases": cases}
