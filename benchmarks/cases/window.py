@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,38 +31,36 @@ WAYS: dict[str, dict[str, Any]] = {
 Run = Callable[[bool], Any]
 
 
+def with_autograd(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Run:
+    """A function, and its backward by autograd."""
+    *three, grad = tensors
+
+    def call(backward: bool) -> None:
+        leaves = [t.detach().requires_grad_(backward) for t in three]
+        out = attend(*leaves)
+        if backward:
+            torch.autograd.grad(out, leaves, grad)
+
+    return call
+
+
 def flex(tensors: list[torch.Tensor], windowed: bool) -> Run:
     """FlexAttention alone."""
-    query, key, value, grad = tensors
-    n = query.shape[2]
+    n = tensors[0].shape[2]
 
     def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q >= k) & (q - k < WINDOW) if windowed else q >= k
 
     block_mask = create_block_mask(rule, None, None, n, n, "cuda")
+    grouped = tensors[0].shape[1] != tensors[1].shape[1]
     attend = torch.compile(flex_attention)
-
-    def call(backward: bool) -> None:
-        leaves = [t.detach().requires_grad_(backward) for t in (query, key, value)]
-        out = attend(*leaves, block_mask=block_mask, enable_gqa=query.shape[1] != key.shape[1])
-        if backward:
-            torch.autograd.grad(out, leaves, grad)
-
-    return call
+    return with_autograd(partial(attend, block_mask=block_mask, enable_gqa=grouped), tensors)
 
 
 def masked(tensors: list[torch.Tensor], windowed: bool) -> Run:
     """Ours, as a user calls it."""
-    *three, grad = tensors
     mask = qa.Mask(causal=True, window=(WINDOW - 1, -1) if windowed else None)
-
-    def call(backward: bool) -> None:
-        leaves = [t.detach().requires_grad_(backward) for t in three]
-        out = qa.attention(*leaves, attn_mask=mask, enable_gqa=True)
-        if backward:
-            torch.autograd.grad(out, leaves, grad)
-
-    return call
+    return with_autograd(partial(qa.attention, attn_mask=mask, enable_gqa=True), tensors)
 
 
 def recovered(tensors: list[torch.Tensor], windowed: bool, **how: Any) -> Run:
