@@ -21,6 +21,14 @@ def even(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q + k) % 2 == 0
 
 
+width = 5
+
+
+def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A rule that reads a number of this module."""
+    return (q - k).abs() < width
+
+
 @pytest.fixture
 def absent() -> Iterator[Keeps]:
     """A rule of a module that this process alone has."""
@@ -38,3 +46,17 @@ def test_a_pool_refuses_it_by_name_and_goes_on(absent: Keeps) -> None:
             qa.attention(q, q, q, Mask(keeps=absent), devices=pool)
         got = qa.attention(q, q, q, Mask(keeps=even), devices=pool)
     assert torch.allclose(got, qa.attention(q, q, q, Mask(keeps=even)), atol=1e-6)
+
+
+def test_a_number_that_differs_in_a_worker_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's number is changed in this process alone: its workers would keep other pairs."""
+    q = torch.randn(1, 2, 40, 8)
+    with Pool(["cpu", "cpu"], threads=1) as pool:
+        first = qa.attention(q, q, q, Mask(keeps=near), devices=pool)
+        monkeypatch.setitem(globals(), "width", 9)
+        with pytest.raises(RuntimeError, match=r"near.* keeps other pairs in a worker"):
+            qa.attention(q, q, q, Mask(keeps=near), devices=pool)
+        monkeypatch.undo()
+        again = qa.attention(q, q, q, Mask(keeps=near), devices=pool)
+    assert torch.allclose(again, first, atol=1e-6)
+    assert torch.allclose(first, qa.attention(q, q, q, Mask(keeps=near)), atol=1e-6)

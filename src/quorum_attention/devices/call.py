@@ -28,9 +28,9 @@ from quorum_attention.devices.buffers import (
 )
 from quorum_attention.devices.partition import Sums
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
-from quorum_attention.devices.worker import Begin, Rule, changed
+from quorum_attention.devices.worker import Begin, Rule, answers, changed, sample_pairs
 from quorum_attention.execution.device.lookup import backend_of, on_host
-from quorum_attention.execution.problem import state_dtype
+from quorum_attention.execution.problem import Workload, state_dtype
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.registry import get_kernel
@@ -88,7 +88,7 @@ def request_on_several(
         work = request.work
         sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
         resolve(mask, sizes, work.is_causal)
-        mask = sendable(mask, _rule)
+        mask = sendable(mask, lambda keeps: _rule(keeps, work, request.options.device))
     options = {name: getattr(written, name) for name in ("depth", "kernel", "accumulator")}
     watched, report = pool_report is not None, pool_report or PoolReport()
     runner = PoolCall(pool_of, budgets, options, mask, report, watched)
@@ -135,7 +135,7 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
     return (parse_bytes(budget),) * count
 
 
-def _rule(keeps: Keeps) -> Rule:
+def _rule(keeps: Keeps, work: Workload, device: torch.device) -> Rule:
     try:
         pickled = pickle.dumps(keeps)
     except Exception as error:
@@ -144,7 +144,8 @@ def _rule(keeps: Keeps) -> Rule:
             f"{shown(keeps)} cannot be ({type(error).__name__}: {error}): use a function of a "
             "module, not one made inside another function"
         ) from None
-    return Rule(pickled, shown(keeps))
+    pairs = sample_pairs((work.batch, work.heads, work.n_queries, work.n_keys))
+    return Rule(pickled, shown(keeps), pairs, answers(keeps, pairs, device))
 
 
 def sendable(mask: Mask, rule: Callable[[Keeps], Any] = lambda keeps: keeps) -> Mask:

@@ -4,10 +4,11 @@ pool is closed or gone."""
 from __future__ import annotations
 
 import pickle
+import random
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.device.page_locks import is_locked, of_host
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.masked.functions import boolean, indexing
 from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes import compute_block
 
@@ -122,22 +124,50 @@ class Failed:
     broken: bool = False
 
 
+def sample_pairs(work: Sequence[int]) -> list[tuple[int, ...]]:
+    """Some hundred pairs of a call of (batch entries, heads, queries, keys), drawn anew each time:
+    for each query keys at every order of magnitude of the distance, and anywhere."""
+    draw = random.SystemRandom()  # no generator of the caller's moves on
+    batch, heads, n_queries, n_keys = work
+    pairs: list[tuple[int, ...]] = []
+    for number in range(512 if 0 not in work else 0):
+        query, key = draw.randrange(n_queries), draw.randrange(n_keys)
+        if number % 2:
+            away = int(n_keys ** draw.random()) - draw.randrange(2)
+            key = min(n_keys - 1, max(0, query + draw.choice((-1, 1)) * away))
+        pairs.append((draw.randrange(batch), draw.randrange(heads), query, key))
+    return pairs
+
+
+def answers(keeps: Keeps, pairs: Sequence[tuple[int, ...]], device: torch.device) -> list[bool]:
+    """Which pairs a function of a mask keeps."""
+    at = [torch.tensor(numbers, device=device) for numbers in zip(*pairs, strict=True)]
+    return torch.vmap(indexing(boolean(keeps)))(*at).tolist() if at else []
+
+
 @dataclass(frozen=True)
 class Rule:
-    """A function of a mask as workers get it: by its name."""
+    """A function of a mask as workers get it: by its name.
+
+    A global that it reads may have another value in a worker, so some of its answers are sent
+    along. A difference that touches none of them is not seen.
+    """
 
     pickled: bytes
     name: str
+    pairs: list[tuple[int, ...]]
+    kept: list[bool]
 
     def __call__(self, *at: Any) -> torch.Tensor:
         """Never called: it is a function for ``Mask``'s checks alone."""
         raise TypeError("a rule that was sent has to be opened")
 
-    def open(self) -> Keeps:
+    def open(self, device: torch.device) -> Keeps:
         """The function.
 
         Raises:
             NotImplementedError: it cannot be imported here.
+            RuntimeError: it keeps other pairs than in the process that made the call.
         """
         try:
             keeps: Keeps = pickle.loads(self.pickled)
@@ -147,6 +177,12 @@ class Rule:
                 f"devices compute, and {self.name} cannot be ({type(error).__name__}: {error}): "
                 "put it into a module"
             ) from error
+        if answers(keeps, self.pairs, device) != self.kept:
+            raise RuntimeError(
+                f"the mask function {self.name} keeps other pairs in a worker than in the process "
+                "that made the call: a worker imports it by its name, and what it reads differs "
+                "there. Give values as defaults (def near(b, h, q, k, n=n): ...)"
+            )
         return keeps
 
 
@@ -296,7 +332,7 @@ class _Pass:
         call, bias, sinks = self._call, self._tensors.get("mask"), self._tensors.get("sinks")
         mask: AttnMask = call.mask
         if isinstance(mask, Mask):
-            mask = changed(mask, keeps=lambda rule: rule.open())
+            mask = changed(mask, keeps=lambda rule: rule.open(self._device))
         if mask is None and sinks is None:
             mask = bias
         elif bias is not None or sinks is not None:
