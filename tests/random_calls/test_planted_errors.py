@@ -126,8 +126,8 @@ def test_an_error_in_the_gradient_of_a_mask_is_found(dtype, summed, monkeypatch)
     assert {one.outcome for one in calls("auto", 6, **given)} == {"right"}
     original = mask_gradient._Walk._tile
 
-    def twice(self, entries, index, one, rows):  # type: ignore[no-untyped-def]
-        part = original(self, entries, index, one, rows)
+    def twice(self, rows, keys):  # type: ignore[no-untyped-def]
+        part = original(self, rows, keys)
         part[..., :1] *= 2
         return part
 
