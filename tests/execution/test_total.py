@@ -37,6 +37,7 @@ def test_of_calls_small_cut_and_failed() -> None:
     q = torch.randn(1, 4, 300, 16, requires_grad=True)
     with qa.using(report=outer):
         qa.attention(q, q, q).sum().backward()  # at once, without a plan
+        assert "1 forward, 1 backward" in str(outer)
         qa.attention(q, q, q, report=report, depth=1).sum().backward()
         with pytest.raises(qa.BudgetError):
             qa.attention(q, q, q, budget=100)

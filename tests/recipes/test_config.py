@@ -24,7 +24,7 @@ def test_qwen3_8b_has_its_published_number_of_parameters(tmp_path: Path) -> None
     shape = read_shape(path)
     assert shape.parameters == 8_190_735_360
     assert (shape.layers, shape.kv_heads, shape.window, shape.exact) == (36, 8, None, True)
-    assert read_shape({"text_config": QWEN3_8B}) == shape
+    assert read_shape({"text_config": QWEN3_8B}) == read_shape(tmp_path) == shape
 
 
 @pytest.mark.parametrize("biased", [False, True])

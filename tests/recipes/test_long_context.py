@@ -16,6 +16,7 @@ import transformers
 from helpers_memory import usage
 from helpers_models import SIZES, VOCABULARY, distance, tiny
 
+import quorum_attention as qa
 from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import long_context
@@ -164,6 +165,17 @@ def test_images_are_seen(kind: str) -> None:
     pairs = [(ours.grad, own.grad) for ours, own in pairs if own.grad is not None]
     largest = max(own.abs().max() for _, own in pairs)
     assert all((ours - own).abs().max() < 1e-4 * largest for ours, own in pairs)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_in_eval_mode_is_told_that_it_checkpoints_nothing(training: bool) -> None:
+    said = str(long_context(tiny("llama").train(training)))
+    assert ("call model.train()" in said) is not training
+
+
+def test_a_budget_too_small_for_a_few_tokens_is_refused() -> None:
+    with pytest.raises(qa.BudgetError, match="budget of"):
+        long_context(tiny("llama"), budget=1024)
 
 
 def test_modes_of_a_models_parts_stay() -> None:

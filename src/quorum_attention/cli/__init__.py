@@ -25,7 +25,7 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """
     top = argparse.ArgumentParser(
         prog="quorum-attention",
-        description="Attention that never runs out of memory: exact, inside any memory budget.",
+        description="Exact attention inside a memory budget: what ran out of memory, comes back.",
     )
     top.add_argument("--version", action="version", version=quorum_attention.__version__)
     if "--version" in arguments[:1]:

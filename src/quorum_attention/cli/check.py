@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
@@ -53,6 +53,11 @@ def load(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    if importlib.util.find_spec(module.partition(".")[0]) is None or module.endswith(".py"):
+        raise ValueError(
+            f"there is no module {module!r} here or installed: give module:function, without .py, "
+            "from the folder where the module lies"
+        )
     try:
         found: Any = importlib.import_module(module)
     except SystemExit as error:  # its status would be taken for a verdict

@@ -95,7 +95,7 @@ def _of_model(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory) -> None:
     title = (
-        f"{shape.kind}, {shape.parameters / 1e9:.2f} billion parameters"
+        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters"
         f"{'' if shape.exact else ' (counted as of a Llama)'}: a training step of {options.batch} "
         f"x {options.tokens:,} tokens"
     )

@@ -96,8 +96,9 @@ class Total:
         rows = [
             ("passes", [passes]),
             ("time", [format_seconds(self.seconds)]),
-            ("largest peak of memory", [format_bytes(self.peak_bytes)]),
         ]
+        if self.peak_bytes:  # measured where a budget or a call's own report asks for it
+            rows.append(("largest peak of memory", [format_bytes(self.peak_bytes)]))
         if self.recoveries:
             cost = format_seconds(self.recovery_seconds)
             rows.append(("recoveries", [f"{self.recoveries}, which cost {cost}"]))
@@ -291,4 +292,4 @@ class Report:
         parts += [f"mask gradient: {line}" for line in self.mask_gradient]
         if self.pool is not None:
             parts.append(str(self.pool))
-        return "\n".join(parts) or "nothing has run yet"
+        return "\n".join(parts) or str(self.total)

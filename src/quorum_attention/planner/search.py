@@ -211,8 +211,8 @@ class _Search:
             return price(schedule, self.problem, self.hardware)
         needed, budget = footprint.total, self.constraints.budget_bytes
         raise BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
-            f"smallest that works, of the cuts this search knows, is {format_least(needed)} "
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call on "
+            f"{self.problem.place.device_type}; the smallest that works is {format_least(needed)} "
             f"({needed} bytes){_pinned_words(self.constraints)}: {footprint.words}",
             smallest_bytes=needed,
         )

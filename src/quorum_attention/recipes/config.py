@@ -69,8 +69,8 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
     """The shape of a model from its configuration.
 
     Args:
-        config: the path of a ``config.json``, or what it holds. A model of several parts (images
-            and text) is read as its ``text_config``.
+        config: the path of a ``config.json`` or of its folder, or what it holds. A model of several
+            parts (images and text) is read as its ``text_config``.
 
     Raises:
         ValueError: it is no such file, or lacks a size: named.
@@ -80,8 +80,13 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
 
 
 def _read(path: str | Path) -> Any:
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file} is not there: give the path of a model's config.json, or of its folder"
+        )
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a config.json: {error}") from None
 

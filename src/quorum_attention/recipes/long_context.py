@@ -103,7 +103,10 @@ def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Cha
         shape = None
     if not LayerCheckpoints(model, where, shape, training).install():
         return Change(CHECKPOINTS, True, "Transformers' own, on the device")
-    return Change(CHECKPOINTS, True, f"torch's, with attention's results, {_PLACES[where]}")
+    words = f"torch's, with attention's results, {_PLACES[where]}"
+    if not model.training:
+        words += "; only in training mode: this model is in eval mode, call model.train()"
+    return Change(CHECKPOINTS, True, words)
 
 
 __all__ = ["ATTENTION", "long_context"]

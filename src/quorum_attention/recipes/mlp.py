@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
+from quorum_attention.sizes import counted
 
 NAME = "tiled MLP"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -37,7 +38,7 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
             return Change(NAME, False, f"{kind.__name__} gives other results for some tokens alone")
     for module in found:
         _tile(module, tokens)
-    return Change(NAME, True, f"{tokens:,} tokens at a time, {len(found)} of them")
+    return Change(NAME, True, f"{counted(len(found), 'MLP')}, {tokens:,} tokens at a time")
 
 
 def _is_gated(module: torch.nn.Module) -> bool:

@@ -352,13 +352,16 @@ def _with(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int
 def advice(found: StepMemory, fits: bool, memory: int) -> str:
     """In a sentence or two: what to switch on, and what is left to do."""
     words = {SWITCHES[0]: f"quorum attention (budget {format_bytes(found.budget or 0)})"}
-    switched = ", ".join(words.get(name, name) for name in found.on) or "nothing switched on"
+    switched = ", ".join(words.get(name, name) for name in found.on)
     if fits:
-        return f"fits in {format_bytes(memory)} with: {switched}"
+        return f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
     largest = max(found.parts, key=lambda part: part.bytes)
+    left = f"the largest part left is {largest.name} ({format_bytes(largest.bytes)})"
+    if switched:
+        return f"does not fit in {format_bytes(memory)} even with {switched}: {left}"
     return (
-        f"does not fit in {format_bytes(memory)} even with {switched}: the largest part left is "
-        f"{largest.name} ({format_bytes(largest.bytes)})"
+        f"does not fit in {format_bytes(memory)}, and nothing that can be switched on makes a step "
+        f"of this size smaller: {left}"
     )
 
 

@@ -375,7 +375,10 @@ def _parameters(function: Callable[..., Any], what: str) -> tuple[str, ...]:
         return _OPTIONAL
     for wanted in ("is_causal", "scale"):
         if wanted not in signature:
-            raise TypeError(f"{what} must have a parameter {wanted!r}, it has {list(signature)}")
+            raise TypeError(
+                f"{what} {shown(function)} must have a parameter {wanted!r}: it is called as "
+                f"f(query, key, value, *, is_causal, scale), and has {list(signature)}"
+            )
     return tuple(name for name in _OPTIONAL if name in signature)
 
 
