@@ -82,9 +82,7 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
 def _read(path: str | Path) -> Any:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
-        raise FileNotFoundError(
-            f"{file} is not there: give the path of a model's config.json, or of its folder"
-        )
+        raise FileNotFoundError(f"{file}: give the path of a config.json, or of its folder")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -357,12 +357,8 @@ def advice(found: StepMemory, fits: bool, memory: int) -> str:
         return f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
     largest = max(found.parts, key=lambda part: part.bytes)
     left = f"the largest part left is {largest.name} ({format_bytes(largest.bytes)})"
-    if switched:
-        return f"does not fit in {format_bytes(memory)} even with {switched}: {left}"
-    return (
-        f"does not fit in {format_bytes(memory)}, and nothing that can be switched on makes a step "
-        f"of this size smaller: {left}"
-    )
+    helped = f"even with {switched}" if switched else "and no switch helps a step of this size"
+    return f"does not fit in {format_bytes(memory)}, {helped}: {left}"
 
 
 __all__ = [
