@@ -27,6 +27,7 @@ from quorum_attention.kernels.rectangles import (
     forward_bytes,
     operator_refusal,
     round_up,
+    signed,
 )
 from quorum_attention.kernels.tensors import pad_last, row_blocks
 from quorum_attention.kernels.torch_private import operator_reason
@@ -41,14 +42,23 @@ for each row of a head."""
 MEND_ROW_BYTES = 48
 
 
+def _has_odd_rows(lse: torch.Tensor) -> bool:
+    """Whether the operator's lse of any row is 0, NaN or infinite, as of rows without keys."""
+    batch, heads, n_rows = lse.shape
+    for block in row_blocks(batch, heads, n_rows, lse.element_size()):
+        ones = lse[block] / lse[block]
+        if not torch.equal(ones, ones):  # one operator that tells a bool: no NaN equals itself
+            return True
+    return False
+
+
 def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     """Correct, in place, the rows that have NaN, infinite or no scores.
 
     A row with a score of NaN or +inf has to be NaN; a row whose scores are all -inf has to be 0
     with lse -inf. torch's CPU operator differs: among few keys it ignores NaN when it looks for the
     maximum, it returns 0 with lse 0 if there is no maximum, and its 16-bit exponential turns NaN
-    into 0. In all these rows lse is 0, NaN or infinite. That is checked first; nothing else of the
-    other rows is read.
+    into 0. In all these rows lse is 0, NaN or infinite; nothing else of the other rows is read.
 
     Args:
         out: (b, h, lq, dv), as the operator returned it.
@@ -58,10 +68,7 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     batch, heads, n_rows = lse.shape
     for block in row_blocks(batch, heads, n_rows, lse.element_size()):
         part = lse[block]
-        ones = part / part
-        if torch.equal(ones, ones):  # one operator that tells a bool: no NaN equals itself
-            continue
-        odd = ones.isnan() & (part != -torch.inf)
+        odd = (part / part).isnan() & (part != -torch.inf)
         for entry, head in odd.any(dim=-1).nonzero().tolist():
             at = (block[0].start + entry, block[1].start + head)
             every = odd[entry, head].nonzero().flatten() + block[2].start
@@ -135,8 +142,10 @@ class CpuKernel(reference.ReferenceDropout):
             return reference.whole_forward(call)
         if call.query.shape[1] != call.key.shape[1]:
             return grouped_forward(self.whole_forward, call)
-        out, lse = super().whole_forward(call)
-        mend_odd_rows_(out, lse, call)
+        out, lse = self.rectangle_forward(signed(call, self.rounds_scale)[0])
+        if _has_odd_rows(lse):
+            self.clear_dead_rows_(out, lse, call)
+            mend_odd_rows_(out, lse, call)
         return out, lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:

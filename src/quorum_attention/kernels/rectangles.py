@@ -132,16 +132,20 @@ class RectangleKernel(Kernel):
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf."""
         out, lse = self.rectangle_forward(signed(call, self.rounds_scale)[0])
-        if call.bias is not None:
-            # Operators differ in what they return for rows without keys (0 with lse 0, NaN).
-            dead = dead_rows(
-                four_dims(call.bias), call.query.shape[2], call.is_causal, self.lowest_score
-            )
-            # Most masks leave no such row. On a GPU, asking would make the host wait.
-            if dead.is_cuda or bool(dead.any()):
-                out.masked_fill_(dead.unsqueeze(-1), 0.0)
-                lse.masked_fill_(dead, -torch.inf)
+        self.clear_dead_rows_(out, lse, call)
         return out, lse
+
+    def clear_dead_rows_(self, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
+        """Rows without keys: operators differ in what they return for them (0 with lse 0, NaN)."""
+        if call.bias is None:
+            return
+        dead = dead_rows(
+            four_dims(call.bias), call.query.shape[2], call.is_causal, self.lowest_score
+        )
+        # Most masks leave no such row. On a GPU, asking would make the host wait.
+        if dead.is_cuda or bool(dead.any()):
+            out.masked_fill_(dead.unsqueeze(-1), 0.0)
+            lse.masked_fill_(dead, -torch.inf)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """``rectangle_backward`` of a whole call; lse is 0 in rows without keys."""
