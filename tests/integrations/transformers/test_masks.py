@@ -125,6 +125,27 @@ def test_counts_that_do_not_go_up_one_by_one_are_not_taken_for_documents() -> No
     assert (mask.keeps is not None) == COUNTS_WITHIN_DOCUMENTS
 
 
+_BLOCKS = torch.tensor([[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 1, 1, 0, 0, 2, 2]])
+_ROWS = torch.tensor([1, 0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q, k: _BLOCKS[b, q // 2] == _BLOCKS[b, k // 2],
+        lambda b, h, q, k: _BLOCKS[_ROWS[b], q] == _BLOCKS[_ROWS[b], k],
+        lambda b, h, q, k: (q - _ROWS[_ROWS[b]]) // 2 == (k - _ROWS[_ROWS[b]]) // 2,
+        lambda b, h, q, k: (q - b) // 2 == (k - b) // 2,
+        lambda b, h, q, k: _BLOCKS.float()[b, q] == _BLOCKS.float()[b, k],
+    ],
+)
+def test_numbers_looked_up_at_other_places_keep_the_same_pairs(function: Any) -> None:
+    theirs, kept, _ = described(
+        batch_size=2, q_length=8, kv_length=8, mask_function=function, device="cpu"
+    )
+    assert torch.equal(kept, theirs)
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [

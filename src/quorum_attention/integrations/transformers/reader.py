@@ -161,6 +161,12 @@ class Numbers(_Symbol):
         self.first, self.divisor = first, divisor
 
     @property
+    def is_position(self) -> bool:
+        """Whether these are the positions themselves."""
+        plain = self.table is None and self.first is None
+        return plain and self.shift == 0 and self.divisor == 1
+
+    @property
     def first_token(self) -> bool:
         """Whether numbers begin at another token than the first of a row."""
         return self.first is not None and bool(self.first.any())
@@ -181,7 +187,9 @@ class Numbers(_Symbol):
     def __sub__(self, other: Any) -> Any:
         if isinstance(other, int):
             return self + -other
-        if isinstance(other, _Entry) and self.first is None and self.divisor == 1:
+        if isinstance(other, _Entry):
+            if other.table is None or self.first is not None or self.divisor != 1:
+                raise UnknownError
             return Numbers(self.of_key, self.table, self.shift, other.table)
         return _Distance(self, other)
 
@@ -233,8 +241,13 @@ class Numbers(_Symbol):
         stop = start + (sizes.keys if self.of_key else sizes.queries)
         numbers = torch.arange(start, stop, device=sizes.device)[None]
         if self.table is not None:
-            if self.table.dim() != 2 or any(
-                n < wanted for n, wanted in zip(self.table.shape, (sizes.batch, stop), strict=True)
+            if (
+                self.table.is_floating_point()
+                or self.table.dim() != 2
+                or any(
+                    n < wanted
+                    for n, wanted in zip(self.table.shape, (sizes.batch, stop), strict=True)
+                )
             ):
                 raise UnknownError
             numbers = self.table[: sizes.batch, start:stop].to(sizes.device)
@@ -264,13 +277,15 @@ class _Lookups(TorchFunctionMode):
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         if function is torch.Tensor.__getitem__:
             table, index = args
-            if isinstance(index, _Entry):
-                return _Entry(table)
-            entry, token = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
-            if isinstance(entry, _Entry) and isinstance(token, Numbers):
-                if token.table is not None or token.shift or token.first is not None:
+            entry, *tokens = index if isinstance(index, tuple) else (index,)
+            if isinstance(entry, _Entry):
+                # Of the entry and the position themselves alone.
+                if entry.table is not None or len(tokens) > 1 or table.dim() != 1 + len(tokens):
                     raise UnknownError
-                return Numbers(token.of_key, table)
+                if not tokens:
+                    return _Entry(table)
+                if isinstance(tokens[0], Numbers) and tokens[0].is_position:
+                    return Numbers(tokens[0].of_key, table)
         return function(*args, **(named or {}))
 
 
