@@ -162,7 +162,7 @@ def test_a_disk_that_fills_up_keeps_what_is_done_and_is_named(
     assert f"{folder}/out" in said.splitlines()[-1]
     assert not Path("out").exists()
     assert Path("out.run").exists() == (calls >= 3)
-    assert (f"{calls // 3} of {HEADS} head groups are done and kept" in said) == (calls >= 3)
+    assert (f"{calls // 3} of {HEADS} parts are done and kept" in said) == (calls >= 3)
     assert main([*command, "--resume"]) == 0
     assert main(["run", "qkv", "whole", *EACH]) == 0
     assert tensors("out") == tensors("whole")
@@ -176,7 +176,7 @@ def test_a_signal_right_after_progress_was_written_says_what_is_kept(
 
     monkeypatch.setattr(writing, "sync_directory", stop)
     assert main(["run", "qkv", "out", *EACH]) == 128 + 15
-    assert f"1 of {HEADS} head groups are done and kept" in capsys.readouterr().err
+    assert f"1 of {HEADS} parts are done and kept" in capsys.readouterr().err
 
 
 def test_no_room_for_accumulators_is_said_before_any_work(

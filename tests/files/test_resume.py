@@ -80,7 +80,7 @@ def test_a_resumed_run_gives_what_one_run_gives(
     assert (folder / "out").read_bytes() == old
     said = capsys.readouterr().err
     assert (folder / PROGRESS).exists() == (folder / "out.run").exists() == (parts > 0)
-    assert (f"{parts} of {HEADS} head groups are done and kept" in said) == (parts > 0)
+    assert (f"{parts} of {HEADS} parts are done and kept" in said) == (parts > 0)
     assert run(folder, "--resume", "--json", backward=backward) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["parts"] == HEADS
@@ -108,7 +108,7 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
     capsys.readouterr()
     assert run(folder) == 2
     said = capsys.readouterr().err
-    assert "2 of 4 head groups are done" in said
+    assert "2 of 4 parts are done" in said
     assert "--resume" in said
     assert "--restart" in said
     assert contents(folder) == before

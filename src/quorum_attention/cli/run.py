@@ -205,10 +205,9 @@ def _tell(
         })  # fmt: skip
     else:
         if options.ray is None:
-            say(str(report))
             if report.total.forwards + report.total.backwards > 1:
-                parts = outcome.settings.parts
-                say(f"that was the last of {parts} parts; all of this run: {report.total}")
+                say(f"this run:\n{report.total}\nthe last of {outcome.settings.parts} parts:")
+            say(str(report))
         say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
     if options.draw is not None and (report.forward or report.backward) is not None:

@@ -319,7 +319,7 @@ def run_call(
         done = list(folder.progress["done"])
         left = [number for number in range(settings.parts) if number not in done]
         if folder.resumed:
-            say(f"resumed: {len(done)} of {settings.parts} head groups were done")
+            say(f"resumed: {len(done)} of {settings.parts} parts were done")
             if left and (now := plan_words(call, settings)) != settings.plan:
                 say(
                     f"the rest runs by another plan, so it may round otherwise: it was "
@@ -345,7 +345,7 @@ def _telling(folder: RunFolder, say: Say) -> Iterator[None]:
             left = _left(folder.output)
             if left is not None:
                 say(
-                    f"{len(left['done'])} of {left['settings']['parts']} head groups are done and "
+                    f"{len(left['done'])} of {left['settings']['parts']} parts are done and "
                     f"kept: --resume goes on from there"
                 )
         raise
@@ -396,7 +396,7 @@ def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
     if mode == "new":
         raise UnfinishedError(
             f"{output.name} was begun {left['begun']} and is not finished: {len(left['done'])} of "
-            f"{left['settings']['parts']} head groups are done ({output.run}); --resume goes on "
+            f"{left['settings']['parts']} parts are done ({output.run}); --resume goes on "
             f"with it, --restart removes it and begins anew"
         )
     before = left["call"]
