@@ -37,19 +37,19 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _rows(found: Calibration) -> list[list[str]]:
-    figures = dict(found.figures)
-    shown = {
-        f"head_dim {head_dim} {which}": f"{rate / 1e12:.3g} TFLOP/s"
-        for head_dim, rates in figures.pop("flops", {}).items()
-        for which, rate in zip(("forward", "backward"), rates, strict=True)
-    }
-    for name, value in figures.items():
-        if name.endswith("_bytes_per_second"):
-            shown[name] = f"{value / 1e9:.3g} GB/s"
-        else:
-            shown[name] = f"{value * 1e3:.3g} ms" if name.endswith("_seconds") else f"{value:.3g}"
     off = {name: f"{spread - 1:.0%}" for name, spread in found.spread.items()}
-    return [
-        [name.removesuffix("_bytes_per_second").replace("_", " "), text, off.get(name, "")]
-        for name, text in shown.items()
-    ]
+    rows = []
+    for head_dim, rates in found.figures["flops"].items():
+        for which, rate in zip(("forward", "backward"), rates, strict=True):
+            name = f"head_dim {head_dim} {which}"
+            rows.append([name, f"{rate / 1e12:.3g} TFLOP/s", off[name]])
+    for name, value in found.figures.items():
+        if not isinstance(value, float):
+            continue
+        if name.endswith("_bytes_per_second"):
+            text = f"{value / 1e9:.3g} GB/s"
+        else:
+            text = f"{value * 1e3:.3g} ms" if name.endswith("_seconds") else f"{value:.3g}"
+        label = name.removesuffix("_bytes_per_second").replace("_", " ")
+        rows.append([label, text, off.get(name, "")])
+    return rows
