@@ -50,7 +50,7 @@ class ResolvedMask:
         is_causal: whether no query keeps a later key (counted from the first query and the first
             key), so that tasks need not have them.
         keeps_all: whether nothing else is masked.
-        kernels: those made for it (``choice.py``), by the id of the kernel that each computes with.
+        kernels: those made for it (``kernel.py``), by the id of the kernel that each computes with.
     """
 
     def __init__(self, mask: Mask, sizes: Sizes, is_causal: bool) -> None:
