@@ -259,7 +259,9 @@ def attention_backward(
     )  # fmt: skip
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = _request_of("attention_backward", *originals, call)
-    target = None if isinstance(grad_mask, bool) else grad_mask
+    target = None
+    if not isinstance(grad_mask, bool):
+        target = as_tensor(grad_mask, "grad_mask", written=True)
     of_sinks = switch(grad_sinks, "grad_sinks")
     given = Given(
         grad_out, out, lse, grads, grad_mask is not False, target, of_sinks, grad_lse

@@ -199,3 +199,10 @@ def test_kernels_of_other_functions_are_refused_by_name() -> None:
     given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
     with pytest.raises(NotImplementedError, match="kernel 'another' has no gradient of attn_mask"):
         qa.attention(*given.three, mask, kernel=Another())
+
+
+def test_a_gradient_of_the_mask_is_asked_for_by_true_or_a_tensor() -> None:
+    q, mask = torch.randn(1, 1, 5, 4), torch.randn(5, 5)
+    out, lse = qa.attention_with_lse(q, q, q, attn_mask=mask)
+    with pytest.raises(TypeError, match="grad_mask"):
+        qa.attention_backward(out, q, q, q, out, lse, mask, grad_mask=None)  # type: ignore[arg-type]
