@@ -333,7 +333,8 @@ def versions() -> str:
     rows = [[*CASES[case], over(later(calls), "before")] for case, calls in found["cases"].items()]
     return f"""## Before and after the code was made smaller
 
-The same plain calls of both, in turn, medians, later over earlier, forward; forward+backward.
+The same plain calls of both, in turn, medians, later over earlier, forward; forward+backward. "After" is half way: no GPU has
+run what came after the commit named here.
 {origin(name, found["command"])}.
 
 {table(["call", "budget", "ratio"], rows)}"""

@@ -98,7 +98,8 @@ def attention(
         report: a ``Report`` to fill with what happened.
 
     Returns:
-        (..., heads, n_queries, value_dim), on the query's device; 0 in rows with no key to see.
+        (..., heads, n_queries, value_dim), on the query's device; 0 in rows with no key to see
+        (with NaN or infinity in the query, kernel "dense" gives NaN there, as torch does).
 
     Raises:
         ValueError, TypeError: arguments that do not fit; before anything is allocated.
