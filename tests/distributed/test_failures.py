@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers_ranks import compare, inputs_of, spawn
 
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed.calls import Calls
+from quorum_attention.distributed.run import Sharded
 
 # Heads and key/value heads: exchanged between 2 ranks, and what is shared otherwise.
 HEADS = ((4, 4), (5, 1), (3, 3))
@@ -44,17 +44,17 @@ def _passes(out: torch.Tensor | None, heads: int, kv_heads: int, **options: Any)
 
 def _one_fails(rank: int) -> None:
     for heads, kv_heads in HEADS:
-        for name in ("compute", "backward"):
+        for name in ("forward", "backward"):
             for lengths in (None, "equal"):
                 group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
                 options: dict[str, Any] = {"group": group, "lengths": lengths}
                 tensors, out = _call(heads, kv_heads, **options)
-                kept = getattr(Calls, name)
+                kept = getattr(Sharded, name)
                 if rank == 0:
-                    setattr(Calls, name, _failing)
+                    setattr(Sharded, name, _failing)
                 with pytest.raises(RuntimeError if rank else PlantedError):
                     _passes(out if name == "backward" else None, heads, kv_heads, **options)
-                setattr(Calls, name, kept)
+                setattr(Sharded, name, kept)
                 # What follows is not taken for what is missing.
                 for again in (
                     lambda options=options, h=(heads, kv_heads): _call(*h, **options),

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed import heads as whole_heads
 
 ALLOWED = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 3e-2}
 
@@ -217,7 +216,6 @@ def _all_of_it(rank: int) -> None:
     pair = dist.new_group([0, 1])
     everyone = dist.group.WORLD
     assert everyone is not None
-    whole_heads._TURNS = 2
     _random_masks(rank, everyone, 12)
     _dropout(rank, everyone)
     _biases_learn(rank, everyone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from helpers_ranks import HOME, compare, inputs_of, random_calls, spawn
 
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed import heads as whole_heads
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 # Heads, key/value heads, rows of the two ranks.
@@ -27,15 +27,17 @@ SHAPES = [
 
 
 def _all_of_it(rank: int) -> None:
-    # Three turns on one stream, one, and two on two streams.
-    for turns, worth_it in ((3, 1e30), (1, 1e30), (1, 0.0)):
-        whole_heads._TURNS, whole_heads.WORTH_IT = turns, worth_it
+    module = import_module("quorum_attention.distributed.attention")
+    turns_of = module.turns_of
+    for turns in (1, 2, 3):  # on two streams
+        module.turns_of = lambda flops, turns=turns: turns
         for number, (heads, kv_heads, sizes, causal) in enumerate(SHAPES):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 torch.manual_seed(number)
                 tensors = inputs_of(heads, kv_heads, sum(sizes), 64, 64, dtype, 1 + number % 2)
                 compare(rank, list(sizes), tensors, causal, lengths=sizes)
     random_calls(11, 30)
+    module.turns_of = turns_of
     _again_and_again(rank)
     _no_waits()
     _masks(rank)

@@ -20,6 +20,8 @@ from quorum_attention.call.validation import Sizes, check_kind, sizes_of
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.distributed.masks import columns_of
 from quorum_attention.execution.device.lookup import best_device, on_host
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 
 # What a call is, by the names of its arguments; the values are plain.
@@ -113,6 +115,22 @@ def check_shard(
             f"{tuple(query.shape)}, {tuple(key.shape)}"
         )
     return sizes
+
+
+def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
+    """The kernel of that name, for calls that are parts of one.
+
+    Raises:
+        ValueError, TypeError: there is none.
+        NotImplementedError: it computes another attention, by positions in the whole call.
+    """
+    found = get_kernel(kernel)
+    if found.probed_as is not None or (found.own_attention and not found.position_free):
+        raise NotImplementedError(
+            f"kernel {found.name!r} computes another attention, of positions in the whole call; "
+            "ranks have parts of it: give attn_mask, or a function that takes no positions"
+        )
+    return found
 
 
 def home_of(group: dist.ProcessGroup) -> torch.device:
@@ -273,5 +291,5 @@ def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) ->
 
 __all__ = [
     "Arguments", "agreed_number", "agreed_sizes", "alive", "check_shard", "compare", "exchanging",
-    "member_of", "refusing", "told", "waits",
+    "kernel_of_parts", "member_of", "refusing", "told", "waits",
 ]  # fmt: skip

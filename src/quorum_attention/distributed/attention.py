@@ -15,7 +15,7 @@ import torch.distributed as dist
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import CallOptions, options_of
 from quorum_attention.call.request import checked_dropout
-from quorum_attention.call.settings import filled
+from quorum_attention.call.settings import current, filled
 from quorum_attention.call.transforms import is_followed, refuse_learned
 from quorum_attention.counts import real_number, shown, switch
 from quorum_attention.distributed.agreement import (
@@ -24,17 +24,11 @@ from quorum_attention.distributed.agreement import (
     check_shard,
     compare,
     exchanging,
+    kernel_of_parts,
     member_of,
     refusing,
     waits,
 )
-from quorum_attention.distributed.calls import (
-    Calls,
-    MaskGradients,
-    ShardedReport,
-    kernel_of_parts,
-)
-from quorum_attention.distributed.heads import Exchanged, turns_of
 from quorum_attention.distributed.masks import (
     Shards,
     checked_mask,
@@ -42,9 +36,18 @@ from quorum_attention.distributed.masks import (
     tensors_of,
     whole_mask,
 )
-from quorum_attention.distributed.partition import Sequences, choose, forward_bytes
+from quorum_attention.distributed.partition import (
+    Assignment,
+    RowBytes,
+    Sequences,
+    choose,
+    forward_bytes,
+    turns_of,
+)
+from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.execution.problem import state_dtype
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
@@ -149,9 +152,23 @@ def attention(
     whole = WholeCall(
         (batch,), shard.heads, shard.kv_heads, tokens, tokens, mask, causal, factor, dropout
     )
-    calls = Calls(whole, weakref.ref(group), sizes, written, arguments, report)
     with torch.autocast(kind, enabled=False):
-        out = _computed([t.to(dtype).reshape(batch, *t.shape[-3:]) for t in inputs], calls)
+        inputs = [t.to(dtype).reshape(batch, *t.shape[-3:]) for t in inputs]
+        if dtype.itemsize == 2 and batch * shard.heads * tokens**2 <= _WIDENED_PAIRS:
+            inputs = [t.float() for t in inputs]
+        assignment, moved = _assigned(inputs, whole, sizes)
+        # Turns of whole heads, where nothing limits a call's memory.
+        free = not on_host(query.device) and written.says_nothing and current() is None
+        call = Sharded(
+            assignment, whole, weakref.ref(group), written, arguments, report,
+            free and assignment.whole_heads and assignment.of.units == "pairs",
+        )  # fmt: skip
+        if report is not None:
+            report.begin(assignment, group.rank(), assignment.most_received(moved))
+        bias = None if mask is None else mask.bias
+        sinks = None if mask is None else mask.sinks
+        apply: Any = _Attention.apply
+        out: torch.Tensor = apply(*inputs, bias, sinks, call)
     return out.to(dtype).reshape(*query.shape[:-1], shard.value_dim)
 
 
@@ -175,13 +192,17 @@ def _checked(
     return written._replace(kernel=kernel)
 
 
-def _computed(inputs: Sequence[torch.Tensor], calls: Calls) -> torch.Tensor:
-    """The result of a call that has been checked, of inputs with one batch dimension.
+def _assigned(
+    inputs: Sequence[torch.Tensor], whole: WholeCall, sizes: Sequence[int]
+) -> tuple[Assignment, RowBytes]:
+    """Who computes what, and the bytes of a row. All ranks decide the same, of sizes alone.
 
-    All ranks decide the same, of sizes alone; budgets may differ.
+    Args:
+        inputs: query, key and value of this rank, with one batch dimension.
+        sizes: rows of every rank.
     """
-    (batch, heads, _, head_dim), value_dim = inputs[0].shape, inputs[2].shape[3]
-    mask, whole = calls.mask, calls.whole
+    mask, value_dim, (batch, heads, _, head_dim) = whole.mask, inputs[2].shape[3], inputs[0].shape
+    assert not isinstance(mask, torch.Tensor)
     units: Literal["pairs", "rows", "heads"] = "pairs"
     if mask is not None or whole.dropout is not None:
         units = "rows" if whole.dropout is None else "heads"
@@ -191,28 +212,14 @@ def _computed(inputs: Sequence[torch.Tensor], calls: Calls) -> torch.Tensor:
         or 0 <= mask.sides[0] < whole.n_keys // 2
     )  # fmt: skip
     leans = not short and (whole.is_causal or (mask is not None and bool(mask.causal)))
-    if inputs[0].dtype.itemsize == 2 and batch * heads * whole.n_keys**2 <= _WIDENED_PAIRS:
-        inputs = [t.float() for t in inputs]
     element, pair_flops = inputs[0].element_size(), 2.0 * (head_dim + value_dim)
-    of = Sequences((0, *accumulate(calls.sizes)), heads, whole.kv_heads, leans, units)
-    sizes = forward_bytes(head_dim, value_dim, element, max(4, element))
-    assignment = choose(of, sizes, pair_flops)
-    if assignment.whole_heads:
-        side_by_side = not on_host(inputs[0].device) and units == "pairs"
-        flops = batch * of.pairs / of.ranks * pair_flops if side_by_side else 0.0
-        turns = turns_of(of.kv_heads // of.ranks, of.share, flops)
-        call: Any = Exchanged(calls, turns, side_by_side and calls.unlimited)
-        # The log-sum-exp stays where it was computed.
-        sizes, stages = forward_bytes(head_dim, value_dim, element, 0), len(turns)
-    else:
-        call = Sharded(assignment, replace(calls, partial=units == "pairs"))
-        stages = assignment.n_stages
-    if calls.report is not None:
-        calls.report.begin(assignment, calls.rank, assignment.most_received(sizes), stages)
-    apply: Any = _Attention.apply
-    bias = None if mask is None or mask.bias is None or not mask.bias.requires_grad else mask.bias
-    out: torch.Tensor = apply(*inputs, bias, None if mask is None else mask.sinks, call)
-    return out
+    of = Sequences((0, *accumulate(sizes)), heads, whole.kv_heads, leans, units)
+    flops = batch * of.pairs / of.ranks * pair_flops
+    of = replace(
+        of, turns=turns_of(flops if units == "pairs" and not on_host(inputs[0].device) else 0.0)
+    )
+    moved = forward_bytes(head_dim, value_dim, element, max(4, element))
+    return choose(of, moved, pair_flops), moved
 
 
 class _Attention(torch.autograd.Function):
@@ -224,16 +231,16 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        call: Sharded | Exchanged,
+        call: Sharded,
     ) -> torch.Tensor:
-        keep, calls = any(ctx.needs_input_grad), call.calls
-        with exchanging(calls.group):
+        keep = any(ctx.needs_input_grad)
+        with exchanging(call.group):
             out, saved = call.forward(query, key, value, keep)
         if keep:
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            read = [] if calls.mask is None else tensors_of(calls.mask)
+            read = [] if call.mask is None else tensors_of(call.mask)
             ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
@@ -242,16 +249,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        call: Sharded | Exchanged = ctx.call
-        calls, group = call.calls, call.calls.group
+        call: Sharded = ctx.call
+        group, mask = call.group, call.mask
         with exchanging(group):  # other ranks may have begun
             saved = ctx.saved_tensors[: ctx.count]
-        of_mask = MaskGradients.of(calls.mask, *ctx.needs_input_grad[3:5])
+        named = (None, None) if mask is None else (mask.bias, mask.sinks)
+        of_mask = [
+            torch.zeros_like(t, dtype=state_dtype(t.dtype)) if wanted and t is not None else None
+            for wanted, t in zip(ctx.needs_input_grad[3:5], named, strict=True)
+        ]
         if waits(group, grad_out):  # the hosts wait anyway
-            compare(group, {"call": "the backward of attention", **calls.arguments})
+            compare(group, {"call": "the backward of attention", **call.arguments})
         with exchanging(group):
             made = call.backward(grad_out, ctx.shapes, saved, of_mask)
-        return (*made, of_mask.bias, of_mask.sinks, None)
+        return (*made, *of_mask, None)
 
 
 __all__ = ["attention"]

@@ -18,12 +18,13 @@ from quorum_attention.distributed.agreement import (
     Arguments,
     agreed_number,
     exchanging,
+    kernel_of_parts,
     member_of,
     refusing,
     waits,
 )
-from quorum_attention.distributed.calls import ShardedReport, kernel_of_parts
 from quorum_attention.distributed.masks import checked_mask
+from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from quorum_attention.distributed.partition import Needed, Piece
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
-# Where a tensor is in the message of a rank: its first byte, shape and dtype.
-_Place = tuple[int, int, tuple[int, ...], torch.dtype]
-_OfPiece = Callable[[Piece], Sequence[torch.Tensor]]
+_Like = tuple[tuple[int, ...], torch.dtype]
+_Shards = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Transfer:
@@ -28,7 +27,8 @@ class Transfer:
     out those that it neither sends nor gets.
 
     Args:
-        likes: of a piece, its tensors' sizes (batch, any heads, any rows, ...), dtypes and device.
+        shards: tensors of queries and of keys, which give the device, the dtype and all sizes
+            (batch, any heads, any rows, ...) but heads and rows.
         content: of a piece, the rows themselves; asked for at their source.
         state: dtype of rows that have to be added up, if rows go from who computed them to who
             owns them; None: they come from their owner.
@@ -36,72 +36,78 @@ class Transfer:
     Attributes:
         coming: the pieces that this rank gets.
         received_bytes: from other ranks.
+        messages: what came, and what is sent.
     """
 
     def __init__(
         self,
         pieces: Iterable[Piece],
-        likes: _OfPiece,
-        content: _OfPiece,
+        shards: _Shards,
+        content: Callable[[Piece], Sequence[torch.Tensor]],
         group: dist.ProcessGroup,
-        device: torch.device,
         state: torch.dtype | None = None,
     ) -> None:
-        here, ranks = group.rank(), group.size()
-        outgoing: list[list[tuple[_Place, torch.Tensor]]] = [[] for _ in range(ranks)]
-        sent, got = [0] * ranks, [0] * ranks
-        self._slots: list[list[torch.Tensor | _Place]] = []
+        here, ranks, device = group.rank(), group.size(), shards[0][0].device
+        outgoing, incoming = ([list[_Like]() for _ in range(ranks)] for _ in range(2))
+        sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         self.coming: list[Piece] = []
+        rows_of: list[tuple[int, Sequence[torch.Tensor]]] = []
         for piece in pieces:
-            source, target = piece.owner, piece.rank
-            if state is not None:
-                source, target = target, source
-            rows = content(piece) if source == here else ()
-            slots: list[torch.Tensor | _Place] = list(rows) if target == here else []
-            for number, like in enumerate(likes(piece) if source != target else ()):
-                shape = (like.shape[0], piece.heads.length, piece.rows.length, *like.shape[3:])
-                dtype = like.dtype if state is None or piece.alone else state
-                n_bytes = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-                if source == here:
-                    outgoing[target].append(((target, sent[target], shape, dtype), rows[number]))
-                    sent[target] += n_bytes
-                else:
-                    slots.append((source, got[source], shape, dtype))
-                    got[source] += n_bytes
+            ends = piece.owner, piece.rank
+            source, target = ends if state is None else ends[::-1]
+            own = content(piece) if source == here else ()
+            likes = [
+                (
+                    (t.shape[0], piece.heads.length, piece.rows.length, *t.shape[3:]),
+                    t.dtype if state is None or piece.alone else state,
+                )
+                for t in shards[piece.of_keys]
+            ]
             if target == here:
                 self.coming.append(piece)
-                self._slots.append(slots)
-        self.received_bytes, self._starts = sum(got), [0, *accumulate(got)]
-        self._inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
-        self._outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-        starts = [0, *accumulate(sent)]
-        for place, tensor in (one for each in outgoing for one in each):
-            _read(self._outbox, starts, place).copy_(tensor)
-        messages = self._inbox, self._outbox, got, sent
-        self._work: Any = dist.all_to_all_single(*messages, group=group, async_op=True)
+                rows_of.append((source, own))
+                if source != here:
+                    incoming[source] += likes
+            elif source == here:
+                outgoing[target] += likes
+                sent[target] += own
+        outbox, go, places = _message(outgoing, device)
+        inbox, come, came = _message(incoming, device)
+        for place, rows in zip(chain(*places), chain(*sent), strict=True):
+            place.copy_(rows)
+        self.messages, self.received_bytes = (inbox, outbox), sum(come)
+        queues = [iter(each) for each in came]
+        self._rows = [
+            own if source == here else [next(queues[source]) for _ in shards[piece.of_keys]]
+            for piece, (source, own) in zip(self.coming, rows_of, strict=True)
+        ]
+        self._work: Any = None
+        if ranks > 1:
+            self._work = dist.all_to_all_single(inbox, outbox, come, go, group=group, async_op=True)
 
-    def arrived(self) -> list[tuple[Piece, list[torch.Tensor]]]:
+    def arrived(self) -> list[tuple[Piece, Sequence[torch.Tensor]]]:
         """The pieces that came with their tensors; this rank's own as they are.
 
         On a GPU the current stream waits for it.
         """
-        self._work.wait()
-        rows = [
-            [
-                slot if isinstance(slot, torch.Tensor) else _read(self._inbox, self._starts, slot)
-                for slot in slots
-            ]
-            for slots in self._slots
-        ]
-        return list(zip(self.coming, rows, strict=True))
+        if self._work is not None:
+            self._work.wait()
+        return list(zip(self.coming, self._rows, strict=True))
 
 
-def _read(message: torch.Tensor, starts: Sequence[int], place: _Place) -> torch.Tensor:
-    """The tensor at a place of a message of bytes; ``starts``: of each rank's part."""
-    rank, at, shape, dtype = place
-    first = starts[rank] + at
-    exact = math.prod(shape) * dtype.itemsize
-    return message[first : first + exact].view(dtype).view(shape)
+def _message(
+    likes: Sequence[Sequence[_Like]], device: torch.device
+) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
+    """A message to or from each rank: all its bytes, how many are of each rank, and its tensors."""
+    exact = [[math.prod(shape) * dtype.itemsize for shape, dtype in each] for each in likes]
+    sizes = [[-(-n // _ALIGNMENT) * _ALIGNMENT for n in each] for each in exact]
+    message = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
+    parts = iter(message.split([n for each in sizes for n in each]))
+    tensors = [
+        [next(parts)[:n].view(dtype).view(shape) for n, (shape, dtype) in zip(*both, strict=True)]
+        for both in zip(exact, likes, strict=True)
+    ]
+    return message, [sum(each) for each in sizes], tensors
 
 
 @dataclass(slots=True)

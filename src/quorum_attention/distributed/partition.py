@@ -40,6 +40,8 @@ _TILE = 128
 # runs beside. Of an H200 and its links to others in the same host: 200 GB/s, 400 TFLOP/s.
 _LITTLE = 0.2
 _BYTES_A_FLOP = 200e9 / 400e12
+# Floating-point operations of a rank in a forward.
+_WORTH_TWO = 5e11
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Sequences:
         units: what may be given to a rank by itself: "pairs" of any kind; "rows" with all their
             keys (under a mask: nothing is merged then); "heads" (with dropout, whose pairs are
             numbered by head).
+        turns: calls that a rank's share is cut into where heads are exchanged whole.
     """
 
     starts: tuple[int, ...]
@@ -60,6 +63,7 @@ class Sequences:
     kv_heads: int
     is_causal: bool
     units: Literal["pairs", "rows", "heads"] = "pairs"
+    turns: int = 1
 
     @property
     def ranks(self) -> int:
@@ -264,7 +268,8 @@ class Assignment:
             if piece.rank == rank != piece.owner:
                 total += piece.vectors * (sizes.key if piece.of_keys else sizes.query)
             elif piece.owner == rank != piece.rank and not piece.of_keys:
-                total += piece.vectors * (sizes.out if piece.alone else sizes.partial)
+                out = sizes.out + (0 if self.kept else sizes.lse)
+                total += piece.vectors * (out if piece.alone else sizes.partial)
         return total
 
     def most_received(self, sizes: RowBytes) -> int:
@@ -280,20 +285,29 @@ class RowBytes(NamedTuple):
         out: of results that come back, where one rank computes all of them.
         partial: of results that have to be added up.
         key: of a key and its value.
+        lse: of the log-sum-exp that comes with ``out``, unless inputs are kept where it is.
     """
 
     query: int
     out: int
     partial: int
     key: int
+    lse: int = 0
 
 
 def forward_bytes(head_dim: int, value_dim: int, element: int, state: int) -> RowBytes:
     """Bytes of rows in a forward: queries out, output and lse back; keys and values out."""
     return RowBytes(
-        head_dim * element, value_dim * element + state, value_dim * state + state,
-        (head_dim + value_dim) * element,
+        head_dim * element, value_dim * element, value_dim * state + state,
+        (head_dim + value_dim) * element, state,
     )  # fmt: skip
+
+
+def turns_of(flops: float) -> int:
+    """Into how many calls whole heads of a rank are cut on a GPU, which computes them on two
+    streams: two calls hide messages, and were faster than one, three or four from about a
+    millisecond on. On one stream the end of each leaves most of the device idle for a while."""
+    return 2 if flops >= _WORTH_TWO else 1
 
 
 @lru_cache(maxsize=256)
@@ -342,16 +356,17 @@ def every_way(of: Sequences) -> Iterator[Assignment]:
 def heads(of: Sequences) -> Assignment:
     """Heads exchanged; see the top of this file."""
     edges = [_point(of, Fraction(rank * of.heads, of.ranks)) for rank in range(of.ranks + 1)]
+    whole = of.tokens > 0 and not of.heads % of.ranks and not of.kv_heads % of.ranks
     shares, every = [], Interval(0, of.tokens)
     for (head, row), (last, stop) in pairwise(edges):
         parts: list[tuple[Interval, Interval]] = []
         if row and head < last:
             parts.append((Interval(head, head + 1), Interval(row, of.tokens)))
             head, row = head + 1, 0
-        parts += [(run, every) for run in _by_groups(of, head, last)]
+        runs = _by_groups(of, head, last, of.turns if whole else _STAGES)
+        parts += [(run, every) for run in runs]
         parts.append((Interval(last, last + 1), Interval(row, stop)))
         shares.append(_staged(of, parts))
-    whole = of.tokens > 0 and not of.heads % of.ranks and not of.kv_heads % of.ranks
     return Assignment("heads exchanged", of, tuple(shares), whole)
 
 
@@ -370,8 +385,9 @@ def _rounded(row: float, tokens: int) -> int:
     return min(tokens, round(row / tile) * tile)
 
 
-def _by_groups(of: Sequences, first: int, last: int) -> list[Interval]:
-    """Whole heads in runs: of all query heads of some key/value heads, or of some of one's."""
+def _by_groups(of: Sequences, first: int, last: int, most: int = _STAGES) -> list[Interval]:
+    """Whole heads in runs: ``most`` of all query heads of some key/value heads, or of some of
+    one's."""
     if first >= last:
         return []
     inner = Interval(-(-first // of.share) * of.share, last // of.share * of.share)
@@ -380,7 +396,7 @@ def _by_groups(of: Sequences, first: int, last: int) -> list[Interval]:
         edges = [first, *(e for e in {inner.start, inner.stop} if first < e < last), last]
     else:
         groups = inner.length // of.share
-        n = min(_STAGES, groups)
+        n = min(most, groups)
         cuts = [inner.start + groups * i // n * of.share for i in range(n + 1)]
         edges = [first, *cuts, last]
     edges = sorted(set(edges))
@@ -471,5 +487,5 @@ def quorums(of: Sequences, chunks: int) -> Assignment:
 
 __all__ = [
     "Assignment", "Block", "Needed", "Piece", "RowBytes", "Sequences", "Stages", "choose",
-    "every_way", "forward_bytes", "heads", "keys", "quorums",
+    "every_way", "forward_bytes", "heads", "keys", "quorums", "turns_of",
 ]  # fmt: skip

@@ -1,28 +1,43 @@
 """A sharded pass on one rank: rows come, blocks are computed, results go where their rows belong.
 
 Stage by stage: while one is computed, the rows of the next are on their way, and the results of the
-one before.
+one before. Heads that are exchanged whole may be computed on two streams of a GPU, stages in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
-from quorum_attention.call.block import BlockResults
+from quorum_attention.call.block import Block as PartOfCall
+from quorum_attention.call.block import BlockResults, WholeCall
+from quorum_attention.call.options import CallOptions
+from quorum_attention.call.settings import filled
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.calls import Calls, MaskGradients
+from quorum_attention.distributed.agreement import (
+    Arguments,
+    alive,
+)
 from quorum_attention.distributed.exchange import Gathered, Transfer
 from quorum_attention.distributed.partition import Assignment, Block, Piece
+from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.problem import state_dtype
+from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, empty_, merge_
+from quorum_attention.mask import Mask
+from quorum_attention.passes import compute_block
 
 # Tensors of some rows by their heads; of queries, and of keys and values.
 _ByHeads = dict[Interval, list[Gathered]]
 _Sides = tuple[_ByHeads, _ByHeads]
 _Shards = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+# The gradients of a mask's bias and sinks, added up over what this rank computes; None: not wanted.
+MaskGradients = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +45,31 @@ class Sharded:
     """A call on one rank.
 
     Attributes:
-        calls: how its attention calls are made.
+        whole: the call of all ranks.
+        written: budget, depth and kernel of every attention call.
+        arguments: what the ranks have agreed on.
+        two_streams: whether stages are computed on two streams.
     """
 
     assignment: Assignment
-    calls: Calls
+    whole: WholeCall
+    _group: weakref.ref[dist.ProcessGroup]
+    written: CallOptions
+    arguments: Arguments
+    report: ShardedReport | None
+    two_streams: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; a graph of autograd's, which a caller may keep, holds this call."""
+        return alive(self._group)
+
+    @property
+    def mask(self) -> Mask | None:
+        """Of the whole call."""
+        mask = self.whole.mask
+        assert not isinstance(mask, torch.Tensor)
+        return mask
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
@@ -44,24 +79,25 @@ class Sharded:
         Args:
             query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
         """
-        state = state_dtype(query.dtype)
+        state, kept = state_dtype(query.dtype), list[torch.Tensor]()
         out = query.new_empty((*query.shape[:3], value.shape[3]))
-        lse = torch.empty(query.shape[:3], dtype=state, device=query.device)
-        kept: list[torch.Tensor] = []
-        backs, received = list[Transfer](), 0
-        for stage, (queries, keys), n_bytes in self._arriving(((query,), (key, value))):
-            received += n_bytes
-            results = self._statistics(stage, queries, keys, state)
+        results = [out]
+        if not self.assignment.kept:  # else the log-sum-exp stays with the inputs
+            results += [torch.empty(query.shape[:3], dtype=state, device=query.device)]
+
+        def compute(stage: int, queries: _ByHeads, keys: _ByHeads) -> _Sides:
+            found = self._statistics(stage, queries, keys, state)
             if self.assignment.kept and keep:
                 for heads, (rows,) in queries.items():
-                    part, part_lse = results[heads]
-                    kept += [rows.tensor, part.tensor.to(query.dtype), part_lse.tensor]
-                kept += [rows.tensor for both in keys.values() for rows in both]
-            backs.append(self._sent_back(stage, (results, {}), ((out, lse), ()), state))
-        self._collect(backs, ((out, lse), ()), state, statistics=True)
-        if self.calls.report is not None:
-            self.calls.report.forward_bytes = received + sum(one.received_bytes for one in backs)
-        return out, kept if self.assignment.kept else [query, key, value, out, lse]
+                    part, part_lse = found[heads]
+                    kept.extend((rows.tensor, part.tensor.to(query.dtype), part_lse.tensor))
+                kept.extend(rows.tensor for both in keys.values() for rows in both)
+            return found, {}
+
+        received = self._stages(((query,), (key, value)), compute, (results, ()), state, kept)
+        if self.report is not None:
+            self.report.forward_bytes = received
+        return out, kept if self.assignment.kept else [query, key, value, *results]
 
     def backward(
         self,
@@ -75,104 +111,125 @@ class Sharded:
         Args:
             shapes: of query, key and value.
             saved: what the forward returned.
-            of_mask: to which the gradients of the mask's own tensors are added, of the pairs
-                computed here.
+            of_mask: are added to.
         """
         state, grad_out = state_dtype(grad_out.dtype), grad_out.contiguous()
         shards: _Shards = ((grad_out,), ())
         if not self.assignment.kept:
             query, key, value, out, lse = saved
             shards = (grad_out, query, out, lse), (key, value)
-        grads = [grad_out.new_empty(shape) for shape in shapes]
-        backs, received, held = list[Transfer](), 0, iter(saved)
-        for stage, sides, n_bytes in self._arriving(shards):
-            received += n_bytes
+        grads, held = [grad_out.new_empty(shape) for shape in shapes], iter(saved)
+
+        def compute(stage: int, queries: _ByHeads, keys: _ByHeads) -> _Sides:
             if self.assignment.kept:
-                for heads, (upstream,) in sides[0].items():
-                    rows = [Gathered(upstream.needed, next(held)) for _ in range(3)]
-                    sides[0][heads] = [upstream, *rows]
-                for needed in self.assignment.needs(self.calls.rank, stage, of_keys=True):
-                    sides[1][needed.heads] = [Gathered(needed, next(held)) for _ in range(2)]
-            made = self._gradients(stage, *sides, state, of_mask)
-            backs.append(self._sent_back(stage, made, (grads[:1], grads[1:]), state))
-        self._collect(backs, (grads[:1], grads[1:]), state, statistics=False)
-        if self.calls.report is not None:
-            self.calls.report.backward_bytes = received + sum(one.received_bytes for one in backs)
+                for rows in queries.values():
+                    rows.extend([Gathered(rows[0].needed, next(held)) for _ in range(3)])
+                for needed in self.assignment.needs(self.group.rank(), stage, of_keys=True):
+                    keys[needed.heads] = [Gathered(needed, next(held)) for _ in range(2)]
+            return self._gradients(stage, queries, keys, state, of_mask)
+
+        received = self._stages(shards, compute, (grads[:1], grads[1:]), state)
+        if self.report is not None:
+            self.report.backward_bytes = received
         return grads
+
+    def _stages(
+        self,
+        shards: _Shards,
+        compute: Callable[[int, _ByHeads, _ByHeads], _Sides],
+        targets: _Shards,
+        state: torch.dtype,
+        kept: Sequence[torch.Tensor] = (),
+    ) -> int:
+        """Run a pass; returns the bytes received.
+
+        Args:
+            shards: this rank's rows of what is sent to those that compute with it.
+            compute: the results of a stage, from its number and the rows that came.
+            targets: this rank's rows of the results, of which it writes all.
+            state: dtype of results that have to be added up.
+            kept: tensors that ``compute`` leaves to the backward.
+        """
+        device, n_stages = targets[0][0].device, self.assignment.n_stages
+        coming = [self._sent(0, shards)] if n_stages else []
+        lanes, backs = TwoStreams(device, self.two_streams), list[Transfer]()
+        for stage in range(n_stages):
+            if stage + 1 < n_stages:
+                coming.append(self._sent(stage + 1, shards))
+            lanes.reads(stage, *coming[0].messages)
+            with lanes.turn(stage):
+                sides = self._gathered(stage, coming[0], shards)
+                results = compute(stage, *sides)
+                backs.append(self._sent(stage, targets, results, state))
+            made = [one.tensor for side in results for rows in side.values() for one in rows]
+            lanes.leaves(*made, *kept, *backs[-1].messages)
+            backs[-1].received_bytes += coming.pop(0).received_bytes
+            del sides, results, made
+        lanes.meet()
+        self._collect(backs, targets, state)
+        return sum(back.received_bytes for back in backs)
 
     def _own(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
         """A piece of a tensor of this rank's shard."""
-        start = piece.rows.start - self.assignment.of.starts[self.calls.rank]
+        start = piece.rows.start - self.assignment.of.starts[self.group.rank()]
         rows = tensor.narrow(2, start, piece.rows.length)
         return rows.narrow(1, piece.heads.start, piece.heads.length)
 
-    def _pieces(self, stage: int, shards: _Shards) -> list[Piece]:
-        """What this rank sends or receives of these tensors in a stage."""
-        here = self.calls.rank
-        return [
+    def _sent(
+        self,
+        stage: int,
+        shards: _Shards,
+        results: _Sides | None = None,
+        state: torch.dtype | None = None,
+    ) -> Transfer:
+        """Rows of a stage on their way from their owners; or its results, on their way back."""
+        here = self.group.rank()
+
+        def content(piece: Piece) -> list[torch.Tensor]:
+            tensors = shards[piece.of_keys]
+            if results is None:
+                return [self._own(t, piece) for t in tensors]
+            every = results[piece.of_keys][piece.heads]
+            return [rows.at(piece.rows) for rows in every[: len(tensors)]]
+
+        pieces = [
             piece
             for piece in self.assignment.pieces
             if piece.stage == stage and here in (piece.rank, piece.owner) and shards[piece.of_keys]
         ]
+        return Transfer(pieces, shards, content, self.group, state)
 
-    def _arriving(self, shards: _Shards) -> Iterator[tuple[int, _Sides, int]]:
-        """By stage: what came of these tensors of all shards, and received bytes. The next stage is
-        on its way meanwhile."""
-        stages = self.assignment.n_stages
+    def _gathered(self, stage: int, came: Transfer, shards: _Shards) -> _Sides:
+        """The rows of a stage that came, of queries and of keys."""
+        sides: _Sides = {}, {}
+        arrived = came.arrived()
+        for of_keys, side in enumerate(sides):
+            for needed in self.assignment.needs(self.group.rank(), stage, bool(of_keys)):
+                mine = [
+                    (piece, rows)
+                    for piece, rows in arrived
+                    if piece.of_keys == of_keys and piece.heads == needed.heads
+                ]
+                side[needed.heads] = [
+                    Gathered.of(needed, [(piece, rows[n]) for piece, rows in mine], like)
+                    for n, like in enumerate(shards[of_keys])
+                ]
+        return sides
 
-        def sent(stage: int) -> Transfer:
-            return Transfer(
-                self._pieces(stage, shards), lambda p: shards[p.of_keys],
-                lambda p: [self._own(t, p) for t in shards[p.of_keys]],
-                self.calls.group, shards[0][0].device,
-            )  # fmt: skip
-
-        following = sent(0) if stages else None
-        for stage in range(stages):
-            now, following = following, sent(stage + 1) if stage + 1 < stages else None
-            assert now is not None
-            came, sides = now.arrived(), (_ByHeads(), _ByHeads())
-            for of_keys, side in enumerate(sides):
-                for needed in self.assignment.needs(self.calls.rank, stage, bool(of_keys)):
-                    mine = [
-                        one for one in came if one[0][0] == of_keys and one[0].heads == needed.heads
-                    ]
-                    side[needed.heads] = [
-                        Gathered.of(needed, [(p, rows[n]) for p, rows in mine], like)
-                        for n, like in enumerate(shards[of_keys])
-                    ]
-            yield stage, sides, now.received_bytes
-
-    def _sent_back(
-        self, stage: int, results: _Sides, likes: _Shards, state: torch.dtype
-    ) -> Transfer:
-        """Results of a stage on their way to the ranks that hold their rows.
-
-        Args:
-            likes: a tensor of the shard for each of the results: sizes, and the dtype of rows that
-                are complete; others travel in ``state``.
-        """
-        return Transfer(
-            self._pieces(stage, likes), lambda p: likes[p.of_keys],
-            lambda p: [rows.at(p.rows) for rows in results[p.of_keys][p.heads]],
-            self.calls.group, likes[0][0].device, state,
-        )  # fmt: skip
-
-    def _collect(
-        self, backs: Sequence[Transfer], targets: _Shards, state: torch.dtype, *, statistics: bool
-    ) -> None:
+    def _collect(self, backs: Sequence[Transfer], targets: _Shards, state: torch.dtype) -> None:
         """Merge or add up what came of this rank's rows, in ``targets``."""
         partial = [p for back in backs for p in back.coming if not p.alone]
         totals = [
             [torch.zeros(t.shape if partial else 0, dtype=state, device=t.device) for t in side]
             for side in targets
         ]
-        if statistics:
+        merges = len(targets[0]) == 2
+        if merges:
             empty_(*totals[0])
         for piece, rows in (one for back in backs for one in back.arrived()):
             into = targets if piece.alone else totals
             mine = [self._own(t, piece) for t in into[piece.of_keys]]
-            if statistics and not piece.alone:
+            if merges and not piece.alone:
                 merge_(mine[0], mine[1], *rows)
                 continue
             for target, part in zip(mine, rows, strict=True):
@@ -184,16 +241,15 @@ class Sharded:
     def _statistics(
         self, stage: int, queries: _ByHeads, keys: _ByHeads, state: torch.dtype
     ) -> _ByHeads:
-        """Output and lse of a stage's rows over the keys of this rank's blocks, in ``state``."""
+        """Output and lse of a stage's rows over the keys of this rank's blocks, in ``state``; the
+        output of whole heads in their own dtype."""
         found: _ByHeads = {}
-        blocks = self.assignment.blocks(self.calls.rank, stage)
+        blocks = self.assignment.blocks(self.group.rank(), stage)
+        results = BlockResults(out_dtype=None if self.assignment.whole_heads else state)
         for heads, (rows,) in queries.items():
             mine = [block for block in blocks if block.heads == heads]
             for block in mine:
-                inputs = self._inputs(block, {"query": rows}, keys)
-                part, lse = self.calls.compute(
-                    inputs, heads, block.queries, self._causal(block), BlockResults(out_dtype=state)
-                )
+                part, lse = self.compute(block, self._inputs(block, {"query": rows}, keys), results)
                 lse = lse.to(part.device)
                 if len(mine) == 1:
                     found[heads] = [Gathered(rows.needed, part), Gathered(rows.needed, lse)]
@@ -213,31 +269,41 @@ class Sharded:
         state: torch.dtype,
         of_mask: MaskGradients,
     ) -> _Sides:
-        """The gradients of a stage's rows, added up over this rank's blocks, in ``state``."""
-        of_query = {heads: rows[1:2] for heads, rows in queries.items()}
+        """The gradients of a stage's rows, added up over this rank's blocks, in ``state``; of whole
+        heads in their own dtype."""
+        names = "grad_out", "query", "out", "lse"
+        blocks = self.assignment.blocks(self.group.rank(), stage)
+        inputs = [
+            self._inputs(block, dict(zip(names, queries[block.heads], strict=True)), keys)
+            for block in blocks
+        ]
+        if self.assignment.whole_heads:
+            ((heads, rows),), ((kv, both),) = queries.items(), keys.items()
+            q, *two = self.compute(blocks[0], inputs[0], BlockResults(), of_mask)
+            pairs = zip(both, two, strict=True)
+            return {heads: [Gathered(rows[0].needed, q)]}, {
+                kv: [Gathered(one.needed, grad) for one, grad in pairs]
+            }
         of_query, of_keys = (
             {h: [Gathered.zeros(one.needed, one.tensor, state) for one in some] for h, some in side}
-            for side in (of_query.items(), keys.items())
+            for side in ([(h, rows[1:2]) for h, rows in queries.items()], keys.items())
         )
-        for block in self.assignment.blocks(self.calls.rank, stage):
-            names = ("grad_out", "query", "out", "lse")
-            given = dict(zip(names, queries[block.heads], strict=True))
-            inputs = self._inputs(block, given, keys)
-            three = [inputs[name] for name in ("query", "key", "value")]
-            grads = [torch.empty(t.shape, dtype=state, device=t.device) for t in three]
-            self.calls.backward(
-                inputs, block.heads, block.queries, of_mask, self._causal(block), grads
+        for block, three in zip(blocks, inputs, strict=True):
+            q, k, v = (
+                torch.empty(three[name].shape, dtype=state, device=three[name].device)
+                for name in ("query", "key", "value")
             )
-            add_(of_query[block.heads][0].at(block.queries), grads[0])
-            (both,), kv = of_keys.values(), self.assignment.of.kv_of(block.heads)
-            for total, part in zip(both, grads[1:], strict=True):
+            self.compute(block, three, BlockResults(grads=(q, k, v)), of_mask)
+            add_(of_query[block.heads][0].at(block.queries), q)
+            ((kv, both),) = of_keys.items()
+            for total, part in zip(both, (k, v), strict=True):
                 parts = part.split([rows.length for rows in block.keys], dim=2)
-                for rows, some in zip(block.keys, parts, strict=True):
-                    add_(total.at(rows, kv), some)
+                for columns, some in zip(block.keys, parts, strict=True):
+                    add_(total.at(columns, self.assignment.of.kv_of(block.heads)), some)
         return of_query, of_keys
 
     def _inputs(
-        self, block: Block, of_queries: dict[str, Gathered], keys: _ByHeads
+        self, block: Block, of_queries: Mapping[str, Gathered], keys: _ByHeads
     ) -> dict[str, torch.Tensor]:
         """What a block's attention call is given."""
         inputs = {name: rows.at(block.queries) for name, rows in of_queries.items()}
@@ -246,8 +312,36 @@ class Sharded:
             inputs[name] = rows.over(block.keys, kv)
         return inputs
 
-    def _causal(self, block: Block) -> bool | None:
-        return block.causal if self.calls.partial else None
+    def compute(
+        self,
+        block: Block,
+        inputs: Mapping[str, torch.Tensor],
+        results: BlockResults,
+        of_mask: MaskGradients = (None, None),
+    ) -> tuple[torch.Tensor, ...]:
+        """Output and log-sum-exp of a block, or gradients, as ``compute_block``.
+
+        Args:
+            inputs: query, key, value; for gradients grad_out, out and lse besides.
+            of_mask: to which the gradients of the mask's own tensors are added.
+        """
+        report, whole, (bias, sinks) = None, self.whole, of_mask
+        if self.report is not None:
+            report = Report()
+            self.report.calls.append(report)
+        part = PartOfCall(
+            Interval(0, whole.batch_shape[0]), block.heads, block.queries, Interval(0, whole.n_keys)
+        )
+        results = replace(results, grad_mask=bias is not None, grad_sinks=sinks is not None)
+        # Where a block may have some of its rows' keys alone there is no mask.
+        masked = (None, block.causal) if self.assignment.of.units == "pairs" else None
+        written = filled(self.written._replace(report=report))
+        made = list(compute_block(whole, part, inputs, written, results, masked))
+        if sinks is not None:
+            sinks[block.heads.start : block.heads.stop] += made.pop()
+        if bias is not None:
+            whole.cut_bias(bias, part).add_(made.pop())
+        return tuple(made)
 
 
 __all__ = ["Sharded"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.distributed.attention import attention
-from quorum_attention.distributed.calls import ShardedReport
+from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.kernels.protocol import InnerKernel
 
 if TYPE_CHECKING:
