@@ -153,10 +153,10 @@ def attention(
         (batch,), shard.heads, shard.kv_heads, tokens, tokens, mask, causal, factor, dropout
     )
     with torch.autocast(kind, enabled=False):
-        inputs = [t.to(dtype).reshape(batch, *t.shape[-3:]) for t in inputs]
+        rows = [t.to(dtype).reshape(batch, *t.shape[-3:]) for t in inputs]
         if dtype.itemsize == 2 and batch * shard.heads * tokens**2 <= _WIDENED_PAIRS:
-            inputs = [t.float() for t in inputs]
-        assignment, moved = _assigned(inputs, whole, sizes)
+            rows = [t.float() for t in rows]
+        assignment, moved = _assigned(rows, whole, sizes)
         # Turns of whole heads, where nothing limits a call's memory.
         free = not on_host(query.device) and written.says_nothing and current() is None
         call = Sharded(
@@ -168,7 +168,7 @@ def attention(
         bias = None if mask is None else mask.bias
         sinks = None if mask is None else mask.sinks
         apply: Any = _Attention.apply
-        out: torch.Tensor = apply(*inputs, bias, sinks, call)
+        out: torch.Tensor = apply(*rows, bias, sinks, call)
     return out.to(dtype).reshape(*query.shape[:-1], shard.value_dim)
 
 
