@@ -7,7 +7,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.problem import GroupSize, Workload
-from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole
+from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Route, Schedule, schedule_of
 
@@ -52,7 +52,7 @@ CUT, UNCUT = Decomposition(1000, (7,), "aligned", 16), Decomposition(1000)
 
 
 @pytest.mark.parametrize(
-    "route", [Whole(2, "host"), Blockwise(streams=2), PerTask(), Slots(3, "host", 2)], ids=repr
+    "route", [Whole(2, "host"), Blockwise(streams=2), Slots(3, "host", 2)], ids=repr
 )
 def test_every_route_goes_through_slots_where_it_cannot_run(route: Route) -> None:
     """Through slots it has the same levels; a whole call that ran out of memory gets one more. It

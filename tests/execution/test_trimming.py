@@ -37,11 +37,6 @@ def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backwar
     assert counted.before == sum(task.n_tokens for task in shape.tasks())
     assert counted.largest == max(sizes) <= shape.max_task_tokens
     assert 0.0 <= counted.left_out < 1.0
-    lengths = [task.spans[-1].stop - task.spans[0].start for task in tasks]
-    assert max(lengths) <= counted.widest <= N
-    assert counted.shared <= N
-    if tile % 128:
-        assert counted.widest == counted.shared == N
 
 
 def test_what_is_left_out_is_in_the_report() -> None:

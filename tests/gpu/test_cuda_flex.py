@@ -9,7 +9,7 @@ from helpers_score_mods import cases, reference
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import no_bias
-from quorum_attention.execution.routes.over_inputs import PerTask
+from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels import CallShape, Extent, Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
@@ -129,7 +129,8 @@ def test_emptied_tasks_are_never_run() -> None:
     n = 32_768
     kernel = from_score_mod(None, sliding_window(512), compiled=True)
     q = torch.randn(1, 2, n, WIDTH, device="cuda", dtype=torch.float16)
-    plan = qa.plan(n, heads=2, head_dim=WIDTH, dtype=q.dtype, levels=(31,), is_causal=True,
+    plan = qa.plan(n, heads=2, head_dim=WIDTH, dtype=q.dtype, levels=(31,),
+                   over_inputs=False, is_causal=True,
                    kernel=kernel, device="cuda", inputs="device")  # fmt: skip
     report = qa.Report()
     out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cuda",
@@ -149,7 +150,7 @@ def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bo
     plan = qa.plan(n, heads=heads, head_dim=WIDTH, dtype=torch.float16, levels=(7,),
                    is_causal=True, kernel=kernel, backward=backward, device="cuda",
                    inputs="device", over_inputs=over_inputs)  # fmt: skip
-    assert isinstance(plan.schedule.route, PerTask if over_inputs else Slots)
+    assert isinstance(plan.schedule.route, Blockwise if over_inputs else Slots)
     out, lse = qa.attention_with_lse(*tensors[:3], **common)
 
     def call() -> None:

@@ -14,11 +14,7 @@ from helpers_score_mods import cases, local_global, reference
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
-from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.execution.call import no_bias
-from quorum_attention.execution.problem import Workload
-from quorum_attention.execution.routes.over_inputs import rectangles_in_place
-from quorum_attention.execution.trimming import sizes_of, tally
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (
@@ -184,34 +180,6 @@ def test_a_head_that_keeps_nothing(over_inputs: bool) -> None:
         assert found[:, 1].any()
 
 
-@pytest.mark.parametrize(
-    ("n", "reach", "levels", "layout", "tile"),
-    [
-        (9000, 300, (7,), "aligned", 128),
-        (9000, 300, (13,), "aligned", 256),
-        (9000, 150, (31,), "balanced", 128),
-        (9000, 150, (57,), "aligned", 8),
-    ],
-)
-def test_spans_are_within_what_plans_count(n: int, reach: int, levels, layout: str, tile) -> None:  # type: ignore[no-untyped-def]
-    """Blocks of 128 that a task ends within are listed for what others keep of them."""
-    kernel = kernel_of(None, sliding_window(reach))
-    work = Workload((1,), 1, 1, n, n, 16, 16, torch.float32, is_causal=True)
-    shape = Decomposition(n, levels, layout, tile)
-    tallied = tally(shape, sizes_of(work), kernel, backward=True)
-    whole, tasks = rectangles_in_place(work, shape)
-    row = torch.zeros(1, 1, n, 16)
-    spans = [
-        kernel.task_span(TaskTensors(whole, rectangles, row, row, row, 1.0, True, no_bias))
-        for rectangles in tasks
-    ]
-    for axis in (0, 1):
-        found = [(span[axis].start, span[axis].stop) for span in spans if span is not None]
-        assert max(stop - start for start, stop in found) <= tallied.widest
-        assert counted(covered(found, least=2)) <= tallied.shared
-    assert tallied.widest < n or tile % 128 or layout == "balanced"
-
-
 MASKS = {
     "none": None,
     "window": sliding_window(300, 20),
@@ -306,7 +274,8 @@ def test_emptied_tasks_are_never_run(monkeypatch) -> None:  # type: ignore[no-un
     monkeypatch.setattr(kernel, "_launch", lambda task: launched.append(1) or launch(task))
     n = 8192
     q = torch.randn(1, 1, n, 8)
-    plan = qa.plan(n, heads=1, head_dim=8, dtype=torch.float32, levels=(31,), is_causal=True,
+    plan = qa.plan(n, heads=1, head_dim=8, dtype=torch.float32, levels=(31,),
+                   over_inputs=False, is_causal=True,
                    kernel=kernel, device="cpu")  # fmt: skip
     report = qa.Report()
     out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cpu",

@@ -366,14 +366,6 @@ class PassSpec:
         else:
             kernel.forward(task, Statistics(*states))
 
-    def of_task(
-        self, kernel: InnerKernel, task: TaskTensors, given: Tensors
-    ) -> tuple[torch.Tensor, ...]:
-        """A task's part, as the kernel returns it."""
-        if self.backward:
-            return kernel.task_backward(task, Saved(*_saved(given)))
-        return kernel.task_forward(task)
-
     def of_call(self, kernel: InnerKernel, call: Call, given: Tensors) -> tuple[torch.Tensor, ...]:
         """The results of a whole call, as the kernel returns them; of the lse, 0 for -inf."""
         if self.backward:
@@ -557,13 +549,11 @@ class WorkCounts:
         at_once: whether a unit is all tasks of a head group, and how their rectangles are laid out.
         uncut: whether kernel calls are larger than a cache holds, because they are not cut.
         merges: whether results of kernel calls are merged.
-        rewritten: bytes of states that are written once more, beside merging.
         up, down: bytes copied into slots, and out of them.
         resident: whether these copies stay within device memory.
         hidden_by: of so many units, the copies of all but one overlap with compute; 1: of none.
         set_up: units that the host sets up.
-        copies: copies that the host issues for each unit.
-        run_copies: copies that the host issues for each run of neighbouring tokens, besides.
+        run_copies: copies that the host issues for each run of neighbouring tokens of a unit.
         begun: host time beside the kernel calls, in multiples of the time of one call.
         passes: how often the fixed time of a pass is spent.
         even: whether all units take the same time.
@@ -575,13 +565,11 @@ class WorkCounts:
     at_once: Pieces | None = None
     uncut: bool = False
     merges: bool = True
-    rewritten: float = 0.0
     up: float = 0.0
     down: float = 0.0
     resident: bool = False
     hidden_by: int = 1
     set_up: int = 0
-    copies: int = 0
     run_copies: int = 0
     begun: int = 0
     passes: int = 0

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quorum_attention.decomposition import Decomposition, Pairs, Task
-from quorum_attention.decomposition.intervals import counted, covered
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.cache import remembered
@@ -29,11 +28,6 @@ from quorum_attention.quorums import quorum_size
 
 Sizes = tuple[int, int, bool]
 """Queries, keys, and whether the call is causal."""
-
-# A kernel works in blocks of so many tokens, so it reads beyond the first and last token of a task.
-# If chunks end within blocks, it may read as far as the mask keeps anything: there is no bound.
-_BLOCK = 128
-_MARGIN = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +39,17 @@ class Tally:
         tokens: of all tasks together.
         largest: tokens of the largest task.
         before: tokens of all tasks together without trimming.
-        widest: most positions from the first token of a task to its last, with a margin.
-        shared: positions between the first and last token of more than one task, with a margin.
     """
 
     n_tasks: int
     tokens: int
     largest: int
     before: int
-    widest: int
-    shared: int
 
     @property
     def left_out(self) -> float:
         """The share of tokens that was trimmed."""
         return 1.0 - self.tokens / self.before if self.before else 0.0
-
-    @classmethod
-    def of(cls, shape: Decomposition, tasks: Sequence[Task], before: int) -> Tally:
-        """Of the trimmed tasks of ``shape``."""
-        sizes = [task.n_tokens for task in tasks]
-        wide = [
-            (max(0, task.spans[0].start - _MARGIN), task.spans[-1].stop + _MARGIN)
-            for task in tasks
-            if task.spans
-        ]
-        n = widest = shared = shape.n_tokens
-        if shape.layout == "aligned" and shape.tile % _BLOCK == 0:
-            widest = min(n, max((stop - start for start, stop in wide), default=0))
-            shared = min(n, counted(covered(wide, least=2)))
-        return cls(len(sizes), sum(sizes), max(sizes, default=0), before, widest, shared)
 
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
@@ -95,7 +70,9 @@ def _trim(
     found = tasks
     if shape.depth:
         found = trimmed(tasks, pairs, shape.tile, written(pairs, backward))
-    return tuple(found), Tally.of(shape, found, sum(task.n_tokens for task in tasks))
+    lengths = [task.n_tokens for task in found]
+    before = sum(task.n_tokens for task in tasks)
+    return tuple(found), Tally(len(found), sum(lengths), max(lengths, default=0), before)
 
 
 # A small cache, because thousands of tasks take some megabytes.

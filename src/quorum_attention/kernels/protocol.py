@@ -402,34 +402,6 @@ class Kernel(ABC):
         """As ``RectangleKernel.rectangle_backward``."""
         raise NotImplementedError
 
-    # --- Tasks on the call's own inputs ------------------------------------------------------
-    # ``TaskTensors`` then hold the whole sequence, with the rectangles of one task in positions of
-    # the sequence: the call's own tensors (one head group of them), with any strides but contiguous
-    # rows. Rows between the rectangles must cost next to nothing.
-
-    def takes_tasks(self, dtype: torch.dtype) -> bool:
-        """Whether it takes tasks of inputs of ``dtype`` this way; others go through slots."""
-        return False
-
-    def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
-        """The ranges of queries and keys that its results cover; they hold all of its pairs.
-
-        None if the task keeps no pair.
-        """
-        raise NotImplementedError
-
-    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (b, h, queries, dv) and lse (b, h, queries) over the task's keys alone, for the
-        queries of ``task_span``; 0 and -inf in rows without keys."""
-        raise NotImplementedError
-
-    def task_backward(self, task: TaskTensors, saved: Saved) -> Three:
-        """The task's parts of the three gradients, for the queries and keys of ``task_span``.
-
-        ``saved`` has all queries and is of whole rows; lse is -inf in rows without any key.
-        """
-        raise NotImplementedError
-
     # --- What it reads, calls and keeps ------------------------------------------------------
 
     def captured(self) -> Sequence[torch.Tensor]:

@@ -101,8 +101,8 @@ def plan(
         n_cap: most tasks on the device at once.
         streams: kernel calls in flight at once, 1 or 2.
         over_inputs: True runs the tasks of a head group on inputs on the computing device as they
-            lie (at depth 1; routes ``Blockwise`` or ``PerTask``, as the kernel can); False runs
-            them through slots. None leaves each of these choices to the planner.
+            lie (at depth 1; the route ``Blockwise``); False runs them through slots. None leaves
+            each of these choices to the planner.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
         attn_mask: of the call; its tensors have to fit the sizes given. A tensor is given as

@@ -301,10 +301,10 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
             # Nothing crosses the bus: copies read and write device memory.
             up_rate = down_rate = hardware.merge_bytes_per_second / 2
     up, down = load.up / up_rate, load.down / down_rate
-    set_up = load.set_up * (hardware.unit_seconds + (load.copies + copies) * hardware.copy_seconds)
+    set_up = load.set_up * (hardware.unit_seconds + copies * hardware.copy_seconds)
     return Cost(
         arithmetic=on_device * scale,
-        merge=(merged + load.rewritten) / hardware.merge_bytes_per_second,
+        merge=merged / hardware.merge_bytes_per_second,
         up=up,
         down=down,
         issue=calls + set_up + load.begun * hardware.call_seconds,

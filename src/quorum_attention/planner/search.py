@@ -19,7 +19,7 @@ from quorum_attention.execution.problem import (
     count_groups,
     group_sizes,
 )
-from quorum_attention.execution.routes.over_inputs import Blockwise, PerTask, Whole, takes_tasks
+from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
 from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.execution.schedule import Route, Schedule, deepest, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, sizes_of, tally
@@ -92,7 +92,7 @@ def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     unchanged = schedule is given.schedule and trimmed == schedule.trimmed
     same_work = replace(given.work, batch_shape=work.batch_shape) == work
     if not (same_work and unchanged and wider == given.place):
-        if isinstance(schedule.route, (PerTask, Slots)):
+        if isinstance(schedule.route, Slots):
             schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
         there = replace(problem, place=wider)
         found = price(schedule, there, kernel_hardware(problem, hardware), given.why)
@@ -304,10 +304,8 @@ def _schedules(
         offered = _over_inputs(problem, constraints)
         routes = [r for r in offered if Schedule(cuts[0], sizes[-1], r).runs(problem)]
     for shape in cuts if routes else ():
-        trimmed = _trimmed_tally(shape, problem) if isinstance(routes[0], PerTask) else None
         for size, route in product(sizes, routes):
             if size.batch == 1:
-                route = replace(route, trimmed=trimmed)
                 yield schedule_of(work, shape, size, route, pinned=pinned)
     if routes and constraints.over_inputs:
         return
@@ -348,8 +346,6 @@ def _slots(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
 
 def _over_inputs(problem: Problem, constraints: PlanConstraints) -> list[Route]:
     """The routes over the inputs as they lie, of several tasks, that are tried."""
-    if takes_tasks(problem.kernel, problem.work):
-        return [PerTask()]
     in_step = policy.PIECES_IN_STEP[problem.spec.backward]
     pieces = policy.PIECES if problem.place.backend.own_memory else in_step
     every = product(_streams(problem, constraints), pieces)
@@ -364,7 +360,8 @@ def _cuts_over_inputs(
     work, kernel, place = problem.work, problem.kernel, problem.place
     asked_for_slots = constraints.n_cap is not None or constraints.over_inputs is False
     asked_for_slots |= constraints.accumulator == "host" and place.backend.own_memory
-    gains = kernel.several_streams or takes_tasks(kernel, work)
+    # A kernel of one launch a task may need all heads for a whole call (FlexAttention).
+    gains = kernel.several_streams or (kernel.own_attention and kernel.whole_tasks)
     if asked_for_slots or not gains:
         return []
     most = policy.MOST_OVER_INPUTS if place.backend.own_memory else policy.MOST_PIECES

@@ -6,26 +6,19 @@
 pair once. If the state of a whole head group fits beside the inputs, the whole sequence is cut into
 rectangles as a single task would be. These are fewer and larger than those of the tasks, and are
 read and merged in place, so far fewer kernel calls are made.
-
-``PerTask`` computes one task after the other. It needs a kernel that computes a task in one launch
-(``takes_tasks``). Rows that only one task has are copied from its results straight to those of the
-call. Rows that several tasks have are merged in a state first. So under a sparse mask hardly any
-rows are merged.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.decomposition.intervals import Cells
 from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
 from quorum_attention.execution.call import Job, Tools, flat_batch, operand
 from quorum_attention.execution.control.controller import RecoveryController
@@ -45,9 +38,7 @@ from quorum_attention.execution.problem import (
     groups,
     in_results,
     is_small,
-    moved_bytes,
     result_bytes,
-    scales,
     state_bytes,
 )
 from quorum_attention.execution.routes.slots import Slots
@@ -60,7 +51,7 @@ from quorum_attention.execution.scaling import (
 )
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
-from quorum_attention.kernels.protocol import Call, InnerKernel, Saved, TaskTensors
+from quorum_attention.kernels.protocol import Call, Saved, TaskTensors
 from quorum_attention.kernels.reference import SMALL, whole_backward
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
@@ -339,42 +330,12 @@ def _scaled(
             compute_group(job, tensors, one, tools, asking(controller, group, part=one))
 
 
-# --- Tasks ----------------------------------------------------------------------------------------
+# --- All tasks at once ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Tasks(OverInputs):
-    """Several tasks. A head group has one batch entry."""
-
-    recovery = "inputs in place: out of memory", "through slots"
-
-    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Most queries and most keys of the rectangles of all tasks together."""
-        _, rectangles = all_rectangles(work, shape)
-        return (
-            max((r.n_queries for r in rectangles), default=1),
-            max((r.n_keys for r in rectangles), default=1),
-        )
-
-    def runs(self, schedule: Schedule, problem: Problem) -> bool:
-        """Whether all inputs can be read where they lie, and the call has no mask."""
-        return problem.work.mask is None and problem.place.in_place and problem.place.lse_here
-
-    def results(self, schedule: Schedule, problem: Problem) -> tuple[int, ...]:
-        """Bytes of the results, and of the copies of inputs that a pass makes."""
-        rows = self.rows_copied(schedule, problem)
-        copied = copied_bytes(problem, schedule.group, rows)
-        return *bytes_before(problem), *copied, *result_bytes(problem)
-
-    def rows_copied(self, schedule: Schedule, problem: Problem) -> int | None:
-        """Most rows of a head that are copied at a time where operators cannot read an input; None:
-        all rows of a head group."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Blockwise(_Tasks):
-    """All tasks of a head group as one.
+class Blockwise(OverInputs):
+    """All tasks of a head group, which has one batch entry, as one.
 
     Attributes:
         pieces: how their rectangles are laid out.
@@ -383,11 +344,16 @@ class Blockwise(_Tasks):
     pieces: Pieces = "halves"
 
     words = "inputs in place, all tasks of a head group at once"
+    recovery = "inputs in place: out of memory", "through slots"
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Halved rectangles are as they come; others have a chunk of queries, or of both."""
         if self.pieces == "halves":
-            return _Tasks.limits(self, shape, work)
+            _, rectangles = all_rectangles(work, shape)
+            return (
+                max((r.n_queries for r in rectangles), default=1),
+                max((r.n_keys for r in rectangles), default=1),
+            )
         chunk = largest_chunk(shape)
         keys = chunk if self.pieces == "blocks" else work.n_keys
         return min(chunk, work.n_queries), min(keys, work.n_keys)
@@ -399,19 +365,21 @@ class Blockwise(_Tasks):
         return maskless and problem.place.in_place and problem.place.lse_here
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
-        """The states of one head group, and the results of all."""
+        """The states of one head group, the results of all, and the copies of inputs."""
         states = scaled_bytes if problem.scaled else merged_bytes
+        rows = schedule.max_queries if self._copied_by_kernel(problem) else None
+        copied = copied_bytes(problem, schedule.group, rows)
         return Bytes(
             self.streams * problem.workspace(schedule.extent(problem.work)),
             0,
             (*states(problem, schedule.group), *final_bytes(problem)),
-            self.results(schedule, problem),
+            (*bytes_before(problem), *copied, *result_bytes(problem)),
         )
 
-    def rows_copied(self, schedule: Schedule, problem: Problem) -> int | None:
-        """The rows of a rectangle, if rectangles are small and the kernel copies by itself."""
-        small = self.pieces != "halves" and problem.kernel.any_upstream
-        return schedule.max_queries if small else None
+    def _copied_by_kernel(self, problem: Problem) -> bool:
+        """Whether the kernel copies inputs that operators cannot read, a rectangle at a time; if
+        not, a head group's are copied beforehand."""
+        return self.pieces != "halves" and problem.kernel.any_upstream
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Each head group is one unit."""
@@ -430,7 +398,7 @@ class Blockwise(_Tasks):
         job.make_results()
         task, rectangles = all_rectangles(job.work, schedule.decomposition, self.pieces)
         tensors = job.task(schedule.limits, group, tools, task, rectangles)
-        copied = self.rows_copied(schedule, job.problem) is None
+        copied = not self._copied_by_kernel(job.problem)
         compute_group(job, tensors, group, tools, asking(controller, group), copied=copied)
         yield schedule.decomposition.n_tasks
 
@@ -505,226 +473,3 @@ def compute_group(
                     made.mul_(factor)
                 if not own:
                     target.copy_(made)
-
-
-def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
-    """Whether ``kernel`` can compute tasks of such a call in place. Scaled ones it cannot."""
-    return kernel.takes_tasks(work.dtype) and not scales(kernel, work)
-
-
-@lru_cache(maxsize=64)
-def rectangles_in_place(
-    work: Workload, shape: Decomposition
-) -> tuple[Task, tuple[tuple[Rectangle, ...], ...]]:
-    """The whole sequence as one task, and the rectangles of every task of ``shape`` in it."""
-    found = [
-        tuple(
-            Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
-            for r in task.rectangles(work.is_causal, work.n_queries, work.n_keys)
-            for queries, keys, causal in task.contiguous(r)
-        )
-        for task in shape.tasks()
-    ]
-    return Decomposition(shape.n_tokens).task(()), tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class PerTask(_Tasks):
-    """The tasks of a head group one after the other."""
-
-    words = "inputs in place, task by task"
-
-    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Rows from the first token of a task to its last, for the task with most of them."""
-        tokens = work.n_tokens if self.trimmed is None else self.trimmed.widest
-        return min(tokens, work.n_queries), min(tokens, work.n_keys)
-
-    def runs(self, schedule: Schedule, problem: Problem) -> bool:
-        """Whether no gradient is divided or scaled either, and the kernel takes whole tasks."""
-        here = _Tasks.runs(self, schedule, problem) and not problem.place.is_divided
-        return here and takes_tasks(problem.kernel, problem.work)
-
-    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
-        """Besides the results, only rows that several tasks have need a state."""
-        shared = None if self.trimmed is None else self.trimmed.shared
-        return Bytes(
-            problem.workspace(replace(schedule.extent(problem.work), direct=True)),
-            0,
-            (*state_bytes(problem, schedule.group, shared, all_states=True), *final_bytes(problem)),
-            self.results(schedule, problem),
-        )
-
-    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
-        """Each task is a unit: its results are copied once more, by a few copies."""
-        units = count_groups(problem.work, schedule.group) * schedule.n_tasks
-        return WorkCounts(
-            units=units,
-            merges=False,
-            rewritten=schedule.visits(problem.work) * moved_bytes(problem)[1],
-            set_up=units,
-            copies=4,
-            begun=units,
-        )
-
-    def compute(
-        self,
-        job: Job,
-        schedule: Schedule,
-        group: Group,
-        controller: RecoveryController,
-        tools: Tools,
-    ) -> Iterator[int]:
-        """Task by task."""
-        job.make_results()
-        whole, every = rectangles_in_place(job.work, schedule.decomposition)
-        one = job.task(schedule.limits, group, tools, whole, ())
-        tasks = [replace(one, rectangles=rectangles) for rectangles in every]
-        yield from _compute_tasks(job, group, tasks, tools)
-
-
-def _compute_tasks(job: Job, group: Group, tasks: list[TaskTensors], tools: Tools) -> Iterator[int]:
-    """Compute the tasks of a head group, merge the rows that several of them have, and write the
-    results. Yields 1 for each task."""
-    spec, work, kernel = job.spec, job.work, job.kernel
-    spans = [kernel.task_span(task) for task in tasks]
-    owners = {
-        axis: row_owners(tuple(s and (s[at].start, s[at].stop) for s in spans), n)
-        for at, (axis, n) in enumerate((("query", work.n_queries), ("key", work.n_keys)))
-    }
-    held = [owners[state.axis] for state in spec.states]
-    results, given = job.targets(group), job.operands(group)
-    states = [
-        torch.empty(
-            (1, result.shape[1], rows.n_shared, *result.shape[3:]),
-            dtype=work.state_dtype,
-            device=job.device,
-        )
-        for result, rows in zip(results, held, strict=True)
-    ]
-    for number, task in enumerate(tasks):
-        pieces = [rows.tasks[number] for rows in held]
-        if pieces[0]:
-            # What it makes is freed before the next task is computed.
-            _compute_task(job, group, task, given, states, results, pieces, tools)
-        yield 1
-    for state, result, rows in zip(spec.states, results, held, strict=True):
-        fill = job.fill(state, group)
-        for here in rows.unowned:
-            result[:, :, here] = fill.squeeze(-1) if isinstance(fill, torch.Tensor) else fill
-
-
-def _compute_task(
-    job: Job,
-    group: Group,
-    task: TaskTensors,
-    given: dict[str, torch.Tensor],
-    states: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor],
-    pieces: Sequence[Sequence[HeldRows]],
-    tools: Tools,
-) -> None:
-    """Compute a task; merge the rows that other tasks have too into ``states``; and copy to
-    ``results`` the rows that only this task has, and those that no later task has."""
-    spec, sinks = job.spec, job.sinks
-    with tools.clock.timed("compute"):
-        parts = spec.of_task(job.kernel, task, given)
-        if sinks is not None and not spec.backward:
-            for piece in pieces[0]:
-                if piece.first:
-                    out, lse = (part[:, :, piece.part] for part in parts)
-                    join_sinks_(out, lse, sinks[group.query_heads])
-        with tools.clock.timed("merge"):
-            for together in spec.combined:
-                for piece in pieces[together[0]]:
-                    there = [states[index][:, :, piece.state] for index in together]
-                    mine = [parts[index][:, :, piece.part] for index in together]
-                    if not piece.first:
-                        spec.combine(*there, *mine)
-                    elif not piece.last:
-                        for state, part in zip(there, mine, strict=True):
-                            state.copy_(part)
-    with tools.clock.timed("scatter"):
-        for target, part, state, rows in zip(results, parts, states, pieces, strict=True):
-            for piece in rows:
-                if piece.first and piece.last:
-                    copy_on_device(target[:, :, piece.rows], part[:, :, piece.part])
-                elif piece.last:
-                    target[:, :, piece.rows].copy_(state[:, :, piece.state])
-
-
-# --- Which rows are held by one task, and which by several ----------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRows:
-    """Neighbouring rows of one task that the same other tasks hold, as far as it matters.
-
-    Attributes:
-        start, stop: the rows in the sequence.
-        part_start: position of the first one in the task.
-        state_start: and among all shared rows, which are those of several tasks.
-        first, last: whether no task before holds them, and no task after.
-    """
-
-    start: int
-    stop: int
-    part_start: int
-    state_start: int
-    first: bool
-    last: bool
-
-    @property
-    def rows(self) -> slice:
-        """The rows in the sequence."""
-        return slice(self.start, self.stop)
-
-    @property
-    def part(self) -> slice:
-        """Their positions in the task."""
-        return slice(self.part_start, self.part_start + self.stop - self.start)
-
-    @property
-    def state(self) -> slice:
-        """Their positions among all shared rows; empty if only this task holds them."""
-        length = 0 if self.first and self.last else self.stop - self.start
-        return slice(self.state_start, self.state_start + length)
-
-
-@dataclass(frozen=True, slots=True)
-class RowOwners:
-    """The rows of all tasks.
-
-    Attributes:
-        tasks: the rows of each task, in order; empty for a task without rows.
-        n_shared: how many rows several tasks hold.
-        unowned: the rows that no task holds.
-    """
-
-    tasks: list[list[HeldRows]]
-    n_shared: int
-    unowned: list[slice]
-
-
-@lru_cache(maxsize=64)
-def row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> RowOwners:
-    """The rows of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
-    cells = Cells([0, n, *(edge for span in spans if span is not None for edge in span)])
-    holders: list[list[int]] = [[] for _ in range(len(cells))]
-    for index, span in enumerate(spans):
-        for cell in () if span is None else cells.of(*span):
-            holders[cell].append(index)
-    tasks: list[list[HeldRows]] = [[] for _ in spans]
-    unowned, n_shared = [], 0
-    for number, holding in enumerate(holders):
-        start, stop = cells[number]
-        if not holding:
-            unowned.append(slice(start, stop))
-        for index in holding:
-            rows, ends = tasks[index], (index == holding[0], index == holding[-1])
-            if rows and (rows[-1].first, rows[-1].last) == ends:
-                rows[-1] = replace(rows[-1], stop=stop)
-            else:
-                at = rows[-1].part.stop if rows else 0
-                rows.append(HeldRows(start, stop, at, n_shared, *ends))
-        n_shared += stop - start if len(holding) > 1 else 0
-    return RowOwners(tasks, n_shared, unowned)

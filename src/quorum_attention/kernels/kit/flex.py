@@ -60,7 +60,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
 from quorum_attention.kernels.reference import whole_task
-from quorum_attention.kernels.tensors import dense, positions
+from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import outside
 
 # Rectangles whose parts are cached.
@@ -480,10 +480,9 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
 
 # The kernel.
 
-# Host memory for cached lists, and the number of compiled calls and of spans that are cached.
+# Host memory for cached lists, and the number of compiled calls that are cached.
 _CACHE_BYTES = 256 << 20
 _CACHED_CALLS = 128
-_CACHED_SPANS = 1024
 # Compiled calls, by their kind and the code of the modifications: masks that are created again for
 # every batch are compiled once.
 _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
@@ -506,7 +505,6 @@ class FlexKernel(ScoreModKernel):
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
-        self._spans: Cache[tuple[slice, slice] | None] = Cache(_CACHED_SPANS, lambda span: 1)
         # If the functions in a closure change later, torch notices and compiles again.
         self._codes = codes(score_mod), codes(mask_mod)
 
@@ -602,32 +600,6 @@ class FlexKernel(ScoreModKernel):
             for target, part in zip(targets, found, strict=True):
                 add_(target, part)
 
-    def takes_tasks(self, dtype: torch.dtype) -> bool:
-        """See ``Kernel``: all dtypes that are compiled."""
-        return dtype != torch.float64
-
-    def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
-        """See ``Kernel``; a span begins and ends at whole blocks, or at the task's end."""
-
-        def make() -> tuple[slice, slice] | None:
-            lists = self._listed(task)
-            return None if lists is None else (lists.rows, lists.columns)
-
-        # Cached apart from the lists, which may be too large to stay in their cache.
-        return self._spans.get(self._list_key(task), make) if _has_rows(task) else None
-
-    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel``; ``out`` in the query's dtype."""
-        return self._run_forward(_known(self._launch(task)))
-
-    def task_backward(self, task: TaskTensors, saved: Saved) -> Three:
-        """See ``Kernel``; gradients in the query's dtype."""
-        made = _known(self._launch(task))
-        # If heads are far apart in memory, a part of the backward is ten times as slow as copies.
-        query, key, value = map(dense, made.inputs)
-        given = saved.mapped(lambda tensor: dense(made.of_rows(tensor)))
-        return self._gradients(replace(made, inputs=(query, key, value)), given)
-
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
@@ -704,12 +676,6 @@ class FlexKernel(ScoreModKernel):
 
 def _has_rows(task: TaskTensors) -> bool:
     return 0 not in task.query.shape[:3] and 0 not in task.key.shape[1:3]
-
-
-def _known(made: Launch | None) -> Launch:
-    """``made``, which is not None: tasks without a span are not run."""
-    assert made is not None
-    return made
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:
