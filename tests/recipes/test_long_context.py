@@ -74,47 +74,108 @@ def test_a_model_that_does_more_to_its_logits_keeps_its_loss() -> None:
     model = tiny("gemma2", {"final_logit_softcapping": 2.0})
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(20)
-    ids = torch.randint(VOCABULARY, (2, 40))
-    summary = both(model, ids)
+    summary = both(model, torch.randint(VOCABULARY, (2, 40)))
     assert "chunked loss" in summary.left_out
-    assert "not this model's own" in str(summary)
+    assert "does more to its logits" in str(summary)
 
 
-def test_a_cap_is_found_while_logits_are_small() -> None:
-    """Those of a fresh model are, and after some training they are not."""
-    summary = long_context(tiny("gemma2"), checkpoints=None)
-    assert "chunked loss" in summary.left_out
+IDS = torch.arange(60).reshape(2, 30) * 7 % VOCABULARY
+MASK = torch.ones_like(IDS)
+MASK[:, 26:] = 0
 
 
-def test_a_call_that_asks_for_more_is_the_models_own() -> None:
-    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
-    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
-    wanted = model(ids, labels=ids).loss
-    ignoring = model(ids, labels=ids, ignore_index=7).loss
-    long_context(model, checkpoints=None)
-    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, wanted)
-    torch.testing.assert_close(model(ids, labels=ids, ignore_index=7).loss, ignoring)
-    torch.testing.assert_close(model(ids, labels=ids, return_dict=False)[0], wanted)
-    # Labels of the last tokens alone go with their logits alone.
-    some = {"labels": ids[:, -6:], "logits_to_keep": 6}
-    own = type(model).forward(model, ids, **some).loss
-    torch.testing.assert_close(model(ids, **some).loss, own)
+@pytest.mark.parametrize(
+    ("asked", "chunked"),
+    [
+        ({}, True),
+        ({"num_items_in_batch": 7, "attention_mask": MASK}, True),
+        ({"ignore_index": 7}, True),
+        ({"shift_labels": torch.nn.functional.pad(IDS, (0, 1), value=-100)[:, 1:].clone()}, True),
+        ({"labels": IDS[:, -6:], "logits_to_keep": 6}, True),
+        ({"return_dict": False}, False),
+        ({"labels": None}, False),
+    ],
+)
+def test_every_call_returns_what_the_model_returns(asked: dict[str, Any], chunked: bool) -> None:
+    """But for logits, where they went into a loss in chunks."""
+    model = tiny("llama")
+    changed = copy.deepcopy(model)
+    long_context(changed, checkpoints=None)
+    plain, ours = (one(**{"input_ids": IDS, "labels": IDS, **asked}) for one in (model, changed))
+    if isinstance(plain, tuple):
+        plain, ours = dict(enumerate(plain)), dict(enumerate(ours))
+    assert ("logits" not in ours and 1 not in ours) == chunked
+    for name, own in plain.items():
+        if isinstance(own, torch.Tensor) and not (chunked and name == "logits"):
+            torch.testing.assert_close(ours[name], own)
 
-    class Adapted(torch.nn.Module):
-        """As an adapter of PEFT around the head, put there after the recipe."""
 
-        def __init__(self, head: torch.nn.Linear) -> None:
-            super().__init__()
-            self.head = head
-            self.weight, self.bias = head.weight, head.bias
+class Adapted(torch.nn.Module):
+    """As an adapter of PEFT around the head."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 3 * self.head(x)
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.head, self.weight, self.bias = head, head.weight, head.bias
 
-    model.lm_head = Adapted(model.lm_head)
-    found = model(ids, labels=ids)
-    assert found.logits is not None
-    assert found.loss.item() != pytest.approx(wanted.item(), rel=1e-4)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * self.head(x)
+
+
+def another_class(model: Any, forward: Any) -> None:
+    model.__class__ = type("Other", (type(model),), {"forward": forward})
+
+
+def masked_loss(self: Any, input_ids: Any, attention_mask: Any, labels: Any, **more: Any) -> Any:
+    """As Granite Speech's: of what is not masked, a mean whatever number of tokens it is given."""
+    labels = labels.masked_fill(attention_mask == 0, -100)
+    more.pop("num_items_in_batch")
+    return super(type(self), self).forward(input_ids, attention_mask, labels=labels, **more)
+
+
+def own_loss(self: Any, input_ids: Any, labels: Any = None, **more: Any) -> Any:
+    """As Granite's: of scaled logits, computed by itself."""
+    found = super(type(self), self).forward(input_ids, **more)
+    logits = (found.logits / 4).flatten(0, 1)
+    found.loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
+    return found
+
+
+def squares(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    return logits[..., :5].square().mean() + logits.float().view(-1, VOCABULARY).std()
+
+
+CHANGES: dict[str, Any] = {
+    "an adapter": lambda model: setattr(model, "lm_head", Adapted(model.lm_head)),
+    "a hook": lambda model: model.lm_head.register_forward_hook(lambda _, __, out: out / 2),
+    "a loss": lambda model: setattr(model, "loss_function", squares),
+    "experts' balance": lambda model: setattr(model.config, "output_router_logits", True),
+    "a masked loss": lambda model: another_class(model, masked_loss),
+    "its own loss": lambda model: another_class(model, own_loss),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "after"),
+    [*((name, False) for name in CHANGES), *((name, True) for name in list(CHANGES)[:4])],
+)
+def test_what_else_a_model_does_with_its_logits(change: str, after: bool) -> None:
+    """Before the recipe and after it: the loss and the gradients are its own."""
+    model = tiny("gpt_oss" if "experts" in change else "llama")
+    changed = copy.deepcopy(model)
+    if after:
+        long_context(changed, checkpoints=None, attention=False)
+    for one in (model, changed):
+        CHANGES[change](one)
+    if not after:
+        long_context(changed, checkpoints=None, attention=False)
+    more = {"attention_mask": MASK, "num_items_in_batch": 7} if "mask" in change else {}
+    losses = []
+    for one in (model, changed):
+        losses.append(one(input_ids=IDS, labels=IDS, **more).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for ours, own in zip(changed.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, own.grad)
 
 
 def test_a_model_that_takes_no_attention_by_name_keeps_its_own() -> None:
@@ -126,14 +187,6 @@ def test_a_model_that_takes_no_attention_by_name_keeps_its_own() -> None:
     assert ATTENTION in summary.left_out
     assert "FalconForCausalLM does not take its attention by name" in str(summary)
     model(torch.randint(VOCABULARY, (1, 9)))
-
-
-def test_a_loss_that_is_set_later_is_the_one() -> None:
-    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
-    long_context(model, checkpoints=None)
-    model.loss_function = lambda logits, labels, **_: logits.square().mean()
-    found = model(ids, labels=ids)
-    torch.testing.assert_close(found.loss, found.logits.square().mean())
 
 
 @pytest.mark.parametrize("kind", ["llava", "gemma3"])
@@ -192,11 +245,12 @@ def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
 ) -> None:
     model, ids = tiny("llama").bfloat16(), torch.randint(VOCABULARY, (1, 5000))
     monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 2048 * VOCABULARY * 10)
+    wanted = model(ids, labels=ids).loss
     long_context(model, checkpoints=None)
     found = model(ids, labels=ids)
     assert found.logits is None
     assert found.loss.dtype == torch.float32
-    torch.testing.assert_close(found.loss, type(model).forward(model, ids, labels=ids).loss)
+    torch.testing.assert_close(found.loss, wanted)
 
 
 def test_what_was_given_another_forward_is_left_as_it_is() -> None:
@@ -220,67 +274,11 @@ def test_called_again_or_on_an_unpickled_model() -> None:
     other = pickle.loads(pickle.dumps(model))
     torch.testing.assert_close(other(ids, labels=ids).loss, wanted)
     assert long_context(other, checkpoints=None, mlp_tile=7).done == done
-    for one in (model, other):
-        torch.testing.assert_close(one(ids, labels=ids).loss, wanted)
-
-
-def test_a_loss_is_tried_in_a_call_that_uses_it() -> None:
-    """One whose forward reads ``use_cache`` and does not hand it on by name (Granite Docling's)."""
-    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
-
-    class Base(type(model.model)):  # type: ignore[misc]
-        def forward(self, input_ids: Any = None, **others: Any) -> Any:
-            return super().forward(input_ids, **others)
-
-    class Scaled(type(model)):  # type: ignore[misc]
-        def forward(
-            self, input_ids: Any = None, labels: Any = None, use_cache: Any = None, **others: Any
-        ) -> Any:
-            found = super().forward(input_ids, use_cache=use_cache, **others)
-            found.logits = found.logits / 4
-            if labels is not None:
-                found.loss = self.loss_function(found.logits, labels, VOCABULARY)
-            return found
-
-    model.__class__, model.model.__class__ = Scaled, Base
-    wanted = model(ids, labels=ids).loss
-    summary = long_context(model, checkpoints=None)
-    assert "chunked loss" in summary.left_out
+    other = copy.deepcopy(model)  # has forwards of its own
+    with torch.no_grad():
+        other.get_output_embeddings().weight.zero_()
+    assert other(ids, labels=ids).loss.item() == pytest.approx(math.log(VOCABULARY), rel=1e-5)
     torch.testing.assert_close(model(ids, labels=ids).loss, wanted)
-
-
-@pytest.mark.parametrize("which", ["mask", "items"])
-def test_a_loss_of_fewer_tokens_or_of_no_number_of_items_stays(which: str) -> None:
-    """Granite Speech's leaves out what is masked and is a mean, whatever number it is given."""
-    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
-
-    class Speech(type(model)):  # type: ignore[misc]
-        def forward(
-            self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **more: Any
-        ) -> Any:
-            items = more.pop("num_items_in_batch", None)
-            if labels is not None and which == "mask":
-                more["num_items_in_batch"] = items
-                if attention_mask is not None:
-                    labels = labels.masked_fill(attention_mask == 0, -100)
-            return super().forward(input_ids, attention_mask, labels=labels, **more)
-
-    model.__class__ = Speech
-    asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "num_items_in_batch": 7}
-    asked["attention_mask"][:, -4:] = 0
-    wanted = model(ids, labels=ids, **asked).loss
-    assert "chunked loss" in long_context(model, checkpoints=None, attention=False).left_out
-    torch.testing.assert_close(model(ids, labels=ids, **asked).loss, wanted)
-
-
-def test_a_balance_of_experts_asked_for_later_is_in_the_loss() -> None:
-    """In the configuration of the text of a model of images, too."""
-    model, ids = tiny("gpt_oss"), torch.randint(VOCABULARY, (1, 30))
-    long_context(model, checkpoints=None)
-    inner = copy.copy(model.config)
-    inner.output_router_logits = True
-    model.config.get_text_config = lambda *_, **__: inner
-    assert model(ids, labels=ids).logits is not None
 
 
 def test_labels_of_another_number_of_tokens_are_refused() -> None:
@@ -341,32 +339,6 @@ def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
             assert report.total.forwards == before + 2
     finally:
         register()
-
-
-def test_hooks_of_the_head_are_called() -> None:
-    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
-    long_context(model, checkpoints=None)
-    with torch.no_grad():
-        zero = torch.zeros_like(model(ids).logits)
-    model.lm_head.register_forward_hook(lambda *_: zero)
-    assert model(ids, labels=ids).loss.item() == pytest.approx(math.log(VOCABULARY), rel=1e-5)
-
-
-def test_labels_are_all_that_changes_a_call() -> None:
-    """Without them there are logits; a copy of the model has a forward of its own."""
-    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
-    logits = model(ids).logits
-    long_context(model, checkpoints=None)
-    torch.testing.assert_close(model(ids).logits, logits)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.get_output_embeddings().weight.zero_()
-    labels = {"labels": ids}
-    flat = other(ids, **labels).loss.item()
-    assert flat == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=1e-5)
-    assert model(ids, **labels).loss.item() != pytest.approx(flat, rel=1e-3)
-    summed = model(ids, num_items_in_batch=2, **labels).loss
-    assert summed.item() == pytest.approx(model(ids, **labels).loss.item() * 29 / 2, rel=1e-5)
 
 
 def test_arguments_that_make_no_sense_are_named() -> None:

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _OURS = "_quorum_attention_recipe"
 
@@ -77,8 +78,16 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 def patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     """Let the module run ``forward(module, ...)``."""
     setattr(forward, _OURS, True)
+    forward.__name__ = "forward"  # what a pickled module looks up in its class
     # Bound to the module, so that a copy of the module gets one bound to itself.
     module.forward = MethodType(forward, module)
 
 
-__all__ = ["Change", "Summary", "eval_mode", "has_own_forward", "patch_forward"]
+def is_transformed() -> bool:
+    """Whether torch.func or forward mode derives what runs, by means of their own."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+__all__ = [
+    "Change", "Summary", "eval_mode", "has_own_forward", "is_transformed", "patch_forward",
+]  # fmt: skip

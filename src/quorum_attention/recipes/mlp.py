@@ -12,12 +12,17 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
+from quorum_attention.recipes.changes import (
+    Change,
+    eval_mode,
+    has_own_forward,
+    is_transformed,
+    patch_forward,
+)
 from quorum_attention.sizes import counted
 
 NAME = "tiled MLP"
@@ -78,11 +83,7 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
     @wraps(plain)
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1] if x.numel() else 0
-        if (
-            rows <= tokens
-            or torch._C._are_functorch_transforms_active()  # those derive it by their own means
-            or forward_ad._current_level >= 0
-        ):
+        if rows <= tokens or is_transformed():
             result: torch.Tensor = plain(self, x)
             return result
         length = -(-x.shape[-2] // -(-rows // tokens))  # of all texts: tiles of about one length
