@@ -105,7 +105,7 @@ def test_attention_runs_once_a_layer_and_results_are_the_same_bits(
         assert len(calls) == LAYERS + recomputed
         assert torch.equal(found[0], wanted[0])
         assert all(map(torch.equal, found[1], wanted[1]))
-    assert checkpoints._Away.alive == 0
+    assert checkpoints._Kept.alive == 0
 
 
 def test_several_forwards_backward_again_and_autocast(
@@ -141,7 +141,7 @@ def test_a_layer_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyboardInterrupt):
         model(input_ids=ids, labels=ids)
     gc.collect()
-    assert checkpoints._Away.alive == 0
+    assert checkpoints._Kept.alive == 0
     hook.remove()
     assert all(map(torch.equal, step(model, ids)[1], step(plain, ids)[1]))
 
@@ -165,18 +165,18 @@ def test_what_is_kept_goes_when_it_has_been_used(monkeypatch: pytest.MonkeyPatch
     ids = torch.randint(VOCABULARY, (1, 100))
     alive: list[int] = []
     for layer in model.model.layers:
-        layer.mlp.register_full_backward_hook(lambda *_: alive.append(checkpoints._Away.alive))
+        layer.mlp.register_full_backward_hook(lambda *_: alive.append(checkpoints._Kept.alive))
     loss = model(input_ids=ids, labels=ids).loss
-    every = checkpoints._Away.alive
+    every = checkpoints._Kept.alive
     loss.backward()
     # In the last layer's MLP its results are given to the graph, its input is still there.
     assert [LAYERS * left // every for left in alive] == [3, 2, 1, 0]
-    assert checkpoints._Away.alive == 0
+    assert checkpoints._Kept.alive == 0
     del loss
     loss = model(input_ids=ids, labels=ids).loss
-    assert checkpoints._Away.alive == every
+    assert checkpoints._Kept.alive == every
     del loss
-    assert checkpoints._Away.alive == 0
+    assert checkpoints._Kept.alive == 0
 
 
 def test_a_layer_that_writes_to_what_is_kept_is_refused() -> None:
@@ -212,15 +212,15 @@ def test_everything_has_a_place(
 ) -> None:
     """What does not go to host memory fits the device; attention is computed again only if it must
     be; checkpoints that fit nowhere stay on the device."""
-    found = shares(layers, checkpoint, result, device, host)
-    kept = layers * checkpoint + (layers - found.recomputed) * result
-    assert 0 <= found.recomputed <= layers
-    assert 0 <= found.host_bytes <= host
-    assert kept - found.host_bytes <= device or found.recomputed == layers
-    if found.recomputed:
+    away, recomputed = shares(layers, checkpoint, result, device, host)
+    kept = layers * checkpoint + (layers - recomputed) * result
+    assert 0 <= recomputed <= layers
+    assert 0 <= away <= host
+    assert kept - away <= device or recomputed == layers
+    if recomputed:
         assert kept + result > device + host
     if device:
-        assert found.host_bytes == 0 or kept - found.host_bytes >= min(device, kept)
+        assert away == 0 or kept - away >= min(device, kept)
 
 
 def test_they_stay_where_a_trainer_switches_checkpoints_on(calls: list[int]) -> None:

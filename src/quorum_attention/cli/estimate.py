@@ -95,13 +95,13 @@ def _of_model(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory) -> None:
     title = (
-        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters"
-        f"{'' if shape.exact else ' (counted as of a Llama)'}: a training step of {options.batch} "
-        f"x {options.tokens:,} tokens"
+        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training step of "
+        f"{options.batch} x {options.tokens:,} tokens"
     )
     switched = "all switched on" if options.memory is None else "with these on"
     rows = [
-        [p.name, *map(format_bytes, (p.plain, p.bytes)), p.switch if p.switch in found.on else ""]
+        [p.name, format_bytes(p.plain_bytes), format_bytes(p.bytes),
+         p.switch if p.switch in found.on else ""]
         for p in found.parts
     ]  # fmt: skip
     totals = [format_bytes(found.plain_bytes), format_bytes(found.peak_bytes)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import Token
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,7 @@ class LayerCheckpoints:
         self, model: Any, where: str, shape: ModelShape | None, training: Training
     ) -> None:
         self.model, self.where, self.shape, self.training = model, where, shape, training
-        self._number = -1
         self._step: _Step | None = None
-        self._before: _Layer | None = None
 
     def install(self) -> bool:
         """Switch the model's checkpoints on, these where its layers take them; False: none does.
@@ -80,21 +78,20 @@ class LayerCheckpoints:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return checkpoint(layer, *inputs, use_reentrant=False)
         step = self._step
-        if step is None or number <= self._number:
-            step, self._before = self._begin(inputs[0]), None
-        one = _Layer(step, self._before)
-        # If the layer fails, nothing of this step is held here.
-        self._number, self._step, self._before = -1, None, None
-        with saved_tensors_hooks(one.pack, one.unpack):
+        if step is None or number <= step.number:
+            step = self._begin(inputs[0])
+        one = _Layer(step)
+        self._step = None  # if the layer fails, nothing of this step is held here
+        with saved_tensors_hooks(one.keep, one.unpack):
             found = checkpoint(layer, *inputs, use_reentrant=False, context_fn=one.contexts)
         one.settle()
+        step.number, step.before = number, one
         # From the last layer on the graph alone holds what is kept.
-        if number != step.layers - 1:
-            self._number, self._step, self._before = number, step, one
+        self._step = step if number != step.layers - 1 else None
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_number": -1, "_step": None, "_before": None}
+        return {**vars(self), "_step": None}
 
     def _begin(self, hidden: torch.Tensor) -> _Step:
         """A step whose first layer has this input."""
@@ -115,48 +112,50 @@ class LayerCheckpoints:
             room = max(0, free - transient_bytes(self.shape, training) - later)
         if self.where == "host" and host:
             room = 0
-        split = shares(layers, checkpoint_bytes, result, room, host)
-        copies = _Copies(device) if host else None
-        return _Step(layers, split.host_bytes, split.recomputed, copies)
+        away, recomputed = shares(layers, checkpoint_bytes, result, room, host)
+        return _Step(layers, away, recomputed, _Copies(device) if host else None)
 
 
+@dataclass(eq=False)
 class _Step:
-    """One forward: how much of what its layers keep is still to go to host memory."""
+    """One forward: how much of what its layers keep is still to go to host memory, and for how many
+    calls of attention nothing is kept; the last layer that has run, and its number."""
 
-    def __init__(self, layers: int, away: int, recomputed: int, copies: _Copies | None) -> None:
-        self.layers, self.away, self.recomputed, self.copies = layers, away, recomputed, copies
-
-    def keep(self, tensor: torch.Tensor) -> _Here | _Away:
-        """Kept in host memory while some has to go there."""
-        if self.away > 0 and self.copies is not None and tensor.nbytes >= _SMALL:
-            self.away -= tensor.nbytes
-            return _Away(tensor, self.copies)
-        return _Here(tensor)
+    layers: int
+    away: int
+    recomputed: int
+    copies: _Copies | None
+    number: int = -1
+    before: _Layer | None = None
 
 
 class _Layer:
     """What one layer keeps in one forward."""
 
-    def __init__(self, step: _Step, before: _Layer | None) -> None:
-        self._step, self._before = step, before
-        self._kept: list[_Here | _Away] = []
-        self._results: list[tuple[_Here | _Away, ...] | None] = []
+    def __init__(self, step: _Step) -> None:
+        self._before = step.before
+        self._step: _Step | None = step  # until its first run is over
+        self._kept: list[_Kept] = []
+        self._results: list[tuple[_Kept, ...] | None] = []
         self._again = 0
 
-    def pack(self, tensor: torch.Tensor) -> _Here | _Away:
-        """An input of the layer: kept."""
-        return self._keep(tensor)
+    def keep(self, tensor: torch.Tensor) -> _Kept:
+        """In host memory while some has to go there."""
+        step, copies = self._step, None
+        assert step is not None
+        if step.away > 0 and tensor.nbytes >= _SMALL:
+            step.away, copies = step.away - tensor.nbytes, step.copies
+        kept = _Kept(tensor.detach(), copies)  # its graph may hold this layer
+        self._kept.append(kept)
+        return kept
 
-    def unpack(self, kept: _Here | _Away) -> torch.Tensor:
+    def unpack(self, kept: _Kept) -> torch.Tensor:
         """It is needed: the layer's backward begins. What the next one needs may set out."""
         self._again = 0
         found = kept.get()
-        for results in filter(None, self._results):
-            for one in results:
-                one.fetch()
-        if self._before is not None:
-            for one in self._before._kept:
-                one.fetch()
+        ahead = [one for results in self._results for one in results or ()]
+        for one in ahead + (self._before._kept if self._before is not None else []):
+            one.fetch()
         return found
 
     def contexts(self) -> tuple[Any, Any]:
@@ -165,11 +164,10 @@ class _Layer:
 
     def _note(self, compute: Callable[[], _Results]) -> _Results:
         results = compute()
-        if self._step.recomputed > 0:
-            self._step.recomputed -= 1
-            self._results.append(None)
-        else:
-            self._results.append(tuple(map(self._keep, results)))
+        assert self._step is not None
+        self._step.recomputed -= 1
+        none = self._step.recomputed >= 0
+        self._results.append(None if none else tuple(map(self.keep, results)))
         return results
 
     def _give(self, compute: Callable[[], _Results]) -> _Results:
@@ -182,13 +180,9 @@ class _Layer:
         self._kept = [one for one in self._kept if one not in kept]
         return out, lse
 
-    def _keep(self, tensor: torch.Tensor) -> _Here | _Away:
-        kept = self._step.keep(tensor.detach())  # whose graph may hold this layer
-        self._kept.append(kept)
-        return kept
-
     def settle(self) -> None:
         """Its first run is over: what is kept is what the second run has to read."""
+        self._step = None
         for kept in self._kept:
             kept.settle()
 
@@ -207,66 +201,62 @@ class _Running:
         RESULTS.reset(self._tokens.pop())
 
 
-class _Here:
-    """Kept where it is."""
+class _Kept:
+    """A tensor that is kept: where it is, or in page-locked host memory. Copies both ways run
+    beside the computation."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
-
-    def settle(self) -> None:
-        """It is here, as it was. (Where there are hooks torch does not look.)"""
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "a layer's input or attention's output, which its checkpoint keeps, was written to "
-                "in place: use long_context(checkpoints=None)"
-            )
-
-    fetch = settle
-
-    def get(self) -> torch.Tensor:
-        self.settle()
-        return self._tensor.detach()
-
-
-class _Away:
-    """Kept in page-locked host memory: copies both ways run beside the computation."""
-
-    # Bytes of all there are, and the most there ever were: torch keeps that memory for later ones.
+    # Bytes of all in host memory, and the most there ever were: torch keeps that for later ones.
     alive = most = 0
 
-    def __init__(self, tensor: torch.Tensor, copies: _Copies) -> None:
-        self._device, self._copies, given = tensor.device, copies, _Here(tensor)
+    def __init__(self, tensor: torch.Tensor, copies: _Copies | None) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._version, self._device, self._copies, self._bytes = (
+            tensor._version, tensor.device, copies, 0
+        )  # fmt: skip
+        if copies is None:
+            return
         self._like = torch.empty_like(tensor, device="meta")  # its layout, without gaps
-        if tensor.stride() != self._like.stride():
-            tensor = tensor.clone()
+        dense = tensor if tensor.stride() == self._like.stride() else tensor.clone()
         self._back: tuple[torch.Tensor, Any] | None = None
-        parts = _flat(tensor).split(_PIECE)
+        parts = _flat(dense).split(_PIECE)
         self._pieces = [copies.host_memory(part.numel()) for part in parts]
         # The computation waits before its memory is used again: a host far ahead of the device
         # would find none free.
-        self._source: Any = tensor, copies.run(parts, self._pieces), given
+        self._source: Any = dense, copies.run(parts, self._pieces)
         self._bytes = sum(1 << (part.numel() - 1).bit_length() for part in parts)
-        _Away.alive += self._bytes
-        _Away.most = max(_Away.most, _Away.alive)
+        _Kept.alive += self._bytes
+        _Kept.most = max(_Kept.most, _Kept.alive)
 
     def __del__(self) -> None:
-        _Away.alive -= getattr(self, "_bytes", 0)
+        _Kept.alive -= getattr(self, "_bytes", 0)
         if getattr(self, "_back", None) is not None:
             self.get()  # on its way, and not asked for
 
     def settle(self) -> None:
-        """Let the computation wait for the copy, and let go of what was copied."""
-        self._copies.wait(self._source[1])
-        self._source[2].settle()
-        self._source = None
+        """It is as it was when it was given. (Where there are hooks torch does not look.) If it is
+        copied, the computation waits for the copy, and it is let go of."""
+        if self._copies is not None and self._tensor is not None:
+            self._copies.wait(self._source[1])
+        if self._tensor is not None and self._tensor._version != self._version:
+            raise RuntimeError(
+                "a layer's input or attention's output, which its checkpoint keeps, was written to "
+                "in place: use long_context(checkpoints=None)"
+            )
+        if self._copies is not None:
+            self._tensor = self._source = None
 
     def fetch(self) -> None:
         """Begin to bring it back."""
-        if self._back is None:
+        if self._copies is not None and self._back is None:
             back = torch.empty_like(self._like, device=self._device)
             self._back = back, self._copies.run(self._pieces, _flat(back).split(_PIECE))
 
     def get(self) -> torch.Tensor:
+        """It, here."""
+        self.settle()
+        if self._copies is None:
+            assert self._tensor is not None
+            return self._tensor.detach()
         self.fetch()
         assert self._back is not None
         (back, done), self._back = self._back, None
@@ -313,7 +303,7 @@ def host_room() -> int:
             free = min(free, int((group / limit).read_text()) - taken)
         except (OSError, ValueError, KeyError):  # another version, or no limit
             continue
-    return max(0, free) * 5 // 6 + _Away.most - _Away.alive
+    return max(0, free) * 5 // 6 + _Kept.most - _Kept.alive
 
 
 # The limit of a group of processes, what it uses, and what of that are files that can go.

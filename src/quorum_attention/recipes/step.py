@@ -8,7 +8,7 @@ logits, the checkpoints of the layers, the intermediates of one MLP.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -40,7 +40,7 @@ class Part:
     Attributes:
         name: what it is.
         bytes: as it stands with what is switched on.
-        plain: with nothing switched on.
+        plain_bytes: with nothing switched on.
         when: "always"; in a "layer", all the time or in the backward of its "attention", "mlp" or
             "norm"; in the "loss".
         switch: what makes it smaller, if anything.
@@ -48,7 +48,7 @@ class Part:
 
     name: str
     bytes: int
-    plain: int
+    plain_bytes: int
     when: When
     switch: str | None = None
 
@@ -78,7 +78,7 @@ class StepMemory:
     @property
     def plain_bytes(self) -> int:
         """The same with nothing switched on."""
-        return _peak(self.parts, lambda part: part.plain)
+        return _peak(self.parts, lambda part: part.plain_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types."""
@@ -88,12 +88,8 @@ class StepMemory:
             "host_bytes": self.host_bytes,
             "switched_on": list(self.on),
             "attention_budget_bytes": self.budget,
-            "parts": [
-                {"name": p.name, "bytes": p.bytes, "plain_bytes": p.plain, "when": p.when,
-                 "switch": p.switch}
-                for p in self.parts
-            ],
-        }  # fmt: skip
+            "parts": [asdict(part) for part in self.parts],
+        }
 
 
 def _peak(parts: tuple[Part, ...], size: Callable[[Part], int]) -> int:
@@ -126,7 +122,7 @@ class Training:
     checkpointing: bool = True
     budget: int | None = None
     device: str = GPU
-    on: tuple[str, ...] = field(default=())
+    on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         whole_number(self.tokens, "tokens", 1)
@@ -149,9 +145,9 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
     weights = shape.parameters + (0 if training.lora is None else trained)
     state = {"none": 0, "adamw": 2 * size, "adamw-fp32": _FP32_STATES}[training.optimizer]
     parts = [
-        _fixed("weights", weights * size),
-        _fixed("gradients of weights", trained * size),
-        _fixed("optimizer", trained * state),
+        _same("weights", weights * size),
+        _same("gradients of weights", trained * size),
+        _same("optimizer", trained * state),
         *_layers(shape, training, rows, size),
         _attention(shape, training),
         *_loss(shape, training, rows, size),
@@ -165,13 +161,9 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
 @lru_cache(maxsize=64)
 def transient_bytes(shape: ModelShape, training: Training) -> int:
     """What a step holds beside weights, gradients, optimizer and what its layers keep."""
-    parts = [
-        *_layers(shape, training, training.tokens * training.batch, training.dtype.itemsize)[1:],
-        _attention(shape, training),
-        *_loss(shape, training, training.tokens * training.batch, training.dtype.itemsize),
-    ]
+    parts = tuple([part for part in step_memory(shape, training).parts if part.when != "always"])
     moved = 2 * sum(kept_bytes(shape, training))  # the one that is used, and the next on its way
-    return moved + _peak(tuple(parts), lambda part: part.bytes)
+    return moved + _peak(parts, lambda part: part.bytes)
 
 
 def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
@@ -180,29 +172,18 @@ def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
     return rows * shape.hidden * size, rows * shape.heads * (shape.head_dim * size + 4)
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Where the layers of a step keep what their checkpoints hold.
-
-    Attributes:
-        host_bytes: of the first layers', in host memory; the others' stay on the device.
-        recomputed: first layers whose attention is computed again, because its results fit nowhere.
-    """
-
-    host_bytes: int
-    recomputed: int
-
-
-def shares(layers: int, checkpoint: int, result: int, device: int, host: int) -> Shares:
-    """The shares of ``layers`` that keep so many bytes each, in the free bytes of both."""
+def shares(layers: int, checkpoint: int, result: int, device: int, host: int) -> tuple[int, int]:
+    """Where ``layers`` that keep so many bytes each keep them, in the free bytes of both: bytes of
+    the first ones in host memory, and for how many of them attention is computed again."""
     every = layers * (checkpoint + result)
     over = max(0, every - device - host)
     recomputed = min(layers, -(-over // result)) if over and result else 0
-    return Shares(min(host, max(0, every - recomputed * result - device)), recomputed)
+    return min(host, max(0, every - recomputed * result - device)), recomputed
 
 
-def _fixed(name: str, count: int) -> Part:
-    return Part(name, count, count, "always")
+def _same(name: str, count: int, when: When = "always") -> Part:
+    """A part that no switch makes smaller."""
+    return Part(name, count, count, when)
 
 
 def adapters(shape: ModelShape, rank: int) -> int:
@@ -219,7 +200,7 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     # Kept for the backward: the projections' inputs, gate, up and their product, of each token's
     # experts; the gradients that flow back replace what has been used.
     intermediates = 3 * rows * shape.experts_per_token * shape.intermediate * size
-    tiled = min(intermediates, intermediates * MLP_TILE // rows) if rows else 0
+    tiled = min(intermediates, intermediates * MLP_TILE // rows)
     if rows > MLP_TILE and training.lora is None and not shape.experts and size < 4:
         # Its weights and the sums of their gradients in float32, and the weights of one tile.
         tiled += 3 * shape.hidden * shape.intermediate * (4 + 4 + size)
@@ -232,18 +213,18 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
         kept += hidden + headed * size
     here = "tiled MLP" in training.on
     parts = [
-        Part("q, k, v, o of a layer", projected, projected, "layer"),
-        Part("norms and residuals of a layer", kept + hidden, kept + hidden, "layer"),
+        _same("q, k, v, o of a layer", projected, "layer"),
+        _same("norms and residuals of a layer", kept + hidden, "layer"),
         Part("MLP intermediates of a layer", tiled if here else intermediates, intermediates,
              "mlp", "tiled MLP"),
-        Part("the MLP's norm, input and its gradient", wide + 2 * hidden, wide + 2 * hidden, "mlp"),
+        _same("the MLP's norm, input and its gradient", wide + 2 * hidden, "mlp"),
         # Its input, and five terms of its gradient, in float32.
-        Part("a norm's backward", 6 * wide, 6 * wide, "norm"),
-        Part("gradients of q, k, v, o", projected + hidden, projected + hidden, "attention"),
+        _same("a norm's backward", 6 * wide, "norm"),
+        _same("gradients of q, k, v, o", projected + hidden, "attention"),
     ]  # fmt: skip
     if not training.checkpointing:
         every = (shape.layers - 1) * (intermediates + projected + kept + wide + hidden)
-        return [Part("activations of all other layers", every, every, "always"), *parts]
+        return [_same("activations of all other layers", every), *parts]
     held = shape.layers * hidden
     # The one that is used, and the next one on its way, with attention's results.
     moved = min(held, 2 * sum(kept_bytes(shape, training)))
@@ -260,43 +241,36 @@ def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[P
     """The logits in the model's dtype; in float32, the loss's own and their gradient."""
     chunked = "chunked loss" in training.on
     at_once = min(rows, loss_tokens(shape.vocabulary, size)) if chunked else rows
-    logits, loss = rows * shape.vocabulary * size, rows * shape.vocabulary * 8
     # The output in float32 for its norm; its gradient in chunks and put together.
     last = rows * shape.hidden * (3 * size + 4)
-    return [
-        Part("logits", at_once * shape.vocabulary * size, logits, "loss", "chunked loss"),
-        Part("the loss in float32", at_once * shape.vocabulary * 8, loss, "loss", "chunked loss"),
-        Part("the last layer's output and its gradient", last, last, "loss"),
-    ]
+    parts = [
+        Part(name, at_once * shape.vocabulary * each, rows * shape.vocabulary * each, "loss",
+             "chunked loss")
+        for name, each in (("logits", size), ("the loss in float32", 8))
+    ]  # fmt: skip
+    return [*parts, _same("the last layer's output and its gradient", last, "loss")]
 
 
 def _attention(shape: ModelShape, training: Training) -> Part:
     """What attention works in, beyond q, k, v, o and their gradients: the larger of both passes."""
-    sizes: dict[str, Any] = {
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "batch": training.batch,
-        "dtype": training.dtype,
-        "is_causal": True,
-        "device": training.device,
-        "inputs": "device",
-    }
+    call: dict[str, Any] = {
+        "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "batch": training.batch, "dtype": training.dtype, "is_causal": True,
+        "device": training.device, "inputs": "device",
+    }  # fmt: skip
 
-    def peak(budget: int | None) -> int:
+    def peak(budget: int) -> int:
         # A budget is of one call, with what it returns: o, or the gradients of q, k and v.
         return max(
-            plan(training.tokens, budget=budget, backward=back, **sizes).peak_bytes
+            plan(training.tokens, budget=budget, backward=back, **call).peak_bytes
             - returned_bytes(shape, training, backward=back)
             for back in (False, True)
         )
 
-    # A device with room for anything: the fastest way there is.
-    uncut = peak(1 << 50)
-    here = uncut
-    if "quorum attention" in training.on and training.budget is not None:
+    uncut = here = peak(1 << 50)  # a device with room for anything: the fastest way there is
+    if SWITCHES[0] in training.on and training.budget is not None:
         here = min(uncut, peak(training.budget))
-    return Part("attention's working memory", here, uncut, "attention", "quorum attention")
+    return Part("attention's working memory", here, uncut, "attention", SWITCHES[0])
 
 
 def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> int:
