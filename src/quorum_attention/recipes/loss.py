@@ -105,14 +105,6 @@ class _Logits:
         """As of a tensor."""
         return self.states.device
 
-    def float(self) -> _Logits:
-        """As of a tensor."""
-        return replace(self, dtype=torch.float32)
-
-    def contiguous(self) -> _Logits:
-        """As of a tensor."""
-        return self
-
     def view(self, *sizes: Any) -> Any:
         """As of a tensor."""
         if sizes == (-1, len(self.weight)):
@@ -143,6 +135,10 @@ class _Logits:
         again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         total = torch.stack([checkpoint(of_some, *pair, **again) for pair in pairs]).sum()
         return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+    def float(self) -> _Logits:
+        """As of a tensor."""
+        return replace(self, dtype=torch.float32)
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
