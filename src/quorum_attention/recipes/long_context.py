@@ -57,7 +57,7 @@ def long_context(
         ImportError: Transformers is not installed, or of a version that is not known.
         TypeError, ValueError: arguments that make no sense.
     """
-    from quorum_attention.integrations.transformers.names import name_for
+    from quorum_attention.integrations.transformers import name_for
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
@@ -82,7 +82,7 @@ def long_context(
 def _attend(model: Any, name: str, budget: int | str | None) -> Change:
     """Set the model's attention, if it takes that by name; of those that do not Transformers only
     logs it."""
-    from quorum_attention.integrations.transformers.whose import names_of
+    from quorum_attention.integrations.transformers.options import names_of
 
     model.set_attn_implementation(name)
     if name not in names_of(model.config):

@@ -63,12 +63,9 @@ def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, o
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_symbols_do_not_say_stays_a_function(name: str) -> None:
-    """So does a part of what Transformers joins: the rest is described."""
     sizes = Sizes(1, 40, 40, 0, 0, torch.device("cpu"))
-    assert mask_of(UNKNOWN[name], sizes).keeps is not None
-    found = mask_of(made.and_masks(made.causal_mask_function, UNKNOWN[name]), sizes)
-    assert found.causal
-    assert found.keeps is not None
+    joined = made.and_masks(made.causal_mask_function, UNKNOWN[name])
+    assert all(mask_of(function, sizes).keeps is not None for function in (UNKNOWN[name], joined))
 
 
 def test_a_compiled_model_that_is_given_its_padding_is_one_graph() -> None:

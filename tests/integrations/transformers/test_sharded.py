@@ -42,7 +42,6 @@ def _same(
     padding: torch.Tensor | None = None,
     change: dict[str, Any] | None = None,
     hooked: bool = False,
-    cached: bool = False,
 ) -> None:
     """The shards of a model's sequence against the whole, both in float64."""
     torch.manual_seed(3)
@@ -53,16 +52,12 @@ def _same(
     whole: dict[str, Any] = {} if padding is None else {"attention_mask": padding}
     if positions is not None:
         whole["position_ids"] = positions
-    if cached:
-        whole["use_cache"] = True
     exact, exact_grads = _of_all(attended(model, "exact", torch.float64), ids, keep, **whole)
     rows = slice(*[0, *accumulate(sizes)][rank : rank + 2])
     places = torch.arange(tokens)[None] if positions is None else positions
     mine: dict[str, Any] = {} if hooked else {"position_ids": places[:, rows]}
     if padding is not None:
         mine["attention_mask"] = padding[:, rows]
-    if cached:
-        mine["use_cache"] = True
     report = ShardedReport()
     register("sharded", group=group, report=report)
     ours = attended(model, "sharded", torch.float64)
@@ -94,12 +89,6 @@ def _models(rank: int, sizes: list[int], group: dist.ProcessGroup) -> None:
         packed = torch.cat([torch.arange(n) for n in lengths])[None]
         _same(rank, "llama", sizes, group, positions=packed)
     _same(rank, "gpt_oss", sizes, group, positions=packed)  # does not ask for documents
-    # Nor does a model with a cache. No rank has more than one document: none can tell by its rows.
-    packed = torch.cat([torch.arange(n) for n in sizes])[None] + 1
-    packed[:, :edge] += 2
-    _same(rank, "llama", sizes, group, positions=packed)
-    _same(rank, "llama", sizes, group, positions=packed, cached=True)
-    _same(rank, "gpt_oss", sizes, group, positions=packed)
     left = torch.ones(2, tokens, dtype=torch.long)
     left[1, : edge + 2] = 0
     right = torch.ones(2, tokens, dtype=torch.long)
@@ -125,6 +114,8 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="'quorum', which is not over this group"):
         alone(input_ids=ids)
     places = torch.arange(8)[None] + 8 * rank
+    with pytest.raises(ValueError, match="whether documents begin there is not known"):
+        model(input_ids=ids, position_ids=places + 2 * rank)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="makes its masks itself"):
         model(input_ids=ids, position_ids=places, attention_mask=mask)

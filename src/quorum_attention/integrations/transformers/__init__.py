@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 
 from quorum_attention.integrations.transformers.versions import check_version
@@ -16,18 +17,20 @@ from quorum_attention.distributed import ShardedReport  # noqa: E402
 from quorum_attention.execution.report import Report  # noqa: E402
 from quorum_attention.integrations.transformers.attending import attend  # noqa: E402
 from quorum_attention.integrations.transformers.masks import quorum_mask  # noqa: E402
-from quorum_attention.integrations.transformers.options import Options  # noqa: E402
+from quorum_attention.integrations.transformers.options import Kept, Options, options_of  # noqa: E402
 from quorum_attention.integrations.transformers.positions import sharded_positions  # noqa: E402
 from quorum_attention.integrations.transformers.sharded import (  # noqa: E402
     attend_sharded,
     sharded_mask,
 )
-from quorum_attention.integrations.transformers.whose import Kept  # noqa: E402
 from quorum_attention.kernels.protocol import InnerKernel  # noqa: E402
+from quorum_attention.sizes import parse_bytes  # noqa: E402
+
+NAME = "quorum"
 
 
 def register(
-    name: str = "quorum",
+    name: str = NAME,
     *,
     budget: int | str | None = None,
     kernel: str | InnerKernel = "auto",
@@ -71,21 +74,36 @@ def register(
 
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name must be a word that can be a variable's, got {name!r}")
-    taken = AttentionInterface._global_mapping.get(name)
-    ours = (attend, attend_sharded)
-    if name == "eager" or (taken is not None and getattr(taken, "func", None) not in ours):
+    if name == "eager" or (name in AttentionInterface() and options_of(name) is None):
         raise ValueError(f"name must not be that of another attention, got {name!r}")
-    sharded = group is not None
-    options = Options(budget, kernel, depth, accumulator, report, min_tokens, sharded)
-    if group is None:
-        AttentionInterface.register(name, partial(attend, options))
-        AttentionMaskInterface.register(name, quorum_mask)
-        return name
-    if not isinstance(group, dist.ProcessGroup):
+    if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or None, got {shown(group)}")
-    AttentionInterface.register(name, partial(attend_sharded, options, Kept(weakref.ref(group))))
-    AttentionMaskInterface.register(name, sharded_mask)
+    kept = None if group is None else Kept(weakref.ref(group))
+    options = Options(budget, kernel, depth, accumulator, report, min_tokens, kept)
+    function = attend if group is None else attend_sharded
+    AttentionInterface.register(name, partial(function, options))
+    AttentionMaskInterface.register(name, quorum_mask if group is None else sharded_mask)
     return name
+
+
+def name_for(budget: int | str | None) -> tuple[str, int | str | None]:
+    """A name whose attention has that budget, and the budget. Other models' names stay as they are.
+
+    What ``register`` was given for "quorum" holds for it too; None: so does its budget.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    if options_of(NAME) is None:
+        register()
+    options, attention = options_of(NAME), AttentionInterface()[NAME]
+    assert options is not None
+    if budget is None or (options.budget and parse_bytes(budget) == parse_bytes(options.budget)):
+        return NAME, options.budget
+    name = f"{NAME}_{parse_bytes(budget)}"
+    AttentionInterface.register(name, partial(attention.func, replace(options, budget=budget)))
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[NAME])
+    return name, budget
 
 
 __all__ = ["quorum_mask", "register", "sharded_positions"]

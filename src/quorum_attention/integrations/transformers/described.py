@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,15 +18,14 @@ class DescribedMask:
 
     Attributes:
         mask: what is kept.
-        sizes: (batch, 1, queries, keys), of the mask that a tensor would be.
+        shape: (batch, 1, queries, keys), of the mask that a tensor would be.
         seen: keys from this one on no query sees.
     """
 
-    def __init__(self, mask: Mask, sizes: tuple[int, int, int, int], seen: int) -> None:
-        self.mask = mask
-        self.sizes = sizes
-        self.seen = seen
+    ndim = 4
 
+    def __init__(self, mask: Mask, shape: tuple[int, int, int, int], seen: int) -> None:
+        self.mask, self.shape, self.seen = mask, shape, seen
         self._elsewhere: dict[torch.device, Mask] = {}
 
     def on(self, device: torch.device) -> Mask:
@@ -33,16 +33,6 @@ class DescribedMask:
         if device not in self._elsewhere:
             self._elsewhere[device] = map_tensors(self.mask, lambda tensor, _: tensor.to(device))
         return self._elsewhere[device]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, 1, queries, keys)."""
-        return self.sizes
-
-    @property
-    def ndim(self) -> int:
-        """4, as of a mask that is a tensor."""
-        return 4
 
     def dim(self) -> int:
         """4, as of a mask that is a tensor."""
@@ -56,14 +46,9 @@ class DescribedMask:
         """Itself: what tensors it has follow the call that it is given to."""
         return self
 
-    def numel(self, *_: Any) -> int:
+    def numel(self) -> int:
         """Pairs of the call."""
-        batch, heads, queries, keys = self.sizes
-        return batch * heads * queries * keys
-
-    def to_dense(self) -> torch.Tensor:
-        """Refused: that is the tensor which is to be avoided."""
-        raise self._refusal("to_dense()")
+        return math.prod(self.shape)
 
     def __getitem__(self, _: Any) -> Any:
         raise self._refusal("[...]")
@@ -93,7 +78,7 @@ class DescribedMask:
         raise cls._refusal(f", in torch's {getattr(function, '__name__', function)}")
 
     def __repr__(self) -> str:
-        return f"DescribedMask({self.mask}, shape={self.sizes})"
+        return f"DescribedMask({self.mask}, shape={self.shape})"
 
     @staticmethod
     def _refusal(what: str) -> Exception:

@@ -14,26 +14,12 @@ from typing import Any
 import torch
 
 # Of these the attention's result is the same, whatever they are: hints for other kernels, what is
-# in the mask already, and what a model's other parts read.
-WITHOUT_EFFECT = frozenset(
-    {
-        "cache_position",
-        "deterministic",  # repeatable bit by bit: what that asks is up to the kernel
-        "ignore_index",  # of the loss
-        "kernel_options",  # of FlexAttention
-        "logits_to_keep",
-        "max_length_k",  # what cu_seq_lens say already
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",  # rotated into queries and keys, and in the mask where documents are packed
-        "return_dict",
-        "shift_labels",  # of the loss
-        "seq_idx",  # for layers that are not attention
-        "use_cache",
-    }
-)
+# in the mask already (positions, lengths of documents), and what a model's other parts read.
+WITHOUT_EFFECT = frozenset({
+    "cache_position", "deterministic", "ignore_index", "kernel_options", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "shift_labels", "seq_idx", "use_cache",
+})  # fmt: skip
 _WHY = {
     "output_attentions": "the weights are never there at once; use attn_implementation='eager'",
     "cache": "continuous batching with a paged cache is not supported; use 'sdpa'",
@@ -60,22 +46,18 @@ def refuse(others: Mapping[str, Any], module: Any) -> None:
             f"quorum attention does not honour {name!r}, which {type(module).__name__} hands to "
             f"its attention: {why}"
         )
-    if not torch.compiler.is_compiling() and _collects_weights():
+    collected = None if torch.compiler.is_compiling() else _collector().get()
+    if collected is not None and any("attentions" in name for name in collected):
         raise NotImplementedError(
             f"quorum attention does not honour 'output_attentions', which was asked of the model "
             f"of {type(module).__name__}: {_WHY['output_attentions']}"
         )
 
 
-def _collects_weights() -> bool:
-    """Whether Transformers collects the weights that layers return, here and now."""
-    collected = _collector().get()
-    return collected is not None and any("attentions" in name for name in collected)
-
-
 @cache
 def _collector() -> Any:
-    """Where Transformers has what it collects; an empty one in versions that have none."""
+    """Where Transformers has the names of what it collects of layers, here and now; an empty one in
+    versions that have none."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:

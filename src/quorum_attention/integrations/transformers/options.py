@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
 
 from quorum_attention.call.options import depth_of
 from quorum_attention.counts import one_of, shown, whole_number
@@ -17,6 +21,14 @@ from quorum_attention.sizes import parse_bytes
 MIN_TOKENS = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A weak reference to a group, out of sight of torch's compiler: it looks through plain ones
+    among the arguments of what is registered, and keeps what it finds for good."""
+
+    group: weakref.ref[dist.ProcessGroup]
+
+
 @dataclass(frozen=True)
 class Options:
     """Of ``attention``, for every call of a model; and from how many tokens on it is called.
@@ -25,7 +37,7 @@ class Options:
         budget, kernel, depth, accumulator, report: as in ``attention``.
         min_tokens: calls of fewer queries go to SDPA if their mask is none, or a causal square;
             None: 1,024, or 0 where a budget, a kernel or a depth is given.
-        sharded: the sequence is sharded over the ranks of a group.
+        group: over whose ranks the sequence is sharded; None: over none.
     """
 
     budget: int | str | None = None
@@ -34,7 +46,7 @@ class Options:
     accumulator: str = "auto"
     report: Report | ShardedReport | None = None
     min_tokens: int | None = None
-    sharded: bool = False
+    group: Kept | None = None
 
     def __post_init__(self) -> None:
         """Here, because the first call may be hours after ``register``."""
@@ -46,10 +58,10 @@ class Options:
         one_of(self.accumulator, "accumulator", ("auto", "device", "host"))
         if self.min_tokens is not None:
             whole_number(self.min_tokens, "min_tokens", 0)
-        kind: type = ShardedReport if self.sharded else Report
+        kind: type = Report if self.group is None else ShardedReport
         if self.report is not None and not isinstance(self.report, kind):
             raise TypeError(f"report must be a {kind.__name__} or None, got {shown(self.report)}")
-        if self.sharded and (self.accumulator != "auto" or self.min_tokens is not None):
+        if self.group is not None and (self.accumulator != "auto" or self.min_tokens is not None):
             raise ValueError("accumulator and min_tokens cannot be given with group")
 
     @property
@@ -63,7 +75,24 @@ class Options:
     def of_call(self) -> dict[str, Any]:
         """Keyword arguments of ``attention``, or of ``distributed.attention``."""
         names = ("budget", "kernel", "depth", "report", "accumulator")
-        return {name: getattr(self, name) for name in (names[:-1] if self.sharded else names)}
+        return {name: getattr(self, name) for name in (names if self.group is None else names[:-1])}
 
 
-__all__ = ["MIN_TOKENS", "Options"]
+def names_of(config: Any) -> Iterator[str]:
+    """What attention a configuration asks for, and those within it."""
+    name = getattr(config, "_attn_implementation", None)
+    if isinstance(name, str):
+        yield name
+    for part in getattr(config, "sub_configs", None) or ():
+        yield from names_of(getattr(config, part, None))
+
+
+def options_of(name: str) -> Options | None:
+    """What ``register`` was given for that name; None: it is somebody else's."""
+    from transformers import AttentionInterface
+
+    given = getattr(AttentionInterface._global_mapping.get(name), "args", ())
+    return given[0] if given and isinstance(given[0], Options) else None
+
+
+__all__ = ["MIN_TOKENS", "Kept", "Options", "names_of", "options_of"]

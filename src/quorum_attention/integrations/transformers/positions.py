@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.agreement import alive, told
-from quorum_attention.integrations.transformers.whose import check_is_sharded, whose_forward
+from quorum_attention.integrations.transformers.options import names_of, options_of
 from quorum_attention.kernels.torch_private import uncompiled
 
 # Inputs beside text, from which models of several media count positions.
@@ -58,7 +58,7 @@ def sharded_positions(
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
         everyone = dist.group.WORLD if kept is None else alive(kept)
         assert everyone is not None
-        check_is_sharded(model, everyone)
+        _check_is_sharded(model, everyone)
         mask = named.get("attention_mask")
         masked = by_mask and mask is not None and not bool(mask.all())
         shown = by_media and any(named.get(name) is not None for name in _MEDIA)
@@ -86,7 +86,7 @@ def _counts_otherwise(model: torch.nn.Module) -> tuple[bool, bool]:
     Raises:
         ValueError: it takes none, or begins with another number than 0.
     """
-    run = whose_forward(model)
+    run = _inner_model(model)
     name, taken = type(run).__name__, inspect.signature(run.forward).parameters
     if "input_ids" in taken and "position_ids" not in taken:
         raise ValueError(
@@ -102,6 +102,47 @@ def _counts_otherwise(model: torch.nn.Module) -> tuple[bool, bool]:
     tables = [part for part in parts if isinstance(part, torch.nn.Embedding)]
     by_mask = any("attention_mask" in inspect.signature(one.forward).parameters for one in tables)
     return by_mask, any(hasattr(part, "get_rope_index") for part in parts)
+
+
+def _check_is_sharded(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Nothing, if some attention of the model is over ``group``, or if that cannot be known.
+
+    Raises:
+        ValueError: all of it is known to be of each rank's rows alone, or over another group.
+    """
+    names = set(names_of(getattr(model, "config", None)))
+    found = [_is_over(name, group) for name in names]
+    if names and all(one is False for one in found):
+        shown = ", ".join(repr(name) for name in sorted(names))
+        raise ValueError(
+            f"the model's attention is {shown}, which is not over this group: each rank's rows "
+            "would see only each other; model.set_attn_implementation(register(name, group=...)) "
+            "makes it so"
+        )
+
+
+def _inner_model(model: Any) -> torch.nn.Module:
+    """The module that runs: that within torch's compiler and PEFT's adapters."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()
+        else:
+            found: torch.nn.Module = model
+            return found
+
+
+def _is_over(name: str, group: dist.ProcessGroup) -> bool | None:
+    """Whether the attention of that name is over the group; None: it is somebody else's."""
+    from transformers import AttentionInterface
+
+    options = options_of(name)
+    if options is not None:
+        return options.group is not None and options.group.group() is group
+    function = AttentionInterface._global_mapping.get(name)
+    own = function is None or getattr(function, "__module__", "").startswith("transformers.")
+    return False if own else None
 
 
 __all__ = ["sharded_positions"]

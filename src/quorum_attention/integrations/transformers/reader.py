@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +109,7 @@ class Kept(_Symbol):
     """Pairs that meet all conditions; it answers like a tensor.
 
     Attributes:
-        parts: ``Near``, ``Equal``, ``Either``; ``Numbers`` of bools: tokens that are kept; mask
-            functions that are not known.
+        parts: ``Near``, ``Equal``, ``Either``; ``Numbers`` of bools: tokens that are kept.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -305,29 +303,11 @@ def conditions_of(function: MaskFunction) -> Kept:
 
 
 def mask_of(function: MaskFunction, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
-    """The description of a mask function, as far as that is known; ``padding`` as there."""
+    """The description of a mask function; one that is not known stays a function."""
     try:
         return described(conditions_of(function), sizes, padding)
     except UnknownError:
-        kept = Kept()
-        for part in _joined_by_and(function):
-            try:
-                known = conditions_of(part)
-                described(known, sizes)
-            except UnknownError:
-                known = Kept(part)
-            kept &= known
-        return described(kept, sizes, padding)
-
-
-def _joined_by_and(function: MaskFunction) -> tuple[MaskFunction, ...]:
-    """The functions that Transformers' ``and_masks`` joined to this one; itself, if it did not."""
-    from transformers.masking_utils import and_masks
-
-    if isinstance(function, FunctionType) and function.__code__ is and_masks(len).__code__:
-        (functions,) = (cell.cell_contents for cell in function.__closure__ or ())
-        return tuple(functions)
-    return (function,)
+        return Mask(keeps=_in_the_call(function, sizes), key_padding=padding)
 
 
 def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
@@ -342,7 +322,6 @@ def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> 
     near: list[Near] = []
     chunk: int | None = None
     ids: list[tuple[torch.Tensor, torch.Tensor]] = []
-    functions: list[MaskFunction] = []
     unions: list[tuple[Mask, ...]] = []
     for part in kept.parts:
         if isinstance(part, Near):
@@ -362,10 +341,8 @@ def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> 
             else:
                 none = torch.zeros((1, sizes.keys), dtype=torch.int64, device=sizes.device)
                 ids.append(((~tokens).long(), none))
-        elif isinstance(part, Either):
-            unions.append(tuple(described(one, sizes) for one in part.masks))
         else:
-            functions.append(part)
+            unions.append(tuple(described(one, sizes) for one in part.masks))
     left = _limit([part.left for part in near], sizes.queries - 1 + sizes.offset)
     right = _limit([part.right for part in near], sizes.keys - 1 - sizes.offset)
     causal = right == 0
@@ -378,7 +355,6 @@ def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> 
         chunk=chunk,
         documents=_joined(ids),
         key_padding=padding,
-        keeps=_keeps(functions, sizes),
         either=unions[0] if len(unions) == 1 else (),
         every=tuple(Mask(either=union) for union in unions) if len(unions) > 1 else (),
     )
@@ -422,19 +398,10 @@ def _joined(
     return queries, keys
 
 
-def _keeps(functions: list[MaskFunction], sizes: Sizes) -> MaskFunction | None:
-    """Those functions in positions of the call, as FlexAttention's ``mask_mod`` has them."""
-    if not functions:
-        return None
+def _in_the_call(function: MaskFunction, sizes: Sizes) -> MaskFunction:
+    """The function of positions in the call, as FlexAttention's ``mask_mod`` has them."""
     q_offset, k_offset = sizes.query_offset, sizes.key_offset
-
-    def keeps(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        kept = functions[0](b, h, q + q_offset, k + k_offset)
-        for function in functions[1:]:
-            kept = kept & function(b, h, q + q_offset, k + k_offset)
-        return kept
-
-    return keeps
+    return lambda b, h, q, k: function(b, h, q + q_offset, k + k_offset)
 
 
 __all__ = [

@@ -8,10 +8,8 @@ layers of that forward use what was found.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +28,6 @@ from quorum_attention.integrations.transformers.reader import (
     UnknownError,
     conditions_of,
 )
-from quorum_attention.integrations.transformers.whose import Kept, check_layers
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
@@ -43,7 +40,6 @@ class Asked(NamedTuple):
             causal.
         chunk: tokens; 0: no chunks.
         packed: whether these rows are of several documents, and the model asks for that.
-        silent: whether it is known that the model does not ask, or its cache says there is one.
         refused: whether there is anything else, which is not known for a whole sequence.
     """
 
@@ -51,7 +47,6 @@ class Asked(NamedTuple):
     right: int = -1
     chunk: int = 0
     packed: bool = False
-    silent: bool = False
     refused: bool = False
 
 
@@ -118,7 +113,6 @@ def sharded_mask(
         return attention_mask
     function = mask_function or masking_utils.causal_mask_function
     asked = asked_of(function)
-    asked = asked._replace(silent=not _documents_are_asked_for())
     if q_length != kv_length or int(q_offset) != kv_offset:
         asked = asked._replace(refused=True)  # a cache that is not empty
     padding = None
@@ -127,22 +121,6 @@ def sharded_mask(
         if padding.shape[1] != kv_length:
             asked = asked._replace(refused=True)
     return ShardedMask(asked, padding, (batch_size, 1, q_length, kv_length))
-
-
-def _documents_are_asked_for() -> bool:
-    """Whether the function of Transformers that makes this mask looks for documents: it was given
-    positions, and no cache. True where that cannot be seen.
-
-    Of rows of one document it hands on nothing that would tell.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "transformers.masking_utils":
-            given = frame.f_locals
-            if "position_ids" in given and "past_key_values" in given:
-                return given["position_ids"] is not None and given["past_key_values"] is None
-        frame = frame.f_back
-    return True
 
 
 def _found(
@@ -154,19 +132,19 @@ def _found(
         NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do not agree: on
             all ranks.
     """
-    batch, _, rows, _ = mask.sizes
+    batch, _, rows, _ = mask.shape
     placed = isinstance(positions, torch.Tensor) and positions.shape in (
         (rows,), (1, rows), (batch, rows)
     )  # fmt: skip
-    left, right, chunk, packed, silent, refused = mask.asked
+    left, right, chunk, packed, refused = mask.asked
     refused |= not placed and positions is not None
     same: Arguments = {
         "call": "a mask", "left": left, "right": right, "chunk": chunk, "batch": batch,
         "placed": placed,
     }  # fmt: skip
-    listed = compare(group, same, rows, packed, silent, mask.padding is not None, refused)
+    listed = compare(group, same, rows, packed, mask.padding is not None, refused)
     sizes = tuple(one[0] for one in listed)
-    packed, silent, padded, refused = (any(one[n] for one in listed) for n in range(1, 5))
+    packed, padded, refused = (any(one[n] for one in listed) for n in range(1, 4))
     if refused:
         raise NotImplementedError(
             "attention over a group honours causal masks, windows, chunks, padding and documents "
@@ -186,7 +164,7 @@ def _found(
     every = [torch.empty_like(numbers) for _ in sizes]
     dist.all_gather(every, numbers, group=group)
     whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
-    asked = mask.asked._replace(packed=packed, silent=silent)
+    asked = mask.asked._replace(packed=packed)
     return _as_mask(asked, whole[0] if placed else None, whole[1] if padded else None, sizes), sizes
 
 
@@ -229,11 +207,22 @@ def _documents(
     Args:
         asked: ``packed`` if a rank's mask says that there are some among its rows. If none does
             though there are, the model (or its cache) does not ask for documents.
+
+    Raises:
+        ValueError: documents begin with the rows of ranks alone, of which masks say nothing.
     """
-    inside = any(bool((shard.diff() != 1).any()) for shard in positions.split(sizes, dim=1))
     begins = positions.diff() != 1
-    if not bool(begins.any()) or (not asked.packed and (inside or asked.silent)):
+    if not bool(begins.any()):
         return None
+    if not asked.packed:
+        if any(bool((shard.diff() != 1).any()) for shard in positions.split(sizes, dim=1)):
+            return None
+        raise ValueError(
+            "position_ids go up by one within each rank's rows and not from one rank to the next: "
+            "whether documents begin there is not known to this model's masks; give "
+            "attention_mask (batch, rows) of ones if there is one document, or cut the sequence "
+            "elsewhere"
+        )
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
@@ -270,7 +259,6 @@ def _check_places(
 @uncompiled  # a graph would keep the group, and its threads, for good
 def attend_sharded(
     options: Options,
-    kept: Kept,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -304,9 +292,10 @@ def attend_sharded(
             f"attention over a group makes its masks itself; {name} was given one of shape "
             f"{tuple(attention_mask.shape)}"
         )
-    group = alive(kept.group)
+    assert options.group is not None
+    group = alive(options.group.group)
     if attention_mask.found is None:
-        check_layers(module)
+        _check_layers(module)
     mask, lengths = attention_mask.whole(group, position_ids, query.device)
     if softcap is not None or s_aux is not None:
         mask = replace(mask, softcap=softcap, sinks=s_aux)
@@ -320,6 +309,33 @@ def attend_sharded(
         enable_gqa=query.shape[1] != key.shape[1], **options.of_call(),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+# Kinds of layers, as configurations name them, in which tokens meet in attention alone: others are
+# recurrences, convolutions, and keys that are chosen or compressed beside the attention.
+_ATTENTION_ALONE = frozenset(
+    {
+        "attention", "chunked_attention", "full_attention", "sliding_attention",
+        "window_attention", "dense", "mlp", "moe", "sparse",
+    }
+)  # fmt: skip
+
+
+def _check_layers(module: torch.nn.Module) -> None:
+    """Nothing, unless the model that an attention module is of mixes tokens elsewhere, too.
+
+    Raises:
+        NotImplementedError: it has layers of another kind, which see this rank's rows alone.
+    """
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    others = sorted({str(kind) for kind in kinds or ()} - _ATTENTION_ALONE)
+    if others:
+        raise NotImplementedError(
+            f"attention over a group is all that reaches other ranks; this model has layers of "
+            f"{', '.join(others)}, whose tokens meet elsewhere as well: each rank's rows would see "
+            "only each other there"
+        )
 
 
 __all__ = [
