@@ -1,17 +1,17 @@
 """What the ranks of a sharded call must agree on, and whether they do.
 
-In host memory the ranks compare a hash of the call before each pass. On GPUs, where the host would
-have to wait for that, they compare each kind of call once if ``lengths`` are given.
+In host memory the ranks tell each other the call before each pass. On GPUs, where the host would
+have to wait for that, they do so once for each kind of call if ``lengths`` are given.
 """
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from quorum_attention.call.validation import Sizes, check_kind, sizes_of
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.distributed.masks import columns_of
-from quorum_attention.execution.device.lookup import best_device, on_host
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
@@ -27,17 +27,11 @@ from quorum_attention.mask import Mask
 # What a call is, by the names of its arguments; the values are plain.
 Arguments = Mapping[str, object]
 
-# The ranks compare the lengths of so many tensors of a mask with a number for each token.
-_COLUMNS = 8
-# In place of the rows, where a rank raises an error of its own.
-_REFUSED = -1
 # Calls that a group remembers; when there are more, all ranks forget all at the same call.
 _MOST = 1024
-# torch's backend for dry runs: what comes is what memory held.
-_SENDS_NOTHING = "fake"
 
 # Calls that a group has agreed on; and groups in which a call has failed on this rank.
-_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[object]] = WeakKeyDictionary()
+_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _FAILED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -133,24 +127,12 @@ def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
     return found
 
 
-def home_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the numbers lie that ranks tell each other before a call: host memory if the group can
-    send it, because the host waits for them, and on a GPU that would be for all work before them.
-
-    The same on all ranks: a group has its backends on all of them.
-    """
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return best_device()
-
-
-def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank; the host waits for them."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=home_of(group))
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    listed: list[list[int]] = torch.stack(every).tolist()
-    return listed
+def told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """What every rank says; the host waits for it. Through host memory if the group can send it: on
+    a GPU the host would wait for all work before."""
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, mine, group=group)
+    return every
 
 
 def waits(group: dist.ProcessGroup, query: Any) -> bool:
@@ -167,53 +149,28 @@ def refusing(group: dist.ProcessGroup, asks: bool) -> Iterator[None]:
         yield
     except Exception:
         if asks:
-            told(group, _message(_REFUSED, 0))
+            told(group, (None, ()))
         raise
 
 
-def compare(
-    group: dist.ProcessGroup, arguments: Arguments, rows: int = 0, *more: int
-) -> list[Sequence[int]]:
-    """Compare a call with those of the other ranks; rows and further numbers of every rank.
+def compare(group: dist.ProcessGroup, arguments: Arguments, *mine: Any) -> list[Any]:
+    """Compare a call with those of the other ranks; returns what else every rank says.
 
     Raises:
         ValueError: they differ, or a rank refused; on all ranks.
     """
-    mine = _message(rows, number_of(arguments), *more)
-    listed: list[Sequence[int]] = [*told(group, mine)]
-    if dist.get_backend(group) == _SENDS_NOTHING:
-        return [mine] * group.size()
-    refused = [rank for rank, one in enumerate(listed) if one[0] == _REFUSED]
+    listed = told(group, ({name: repr(value) for name, value in arguments.items()}, mine))
+    refused = [rank for rank, (named, _) in enumerate(listed) if named is None]
     if refused:
         raise ValueError(
             f"rank {refused[0]} refused the call before anything was sent; it says why"
         )
-    if len({one[1] for one in listed}) > 1:
-        raise ValueError(f"the ranks do not agree on {_difference(group, arguments)}")
-    return [(one[0], *one[2:]) for one in listed]
-
-
-def _message(rows: int, number: int, *more: int) -> Sequence[int]:
-    """Of one size for all passes, so that those of two passes can be compared."""
-    return [rows, number, *more, *[-1] * (1 + _COLUMNS)][: 3 + _COLUMNS]
-
-
-def number_of(what: object) -> int:
-    """A hash of 64 bits, the same on all ranks for what is written the same."""
-    written = repr(list(what.items()) if isinstance(what, Mapping) else what)
-    digest = hashlib.blake2b(written.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def _difference(group: dist.ProcessGroup, arguments: Arguments) -> str:
-    """The first argument that differs, with its values: the ranks tell each other all of them."""
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, {n: repr(v) for n, v in arguments.items()}, group=group)
-    for name in dict.fromkeys(name for one in every for name in one):
-        values = [one.get(name) for one in every]
+    for name in dict.fromkeys(name for named, _ in listed for name in named):
+        values = [named.get(name) for named, _ in listed]
         if len(set(values)) > 1:
-            return f"{name}: " + ", ".join(f"rank {r} has {v}" for r, v in enumerate(values))
-    raise AssertionError("arguments are the same, and their hashes differ")
+            different = ", ".join(f"rank {rank} has {v}" for rank, v in enumerate(values))
+            raise ValueError(f"the ranks do not agree on {name}: {different}")
+    return [more for _, more in listed]
 
 
 def agreed_sizes(
@@ -228,51 +185,56 @@ def agreed_sizes(
     Raises:
         ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
     """
-    rows, known = query.shape[-2], _AGREED.setdefault(group, set())
-    columns = [] if mask is None else columns_of(mask)
+    rows, columns = query.shape[-2], [] if mask is None else columns_of(mask)
     given = None
     with refusing(group, lengths is None or waits(group, query)):
         if lengths is not None:
             given = _given(group, lengths, rows)
-    if given is not None and not waits(group, query) and _name(arguments, columns, given) in known:
+    if given is not None and _is_known(group, query, _name(arguments, columns, given)):
         return given
-    number = -1 if given is None else number_of(given)
-    listed = compare(group, arguments, rows, number, *columns)
+    listed = compare(group, arguments, rows, given, *columns)
     sizes = tuple(one[0] for one in listed)
-    wrong = [rank for rank, one in enumerate(listed) if one[1] not in (-1, number_of(sizes))]
+    wrong = [rank for rank, one in enumerate(listed) if one[1] not in (None, sizes)]
     if wrong:
         raise ValueError(
             f"the ranks do not agree on lengths: they have {list(sizes)} rows, and rank {wrong[0]} "
             "was given others"
         )
     for widths in zip(*(one[2:] for one in listed), strict=True):
-        if not (set(widths) in ({-1}, {sum(sizes)}) or widths == sizes):
+        if set(widths) != {sum(sizes)} and widths != sizes:
             raise ValueError(
                 "attn_mask.documents and attn_mask.key_padding must be for the rows of each rank, "
                 f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {list(widths)}"
             )
-    if len(known) >= _MOST:
-        known.clear()
-    known.add(_name(arguments, columns, sizes))
+    _remember(group, _name(arguments, columns, sizes))
     return sizes
 
 
-def _name(arguments: Arguments, columns: Sequence[int], sizes: tuple[int, ...]) -> object:
+def _name(arguments: Arguments, columns: Sequence[int], sizes: tuple[int, ...]) -> str:
     """A call of such sizes, the same on all ranks. Not its seed, which may differ at every call."""
-    tokens = sum(sizes)
-    whole = tuple(n == tokens and max(sizes) < tokens for n in columns)
-    return sizes, whole, number_of({n: v for n, v in arguments.items() if n != "dropout_seed"})
+    whole = [n == sum(sizes) and max(sizes) < n for n in columns]
+    return repr((sizes, whole, {n: v for n, v in arguments.items() if n != "dropout_seed"}))
+
+
+def _is_known(group: dist.ProcessGroup, query: torch.Tensor, name: str) -> bool:
+    """Whether the ranks need not compare a call again."""
+    return not waits(group, query) and name in _AGREED.get(group, ())
+
+
+def _remember(group: dist.ProcessGroup, name: str) -> None:
+    known = _AGREED.setdefault(group, set())
+    if len(known) >= _MOST:
+        known.clear()
+    known.add(name)
 
 
 def agreed_number(group: dist.ProcessGroup, query: torch.Tensor, arguments: Arguments) -> int:
-    """A number of a call without sizes of each rank, the same where ranks mean the same."""
-    known, number = _AGREED.setdefault(group, set()), number_of(arguments)
-    if waits(group, query) or number not in known:
+    """A number of 24 bits of a call without sizes, the same where ranks mean the same."""
+    name = repr(arguments)
+    if not _is_known(group, query, name):
         compare(group, arguments)
-        if len(known) >= _MOST:
-            known.clear()
-        known.add(number)
-    return number
+        _remember(group, name)
+    return crc32(name.encode()) >> 8
 
 
 def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) -> tuple[int, ...]:

@@ -81,8 +81,7 @@ def decode(
         if kernel != "auto":
             kernel_of_parts(kernel)
     sinks = None if mask is None else mask.sinks
-    # Exact in fp32.
-    number = agreed_number(everyone, query, _arguments(query, value, scale, sinks)) % (1 << 24)
+    number = agreed_number(everyone, query, _arguments(query, value, scale, sinks))
     made = None if report is None else Report()
     with exchanging(everyone):
         own = mask if mask is None or sinks is None else replace(mask, sinks=None)
