@@ -16,6 +16,7 @@ import torch
 from helpers_processes import NEST
 from helpers_workers import forks_workers
 
+from quorum_attention.devices.buffers import give_back
 from quorum_attention.execution.device.lookup import BACKENDS
 
 ON_GPU = torch.cuda.is_available()
@@ -58,6 +59,7 @@ def standing() -> Standing:
     kept = BACKENDS["cuda"].pinned
     if kept is not None:
         kept.give_back()
+    give_back()
     return Standing(
         _device_bytes(),
         frozenset(page_locked),

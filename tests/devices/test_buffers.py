@@ -14,14 +14,12 @@ import torch
 
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.devices.buffers import (
-    InFile,
     MappedBuffers,
-    Shared,
     give_back,
     handle_of,
-    kept_room,
-    opened,
     room,
+    share,
+    shared_memory,
 )
 
 
@@ -39,10 +37,9 @@ def test_the_same_memory(tmp_path: Path, kind: str) -> None:
         tensor = torch.from_numpy(np.memmap(tmp_path / "x", np.float32, "w+", shape=shape))
     part = tensor[1:, :, 5:300].transpose(1, 2) if kind == "view" else tensor
     tensor.copy_(torch.randn(shape))
-    found = Shared.of(part, Mappings.now())
-    assert found.copied_bytes == 0
-    assert isinstance(found.handle, InFile)
-    there = opened(found.handle)
+    handle, own = share(part, Mappings.now())
+    assert own.data_ptr() == part.data_ptr()
+    there = handle.open()
     assert torch.equal(there, part)
     part += 1  # seen there, however it was opened
     if kind != "file":
@@ -62,15 +59,13 @@ def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None
     if not kept:
         file.unlink()
     for given in (tensor, tensor[:, 5:9], tensor[:0]):
-        found = Shared.of(given, Mappings.now())
-        assert isinstance(found.handle, InFile)
-        assert torch.equal(opened(found.handle), given)
-        by_name = kept and seen and given.numel() > 0
-        assert found.copied_bytes == (0 if by_name else given.nbytes)
-    result = Shared.of(tensor, Mappings.now(), written=True)
-    opened(result.handle).fill_(2)
-    assert torch.equal(result.tensor, torch.full((3, 50), 2.0))
-    assert (result.tensor.data_ptr() == tensor.data_ptr()) == (kept and seen)
+        handle, own = share(given, Mappings.now())
+        assert torch.equal(handle.open(), given)
+        assert not given.numel() or (own.data_ptr() == given.data_ptr()) == (kept and seen)
+    handle, own = share(tensor, Mappings.now(), written=True)
+    handle.open().fill_(2)
+    assert torch.equal(own, torch.full((3, 50), 2.0))
+    assert (own.data_ptr() == tensor.data_ptr()) == (kept and seen)
 
 
 def test_what_is_gone_leaves_nothing() -> None:
@@ -91,11 +86,9 @@ def test_what_is_gone_leaves_nothing() -> None:
 
 def test_ordinary_memory_is_copied() -> None:
     tensor = torch.randn(5, 7)
-    found = Shared.of(tensor, Mappings.now())
-    assert found.copied_bytes == tensor.nbytes
-    assert torch.equal(opened(found.handle), tensor)
-    target = Shared.of(tensor, Mappings.now(), written=True)
-    assert target.tensor.data_ptr() != tensor.data_ptr()
+    handle, own = share(tensor, Mappings.now())
+    assert torch.equal(handle.open(), tensor)
+    assert own.data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.parametrize("planted", ["file", "pipe", "link", "room"])
@@ -107,8 +100,7 @@ def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
     tensor = torch.from_numpy(np.memmap(path, np.float32, "w+", shape=(3, 50)))
     if planted == "room":
         tensor = room((3, 50), torch.float32)
-    handle = Shared.of(tensor, Mappings.now()).handle
-    assert isinstance(handle, InFile)
+    handle, _ = share(tensor, Mappings.now())
     assert torch.equal(handle.open(), tensor)
     if planted == "room":
         number = int(handle.path.rpartition("/")[2])
@@ -156,41 +148,31 @@ def nothing_is_kept() -> object:
     give_back()
 
 
-def file_of(tensor: torch.Tensor) -> str:
-    handle = handle_of(tensor)
-    assert isinstance(handle, InFile)
-    return handle.path
-
-
 @pytest.mark.usefixtures("nothing_is_kept")
 def test_used_again_when_it_is_freed() -> None:
-    first, fresh = kept_room(SHAPE, torch.uint8)
-    assert fresh
-    second, fresh = kept_room(SHAPE, torch.uint8)
-    assert fresh
-    assert file_of(first) != file_of(second)
-    path, view = file_of(first), first[1, 5:]
+    first, second = (shared_memory(SHAPE, torch.uint8) for _ in range(2))
+    path, view = handle_of(first).path, first[1, 5:]
+    assert path != handle_of(second).path
     del first
-    _third, fresh = kept_room(SHAPE, torch.uint8)
-    assert fresh  # a view is still in use
+    third = shared_memory(SHAPE, torch.uint8)
+    assert handle_of(third).path != path  # a view is still in use
     del view
-    again, fresh = kept_room((1 << 20,), torch.float16)
-    assert not fresh
+    again = shared_memory((1 << 20,), torch.float16)
     assert again.shape == (1 << 20,)
-    assert file_of(again) == path
+    assert handle_of(again).path == path
     again.fill_(3)
     assert (torch.from_file(path, True, 1 << 20, dtype=torch.float16) == 3).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("nothing_is_kept")
-def test_nobody_shares_a_room(seed: int) -> None:
+def test_nobody_shares_memory(seed: int) -> None:
     draw = random.Random(seed)
     held: list[tuple[torch.Tensor, int]] = []
     for value in range(60):
         if held and draw.random() < 0.5:
             held.pop(draw.randrange(len(held)))
-        made, _ = kept_room((draw.randint(1, 3), 1 << 20), torch.int8)
+        made = shared_memory((draw.randint(1, 3), 1 << 20), torch.int8)
         made.fill_(value)
         held.append((made, value))
         # Memory is shared by whole pages, of each of which a byte is looked at.

@@ -73,7 +73,7 @@ def test_by_their_names() -> None:
     assert kept == [w.process.pid for p in pools.pool._pools.values() for w in p.workers]
     assert report.forward is not None
     made = report.pool.forward
-    assert report.forward.n_groups == made.parts == sum(one.parts for one in made.ran)
+    assert report.forward.n_groups == made.parts == len(made.ran)
     assert made.copied_bytes == 0
     assert {name.split()[0] for name in made.devices} == {"cpu"}
     assert "parts on 2 devices" in str(report)
@@ -121,6 +121,18 @@ def test_the_gradient_of_a_mask_without_autograd(pool: Pool, heads: int, given: 
     )
     assert not given or got[3] is target
     near(got, wanted)
+
+
+def test_keys_that_no_row_sees_have_a_gradient_of_zero(pool: Pool) -> None:
+    """Also in results that are given, whatever they hold."""
+    q, k = torch.randn(1, 4, 100, 8), torch.randn(1, 4, 200, 8)
+    out, lse = qa.attention_with_lse(q, k, k, is_causal=True)
+    grads = tuple(torch.full_like(t, 7.0).share_memory_() for t in (q, k, k))
+    given = (out, q, k, k, out, lse)
+    near(
+        qa.attention_backward(*given, is_causal=True, devices=pool, grads=grads),
+        qa.attention_backward(*given, is_causal=True),
+    )
 
 
 def test_autocast_and_compile(pool: Pool) -> None:

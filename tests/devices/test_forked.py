@@ -89,7 +89,7 @@ def test_a_fork_while_another_thread_starts_a_pool(monkeypatch: pytest.MonkeyPat
 
     def opens() -> bool:
         threading.Timer(10, os._exit, (3,)).start()
-        found: Any = kept.kept_pool(["cpu"])
+        found: Any = kept.kept_pool(("cpu",))
         return bool(found == ("cpu",))
 
     try:
@@ -156,7 +156,7 @@ def test_daemons_are_told_that_they_may_start_no_workers() -> None:
     assert "daemon" in said
 
 
-NAMES = ["cpu", "cpu"]
+NAMES = ("cpu", "cpu")
 SECONDS = 20.0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quorum_attention.devices.buffers import InFile, MappedBuffers, handle_of, room
+from quorum_attention.devices.buffers import MappedBuffers, handle_of, room
 from quorum_attention.execution.device.page_locks import Locker, addresses
 
 
@@ -67,12 +67,12 @@ def test_inputs_stay_locked_from_pass_to_pass() -> None:
     tensor = room((4, *HEAD), torch.uint8)
     for _ in range(3):
         (there,) = begun(openings, tensor)
-        openings.lock([there[:3]], [])
+        openings.lock([there[:3]])
         assert driver.covers(there[:3])
     assert driver.asked == 1
-    openings.lock([there[3:]], [])  # beside it
+    openings.lock([there[3:]])  # beside it
     assert driver.asked == 2
-    openings.lock([there[2:]], [])  # part of both
+    openings.lock([there[2:]])  # part of both
     assert driver.covers(there[2:])
     assert len(driver.locked) == 1
     openings.unlock()
@@ -84,11 +84,11 @@ def test_a_result_that_nobody_has_touched_is_not_locked_as_a_whole() -> None:
     openings = driver.openings()
     tensor = room(HEAD, torch.uint8)
     (there,) = begun(openings, tensor)
-    openings.lock([], [there])
-    openings.lock([], [there])  # another part of the same pass
+    openings.lock([there], results=True)
+    openings.lock([there], results=True)  # another part of the same pass
     assert not driver.locked
     (there,) = begun(openings, tensor)
-    openings.lock([], [there])
+    openings.lock([there], results=True)
     assert driver.covers(there)
 
 
@@ -97,9 +97,9 @@ def test_what_is_locked_stays_until_it_is_freed_or_others_need_the_room() -> Non
     openings = driver.openings(most_bytes=4 << 20)
     first, second, third = (room(HEAD, torch.uint8) for _ in range(3))
     for tensor in (first, second, second):
-        openings.lock(begun(openings, tensor), [])
+        openings.lock(begun(openings, tensor))
     assert len(driver.locked) == 2
-    openings.lock(begun(openings, third), [])  # instead of what was used longest ago
+    openings.lock(begun(openings, third))  # instead of what was used longest ago
     assert sorted(driver.locked.values()) == [2 << 20] * 2
     del second, tensor
     gc.collect()
@@ -129,7 +129,8 @@ def test_all_of_a_tensor_is_locked_or_nothing(seed: int) -> None:
             rows = draw.choice([slice(None), slice(draw.randint(0, 500), None)])
             parts = [t[draw.randrange(4)][None, low:high, rows] for t in there]
             cut = draw.randint(0, len(parts))
-            openings.lock(parts[:cut], parts[cut:])
+            openings.lock(parts[:cut])
+            openings.lock(parts[cut:], results=True)
             for part in parts:
                 driver.covers(part)
             assert sum(driver.locked.values()) <= openings._most_bytes
@@ -144,7 +145,6 @@ def test_memory_that_cannot_be_mapped_is_a_lack_of_memory(monkeypatch: pytest.Mo
     """So that other workers compute the part."""
     tensor = room((1 << 20,), torch.uint8)
     handle = handle_of(tensor)
-    assert isinstance(handle, InFile)
     seen = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, seen[1]))
     try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.partition import Buffers, Sums, is_whole, joined, pairs, partition
+from quorum_attention.devices.partition import Buffers, Sums, is_whole, pairs, partition
 from quorum_attention.kernels.dropout import Dropout
 
 
@@ -29,25 +29,13 @@ def test_every_row_of_every_head_is_in_one_block(seed: int) -> None:
     blocks = [block for home in homes for block in home]
     assert len(homes) == len(speeds)
     assert len(set(blocks)) == len(blocks)
-    fewer = list[Block]()
-    for home in homes:
-        first = len(fewer)
-        for block in home:
-            both = joined(call, fewer[-1], block) if len(fewer) > first else None
-            if both is not None and draw.random() < 0.7:
-                fewer[-1] = both
-            else:
-                fewer.append(block)
-    for every in (blocks, fewer):
-        seen = np.zeros((*call.batch_shape, call.heads, n), int)
-        for block in every:
-            seen[block.entries.start, slice(*block.heads), slice(*block.rows)] += 1
-            assert block.keys.stop >= (block.rows.stop if causal else call.n_keys)
-            kv = call.key_heads(block)
-            every_row = block.heads.length == 1 or block.rows == (0, n)
-            assert every_row
-            assert is_whole(call, block) or kv.length == 1
-        assert (seen == 1).all()
+    seen = np.zeros((*call.batch_shape, call.heads, n), int)
+    for block in blocks:
+        seen[block.entries.start, slice(*block.heads), slice(*block.rows)] += 1
+        assert block.keys.stop >= (block.rows.stop if causal else call.n_keys)
+        assert block.heads.length == 1 or block.rows == (0, n)
+        assert is_whole(call, block) or call.key_heads(block).length == 1
+    assert (seen == 1).all()
     if call.dropout is None and n == 5000 and min(speeds) == max(speeds):
         work = [sum(pairs(call, one) for one in home) for home in homes]
         assert max(work) - min(work) < 2 * 128 * call.n_keys

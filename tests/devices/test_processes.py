@@ -5,19 +5,13 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import signal
-from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 from helpers_processes import run_python
 
-from quorum_attention.call.block import WholeCall
-from quorum_attention.devices import Pool, processes
+from quorum_attention.devices import processes
 from quorum_attention.devices.processes import Worker, end_after, start
-from quorum_attention.devices.worker import Begin, End, Ended
-
-CALL = WholeCall((1,), 1, 1, 1, 1)
 
 
 class Process:
@@ -115,51 +109,3 @@ def test_a_program_ends_although_a_worker_is_stopped() -> None:
     assert ended.returncode == 0, ended.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(ended.stdout), 0)
-
-
-class Given:
-    """Stands for memory of a GPU."""
-
-    released = 0
-
-    def release(self) -> None:
-        self.released += 1
-
-
-@pytest.mark.parametrize("fate", ["lets go", "is gone", "was killed", "hangs"])
-def test_the_end_of_a_pass(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quorum_attention.devices.processes._CONFIRM_SECONDS", 0.05)
-    given, (ours, other) = Given(), Pipe()
-    one: Any = Worker("cpu", Process(), ours, given=[given])  # type: ignore[list-item]
-    match fate:
-        case "lets go":
-            other.send("what it had still to say")
-            other.send(Ended(3))
-        case "is gone":
-            ours.close()
-        case "was killed":
-            other.close()
-    one.end(End(3))
-    assert given.released == (fate != "lets go")
-    assert one.alive == (fate == "lets go")
-    one.kill()
-    assert given.released == (fate != "lets go")  # never twice
-    if fate == "lets go":
-        assert other.recv() == End(3, confirm=True)
-
-
-def test_a_worker_says_that_it_has_let_go() -> None:
-    with Pool(["cpu"]) as pool:
-        (worker,), given = pool.workers, Given()
-        for number in range(2):
-            worker.begin(Begin(number, False, CALL), None)
-            worker.given.append(given)  # type: ignore[arg-type]
-            worker.end(End(number))
-            assert worker.alive
-        assert given.released == 0
-        worker.begin(Begin(9, False, CALL), None)
-        worker.given.append(given)  # type: ignore[arg-type]
-        os.kill(worker.process.pid, signal.SIGKILL)
-        worker.end(End(9))
-        assert not worker.alive
-        assert given.released == 1

@@ -15,12 +15,12 @@ import pytest
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices import scheduler
-from quorum_attention.devices.partition import pairs, partition
+from quorum_attention.devices.partition import pairs, partition, pieces_of
 from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.report import PoolPass
-from quorum_attention.devices.scheduler import Coordinator, DevicePass, Schedule
+from quorum_attention.devices.scheduler import Coordinator, Schedule
 from quorum_attention.devices.simulate import simulate
-from quorum_attention.devices.worker import Begin, Compute, Done, Failed
+from quorum_attention.devices.worker import Compute, Done, Failed, PassSpec
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 
@@ -66,14 +66,14 @@ def worker(behaviour: Behaviour) -> Worker:
 
 
 def well(message: Compute, count: int) -> Done:
-    return Done(message.number, 0.0, Report())
+    return Done(message.spec.number, 0.0, Report())
 
 
 def failing(at: int, memory: bool, error: BaseException | str = "no memory") -> Behaviour:
     def behave(message: Compute, count: int) -> Done | Failed:
         if count < at:
             return well(message, count)
-        return Failed(message.number, memory, error, "there")
+        return Failed(message.spec.number, memory, error, "there")
 
     return behave
 
@@ -114,13 +114,10 @@ def coordinator(
     for at, one in enumerate(workers):
         one.device = f"device {at}"
     homes = partition(CALL, [1.0] * max(2, len(workers)), 10)
-    speeds = {n: 1e15 for n, one in enumerate(workers) if one.alive}
-    spec: Any = DevicePass(
-        Begin(7, False, CALL), Schedule(CALL, homes, speeds), [None] * len(workers), steady,
-        sums,  # type: ignore[arg-type]
-    )  # fmt: skip
-    made = Coordinator(workers, spec, report)
-    return made, report, [unit for home in homes for unit in home]
+    schedule = Schedule(CALL, homes, {n: 1e15 for n, one in enumerate(workers) if one.alive})
+    spec, budgets, more = PassSpec(7, False, CALL, steady=steady), [None] * len(workers), sums
+    made = Coordinator(workers, spec, schedule, budgets, report, more)  # type: ignore[arg-type]
+    return made, report, [block for home in homes for block in home]
 
 
 def rows_of(blocks: list[Block]) -> list[tuple[int, int]]:
@@ -139,7 +136,7 @@ def run(*behaviours: Behaviour, steady: bool = True) -> PoolPass:
         for each in workers:
             each.pipe.close()
     assert rows_of(ended) == rows_of(units)
-    assert sum(one.parts for one in report.ran) == len(units)
+    assert len(report.ran) == len(units)
     return report
 
 
@@ -229,7 +226,7 @@ def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
 
 def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
     """A worker that a second interrupt has left at work answers late."""
-    run(lambda message, count: [Done(message.number - 1, 0.0, Report()), well(message, count)])
+    run(lambda message, count: [Done(message.spec.number - 1, 0.0, Report()), well(message, count)])
 
 
 def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
@@ -279,19 +276,17 @@ def test_a_device_that_is_slower_than_was_expected_is_helped(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "devices"), [(8, 2), (3, 2), (33, 3), (9, 8)])
-def test_the_same_heads_go_to_the_same_device_from_call_to_call(heads: int, devices: int) -> None:
-    """In equal orders of at most five seconds."""
+def test_devices_that_are_alike_have_few_orders_of_about_five_seconds(
+    heads: int, devices: int
+) -> None:
     call = WholeCall((1,), heads, heads, 1 << 20, 1 << 20, is_causal=True)
-    homes = partition(call, [1.0] * devices)
+    every = sum(pairs(call, one) for one in partition(call, [1.0])[0])
+    speeds = [every / devices / 12] * devices  # 12 s each
+    pieces = pieces_of(call, speeds, alike=True, at_once=True)
+    homes = partition(call, speeds, pieces)
     work = [sum(pairs(call, one) for one in home) for home in homes]
     assert max(work) < 1.02 * min(work)
-    for _ in range(2):
-        schedule = Schedule(call, homes, dict.fromkeys(range(devices), max(work) / 12), True)
-        for device in range(devices):
-            orders = []
-            while schedule._waiting[device]:
-                order = schedule.take(device, 0.0)
-                assert order is not None
-                assert set(order.units) <= set(homes[device])
-                orders.append(schedule.running.pop(device))
-            assert len(orders) >= 2
+    assert pieces == min(3, max(1, heads // devices))
+    for home in homes:
+        assert pieces <= len(home) <= pieces + 2
+        assert heads // devices < 3 or all(pairs(call, one) < 6.1 * speeds[0] for one in home)

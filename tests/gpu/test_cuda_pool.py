@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import random
 import signal
@@ -78,10 +77,10 @@ def test_both_take_part_while_nothing_is_known_of_them() -> None:
 @pytest.mark.parametrize(("kv_heads", "share"), [(4, 1), (2, 3), (1, 1), (3, 1)])
 def test_as_on_one_device(pool: Pool, where: str, causal: bool, kv_heads: int, share: int) -> None:
     report = compare(pool, inputs(kv_heads, share, 2000, where), is_causal=causal)
-    ran = report.pool.forward.ran
-    # Who takes part is not asked of a short call: it follows from their pace in calls before.
-    assert sum(one.parts for one in ran) == report.pool.forward.parts
-    assert report.pool.forward.copied_bytes == 0
+    made = report.pool.forward
+    assert len(made.ran) == made.parts
+    # From a GPU to shared memory; what is there already is handed over as it is.
+    assert (made.copied_bytes == 0) == (where == "cpu")
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda:0"])
@@ -171,27 +170,8 @@ def test_devices_that_are_not_alike(pool: Pool, where: str) -> None:
         three = inputs(3, 1, 5000, where)
         report = compare(pool, three, is_causal=True, budget=["1GiB", "2GiB"])
         for found in (report.pool.forward, report.pool.backward):
-            assert sum(one.parts for one in found.ran) == found.parts
+            assert len(found.ran) == found.parts
             assert not found.history
-
-
-@pytest.mark.parametrize("where", ["cuda:0", "cuda:1"])
-def test_sums_in_allocations_of_their_own(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A worker closes such an allocation with the last of its tensors: not while its kernels, or
-    copies from the other GPU, still write there."""
-
-    def apart(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        whole = torch.empty(16 << 20, dtype=dtype, device=device)
-        return whole[: math.prod(shape)].view(shape)
-
-    monkeypatch.setattr("quorum_attention.devices.partition.made_for", apart)
-    with Pool(["cuda:0", "cuda:1"]) as made:
-        before = [worker.process.pid for worker in made.workers]
-        for turn in range(12):
-            three, budget = inputs(3, 1, 3000 + 1000 * turn, where), ["1GiB", "2GiB"]
-            report = compare(made, three, is_causal=True, budget=budget)
-            assert not report.pool.backward.history
-        assert [worker.process.pid for worker in made.workers if worker.alive] == before
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda:0"])
@@ -218,5 +198,4 @@ def test_a_worker_is_killed(where: str, seed: int) -> None:
         assert len(pool.devices) == 2
     del three
     gc.collect()
-    torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated("cuda:0") <= before + (1 << 20)

@@ -1,4 +1,4 @@
-"""Tensors that several processes have: in shared memory, in a mapped file, or on a CUDA device.
+"""Tensors that several processes have: in shared memory or in a mapped file.
 
 Shared memory of results and of copies is kept for the next call when they are freed: its pages are
 made then, and workers have it mapped and page-locked. To do that anew takes them a tenth of the
@@ -21,17 +21,18 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.multiprocessing
 
 from quorum_attention.call.overlap import Mappings
-from quorum_attention.execution.device.cuda import Handed
-from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.execution.device.lookup import BACKENDS, HOST, on_host
 from quorum_attention.execution.device.page_locks import (
     PAGE_BYTES,
     WORTH_LOCKING_BYTES,
@@ -133,43 +134,20 @@ def _is_same(one: FileId, other: FileId) -> bool:
     return one == other or (one[0] != other[0] and one[2] == other[2])
 
 
-# A CUDA tensor is handed to each worker by a ``Handed`` of its own.
-Handle = torch.Tensor | InFile | Handed
-Handles = Mapping[str, Handle]
-Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+Handles = Mapping[str, InFile]
 
 
-@dataclass(slots=True)
-class Shared:
-    """A tensor as other processes get it.
-
-    Attributes:
-        handle: what is sent.
-        tensor: the same memory here.
-        copied_bytes: copied into shared memory, because its own was not.
-    """
-
-    handle: Handle
-    tensor: torch.Tensor
-    copied_bytes: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        tensor: torch.Tensor,
-        mappings: Mappings,
-        make: Make | None = None,
-        written: bool = False,
-    ) -> Shared:
-        """An input, or a result that is given; in shared memory of its own (from ``make``) if other
-        processes cannot have its memory as it is. What is written there is copied at the end."""
-        handle = _as_it_is(tensor, mappings, written)
-        if handle is not None:
-            return cls(handle, tensor)
-        own = (make or room)(tuple(tensor.shape), tensor.dtype)
-        if not written:
-            own.copy_(tensor)
-        return cls(handle_of(own), own, 0 if written else own.nbytes)
+def share(
+    tensor: torch.Tensor, mappings: Mappings, written: bool = False
+) -> tuple[InFile, torch.Tensor]:
+    """An input, or a result that is given, as other processes get it, and the same memory here:
+    shared memory of its own if they cannot have the tensor's as it is. What is written there is
+    copied at the end."""
+    handle = _as_it_is(tensor, mappings, written) if on_host(tensor.device) else None
+    if handle is not None:
+        return handle, tensor
+    own = shared_memory(tensor.shape, tensor.dtype, tensor.device)
+    return handle_of(own), own if written else own.copy_(tensor)
 
 
 # The memory that this process made without a name, by its first address: the open file.
@@ -208,10 +186,8 @@ def _forget(start: int, file: int) -> None:
     os.close(file)
 
 
-def handle_of(tensor: torch.Tensor) -> Handle:
-    """The handle of a tensor from ``made_for``, or of a view of one."""
-    if not on_host(tensor.device):
-        return tensor
+def handle_of(tensor: torch.Tensor) -> InFile:
+    """The handle of a tensor from ``shared_memory``, or of a view of one."""
     start = tensor.untyped_storage().data_ptr()
     return _opened_here(tensor, _rooms[start], tensor.data_ptr() - start)
 
@@ -222,9 +198,9 @@ def _opened_here(tensor: torch.Tensor, file: int, offset: int) -> InFile:
     return InFile.of(tensor, path, offset, True, file_id(file))
 
 
-def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool) -> Handle | None:
+def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
     """The tensor as others can have it without a copy; None if they cannot."""
-    if not on_host(tensor.device) or tensor.untyped_storage().data_ptr() in _rooms:
+    if tensor.untyped_storage().data_ptr() in _rooms:
         return handle_of(tensor)
     # What torch itself sends, a copy of the file's number, outlives a receiver that was killed.
     if tensor.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
@@ -232,18 +208,6 @@ def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool) -> Handle
         if file >= 0:  # else an ordinary file, closed once it was mapped (torch.from_file)
             return _opened_here(tensor, file, int(tensor.storage_offset()) * tensor.element_size())
     return in_file(tensor, mappings, written)
-
-
-def made_for(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A result that workers can write to, on ``device``; nobody has touched it yet."""
-    if on_host(device):
-        return room(tuple(shape), dtype)
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-
-def opened(handle: Handle) -> torch.Tensor:
-    """The tensor of a handle, in the process that received it."""
-    return handle if isinstance(handle, torch.Tensor) else handle.open()
 
 
 def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
@@ -267,33 +231,44 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     return InFile.of(tensor, path, offset, written, now)
 
 
+_MOST_KEPT = min(_MOST_BYTES, of_host(_MOST_OF_HOST))
 # Workers lock it, each for itself: here there is nothing to lock, and nobody to wait for. No worker
 # reads or writes after its pass.
-_kept = PinnedPool(
-    Locker(lambda address, n: True, lambda address: None, lambda: None),
-    min(_MOST_BYTES, of_host(_MOST_OF_HOST)),
-)
+_UNLOCKED = Locker(lambda address, n: True, lambda address: None, lambda: None)
 
 
-def kept_room(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-    """A tensor in shared memory that is kept when it is freed, and whether nobody has touched it.
-    What it holds is anything.
+@cache
+def _kept_for(kind: str) -> PinnedPool:
+    """What is kept of memory that this process copies to and from a kind of devices."""
+    locked = BACKENDS[kind].pinned
+    return PinnedPool(_UNLOCKED if locked is None else locked.locker, _MOST_KEPT)
+
+
+def shared_memory(
+    shape: Sequence[int], dtype: torch.dtype, home: torch.device = HOST
+) -> torch.Tensor:
+    """A tensor in shared memory that is kept when it is freed. What it holds is anything.
+
+    Args:
+        home: where the tensor is whose copy it holds.
 
     Raises:
-        RuntimeError: shared memory has no room for it.
+        OSError: shared memory has no room for it.
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes < WORTH_LOCKING_BYTES:
-        return room(tuple(shape), dtype), True
-    found = _kept.take(n_bytes)
-    if found is not None:
-        return found.view(dtype).view(tuple(shape)), False
-    return _kept.lend(room((n_bytes,), torch.uint8)).view(dtype).view(tuple(shape)), True
+        return room(tuple(shape), dtype)
+    kept = _kept_for(home.type)
+    found = kept.take(n_bytes)
+    if found is None:
+        found = kept.lend(room((n_bytes,), torch.uint8))
+    return found.view(dtype).view(tuple(shape))
 
 
 def give_back() -> None:
     """Free what is kept and not in use."""
-    _kept.give_back()
+    for kind in BACKENDS:
+        _kept_for(kind).give_back()
 
 
 # Make the pages of a range as writing would; Linux 5.14 and later.
@@ -302,36 +277,29 @@ _PIECE_BYTES, _LEAST_BYTES = 8 << 20, 8 << 20
 _MOST_THREADS = 8
 
 
+_NOTHING = Interval(0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class _Mapping:
     """A file in this process's memory.
 
     Attributes:
-        memory: all of it.
-        start: its first address.
+        memory: all of it, addresses [start, stop).
         path: of the file.
-        last: number of the last pass that used it.
-        passes: how many have used it.
+        first, last: numbers of the passes that were the first and the last to use it.
         locked: addresses [start, stop) that are page-locked; an empty range: nothing is.
         refused: whether the system did not lock it.
     """
 
     memory: mmap.mmap
     start: int
+    stop: int
     path: str
-    last: int = -1
-    passes: int = 0
-    locked: tuple[int, int] = (0, 0)
+    first: int
+    last: int = 0
+    locked: Interval = _NOTHING
     refused: bool = False
-
-    @property
-    def stop(self) -> int:
-        """The address after its last byte."""
-        return self.start + len(self.memory)
-
-    @property
-    def locked_bytes(self) -> int:
-        return self.locked[1] - self.locked[0]
 
 
 class MappedBuffers:
@@ -354,28 +322,26 @@ class MappedBuffers:
         self.forget_gone()
         self._pass += 1
 
-    def open(self, handle: Handle) -> torch.Tensor:
+    def open(self, handle: InFile) -> torch.Tensor:
         """The tensor of a handle, for the pass that has begun.
 
         Raises:
             OSError: its file is gone, or another one has taken its place.
         """
-        if not (isinstance(handle, InFile) and handle.in_memory) or 0 in handle.shape:
-            return opened(handle)
+        if not handle.in_memory or 0 in handle.shape:
+            return handle.open()
         file = handle.descriptor(os.O_RDWR)
         try:
             # As long as it is mapped here, no other file has these numbers.
             name = file_id(file)
             if name not in self._every:
                 memory = _mapped(file, True)
-                start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-                self._every[name] = _Mapping(memory, start, handle.path)
+                start, stop = addresses(torch.frombuffer(memory, dtype=torch.uint8))
+                self._every[name] = _Mapping(memory, start, stop, handle.path, self._pass)
         finally:
             os.close(file)
-        mapping = self._every[name]
-        mapping.passes += mapping.last != self._pass
-        mapping.last = self._pass
-        return handle.within(mapping.memory)
+        self._every[name].last = self._pass
+        return handle.within(self._every[name].memory)
 
     def forget_gone(self) -> None:
         """Let go of what the other process has no more, and what no tensor uses here."""
@@ -383,64 +349,61 @@ class MappedBuffers:
             if not _is(one.path, name):
                 self._unlock(self._every.pop(name))
 
-    def lock(self, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+    def find(self, tensor: torch.Tensor) -> _Mapping | None:
+        """The mapping that a tensor lies in; None: an ordinary file's, or none."""
+        start = tensor.data_ptr()
+        found = (m for m in self._every.values() if m.start <= start < m.stop and tensor.nbytes)
+        return next(found, None)
+
+    def lock(self, tensors: Iterable[torch.Tensor], *, results: bool = False) -> None:
         """Page-lock tensors of a pass, each as a whole; results only where an earlier pass has had
         them, because they lie elsewhere from call to call. Nothing is copied from or to them
         meanwhile.
 
-        Afterwards all of a tensor is locked here, or nothing.
+        Afterwards all of a tensor is locked here, or nothing: no copy may reach from a locked range
+        into another, or beyond it.
         """
-        if self._locker is None:
-            return
-        for tensor, least in (*((t, 1) for t in inputs), *((t, 2) for t in results)):
-            if not on_host(tensor.device) or not tensor.nbytes:
+        for tensor in tensors:
+            one = self.find(tensor)
+            if one is None or self._locker is None:
                 continue
             start, stop = addresses(tensor)
-            every = self._every.values()
-            one = next((m for m in every if m.start <= start < m.stop), None)
-            if one is not None:
-                may = one.passes >= least and stop - start >= WORTH_LOCKING_BYTES
-                start = start // PAGE_BYTES * PAGE_BYTES
-                stop = min(-(-stop // PAGE_BYTES) * PAGE_BYTES, one.stop)
-                self._lock(one, start, stop, may and not one.refused)
+            may = stop - start >= WORTH_LOCKING_BYTES and not one.refused
+            start = start // PAGE_BYTES * PAGE_BYTES
+            stop = min(-(-stop // PAGE_BYTES) * PAGE_BYTES, one.stop)
+            low, high = one.locked
+            if low <= start and stop <= high:
+                continue
+            both = (
+                Interval(min(low, start), max(high, stop)) if low < high else Interval(start, stop)
+            )
+            if may and one.first < self._pass + (not results) and self._has_room(one, both):
+                self._unlock(one)
+                one.refused = not self._locker.lock(both.start, both.length)
+                one.locked = one.locked if one.refused else both
+            elif low < stop and start < high:
+                self._unlock(one)
 
     def unlock(self) -> None:
         """Unlock everything."""
         for one in self._every.values():
             self._unlock(one)
 
-    def _lock(self, one: _Mapping, start: int, stop: int, may: bool) -> None:
-        """Lock a range, if it may be, together with what is locked already: no copy may reach from
-        a locked range into another, or beyond it."""
-        low, high = one.locked
-        if low <= start and stop <= high:
-            return
-        both = (min(low, start), max(high, stop)) if low < high else (start, stop)
-        if may and self._has_room(both[1] - both[0] - one.locked_bytes):
-            self._unlock(one)
-            assert self._locker is not None
-            if self._locker.lock(both[0], both[1] - both[0]):
-                one.locked = both
-            else:
-                one.refused = True
-        elif low < stop and start < high:
-            self._unlock(one)
-
-    def _has_room(self, n_bytes: int) -> bool:
-        """Whether so much more may be locked; unlocks what this pass has no use for."""
-        every = sum(one.locked_bytes for one in self._every.values())
+    def _has_room(self, wanted: _Mapping, locked: Interval) -> bool:
+        """Whether a mapping may have so much locked; unlocks what this pass has no use for."""
+        total = locked.length - wanted.locked.length
+        total += sum(one.locked.length for one in self._every.values())
         for one in sorted(self._every.values(), key=lambda one: one.last):
-            if every + n_bytes <= self._most_bytes or one.last == self._pass:
+            if total <= self._most_bytes or one.last == self._pass:
                 break
-            every -= one.locked_bytes
+            total -= one.locked.length
             self._unlock(one)
-        return every + n_bytes <= self._most_bytes
+        return total <= self._most_bytes
 
     def _unlock(self, one: _Mapping) -> None:
-        if one.locked_bytes:
-            assert self._locker is not None
-            self._locker.unlock(one.locked[0])
-            one.locked = 0, 0
+        if one.locked.length and self._locker is not None:
+            self._locker.unlock(one.locked.start)
+            one.locked = _NOTHING
 
 
 def _mapped(file: int, writable: bool) -> mmap.mmap:
@@ -463,7 +426,7 @@ def _is(path: str, name: FileId) -> bool:
 
 @contextmanager
 def prefaulting(tensors: Iterable[torch.Tensor], *, wait: bool = False) -> Iterator[None]:
-    """A ``with`` block, in which threads make the pages of tensors, of all from the first on.
+    """A ``with`` block, in which threads make the pages of tensors.
 
     Memory that nobody has written to has no pages yet, and a process that maps memory of another
     one has none of its pages in its tables. Locking such memory takes one core 0.2 to 0.5 s a
@@ -474,21 +437,18 @@ def prefaulting(tensors: Iterable[torch.Tensor], *, wait: bool = False) -> Itera
         tensors: in shared memory; those with gaps are left alone.
         wait: for all pages; else what is not begun at the end of the block is left.
     """
-    here = (t for t in tensors if on_host(t.device) and t.nbytes >= _LEAST_BYTES)
-    pieces = sorted(piece for tensor in here if tensor.is_contiguous() for piece in _pieces(tensor))
+    pieces = list[tuple[int, int]]()
+    for tensor in tensors:
+        if tensor.nbytes >= _LEAST_BYTES and tensor.is_contiguous():
+            start = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+            stop = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
+            starts = range(start, stop, _PIECE_BYTES)
+            pieces += [(at, min(_PIECE_BYTES, stop - at)) for at in starts]
     advise = ctypes.CDLL(None).madvise
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        for _, start, n in pieces:
+        for start, n in pieces:
             threads.submit(advise, ctypes.c_void_p(start), ctypes.c_size_t(n), _MADV_POPULATE_WRITE)
         try:
             yield
         finally:
             threads.shutdown(cancel_futures=not wait)
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[tuple[float, int, int]]:
-    """Runs of whole pages within ``tensor``: how far into it, address and length."""
-    start = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-    stop = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
-    for at in range(start, stop, _PIECE_BYTES):
-        yield (at - start) / (stop - start), at, min(_PIECE_BYTES, stop - at)

@@ -6,7 +6,7 @@ heads, and then between rows, by work. The rows of a block see all of their keys
 is complete and nothing has to be merged. With dropout, which counts positions from the first row,
 no rows are cut.
 
-Only gradients of keys and values of a head that is cut, and that of a mask, are added up: in fp32
+Only gradients of keys and values of a head that is cut, and that of a bias, are added up: in fp32
 (fp64), rounded once, the rows of a gradient in the order of the blocks, whatever the order of
 arrival.
 """
@@ -21,8 +21,7 @@ import torch
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.devices.buffers import made_for
-from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.devices.buffers import room
 from quorum_attention.execution.problem import state_dtype
 
 Buffers = dict[str, torch.Tensor]
@@ -30,11 +29,17 @@ Buffers = dict[str, torch.Tensor]
 _TILE = 128
 # Float errors of a cut between two heads are smaller.
 _CLOSE = 1e-6
+# Blocks for each device where devices are not alike, so that others can take what one is too slow
+# for.
+_PIECES = 10
+# No order takes much longer: a device that is lost loses all of its order.
+_LONGEST_SECONDS = 5.0
 
 
 def block_of(call: WholeCall, entry: int, heads: Interval, rows: Interval) -> Block:
-    """Rows of query heads of a batch entry, with all the keys they see."""
-    cut = call.is_causal and call.dropout is None
+    """Rows of query heads of a batch entry, with all the keys they see; the last rows have every
+    key, so that the gradient of one that no row sees is written as well."""
+    cut = call.is_causal and call.dropout is None and rows.stop < call.n_queries
     keys = min(rows.stop, call.n_keys) if cut else call.n_keys
     return Block(Interval(entry, entry + 1), heads, rows, Interval(0, keys))
 
@@ -51,65 +56,63 @@ def pairs(call: WholeCall, block: Block) -> int:
     return block.heads.length * (high - low)
 
 
-def joined(call: WholeCall, one: Block, other: Block) -> Block | None:
-    """Two blocks as one, where the second goes on where the first ends and one call can compute
-    both; else None. They have some rows of one query head, or all rows."""
-    if one.entries != other.entries:
-        return None
-    if one.heads == other.heads and one.heads.length == 1 and one.rows.stop == other.rows.start:
-        heads, rows = one.heads, Interval(one.rows.start, other.rows.stop)
-    elif one.rows == other.rows == (0, call.n_queries) and one.heads.stop == other.heads.start:
-        heads, rows = Interval(one.heads.start, other.heads.stop), one.rows
-    else:
-        return None
-    both = block_of(call, one.entries.start, heads, rows)
-    # A call has as many query heads for each key/value head.
-    return both if call.key_heads(both).length == 1 or is_whole(call, both) else None
+def pieces_of(call: WholeCall, speeds: Sequence[float], *, alike: bool, at_once: bool) -> int:
+    """In how many pieces to cut what a device has.
+
+    Args:
+        speeds: of the devices, in pairs a second.
+        alike: whether devices and blocks are; then no head is cut that need not be.
+        at_once: whether one call of many heads is quicker than several.
+    """
+    if not alike:
+        return _PIECES
+    heads = math.prod(call.batch_shape) * call.kv_heads
+    every = math.prod(call.batch_shape) * call.heads * _pairs_above(call, call.n_queries)
+    wanted = math.ceil(every / sum(speeds) / _LONGEST_SECONDS - 1e-3) if at_once else _PIECES
+    return max(1, min(wanted, heads // len(speeds)))
 
 
 def partition(call: WholeCall, speeds: Sequence[float], pieces: int = 1) -> list[list[Block]]:
-    """The blocks of each device, the same ones for calls of the same sizes.
+    """The blocks of each device, in order; the same ones for calls of the same sizes.
 
     Args:
         speeds: of the devices, relative to each other.
-        pieces: how many blocks each device should have at least, so that others can take some.
+        pieces: in how many each device's part is cut, so that others can take some.
     """
     heads = math.prod(call.batch_shape) * call.kv_heads
     if not heads or not call.n_queries:
         return [[] for _ in speeds]
     ends = [heads * at / sum(speeds) for at in accumulate(speeds, initial=0.0)]
     cuts = [round(at) if abs(at - round(at)) < _CLOSE else at for at in ends]
-    return [list(_stretch(call, low, high, pieces)) for low, high in pairwise(cuts)]
+    homes = []
+    for low, high in pairwise(cuts):
+        inner = [low + (high - low) * n / pieces for n in range(1, pieces)]
+        if high - low >= pieces:
+            inner = [round(at) for at in inner]
+        parts = pairwise((low, *inner, high))
+        homes.append([block for part in parts for block in _blocks(call, *part)])
+    return homes
 
 
-def _stretch(call: WholeCall, low: float, high: float, pieces: int) -> Iterator[Block]:
-    """The blocks of the key/value heads from ``low`` to ``high``, in order."""
-    tiles = max(1, call.n_queries // _TILE if call.dropout is None else 1)
-    most = tiles * (call.heads // call.kv_heads)
-    each = min(most, pieces / (high - low)) if high > low else 0.0
-    for head in range(math.floor(low), math.ceil(high)):
-        start, stop = max(low, head) - head, min(high, head + 1) - head
-        count = max(1, math.ceil(each * (stop - start) - _CLOSE))
-        inner = (start + (stop - start) * n / count for n in range(1, count))
-        for part in pairwise((start, *inner, stop)):
-            yield from _piece(call, head, *part)
-
-
-def _piece(call: WholeCall, head: int, low: float, high: float) -> Iterator[Block]:
-    """The blocks between two shares of the work of a key/value head, which is numbered through
-    all batch entries: rows of its first and last query head, and all rows of those between."""
-    entry, kv = divmod(head, call.kv_heads)
+def _blocks(call: WholeCall, low: float, high: float) -> Iterator[Block]:
+    """The blocks between two shares of the work of all key/value heads, which are numbered through
+    all batch entries: rows of the first and of the last query head, and all rows of those between,
+    all query heads of some key/value heads or some of one's."""
     share, n = call.heads // call.kv_heads, call.n_queries
-    (above, start), (below, stop) = (_point(call, share * at) for at in (low, high))
-    runs = [(above, below, 0, n), (below, below + 1, 0, stop)]
-    if above == below:
-        runs = [(above, above + 1, start, stop)]
-    elif start:
-        runs[:1] = [(above, above + 1, start, n), (above + 1, below, 0, n)]
+    (first, start), (last, stop) = (_point(call, share * at) for at in (low, high))
+    runs = [(first, first + 1, start, stop)]
+    if first < last:
+        runs[0] = first, first + 1, start, n if start else 0
+        first += start > 0
+        inner = {-(-first // share) * share, last // share * share}
+        inner |= set(range(-(-first // call.heads) * call.heads, last, call.heads))
+        edges = sorted({first, last} | {edge for edge in inner if first < edge < last})
+        runs += [(one, other, 0, n) for one, other in pairwise(edges)]
+        runs.append((last, last + 1, 0, stop))
     for one, other, row, end in runs:
-        if one < other and row < end:
-            heads = Interval(kv * share + one, kv * share + other)
-            yield block_of(call, entry, heads, Interval(row, end))
+        if row < end:
+            entry, head = divmod(one, call.heads)
+            yield block_of(call, entry, Interval(head, head + other - one), Interval(row, end))
 
 
 def _point(call: WholeCall, at: float) -> tuple[int, int]:
@@ -139,34 +142,13 @@ def _pairs_above(call: WholeCall, row: int) -> int:
     return square * (square + 1) // 2 + (row - square) * call.n_keys
 
 
-class _HeadSum:
-    """The gradients of one key/value head's keys and values; its first query head is ``first``."""
-
-    def __init__(self, like: Sequence[torch.Tensor], first: int) -> None:
-        self.both = [_zeros(t.shape[2:], t) for t in like]
-        # Query head and row of what is added next, and what has come before its turn.
-        self._next = first, 0
-        self.early: dict[tuple[int, int], tuple[Block, list[torch.Tensor]]] = {}
-
-    def add(self, block: Block, made: list[torch.Tensor], n_queries: int) -> None:
-        """Add what a block makes of them, in the order of query heads and rows. Blocks have some
-        rows of one query head, or all of several."""
-        self.early[block.heads.start, block.rows.start] = block, made
-        while self._next in self.early:
-            (_, heads, rows, _), parts = self.early.pop(self._next)
-            for total, part in zip(self.both, parts, strict=True):
-                total[: part.shape[0]] += part
-            at_end = rows.stop == n_queries
-            self._next = (heads.stop, 0) if at_end else (heads.start, rows.stop)
-
-
 class Sums:
-    """The gradients of keys and values of heads that are cut, and that of a mask.
+    """The gradients of keys and values of heads that are cut, and that of a bias.
 
     Args:
-        call: the whole call, with one batch dimension.
-        key, value: (batch, kv_heads, n_keys, width); the gradients are like them.
-        mask: (batch or 1, heads or 1, n_queries or 1, n_keys or 1), if its gradient is wanted.
+        call: the whole call.
+        key, value: (*batch, kv_heads, n_keys, width); the gradients are like them.
+        bias: if its gradient is wanted.
     """
 
     def __init__(
@@ -174,60 +156,56 @@ class Sums:
         call: WholeCall,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         self._call, self._like = call, (key, value)
-        self._mask = None if mask is None else _zeros(mask.shape, mask)
-        self._heads: dict[tuple[int, int], _HeadSum] = {}
+        self.bias = None if bias is None else _zeros(bias.shape, bias)
+        # By batch entry and key/value head: its sums; query head and row of what is added next.
+        self._totals: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._next: dict[tuple[int, int], tuple[int, int]] = {}
+        # What has come before its turn.
+        self._early: dict[tuple[tuple[int, int], tuple[int, int]], tuple[Block, Buffers]] = {}
 
     def buffers(self, block: Block) -> Buffers:
         """Where a worker puts those of a block's gradients that are added up, by name; the others
         are results themselves."""
-        found: Buffers = {}
+        shapes: dict[str, tuple[Sequence[int], torch.Tensor]] = {}
         if not is_whole(self._call, block):
             for name, like in zip(("grad_key", "grad_value"), self._like, strict=True):
-                found[name] = _buffer((1, 1, block.keys.length, like.shape[3]), like)
-        if self._mask is not None:
-            found["grad_mask"] = _buffer(self._call.cut_bias(self._mask, block).shape, self._mask)
-        return found
+                shapes[name] = (1, 1, block.keys.length, like.shape[-1]), like
+        if self.bias is not None:
+            shapes["grad_bias"] = self._call.cut_bias(self.bias, block).shape, self.bias
+        return {n: room(tuple(shape), state_dtype(t.dtype)) for n, (shape, t) in shapes.items()}
 
     def add(self, block: Block, made: Buffers) -> None:
-        """Add the gradients of a block that is done."""
-        if self._mask is not None:
-            self._call.cut_bias(self._mask, block).add_(made["grad_mask"])
+        """Add the gradients of a block that is done: those of a head in the order of query heads
+        and rows. Blocks have some rows of one query head, or all of several."""
+        if self.bias is not None:
+            self._call.cut_bias(self.bias, block).add_(made["grad_bias"])
         if "grad_key" not in made:
             return
-        head = self._call.key_heads(block).start
-        place = block.entries.start, head
-        if place not in self._heads:
-            first = head * (self._call.heads // self._call.kv_heads)
-            self._heads[place] = _HeadSum(self._like, first)
-        rows = [made[name][0, 0] for name in ("grad_key", "grad_value")]
-        self._heads[place].add(block, rows, self._call.n_queries)
+        call, head = self._call, (block.entries.start, self._call.key_heads(block).start)
+        self._early[head, (block.heads.start, block.rows.start)] = block, made
+        at = self._next.get(head, (head[1] * (call.heads // call.kv_heads), 0))
+        while (found := self._early.pop((head, at), None)) is not None:
+            (_, heads, rows, keys), parts = found
+            if head not in self._totals:
+                self._totals[head] = [_zeros(t.shape[-2:], t) for t in self._like]
+            for total, name in zip(self._totals[head], ("grad_key", "grad_value"), strict=True):
+                total[: keys.length] += parts[name][0, 0]
+            at = (heads.stop, 0) if rows.stop == call.n_queries else (heads.start, rows.stop)
+        self._next[head] = at
 
-    def store(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
-        """Put the sums of keys and values where they belong."""
-        for (entry, head), found in self._heads.items():
-            assert not found.early, "a block is missing"
-            grad_key[entry, head], grad_value[entry, head] = found.both
-
-    def store_mask(self, result: torch.Tensor, batch: tuple[int, ...]) -> None:
-        """Put the mask's where it belongs, a tensor of the caller's shape; ``batch``: dimensions
-        of the call."""
-        assert self._mask is not None
-        if self._mask.shape[0] == 1:
-            result.copy_(self._mask.reshape(result.shape))
-        else:
-            every = self._mask.reshape(*batch, *self._mask.shape[1:])
-            result.copy_(every.sum_to_size(result.shape))
+    def store(self, *grads: torch.Tensor) -> None:
+        """Put the sums where they belong, the gradients of keys and values."""
+        assert not self._early, "a block is missing"
+        for (entry, head), totals in self._totals.items():
+            share = self._call.heads // self._call.kv_heads
+            rows = Interval(0, self._call.n_queries)
+            block = block_of(self._call, entry, Interval(head * share, (head + 1) * share), rows)
+            for grad, total in zip(grads, totals, strict=True):
+                self._call.cut(grad, block, of_keys=True).copy_(total)
 
 
 def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(shape, dtype=state_dtype(like.dtype), device=like.device)
-
-
-def _buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    made = made_for(shape, state_dtype(like.dtype), like.device)
-    # Its memory may have been a sum that is still being read; the worker would not wait for it.
-    backend_of(made.device).synchronize(made.device)
-    return made
+    return torch.zeros(shape, dtype=state_dtype(like.dtype), device="cpu")

@@ -18,18 +18,16 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
 from quorum_attention.devices.call import request_on_several
-from quorum_attention.devices.partition import Sums, partition
+from quorum_attention.devices.partition import Sums, partition, pieces_of
 from quorum_attention.devices.processes import Turn, Worker, end, end_after, start
 from quorum_attention.devices.report import PoolPass, PoolReport
-from quorum_attention.devices.scheduler import Coordinator, DevicePass, Schedule
-from quorum_attention.devices.simulate import PIECES, expected_speed
-from quorum_attention.devices.worker import Begin
+from quorum_attention.devices.scheduler import Coordinator, Schedule
+from quorum_attention.devices.simulate import expected_speed
+from quorum_attention.devices.worker import PassSpec
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
-
-_NO_WORKER = "the pool has no worker: it was closed, or all of them were lost"
 
 
 def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list[str]:
@@ -63,8 +61,8 @@ class Pool(Several):
     ordinary call, under its own budget, with its own recovery. A worker that is killed, hangs or
     runs out of memory at every depth gives its part back and the others finish.
 
-    Inputs in shared memory (``tensor.share_memory_()``), mapped from files, or on a CUDA device are
-    handed over as they are; others are copied into shared memory, and the report says how much.
+    Inputs in shared memory (``tensor.share_memory_()``) or mapped from files are handed over as
+    they are; others are copied into shared memory, and the report says how much.
 
     Give it to calls as ``devices=``, or use its own ``attention``. Use it as a context manager, or
     ``close`` it; it also ends with the program. Calls of several threads follow one another.
@@ -99,11 +97,6 @@ class Pool(Several):
         """The devices whose workers are alive."""
         return [worker.device for worker in self._workers if worker.alive]
 
-    @property
-    def pins(self) -> bool:
-        """Whether any of them copies faster from and to page-locked memory."""
-        return any(backend_of(torch.device(device)).own_memory for device in self.devices)
-
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost. It takes part from
         the next pass on."""
@@ -116,15 +109,6 @@ class Pool(Several):
                 if not worker.alive or not worker.process.is_alive():
                     worker.kill()
                     self._workers[number] = start([worker.device], self._threads)[0]
-
-    def check_open(self) -> None:
-        """Refuse to compute without workers.
-
-        Raises:
-            RuntimeError: none is left.
-        """
-        if not self.devices:
-            raise RuntimeError(_NO_WORKER)
 
     def close(self) -> None:
         """End the workers; the pool is of no use afterwards."""
@@ -179,14 +163,14 @@ class Pool(Several):
             written=CallOptions(budget, None, depth, kernel, devices=self, progress=progress),
         )  # fmt: skip
         tensors, request = request_on_several(
-            "attention", query, key, value, said, count=len(self._workers), pool_of=lambda: self,
-            pool_report=report,
+            "attention", (query, key, value), said, count=len(self._workers),
+            pool_of=lambda: self, pool_report=report,
         )  # fmt: skip
         return attend(tensors, request, out)[0]
 
     def run(
         self,
-        begin: Begin,
+        spec: PassSpec,
         work: Workload,
         budgets: Sequence[int | None],
         report: PoolPass,
@@ -201,39 +185,39 @@ class Pool(Several):
             sums: adds up gradients; None in a forward.
             progress: told blocks that are done.
         """
-        mask = begin.call.mask
         with self._turn.taken():
             # Another thread may close the pool at any time, or start one more worker.
             workers = list(self._workers)
             here = [n for n, worker in enumerate(workers) if worker.alive]
             if not here:
-                raise RuntimeError(_NO_WORKER)
+                raise RuntimeError(
+                    "the pool has no worker: it was closed, or all of them were lost"
+                )
             each = [budgets[min(n, len(budgets) - 1)] for n in range(len(workers))]
             speeds = {
                 n: expected_speed(
                     workers[n].device, workers[n].name, work.dtype, work.head_dim,
-                    backward=begin.backward,
+                    backward=spec.backward,
                 )
                 for n in here
             }  # fmt: skip
-            # Whether blocks take as long as their pairs say.
-            steady = not (isinstance(mask, Mask) and mask.is_structured)
-            alike = steady and len({(workers[n].name, each[n]) for n in here}) == 1
-            blocks = iter(partition(begin.call, list(speeds.values()), 1 if alike else PIECES))
+            alike = spec.steady and len({(workers[n].name, each[n]) for n in here}) == 1
+            at_once = all(backend_of(torch.device(workers[n].device)).own_memory for n in here)
+            known = list(speeds.values())
+            pieces = pieces_of(spec.call, known, alike=alike, at_once=at_once)
+            blocks = iter(partition(spec.call, known, pieces))
             homes = [next(blocks) if n in speeds else [] for n in range(len(workers))]
-            overlap = all(backend_of(torch.device(workers[n].device)).own_memory for n in here)
-            schedule = Schedule(begin.call, homes, speeds, alike and overlap)
-            spec = DevicePass(begin, schedule, each, steady, sums, progress)
-            Coordinator(workers, spec, report).run()
+            schedule = Schedule(spec.call, homes, speeds)
+            Coordinator(workers, spec, schedule, each, report, sums, progress).run()
 
 
-# A process that was forked off has the pools of its parent, and may not use them.
-_pools: dict[tuple[int, tuple[str, ...]], Pool] = {}
+_pools: dict[tuple[str, ...], Pool] = {}
 _lock = Lock()
 
 
 def _forked() -> None:
-    """In a process that was forked off, maybe while another thread had the lock."""
+    """In a process that was forked off, maybe while another thread had the lock: the pools are its
+    parent's."""
     global _lock
     _lock = Lock()
     _pools.clear()
@@ -242,20 +226,17 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def kept_pool(devices: Sequence[str]) -> Pool:
+def kept_pool(names: tuple[str, ...]) -> Pool:
     """The pool of these devices that calls share. It is started where there is none, or where no
     worker of it is left; a worker that was lost is started again.
 
     Raises:
         ValueError, TypeError, RuntimeError: as ``Pool``.
     """
-    names = tuple(devices)
     with _lock:
-        pool = _pools.get((os.getpid(), names))
+        pool = _pools.get(names)
         if pool is None:
-            if not _pools:
-                atexit.register(close)
-            pool = _pools[os.getpid(), names] = Pool(names)
+            pool = _pools[names] = Pool(names)
             return pool
     # Without the lock: this waits for a call of another thread, whose progress= may ask for a pool
     # as well.
@@ -276,12 +257,13 @@ def request_on_devices(
     if isinstance(pool, Pool):
         count, pool_of = len(pool.workers), lambda: pool
     else:
-        names = names_of(pool)
+        names = tuple(names_of(pool))
         if len(names) == 1:
             one = written._replace(devices=names[0], budget=_of_one(written.budget))
             return request_of(function, query, key, value, call._replace(written=one))
         count, pool_of = len(names), lambda: kept_pool(names)
-    return request_on_several(function, query, key, value, call, count=count, pool_of=pool_of)
+    inputs = query, key, value
+    return request_on_several(function, inputs, call, count=count, pool_of=pool_of)
 
 
 def _of_one(budget: Budget | None) -> Budget | None:
@@ -294,7 +276,9 @@ def close() -> None:
     They end with the program in any case. Until then each holds a CUDA context.
     """
     with _lock:
-        for (process, _), pool in _pools.items():
-            if process == os.getpid():
-                pool.close()
+        for pool in _pools.values():
+            pool.close()
         _pools.clear()
+
+
+atexit.register(close)

@@ -16,36 +16,31 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pickle import UnpicklingError
 from threading import RLock
 from typing import Any
 
-import torch
 import torch.multiprocessing
 
-from quorum_attention.devices.buffers import Handle, handle_of
-from quorum_attention.devices.worker import Begin, Compute, Done, End, Ended, Failed, work
-from quorum_attention.execution.device.cuda import Handed
-from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.devices.worker import Done, Failed, work
 
 # Seconds until a worker has to be ready: it imports torch and opens its device.
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
 # Until the exit code of one that has closed its pipe is known.
 _EXIT_SECONDS = 1.0
-# A worker that has not let go of a pass's tensors after so long is given up.
-_CONFIRM_SECONDS = 10.0
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a process that was forked off."""
+    """In a process that was forked off: its workers are the other's."""
     for worker in list(_workers):
         with suppress(Exception):
+            worker.alive = False
             worker.pipe.close()
             # Python would end them, as its own children, when this process ends.
             multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
@@ -53,22 +48,6 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
-
-
-def check_process(owner: int) -> None:
-    """Refuse to use the workers of another process.
-
-    Args:
-        owner: number of the process that started them.
-
-    Raises:
-        RuntimeError: this is another one.
-    """
-    if os.getpid() != owner:
-        raise RuntimeError(
-            "these workers belong to the process that this one was forked from: open a Pool here, "
-            "or give the devices by name"
-        )
 
 
 class Turn:
@@ -85,7 +64,11 @@ class Turn:
             RuntimeError: this thread has it already, and would wait for itself; or the process was
                 forked from the lock's.
         """
-        check_process(self._process)
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "these workers belong to the process that this one was forked from: open a Pool "
+                "here, or give the devices by name"
+            )
         with self._lock:
             if self._within:
                 raise RuntimeError(
@@ -101,15 +84,13 @@ class Turn:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process, and the memory of devices that it has been handed for a pass.
+    """A worker process.
 
     Attributes:
         device: as torch writes it.
         process, pipe: to talk to it.
         name: the device's own name.
         alive: whether it has not ended, nor been given up.
-        owner: number of the process that started it.
-        given: memory of devices that it has been given in this pass.
         closing: held by who ends it.
     """
 
@@ -118,8 +99,6 @@ class Worker:
     pipe: Connection
     name: str = ""
     alive: bool = True
-    owner: int = field(default_factory=os.getpid)
-    given: list[Handed] = field(default_factory=list)
     closing: Any = field(default_factory=RLock, repr=False)
 
     @property
@@ -128,14 +107,8 @@ class Worker:
         return f"{self.device} ({self.name})"
 
     def send(self, message: object) -> bool:
-        """Send a message; False if the worker is gone.
-
-        Raises:
-            RuntimeError: it is another process's.
-        """
-        check_process(self.owner)
-        # Before: that something cannot be sent is not the worker's fault. Tensors of a mask go by
-        # value: torch's own way keeps a file open for good if a worker dies in that moment.
+        """Send a message; False if the worker is gone."""
+        # Before: that something cannot be sent is not the worker's fault.
         said = pickle.dumps(message)
         try:
             self.pipe.send_bytes(said)
@@ -143,41 +116,9 @@ class Worker:
             return False
         return True
 
-    def begin(self, message: Begin, budget: int | None) -> bool:
-        """Begin a pass; False if the worker is gone.
-
-        Args:
-            budget: bytes that each of its parts may take on its device; None: what is free.
-        """
-        tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
-        return self.send(replace(message, tensors=tensors, budget=budget))
-
-    def compute(self, message: Compute) -> bool:
-        """Have a part computed; False if the worker is gone."""
-        sums = {name: self._given_to(one) for name, one in message.sums.items()}
-        return self.send(replace(message, sums=sums))
-
-    def end(self, message: End) -> None:
-        """End a pass. Afterwards no memory of a device that this worker was given counts as taken:
-        it has let go of it, or is ended."""
-        if not self.given:
-            self.send(message)
-            return
-        limit = time.monotonic() + _CONFIRM_SECONDS
-        with suppress(EOFError, OSError):  # it was killed before it had let go
-            if self.send(replace(message, confirm=True)):
-                while self.pipe.poll(max(0.0, limit - time.monotonic())):
-                    if self.pipe.recv() == Ended(message.number):
-                        self.given.clear()
-                        return
-        self.kill()
-
     def kill(self) -> None:
-        """End it at once, if it is this process's; what it had of devices' memory counts as given
-        back."""
+        """End it at once."""
         self.alive = False
-        if os.getpid() != self.owner:
-            return
         # The thread that closes the pool, and one whose call runs there: closed twice at once, a
         # pipe's number may be another file's already.
         with self.closing:
@@ -185,18 +126,6 @@ class Worker:
                 self.process.kill()
             self.process.join()
             self.pipe.close()
-            while self.given:
-                with suppress(Exception):
-                    self.given.pop().release()
-
-    def _given_to(self, handle: Handle) -> Handle:
-        if not isinstance(handle, torch.Tensor):
-            return handle
-        if on_host(handle.device):
-            return handle_of(handle)
-        made = Handed.of(handle)
-        self.given.append(made)
-        return made
 
 
 def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
@@ -257,20 +186,17 @@ def _wait_for(worker: Worker, seconds: float) -> None:
 
 
 def end(workers: Sequence[Worker]) -> None:
-    """End workers, kindly those that are idle; they are gone when this returns. Nothing happens to
-    those of another process."""
+    """End workers, kindly those that are idle; they are gone when this returns."""
     here = [one for one in workers if one.alive]
-    for one in here:
-        one.alive = False
-    mine = [one for one in here if one.owner == os.getpid()]
     try:
-        for one in mine:
+        for one in here:
+            one.alive = False
             one.send(None)
         limit = time.monotonic() + _END_SECONDS
-        for one in mine:
+        for one in here:
             one.process.join(max(0.0, limit - time.monotonic()))
     finally:
-        for one in mine:
+        for one in here:
             one.kill()
 
 
@@ -319,10 +245,9 @@ def listen(
         ready = wait(list(numbers), seconds)
     except (OSError, ValueError):
         # Another thread has closed the pool meanwhile.
-        heard = [(number, None) for number, worker in workers.items() if not worker.alive]
-        if not heard:
+        ready = [worker.pipe for worker in workers.values() if not worker.alive]
+        if not ready:
             raise
-        return heard
     for pipe in ready:
         try:
             heard.append((numbers[pipe], workers[numbers[pipe]].pipe.recv()))

@@ -11,15 +11,14 @@ from quorum_attention.sizes import format_bytes, format_seconds
 
 @dataclass(slots=True)
 class Ran:
-    """Parts that a device computed at once, by one call.
+    """A part that a device computed, by one call.
 
     Attributes:
         device: number of the device in its pool.
-        index: of the first part.
+        index: of the part.
         start, stop: seconds since the pass began, as the coordinator saw it.
         report: what the device's own call did.
         worked: seconds that its worker was at it; what is left went by between the two.
-        parts: how many they were.
     """
 
     device: int
@@ -28,7 +27,6 @@ class Ran:
     stop: float
     report: Report
     worked: float = 0.0
-    parts: int = 1
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ class PoolPass:
             "copy_seconds": self.copy_seconds,
             "parts": self.parts,
             "ran": [
-                {n: getattr(one, n) for n in ("device", "start", "stop", "worked", "parts")}
+                {n: getattr(one, n) for n in ("device", "start", "stop", "worked")}
                 | {"part": one.index}
                 for one in self.ran
             ],
@@ -84,7 +82,7 @@ class PoolPass:
         if self.copied_bytes:
             lines[0] += f", {format_bytes(self.copied_bytes)} copied into shared memory"
         for number, name in enumerate(self.devices):
-            count = sum(one.parts for one in self.ran if one.device == number)
+            count = sum(one.device == number for one in self.ran)
             share = self.busy(number) / self.seconds if self.seconds else 0.0
             lines.append(f"  {name}: {count} parts, busy {share:.0%}")
         return "\n".join(lines + [f"  {line}" for line in self.history])
@@ -120,17 +118,13 @@ def as_one(of: PoolPass, backward: bool) -> PassReport:
     )  # fmt: skip
     if watched:
         _, deepest = max(watched, key=lambda pair: len(pair[1].levels))
-        for field_name in ("levels", "planned_levels", "heads_per_group", "n_cap", "accumulator",
-                           "streams", "budget_bytes", "dropout_p", "dropout_seed"):  # fmt: skip
-            setattr(found, field_name, getattr(deepest, field_name))
+        for name in ("levels", "planned_levels", "heads_per_group", "n_cap", "accumulator",
+                     "streams", "budget_bytes", "dropout_p", "dropout_seed"):  # fmt: skip
+            setattr(found, name, getattr(deepest, name))
+    for name in ("units", "loaded_bytes", "stored_bytes", "repeated_units", "recovery_seconds"):
+        setattr(found, name, sum(getattr(part, name) for _, part in watched))
+    found.planned_peak_bytes = max((part.planned_peak_bytes for _, part in watched), default=0)
+    found.peak_bytes = max((p.peak_bytes for _, p in watched if p.peak_bytes), default=None)
     for one, part in watched:
-        found.units += part.units
-        found.loaded_bytes += part.loaded_bytes
-        found.stored_bytes += part.stored_bytes
-        found.repeated_units += part.repeated_units
-        found.recovery_seconds += part.recovery_seconds
-        found.planned_peak_bytes = max(found.planned_peak_bytes, part.planned_peak_bytes)
-        if part.peak_bytes is not None:
-            found.peak_bytes = max(found.peak_bytes or 0, part.peak_bytes)
         found.recoveries += [f"{of.devices[one.device]}: {line}" for line in part.recoveries]
     return found

@@ -1,8 +1,7 @@
 """A pass on several devices: who computes what next, and what happens when one is lost.
 
-Each device has units of its own, the same ones in every call, because its worker has the memory of
-those mapped and page-locked. It takes several at once, as one order: a call of several units is
-quicker than several calls. A device without units of its own takes from the end of the fullest.
+Each device has blocks of its own, the same ones in every call, because its worker has the memory of
+those mapped and page-locked. A device without blocks of its own takes from the end of the fullest.
 
 A device has one order at a time. Copies overlap with kernels inside an order; between two orders a
 device waits 5 to 8 ms for messages, of the seconds that an order takes in long calls.
@@ -12,32 +11,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.partition import Buffers, Sums, joined, pairs
+from quorum_attention.devices.buffers import handle_of
+from quorum_attention.devices.partition import Buffers, Sums, pairs
 from quorum_attention.devices.processes import Worker, listen
 from quorum_attention.devices.report import PoolPass, Ran
-from quorum_attention.devices.worker import Begin, Compute, Done, End, Failed
+from quorum_attention.devices.worker import Compute, Done, Failed, PassSpec
 from quorum_attention.errors import OutOfMemoryError
 
-# No order takes much longer: a device that is lost loses all of its order.
-_LONGEST_SECONDS = 5.0
 # A worker hangs if an order takes so many times what the slowest one before makes it; and at least
 # so many seconds.
 _HUNG_TIMES, _HUNG_SECONDS, _HOUR = 20.0, 60.0, 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Units that a device computes at once; ``block`` is all of them, as one."""
+class Order(NamedTuple):
+    """A block that a device computes, with so many pairs; ``number`` is the block's."""
 
+    number: int
     block: Block
-    units: tuple[Block, ...]
     work: int
     begun: float
 
@@ -46,30 +41,28 @@ class Schedule:
     """What waits and what runs. It knows neither workers nor a clock.
 
     Args:
-        call: whose blocks units are.
-        homes: units of each device, in the order in which it should begin them.
+        call: whose blocks they are.
+        homes: blocks of each device, in the order in which it should begin them.
         speeds: pairs a second that are expected of each device that takes part.
-        at_once: whether a device takes all of its units, in equal orders that are not too long.
 
     Attributes:
-        numbers: of all units.
+        count: of all blocks.
         running: the order of each device that has one.
         devices: those that take part.
     """
 
     def __init__(
-        self,
-        call: WholeCall,
-        homes: Sequence[Sequence[Block]],
-        speeds: Mapping[int, float],
-        at_once: bool = False,
+        self, call: WholeCall, homes: Sequence[Sequence[Block]], speeds: Mapping[int, float]
     ) -> None:
-        self._call, self._speeds, self._at_once = call, speeds, at_once
-        self._waiting = [deque(units) for units in homes]
-        self._homes = {unit: home for home, units in enumerate(homes) for unit in units}
-        self.numbers = {unit: number for number, unit in enumerate(chain(*homes))}
+        self._speeds, self._homes = speeds, list[int]()
+        # By home, what waits: number, block and pairs.
+        self._waiting: list[list[tuple[int, Block, int]]] = []
+        for home, blocks in enumerate(homes):
+            first = len(self._homes)
+            self._waiting.append([(first + n, b, pairs(call, b)) for n, b in enumerate(blocks)])
+            self._homes += [home] * len(blocks)
+        self.count, self.devices = len(self._homes), set(speeds)
         self.running: dict[int, Order] = {}
-        self.devices = set(speeds)
 
     @property
     def finished(self) -> bool:
@@ -78,82 +71,59 @@ class Schedule:
 
     def take(self, device: int, now: float) -> Order | None:
         """What an idle device does next; None: nothing that would be done sooner by it."""
-        if not any(self._waiting):
-            return None
-        left = [sum(self._work(unit) for unit in units) for units in self._waiting]
-        own, home = bool(self._waiting[device]), device
-        if not own:
-            home = max(range(len(left)), key=lambda n: (bool(self._waiting[n]), left[n]))
-        waiting, speed = self._waiting[home], self._speeds[device]
-        share = 1.0 if own and self._at_once else 0.5
-        if not own and home in self.devices:
-            share = speed / (speed + self._speeds[home])
-            if self._work(waiting[-1]) * self._speeds[home] > left[home] * speed:
+        if self._waiting[device]:
+            found = self._waiting[device].pop(0)
+        else:
+            left = [sum(work for _, _, work in waiting) for waiting in self._waiting]
+            home = max(range(len(left)), key=left.__getitem__)
+            if not self._waiting[home]:
                 return None
-        most = share * left[home]
-        most = 1.001 * most / max(1, math.ceil(most / (_LONGEST_SECONDS * speed) - 1e-3))
-        units = deque([waiting.popleft() if own else waiting.pop()])
-        block = units[0]
-        while waiting:
-            two = (block, waiting[0]) if own else (waiting[-1], block)
-            both = joined(self._call, *two)
-            if both is None or self._work(both) > most:
-                break
-            block = both
-            if own:
-                units.append(waiting.popleft())
-            else:
-                units.appendleft(waiting.pop())
-        order = self.running[device] = Order(block, tuple(units), self._work(block), now)
+            last, speed = self._waiting[home][-1][2], self._speeds[device]
+            if home in self.devices and last * self._speeds[home] > left[home] * speed:
+                return None
+            found = self._waiting[home].pop()
+        order = self.running[device] = Order(*found, now)
         return order
 
     def put_back(self, device: int) -> None:
         """Others may take what a device was at."""
         order = self.running.pop(device, None)
-        for unit in order.units if order is not None else ():
-            self._waiting[self._homes[unit]].append(unit)
-        self._waiting = [deque(sorted(units, key=self.numbers.get)) for units in self._waiting]  # type: ignore[arg-type]
-
-    def _work(self, block: Block) -> int:
-        return pairs(self._call, block)
+        if order is not None:
+            waiting = self._waiting[self._homes[order.number]]
+            waiting.append(order[:3])
+            waiting.sort()
 
 
 @dataclass(slots=True)
-class DevicePass:
-    """What a pass is.
-
-    Attributes:
-        begin: what workers have to know of it.
-        schedule: its units.
-        budgets: bytes that an order may take on each worker's device; None: what is free.
-        steady: whether orders take as long as their pairs say; if not, each may take an hour.
-        sums: adds up gradients; None in a forward.
-        progress: told (units that are done, all units, which pass).
-    """
-
-    begin: Begin
-    schedule: Schedule
-    budgets: Sequence[int | None]
-    steady: bool = True
-    sums: Sums | None = None
-    progress: Callable[[int, int, str], None] | None = None
-
-
 class Coordinator:
     """Runs one pass; it computes nothing itself.
 
     A worker that ends, hangs or runs out of memory at every depth leaves the pass; its order goes
     back and others compute it.
+
+    Attributes:
+        workers: all of the pool.
+        spec: what workers have to know of the pass.
+        schedule: its blocks.
+        budgets: bytes that an order may take on each worker's device; None: what is free.
+        report: filled with what happened.
+        sums: adds up gradients; None in a forward.
+        progress: told (blocks that are done, all blocks, which pass).
     """
 
-    def __init__(self, workers: Sequence[Worker], spec: DevicePass, report: PoolPass) -> None:
-        self._workers, self._pass, self._report = workers, spec, report
-        self._number, self._schedule = spec.begin.number, spec.schedule
-        self._running = spec.schedule.running
-        self._targets: dict[int, Buffers] = {}
-        # Seconds for a pair, at most, of the orders that are done; None: none is.
-        self._slowest: float | None = None
-        self._errors: list[str] = []
+    workers: Sequence[Worker]
+    spec: PassSpec
+    schedule: Schedule
+    budgets: Sequence[int | None]
+    report: PoolPass
+    sums: Sums | None = None
+    progress: Callable[[int, int, str], None] | None = None
+    _began: float = field(default_factory=time.perf_counter)
+    _targets: dict[int, Buffers] = field(default_factory=dict)
+    # Seconds for a pair, at most, of the orders that are done; None: none is.
+    _slowest: float | None = None
+    _failed: tuple[int, Failed] | None = None
+    _out_of_memory: str = ""
 
     def run(self) -> None:
         """Run all units.
@@ -163,133 +133,121 @@ class Coordinator:
             RuntimeError: no worker is left; the message says what was done.
             Exception: what a worker raised.
         """
-        self._began = time.perf_counter()
-        schedule, report = self._schedule, self._report
-        report.devices = [worker.label for worker in self._workers]
-        report.parts = len(schedule.numbers)
+        schedule, report = self.schedule, self.report
+        report.devices = [worker.label for worker in self.workers]
+        report.parts = schedule.count
         try:
-            for number in sorted(schedule.devices):
-                if not self._workers[number].begin(self._pass.begin, self._pass.budgets[number]):
-                    self._lost(number, "its worker has ended")
             while not schedule.finished:
                 if not schedule.devices:
                     self._give_up()
-                for number in sorted(schedule.devices - set(self._running)):
+                for number in sorted(schedule.devices - set(schedule.running)):
                     self._launch(number)
-                if self._running:
+                if schedule.running:
                     self._hear()
+                if self._failed is not None:
+                    self._raise(*self._failed)
         except Exception:
-            self._drain()
+            # Workers finish the orders they have, so that they can be used again.
+            limit = time.monotonic() + _HUNG_SECONDS
+            while schedule.running and time.monotonic() < limit:
+                self._hear(1.0)
             raise
         finally:
             self._stop()
-            for worker in self._workers:
-                if worker.alive:
-                    worker.end(End(self._number))
             report.seconds = time.perf_counter() - self._began
 
     def _launch(self, number: int) -> None:
         """An order for an idle device, if there is one for it."""
-        order = self._schedule.take(number, time.perf_counter())
+        order = self.schedule.take(number, time.perf_counter())
         if order is None:
             return
         try:
-            sums = self._pass.sums
+            sums, budget = self.sums, self.budgets[number]
             target = self._targets[number] = {} if sums is None else sums.buffers(order.block)
-            sent = self._workers[number].compute(Compute(self._number, order.block, target))
+            handles = {name: handle_of(tensor) for name, tensor in target.items()}
+            message = Compute(self.spec, order.block, budget, handles)
+            sent = self.workers[number].send(message)
         except Exception:
             # No memory for sums, say. Nobody waits for an answer to what was never sent.
-            self._schedule.put_back(number)
+            self.schedule.put_back(number)
             raise
         if not sent:
             self._lost(number, "its worker has ended")
 
-    def _hear(self) -> None:
+    def _hear(self, at_most: float = math.inf) -> None:
         """Take in what workers say; those that say nothing for too long are given up."""
-        ends = {number: self._limit(one) + one.begun for number, one in self._running.items()}
-        soonest = min(ends.values())
-        seconds = None if math.isinf(soonest) else max(0.0, soonest - time.perf_counter())
-        heard = listen({number: self._workers[number] for number in self._running}, seconds)
-        # What is done first: a failure may end the pass.
-        error: tuple[int, Failed] | None = None
-        for number, answer in sorted(heard, key=lambda one: not isinstance(one[1], Done)):
+        running = self.schedule.running
+        ends = {number: self._limit(one) + one.begun for number, one in running.items()}
+        seconds = min(at_most, max(0.0, min(ends.values()) - time.perf_counter()))
+        workers = {number: self.workers[number] for number in running}
+        heard = listen(workers, None if math.isinf(seconds) else seconds)
+        for number, answer in heard:
             if answer is None:
                 self._lost(number, "its worker has ended")
-            elif answer.number != self._number:
+            elif answer.number != self.spec.number:
                 continue  # of an earlier pass, of which a second interrupt has left a worker
             elif isinstance(answer, Done):
                 self._finished(number, answer)
             elif answer.broken:
                 self._lost(number, f"its device has failed ({answer.error})")
             elif answer.memory:
-                self._errors.append(str(answer.error))
+                self._out_of_memory = f"; {answer.error}"
                 # The worker is well: it only has no part in this pass any more.
                 self._lost(number, "out of memory at every depth", end=False)
             else:
-                self._schedule.put_back(number)
-                error = number, answer
-        if error is not None:
-            number, failed = error
-            there = f"in the worker of {self._report.devices[number]}:\n{failed.trace}"
-            raised = failed.error
-            if not isinstance(raised, BaseException):
-                raised = RuntimeError(raised)
-            raise raised from RuntimeError(there)
+                self.schedule.put_back(number)
+                self._failed = number, answer
         now = time.perf_counter()
-        for number in [n for n in ends if not heard and n in self._running and ends[n] <= now]:
-            self._lost(number, f"no answer for {now - self._running[number].begun:.0f} s")
+        for number in [n for n, end in ends.items() if end <= now and not heard]:
+            self._lost(number, f"no answer for {now - running[number].begun:.0f} s")
+
+    def _raise(self, number: int, failed: Failed) -> NoReturn:
+        there = f"in the worker of {self.report.devices[number]}:\n{failed.trace}"
+        raised = failed.error
+        if not isinstance(raised, BaseException):
+            raised = RuntimeError(raised)
+        raise raised from RuntimeError(there)
 
     def _limit(self, order: Order) -> float:
         """Seconds after which an order is taken from its worker."""
         if self._slowest is None:
-            return math.inf if len(self._running) == 1 else _HOUR
-        if not self._pass.steady:
+            return math.inf if len(self.schedule.running) == 1 else _HOUR
+        if not self.spec.steady:
             return _HOUR
         return max(_HUNG_SECONDS, _HUNG_TIMES * self._slowest * order.work)
 
     def _finished(self, number: int, answer: Done) -> None:
-        now, order, spec = time.perf_counter(), self._running.pop(number), self._pass
+        now, order, report = time.perf_counter(), self.schedule.running.pop(number), self.report
         self._slowest = max(self._slowest or 0.0, (now - order.begun) / max(1, order.work))
-        report, index = self._report, self._schedule.numbers[order.units[0]]
-        start, stop, count = order.begun - self._began, now - self._began, len(order.units)
-        report.ran.append(Ran(number, index, start, stop, answer.report, answer.seconds, count))
+        start, stop = order.begun - self._began, now - self._began
+        report.ran.append(Ran(number, order.number, start, stop, answer.report, answer.seconds))
         target = self._targets.pop(number)
-        if spec.sums is not None:
-            spec.sums.add(order.block, target)
-        if spec.progress is not None:
-            done = sum(one.parts for one in report.ran)
-            spec.progress(done, report.parts, "backward" if spec.begin.backward else "forward")
+        if self.sums is not None:
+            self.sums.add(order.block, target)
+        if self.progress is not None:
+            name = "backward" if self.spec.backward else "forward"
+            self.progress(len(report.ran), report.parts, name)
 
     def _lost(self, number: int, why: str, end: bool = True) -> None:
         """A device leaves the pass; its order goes back."""
         if end:
-            self._workers[number].kill()
-        self._schedule.put_back(number)
-        self._schedule.devices.discard(number)
-        self._report.history.append(f"{self._report.devices[number]}: {why}")
+            self.workers[number].kill()
+        self.schedule.put_back(number)
+        self.schedule.devices.discard(number)
+        self.report.history.append(f"{self.report.devices[number]}: {why}")
 
     def _stop(self) -> None:
         """End the workers that compute: they would write into results that the caller has back."""
-        for number in list(self._running):
+        for number in list(self.schedule.running):
             try:
-                self._workers[number].kill()
+                self.workers[number].kill()
             except KeyboardInterrupt:  # another one, while it waited for the first ones to end
-                self._workers[number].kill()
-
-    def _drain(self) -> None:
-        """Let workers finish the orders they have, so that they can be used again."""
-        limit = time.monotonic() + _HUNG_SECONDS
-        while self._running and time.monotonic() < limit:
-            for number, answer in listen({n: self._workers[n] for n in self._running}, 1.0):
-                if answer is None:
-                    self._workers[number].kill()
-                if answer is None or answer.number == self._number:
-                    self._schedule.put_back(number)
+                self.workers[number].kill()
 
     def _give_up(self) -> NoReturn:
-        done = sum(one.parts for one in self._report.ran)
-        said = "; ".join(self._report.history) or "all had ended before, or were closed"
-        message = f"no device is left after {done} of {self._report.parts} parts: {said}"
-        if self._errors:
-            raise OutOfMemoryError(f"{message}; {self._errors[-1]}")
+        report = self.report
+        said = "; ".join(report.history) or "all had ended before, or were closed"
+        message = f"no device is left after {len(report.ran)} of {report.parts} parts: {said}"
+        if self._out_of_memory:
+            raise OutOfMemoryError(message + self._out_of_memory)
         raise RuntimeError(message)

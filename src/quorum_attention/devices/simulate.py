@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.partition import pairs, partition
+from quorum_attention.devices.partition import pairs, partition, pieces_of
 from quorum_attention.devices.report import PoolPass, Ran
 from quorum_attention.devices.scheduler import Schedule
 from quorum_attention.execution.device.lookup import backend_of
@@ -23,9 +23,6 @@ from quorum_attention.planner.hardware import assumed
 # forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
 # A100 (version 2); an H20 by its peak.
 SPEEDS = {"H200": 1.0, "H100": 0.95, "H800": 0.95, "A100": 0.36, "H20": 0.15}
-# Blocks for each device where devices are not alike, so that others can take what one is too slow
-# for.
-PIECES = 10
 # What an order takes beside the call that computes it: its messages and what the worker maps.
 _ORDER_SECONDS = 0.007
 
@@ -87,12 +84,13 @@ def simulate(
         the report that a pool would have filled, its times predicted.
     """
     names, speeds = [name for name, _ in devices], [speed for _, speed in devices]
-    alike = len(set(devices)) == 1
-    homes = partition(call, speeds, 1 if alike else PIECES)
-    first = next((unit for home in homes for unit in home), None)
-    rate = 1.0 if first is None else pairs(call, first) / seconds(first)
-    schedule = Schedule(call, homes, {n: speed * rate for n, speed in enumerate(speeds)}, alike)
-    report = PoolPass(devices=names, parts=len(schedule.numbers))
+    first = partition(call, speeds)[0]
+    rate = sum(pairs(call, one) for one in first) / max(1e-9, sum(map(seconds, first)))
+    expected = [speed * rate for speed in speeds]
+    pieces = pieces_of(call, expected, alike=len(set(devices)) == 1, at_once=True)
+    homes = partition(call, speeds, pieces)
+    schedule = Schedule(call, homes, dict(enumerate(expected)))
+    report = PoolPass(devices=names, parts=schedule.count)
     events: list[tuple[float, int]] = []
     idle, now = set(schedule.devices), 0.0
     while not schedule.finished:
@@ -104,8 +102,7 @@ def simulate(
                 heapq.heappush(events, (now + takes, device))
         now, device = heapq.heappop(events)
         order = schedule.running.pop(device)
-        index, count = schedule.numbers[order.units[0]], len(order.units)
-        report.ran.append(Ran(device, index, order.begun, now, Report(), now - order.begun, count))
+        report.ran.append(Ran(device, order.number, order.begun, now, Report(), now - order.begun))
         idle.add(device)
     report.seconds = now
     return report

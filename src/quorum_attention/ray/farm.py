@@ -21,11 +21,11 @@ from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import real_number, whole_number
 from quorum_attention.devices.buffers import InFile, in_file
-from quorum_attention.devices.call import check_options, sendable
+from quorum_attention.devices.call import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.files.call import GRADIENTS, FileCall, file_call, written_as
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.mask import Mask
+from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.ray.compute import Job, compute
 from quorum_attention.ray.units import Head, Schedule, Unit, cut_of
 from quorum_attention.sizes import parse_bytes
@@ -430,7 +430,8 @@ def _sent(whole: WholeCall) -> tuple[WholeCall, torch.Tensor | None, torch.Tenso
     if not isinstance(whole.mask, Mask):
         return replace(whole, mask=None), whole.mask, None
     bias, sinks = whole.mask.bias, whole.mask.sinks
-    mask = sendable(replace(whole.mask, bias=None))
+    mask = map_tensors(whole.mask, lambda tensor, name: tensor.detach().cpu().clone())
+    mask = replace(mask, bias=None, sinks=None if sinks is None else sinks.detach().cpu().clone())
     return replace(whole, mask=mask), None if bias is None else bias.detach(), sinks
 
 
