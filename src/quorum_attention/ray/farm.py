@@ -430,8 +430,7 @@ def _sent(whole: WholeCall) -> tuple[WholeCall, torch.Tensor | None, torch.Tenso
     if not isinstance(whole.mask, Mask):
         return replace(whole, mask=None), whole.mask, None
     bias, sinks = whole.mask.bias, whole.mask.sinks
-    mask = map_tensors(whole.mask, lambda tensor, name: tensor.detach().cpu().clone())
-    mask = replace(mask, bias=None, sinks=None if sinks is None else sinks.detach().cpu().clone())
+    mask = map_tensors(replace(whole.mask, bias=None), lambda t, name: t.detach().cpu())
     return replace(whole, mask=mask), None if bias is None else bias.detach(), sinks
 
 
