@@ -174,7 +174,7 @@ class History:
     def run(self) -> None:
         while not self.end:
             if self.draw.random() < self.failures:
-                self._mishap()
+                self._out_of_memory()
             else:
                 self._turn()
             if self.controller.finished:
@@ -186,19 +186,6 @@ class History:
 
     def _tokens(self, depth: int) -> int:
         return self.cuts.at(depth).max_task_tokens
-
-    def _mishap(self) -> None:
-        if self.draw.random() < 0.5:
-            self._out_of_memory()
-        elif self.in_flight:
-            launch = self.draw.choice(self.in_flight)
-            for number in range(4):
-                most = {(0, 0): 3, (0, 1): 2}
-                steps = self.controller.overflow(launch.group, launch.visit.task.path, most)
-                self.seen["repeated"] += bool(steps)
-                if not steps or self.draw.random() < 0.5:
-                    return
-                assert number < 3, "an overflow goes on for ever"
 
     def _turn(self) -> None:
         """One step: begin an attempt, take a unit, or be done with one."""

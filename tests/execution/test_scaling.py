@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.control.controller import Limits, RecoveryController
-from quorum_attention.execution.problem import Group
-from quorum_attention.execution.scaling import asking
-from quorum_attention.kernels.scaling import divisor_exponent
+from quorum_attention.execution.problem import Workload
+from quorum_attention.execution.scaling import BackwardScaling
+from quorum_attention.kernels.scaling import Scaling, divisor_exponent
 
 N, D = 896, 32
 LEVELS = (7,)
@@ -151,17 +150,29 @@ def test_the_bound_holds_and_is_not_wasteful() -> None:
             assert 2.0**14 < largest <= 2.0**15
 
 
-def test_heads_of_a_unit_are_told_apart_also_where_each_is_computed_by_itself() -> None:
-    """Every head has its own steps, whether it is computed with its unit or by itself."""
-    group = Group(((0,), (1,)), 2, 4, 1)
-    machine = RecoveryController([group], lambda: pytest.fail("not asked"), Limits(0, 0), 1)
-    machine.start()
-    machine.next()
-    parts = [Group((entry,), head, head + 1, 1) for entry in group.entries for head in range(2, 4)]
-    for part in parts:
-        ask = asking(machine, group, part=part)
-        assert ask({(0, 0): 2}) == {(0, 0): 1}
-        assert ask({(0, 0): 2}) == {(0, 0): 2}
-        assert ask({(0, 0): 2}) == {}
-    whole = asking(machine, group)
-    assert whole({(0, 0): 3, (1, 1): 2}) == {(0, 0): 3, (1, 1): 2}
+@pytest.mark.parametrize("by_unit", [False, True])
+def test_heads_go_down_one_by_one_while_that_may_help(by_unit: bool) -> None:
+    """A head with a broken number goes down once; the other entry, which is sound, does not."""
+    work = Workload((2,), 2, 2, N, N, D, D, torch.float16, is_causal=False)
+    scaling = BackwardScaling(work, torch.device("cpu"), (2, 2), 2, by_unit=by_unit)
+    read = {name: torch.ones(2, 2, N, D) for name in ("query", "key", "value", "out", "grad_out")}
+    read["query"][0, 0, 5] = torch.nan
+
+    def divided() -> Scaling:
+        return scaling.divide_(read["grad_out"].clone(), read["value"], slot=1)
+
+    shifts, divisors = [], []
+    for _ in scaling.runs(lambda: read, slot=1):
+        how = divided()
+        how.overflow[0] = 1
+        scaling.computed(1)
+        shifts.append(how.shift)
+        divisors.append(how.unscale.clone())
+    assert len(divisors) > 2
+    assert shifts == sorted(shifts, reverse=True)
+    assert all(torch.equal(divisor[1], divisors[0][1]) for divisor in divisors)
+    broken, sound = torch.stack(divisors)[:, 0].T.tolist()
+    assert broken[0] < broken[1] == broken[-1]
+    assert sound == sorted(set(sound))
+    scaling.begin(1)
+    assert torch.equal(divided().unscale, divisors[0])

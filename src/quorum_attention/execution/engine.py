@@ -34,7 +34,7 @@ from quorum_attention.execution.problem import (
     StateSpec,
     Workload,
 )
-from quorum_attention.execution.scaling import GroupScaling, UnitScaling
+from quorum_attention.execution.scaling import BackwardScaling
 from quorum_attention.execution.trimming import is_filled
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
@@ -541,7 +541,7 @@ class Engine:
     tools: Tools
     limits: tuple[int, int]
     rows: SlotRows
-    scaling: UnitScaling | GroupScaling | None = None
+    scaling: BackwardScaling | None = None
     staying: SlotRows | None = None
     _stored_last: Group | None = field(default=None, init=False)
 
@@ -550,7 +550,8 @@ class Engine:
         n_slots = len(self.rows.slots)
         # A unit is settled one unit late if the host has to look at its flags, so that the device
         # computes the next one meanwhile.
-        lag = 1 if n_slots > 1 and isinstance(self.scaling, UnitScaling) else 0
+        by_unit = self.scaling is not None and self.scaling.by_unit
+        lag = 1 if n_slots > 1 and by_unit else 0
         # What stays is loaded with its first unit: not before the last unit beside what stayed
         # before.
         ahead = 1 if self.staying is not None else max(1, n_slots - 1)
@@ -588,16 +589,19 @@ class Engine:
 
     def _settle(self, computed: deque[Unit]) -> Unit:
         """Store the first unit of ``computed``; if it overflowed, repeat it first."""
-        if isinstance(self.scaling, UnitScaling):
-            self.rows.mover.wait_computed(computed[0].slot)
-            if self.scaling.overflowed(computed[0]):
+        if self.scaling is not None and self.scaling.by_unit:
+            slot = computed[0].slot
+            self.rows.mover.wait_computed(slot)
+            if self.scaling.overflowed(slot):
                 # If this fails, none of them counts as computed.
                 first, *followers = computed
                 computed.clear()
                 if self._repeat(first, self.scaling):
                     for follower in followers:
+                        self._reload(follower)
                         self._run_again(follower)
                 computed.extend((first, *followers))
+            self.scaling.begin(slot)
         unit = computed.popleft()
         try:
             self._store(unit)
@@ -616,29 +620,32 @@ class Engine:
         self._stored_last = unit.group
         return unit
 
-    def _repeat(self, unit: Unit, scaling: UnitScaling) -> bool:
+    def _repeat(self, unit: Unit, scaling: BackwardScaling) -> bool:
         """Run a unit that overflowed again for as long as that helps; returns whether it did."""
-        whole, changed = unit.from_home(), False
-        while scaling.overflowed(unit):
+        whole, again = unit.from_home(), 0
+
+        def read() -> dict[str, torch.Tensor]:
             # Finished rows may have overwritten the inputs.
-            self.rows.mover.finish(wait=True)
-            self.rows.load_inputs(whole)
+            self._reload(whole)
             self.rows.mover.finish(wait=True)
             self.rows.fill_up(whole)
-            if not scaling.repeats(whole):
-                with self.rows.mover.compute_stage(unit.slot):
-                    self.rows.finish(unit, over_inputs=True)
-                self.rows.mover.wait_computed(unit.slot)
-                break
-            self.rows.load_states(whole)
-            self._compute(whole)
-            self.rows.mover.wait_computed(unit.slot)
-            changed = True
-        return changed
+            return whole.fields
 
-    def _run_again(self, unit: Unit) -> None:
+        for again in scaling.runs(read, unit.slot):
+            if again:
+                self.job.repeated(1)
+                self._run_again(whole)
+        if scaling.overflowed(unit.slot):
+            with self.rows.mover.compute_stage(unit.slot):
+                self.rows.finish(unit, over_inputs=True)
+            self.rows.mover.wait_computed(unit.slot)
+        return again > 0
+
+    def _reload(self, unit: Unit) -> None:
         self.rows.mover.finish(wait=True)
         self.rows.load_inputs(unit)
+
+    def _run_again(self, unit: Unit) -> None:
         self.rows.load_states(unit)
         self._compute(unit)
         self.rows.mover.wait_computed(unit.slot)
@@ -659,14 +666,22 @@ class Engine:
                 self.rows.carry(unit)
                 self.rows.fill_up(unit)
                 scaling = self.scaling if _has_pairs(unit) else None
-                scaled = Scaling() if scaling is None else scaling.prepare(unit)
+                scaled = Scaling() if scaling is None else self._divide(unit, scaling)
             with self.tools.clock.timed("compute"):
                 if _has_pairs(unit):
                     self._accumulate(unit, scaled)
-                if isinstance(scaling, UnitScaling):
-                    scaling.computed(unit)
+                if scaling is not None:
+                    scaling.computed(unit.slot)
             with self.tools.clock.timed("scatter"):
                 self.rows.finish(unit)
+
+    def _divide(self, unit: Unit, scaling: BackwardScaling) -> Scaling:
+        """Divide a unit's upstream gradient in its slot."""
+        beside, gradient = unit.beside, unit.fields["grad_out"]
+        if beside is None:
+            return scaling.divide_(gradient, unit.fields["value"], unit.slot)
+        value = beside.unit.fields["value"]
+        return scaling.divide_(gradient, value, unit.slot, new_value=beside.opens)
 
     def _store(self, unit: Unit) -> None:
         self.rows.store(unit)

@@ -24,15 +24,12 @@ the next unit computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from quorum_attention.execution.control.controller import Path, RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Axis, Group, GroupSize, Workload, group_part
+from quorum_attention.execution.problem import Axis, Group, Workload, group_part
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
@@ -40,9 +37,6 @@ from quorum_attention.kernels.scaling import (
     largest_norm,
     value_norms,
 )
-
-if TYPE_CHECKING:
-    from quorum_attention.execution.engine import Unit
 
 # log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
 _LOG2_TYPICAL = -8
@@ -81,76 +75,120 @@ def what_is_read(tensors: Read, group: Group) -> Read:
     return {name: group_part(tensors[name], group, axis) for name, axis in _READ.items()}
 
 
-@dataclass(slots=True)
-class Steps:
-    """How far one unit is scaled down: the steps ``taken`` by each (entry, key/value head)."""
+class BackwardScaling:
+    """Scales a backward's units, in slots, and says which of them run again.
 
-    n_keys: int
-    taken: dict[tuple[int, int], int] = field(default_factory=dict)
+    Args:
+        heads: (batch entries, key/value heads) of a unit, at most.
+        by_unit: units run again one by one, each with steps of its own; if not, their head group
+            does as a whole.
+    """
 
-    @property
-    def shift(self) -> int:
-        """The shift of the probabilities of all its heads."""
-        return usual_shift(self.n_keys) - _off_the_shift(max(self.taken.values(), default=0))
+    def __init__(
+        self,
+        work: Workload,
+        device: torch.device,
+        heads: tuple[int, int],
+        n_slots: int = 1,
+        *,
+        by_unit: bool = False,
+    ) -> None:
+        self.by_unit, self._n_keys = by_unit, work.n_keys
+        own = n_slots if by_unit else 1
+        pins = backend_of(device).own_memory
+        # By slot, one for each key/value head of each entry; a head group's units share flags.
+        self._unscale = [
+            torch.empty(heads, dtype=torch.float32, device=device) for _ in range(n_slots)
+        ]
+        self._overflow = [torch.zeros(heads, dtype=torch.int32, device=device) for _ in range(own)]
+        # The same in host memory, which is read when a unit has been computed.
+        self._flags = [
+            torch.zeros(heads, dtype=torch.int32, device="cpu", pin_memory=pins) for _ in range(own)
+        ]
+        # How many steps each (entry, key/value head) has been taken down.
+        self._steps = [dict[tuple[int, int], int]() for _ in range(own)]
+        self._norms: torch.Tensor | None = None
+
+    def begin(self, slot: int = 0) -> None:
+        """Begin with a new unit in ``slot``, or with a new head group."""
+        self._steps[self._own(slot)].clear()
 
     def divide_(
         self,
         grad_out: torch.Tensor,
         value: torch.Tensor,
-        unscale: torch.Tensor,
-        norms: torch.Tensor | None = None,
-    ) -> None:
-        """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) gets the divisors;
-        ``norms`` as in ``divide_gradient_``."""
-        divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys), norms)
-        for (entry, head), steps in self.taken.items():
-            further = 2.0 ** _off_the_gradient(steps)
-            _head(grad_out, value, entry, head).div_(further)
-            unscale[entry, head].mul_(further)
-
-    def lower(self, overflow: torch.Tensor, read: Read, ask: Ask) -> bool:
-        """Take the heads that ``overflow`` (b, hk) flags as overflowed down by as many steps as
-        ``ask`` says; returns whether any head was taken down.
+        slot: int = 0,
+        *,
+        new_value: bool = True,
+    ) -> Scaling:
+        """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel undoes that.
 
         Args:
-            read: the unit's inputs, not divided.
+            new_value: whether ``value`` is not that of the call before.
         """
-        flagged: list[list[int]] = overflow.nonzero().tolist()
-        steps = ask({(e, h): self._most(read, e, h) for e, h in flagged})
-        self.taken.update(steps)
-        return bool(steps)
+        if new_value:
+            self._norms = value_norms(value)
+        own, (entries, kv_heads) = self._own(slot), value.shape[:2]
+        unscale = self._unscale[slot][:entries, :kv_heads]
+        overflow, steps = self._overflow[own][:entries, :kv_heads], self._steps[own]
+        usual = usual_shift(self._n_keys)
+        divide_gradient_(grad_out, value, unscale, usual, self._norms)
+        for (entry, head), taken in steps.items():
+            further = 2.0 ** _off_the_gradient(taken)
+            _head(grad_out, value, entry, head).div_(further)
+            unscale[entry, head].mul_(further)
+        if self.by_unit:
+            overflow.zero_()
+        shift = usual - _off_the_shift(max(steps.values(), default=0))
+        return Scaling(shift, unscale, overflow)
 
-    def _most(self, read: Read, entry: int, head: int) -> int:
-        """Most steps that the numbers of a head allow: those taken already, or one more."""
-        taken = self.taken.get((entry, head), 0)
+    def computed(self, slot: int) -> None:
+        """Copy a unit's flags to the host, in the stream of its kernel calls."""
+        if self.by_unit:
+            self._flags[slot].copy_(self._overflow[slot], non_blocking=True)
+
+    def overflowed(self, slot: int = 0) -> bool:
+        """Whether a gradient is not finite: of the unit in ``slot``, which has been computed; or of
+        the head group, for which the host waits."""
+        if not self.by_unit:
+            self._flags[0].copy_(self._overflow[0])
+        return bool(self._flags[self._own(slot)].any())
+
+    def runs(self, read: Callable[[], Read], slot: int = 0) -> Iterator[int]:
+        """Yields a number for each time that the unit, or group, has to run: once, and again as
+        long as it overflows and scaling the heads at fault down further may help.
+
+        Args:
+            read: gives its inputs, not divided.
+        """
+        times = 0
+        yield times
+        while self.overflowed(slot) and self._lower(read(), slot):
+            times += 1
+            yield times
+
+    def _lower(self, read: Read, slot: int) -> bool:
+        """Take the heads at fault down one step where their numbers allow it; whether any was."""
+        own = self._own(slot)
+        flagged: list[tuple[int, int]] = [(e, h) for e, h in self._flags[own].nonzero().tolist()]
+        lower = [one for one in flagged if self._may_lower(read, own, *one)]
+        for one in lower:
+            self._steps[own][one] = self._steps[own].get(one, 0) + 1
+        if not self.by_unit:
+            self._overflow[own].zero_()
+        return bool(lower)
+
+    def _may_lower(self, read: Read, own: int, entry: int, head: int) -> bool:
+        taken = self._steps[own].get((entry, head), 0)
         one = {name: _head(part, read["value"], entry, head) for name, part in read.items()}
         if not all_finite(list(one.values())):
-            return max(taken, 1)
-        largest = largest_norm(one["grad_out"])
-        exponent = divisor_exponent(largest, largest_norm(one["value"]), usual_shift(self.n_keys))
-        after = math.ldexp(largest, -exponent - _off_the_gradient(taken + 1))
-        return taken + (after >= _SMALLEST_ROW)
+            return taken == 0
+        largest, usual = largest_norm(one["grad_out"]), usual_shift(self._n_keys)
+        exponent = divisor_exponent(largest, largest_norm(one["value"]), usual)
+        return math.ldexp(largest, -exponent - _off_the_gradient(taken + 1)) >= _SMALLEST_ROW
 
-
-# Maps the most steps that each flagged head allows to the steps of those heads to run again.
-Ask = Callable[[dict[tuple[int, int], int]], Mapping[tuple[int, int], int]]
-
-
-def asking(
-    controller: RecoveryController, group: Group, path: Path = (), part: Group | None = None
-) -> Ask:
-    """A function that asks the controller of a pass about a unit, or about ``part`` of its heads if
-    only those were computed."""
-    entry, head = 0, 0
-    if part is not None:
-        entry, head = group.entries.index(part.entries[0]), part.kv_start - group.kv_start
-
-    def ask(most: dict[tuple[int, int], int]) -> Mapping[tuple[int, int], int]:
-        named = {(e + entry, h + head): steps for (e, h), steps in most.items()}
-        steps = controller.overflow(group, path, named)
-        return {(e - entry, h - head): steps[e, h] for e, h in named if (e, h) in steps}
-
-    return ask
+    def _own(self, slot: int) -> int:
+        return slot if self.by_unit else 0
 
 
 def _off_the_shift(steps: int) -> int:
@@ -167,133 +205,3 @@ def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, head: int) -> t
     """The part of (b, h, n, d) that belongs to a key/value head: (1, h / hk, n, d)."""
     shared = tensor.shape[1] // value.shape[1]
     return tensor[entry : entry + 1, head * shared : (head + 1) * shared]
-
-
-class GroupScaling:
-    """Scales a head group that runs again as a whole.
-
-    Args:
-        heads: (batch entries, key/value heads), at most.
-        n_units: units of the group that may be in flight at once.
-    """
-
-    def __init__(
-        self, work: Workload, device: torch.device, heads: tuple[int, int], n_units: int = 1
-    ) -> None:
-        self._work, self._heads = work, heads
-        self._unscale = [
-            torch.empty(heads, dtype=torch.float32, device=device) for _ in range(n_units)
-        ]
-        self._overflow = torch.zeros(heads, dtype=torch.int32, device=device)
-        self._norms: torch.Tensor | None = None
-        self.begin(heads[1])
-
-    def begin(self, kv_heads: int) -> None:
-        """Begin a group of so many key/value heads."""
-        self._steps, self._kv_heads = Steps(self._work.n_keys), kv_heads
-
-    def divide_(
-        self,
-        grad_out: torch.Tensor,
-        value: torch.Tensor,
-        slot: int = 0,
-        norms: torch.Tensor | None = None,
-    ) -> Scaling:
-        """Divide ``grad_out`` in place; returns how a kernel has to undo that."""
-        unscale = self._unscale[slot][:, : self._kv_heads]
-        self._steps.divide_(grad_out, value, unscale, norms)
-        return Scaling(self._steps.shift, unscale, self._overflow[:, : self._kv_heads])
-
-    def overflowed(self) -> bool:
-        """Whether a gradient of the group is not finite; the host waits."""
-        return bool(self._overflow.any())
-
-    def repeats(self, read: Read, ask: Ask) -> bool:
-        """Scale the heads at fault down further, if that may help; returns whether it does."""
-        flags = self._overflow[:, : self._kv_heads].to("cpu", copy=True)
-        self._overflow.zero_()
-        return self._steps.lower(flags, read, ask)
-
-    def prepare(self, unit: Unit) -> Scaling:
-        """Divide the upstream gradient of a unit that streams by."""
-        beside = unit.beside
-        assert beside is not None
-        value = beside.unit.fields["value"]
-        if beside.opens:
-            self._norms = value_norms(value)
-        return self.divide_(unit.fields["grad_out"], value, unit.slot, self._norms)
-
-
-class UnitScaling:
-    """Scales units that run again one by one, in the slots of one arena.
-
-    Args:
-        group: the largest head group.
-
-    Attributes:
-        repeated: how often a unit was run again.
-    """
-
-    def __init__(
-        self,
-        work: Workload,
-        device: torch.device,
-        group: GroupSize,
-        n_slots: int,
-        controller: RecoveryController,
-    ) -> None:
-        self.repeated = 0
-        self._work, self._controller = work, controller
-
-        def numbers(dtype: torch.dtype, **where: Any) -> list[torch.Tensor]:
-            """By slot: one for each key/value head of each entry."""
-            heads = group.batch, group.kv_heads
-            return [torch.zeros(heads, dtype=dtype, **where) for _ in range(n_slots)]
-
-        self._unscale = numbers(torch.float32, device=device)
-        self._overflow = numbers(torch.int32, device=device)
-        # The same in host memory, which is read when the unit has been computed.
-        pins = backend_of(device).own_memory
-        self._flags = numbers(torch.int32, device="cpu", pin_memory=pins)
-        # By slot: the unit in it, and how far that is scaled.
-        self._units: dict[int, tuple[Unit, Steps]] = {}
-
-    def prepare(self, unit: Unit) -> Scaling:
-        """Divide the unit's ``grad_out`` in its slot; returns how a kernel has to undo that."""
-        before, steps = self._units.get(unit.slot, (None, None))
-        same = before is not None and before.visit.task == unit.visit.task
-        if steps is None or before is None or not same or before.group != unit.group:
-            steps = Steps(self._work.n_keys)
-            self._units[unit.slot] = unit, steps
-        unscale = _of_unit(self._unscale, unit)
-        steps.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
-        return Scaling(steps.shift, unscale, _of_unit(self._overflow, unit).zero_())
-
-    def computed(self, unit: Unit) -> None:
-        """Copy the unit's flags to the host, in the stream of its kernel calls."""
-        flags = _of_unit(self._flags, unit)
-        flags.copy_(_of_unit(self._overflow, unit), non_blocking=True)
-
-    def overflowed(self, unit: Unit) -> bool:
-        """Whether a gradient of the computed unit is not finite."""
-        return bool(_of_unit(self._flags, unit).any())
-
-    def repeats(self, unit: Unit) -> bool:
-        """Scale a unit that overflowed down further, if that may help; returns whether it is.
-
-        The slot holds the unit's inputs, not divided.
-        """
-        (_, steps), task, work = self._units[unit.slot], unit.visit.task, self._work
-        # Rows beyond the end of the sequence were never written.
-        rows = {"query": task.count_below(work.n_queries), "key": task.count_below(work.n_keys)}
-        read = {name: unit.fields[name][:, :, : rows[axis]] for name, axis in _READ.items()}
-        ask = asking(self._controller, unit.group, task.path)
-        again = steps.lower(_of_unit(self._flags, unit), read, ask)
-        self.repeated += again
-        return again
-
-
-def _of_unit(numbers: list[torch.Tensor], unit: Unit) -> torch.Tensor:
-    """Those of the unit in a slot, (entries, key/value heads)."""
-    group = unit.group
-    return numbers[unit.slot][: len(group.entries), : group.kv_stop - group.kv_start]

@@ -179,26 +179,10 @@ def test_whole_groups_that_are_too_large_are_cut() -> None:
     assert made.finished
 
 
-def test_an_overflow_is_repeated_while_that_may_help() -> None:
-    made = controller(2)
-    made.start()
-    path = made.next().visit.task.path
-    most = {(0, 0): 2, (0, 1): 1}
-    assert made.overflow("a", path, most) == {(0, 0): 1, (0, 1): 1}
-    assert made.overflow("a", path, most) == {(0, 0): 2, (0, 1): 1}
-    assert not made.overflow("a", path, most)
-    made.out_of_memory()
-    made.start()
-    assert made.next().visit.task.path == path
-    again = made.overflow("a", path, most)
-    assert again == {(0, 0): 1, (0, 1): 1}, "after a failure from the beginning"
-
-
 def test_ten_thousand_histories() -> None:
     """In any order of events every pair is computed exactly once.
 
-    At any moment memory may run out, there may be headroom, or a unit may overflow. The controller
-    checks its invariants after every event.
+    At any moment memory may run out, or there may be headroom.
     """
     ends: Counter[str] = Counter()
     for seed in range(10_000):
@@ -214,5 +198,5 @@ def test_ten_thousand_histories() -> None:
     assert ends["finished"] > 6_000
     assert ends["gave up"] > 100
     assert ends["planned anew"] > 50
-    for kind in ("one slot less", "deepened", "coarsened", "fell back", "repeated"):
+    for kind in ("one slot less", "deepened", "coarsened", "fell back"):
         assert ends[kind] > 200, kind

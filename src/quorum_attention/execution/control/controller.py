@@ -10,7 +10,6 @@ events can be tested without a device.
     the plan did not ask how much memory is free -> the pass is planned anew
     headroom after a recovery    -> groups that are not begun are cut one level less
     the user chose the depth     -> give up at the first failure
-    overflow of scaled gradients -> the unit runs again, scaled down further, while that may help
 
 No completed unit runs again.
 
@@ -23,7 +22,7 @@ free memory that comes and goes cannot make a pass alternate between depths for 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 Path = tuple[int, ...]
 # A head group; the controller only compares them.
 Group: TypeAlias = Any
-# Steps that a scaled backward goes down, by (entry, key/value head).
-Steps = Mapping[tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,6 @@ class GroupTasks:
         left: the tasks that are not done, by path, in order.
         completed: the tasks that are done, by path.
         in_flight: the paths of tasks left that were launched.
-        steps: for each unit that overflowed, the steps down of its (entry, key/value head).
         is_level: whether its tasks are all tasks of one depth, none of them cut further since.
     """
 
@@ -74,7 +70,6 @@ class GroupTasks:
     left: dict[Path, Task]
     completed: dict[Path, Task] = field(default_factory=dict)
     in_flight: set[Path] = field(default_factory=set)
-    steps: dict[Path, dict[tuple[int, int], int]] = field(default_factory=dict)
     is_level: bool = True
 
 
@@ -246,7 +241,6 @@ class RecoveryController:
         one = self.begun[group]
         one.in_flight.remove(path)
         one.completed[path] = one.left.pop(path)
-        one.steps.pop(path, None)
         self.units_done += 1
         self._finish_empty()
 
@@ -301,7 +295,6 @@ class RecoveryController:
         else:
             for one in self.begun.values():
                 one.in_flight.clear()
-                one.steps.clear()
             if self.n_cap > 1:
                 self.n_cap -= 1
                 change = f"n_cap {self.n_cap + 1} -> {self.n_cap}"
@@ -331,22 +324,6 @@ class RecoveryController:
                 finer = self.cuts.further(tuple(one.left.values()), one.depth)
                 one.left, one.is_level = {task.path: task for task in finer}, False
         self._finish_empty()
-
-    def overflow(self, group: Group, path: Path, most: Steps) -> Steps:
-        """Gradients of a unit of the scaled backward are not finite.
-
-        Args:
-            most: the most steps down that the numbers of each head at fault allow
-                (execution/scaling.py).
-
-        Returns:
-            The steps of every head that is scaled down, with which the unit has to run again from
-            the state before it; empty: its gradients stay as they are.
-        """
-        steps = self.begun[group].steps.setdefault(path, {})
-        lower = {head: steps.get(head, 0) + 1 for head in most if steps.get(head, 0) < most[head]}
-        steps.update(lower)
-        return dict(steps) if lower else {}
 
     def headroom(self) -> None:
         """Free memory holds the slots of one level less twice, and nothing is in flight: cut the

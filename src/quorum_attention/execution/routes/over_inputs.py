@@ -42,13 +42,7 @@ from quorum_attention.execution.problem import (
     state_bytes,
 )
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.scaling import (
-    Ask,
-    GroupScaling,
-    all_finite,
-    asking,
-    what_is_read,
-)
+from quorum_attention.execution.scaling import BackwardScaling, all_finite, what_is_read
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
 from quorum_attention.kernels.protocol import Call, Saved, TaskTensors
@@ -78,14 +72,7 @@ class OverInputs(Route):
         return replace(Slots(*fields), **changes)
 
     @abstractmethod
-    def compute(
-        self,
-        job: Job,
-        schedule: Schedule,
-        group: Group,
-        controller: RecoveryController,
-        tools: Tools,
-    ) -> Iterator[int]:
+    def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """Compute a head group; yields how many of its tasks are done."""
 
     def run(
@@ -94,7 +81,7 @@ class OverInputs(Route):
         """Compute the head groups that are left, one after the other."""
         done, every = 0, len(controller.groups_left) * schedule.decomposition.n_tasks
         for group in controller.whole_groups():
-            for tasks in self.compute(job, schedule, group, controller, tools):
+            for tasks in self.compute(job, schedule, group, tools):
                 done += tasks
                 job.tell(done, every)
                 yield tasks
@@ -177,14 +164,7 @@ class Whole(OverInputs):
             size = replace(size, batch=1)
         return list(groups(work, size))
 
-    def compute(
-        self,
-        job: Job,
-        schedule: Schedule,
-        group: Group,
-        controller: RecoveryController,
-        tools: Tools,
-    ) -> Iterator[int]:
+    def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """One kernel call; the scaled backward, head by head, where its gradients overflow."""
         work = job.work
         task, (rectangle,) = all_rectangles(work, schedule.decomposition)
@@ -193,7 +173,7 @@ class Whole(OverInputs):
         parts = _of_call(job, alone, rectangle.causal, job.bias(group, task)(rectangle))
         if parts is None:
             job.repeated(1)
-            _scaled(job, schedule, group, controller, tools)
+            _scaled(job, schedule, group, tools)
         elif alone is None:
             job.take_results(parts)
         else:
@@ -314,9 +294,7 @@ def without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
     return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
 
 
-def _scaled(
-    job: Job, schedule: Schedule, group: Group, controller: RecoveryController, tools: Tools
-) -> None:
+def _scaled(job: Job, schedule: Schedule, group: Group, tools: Tools) -> None:
     """Compute a head group by the scaled backward, head by head."""
     # Where the forward's state was in host memory, so is its lse.
     here = job.tensors["lse"].to(job.device)
@@ -327,7 +305,7 @@ def _scaled(
         for head in range(group.kv_start, group.kv_stop):
             one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
             tensors = job.task(schedule.limits, one, tools, task, rectangles)
-            compute_group(job, tensors, one, tools, asking(controller, group, part=one))
+            compute_group(job, tensors, one, tools)
 
 
 # --- All tasks at once ----------------------------------------------------------------------------
@@ -386,20 +364,13 @@ class Blockwise(OverInputs):
         units = count_groups(problem.work, schedule.group)
         return WorkCounts(units=units, at_once=self.pieces, begun=units)
 
-    def compute(
-        self,
-        job: Job,
-        schedule: Schedule,
-        group: Group,
-        controller: RecoveryController,
-        tools: Tools,
-    ) -> Iterator[int]:
+    def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """All tasks as one."""
         job.make_results()
         task, rectangles = all_rectangles(job.work, schedule.decomposition, self.pieces)
         tensors = job.task(schedule.limits, group, tools, task, rectangles)
         copied = not self._copied_by_kernel(job.problem)
-        compute_group(job, tensors, group, tools, asking(controller, group), copied=copied)
+        compute_group(job, tensors, group, tools, copied=copied)
         yield schedule.decomposition.n_tasks
 
 
@@ -423,24 +394,22 @@ def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
 
 
 def compute_group(
-    job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask, *, copied: bool = True
+    job: Job, task: TaskTensors, group: Group, tools: Tools, *, copied: bool = True
 ) -> None:
     """Compute a head group and write its results.
 
     Args:
         task: all of the head group.
-        ask: decides whether a scaled group that overflowed runs again (execution/scaling.py).
         copied: whether to copy inputs that operators cannot read; if not, the kernel does.
     """
     work, spec = job.work, job.spec
     given = job.operands(group, copied=copied)
-    # In a scaled backward: what is divided, from and to.
-    upstream = divided = scaling = None
+    scaling = upstream = None
     if job.problem.scaled and spec.divided is not None:
         upstream = given[spec.divided]
         divided = torch.empty(upstream.shape, dtype=work.dtype, device=job.device)
         given[spec.divided] = divided
-        scaling = GroupScaling(work, job.device, (task.value.shape[0], task.value.shape[1]))
+        scaling = BackwardScaling(work, job.device, (task.value.shape[0], task.value.shape[1]))
     targets = job.targets(group)
     own = in_results(job.problem)
     states = [
@@ -450,21 +419,19 @@ def compute_group(
         else torch.zeros(target.shape, dtype=work.state_dtype, device=job.device)
         for state, target in zip(spec.states, targets, strict=True)
     ]
-    while True:
-        told = Scaling()
-        if scaling is not None and divided is not None and upstream is not None:
+    runs = (0,) if scaling is None else scaling.runs(lambda: what_is_read(job.tensors, group))
+    for again in runs:
+        how = Scaling()
+        if again:
+            job.repeated(1)
+            for state in states:
+                state.zero_()
+        if scaling is not None and upstream is not None:
             with tools.clock.timed("gather"):
                 copy_on_device(divided, upstream)
-                told = scaling.divide_(divided, task.value)
+                how = scaling.divide_(divided, task.value)
         with tools.clock.timed("compute"):
-            spec.accumulate(job.kernel, task, given, states, told)
-        if scaling is None or not scaling.overflowed():
-            break
-        if not scaling.repeats(what_is_read(job.tensors, group), ask):
-            break
-        job.repeated(1)
-        for state in states:
-            state.zero_()
+            spec.accumulate(job.kernel, task, given, states, how)
     with tools.clock.timed("scatter"):
         for spec_of_state, target, made in zip(spec.states, targets, states, strict=True):
             if spec_of_state.over is not None:

@@ -20,6 +20,8 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
+import torch
+
 from quorum_attention.decomposition import Decomposition, Rectangle, Rows
 from quorum_attention.decomposition.decomposition import Span, Task
 from quorum_attention.decomposition.intervals import Interval
@@ -55,7 +57,7 @@ from quorum_attention.execution.problem import (
     result_bytes,
     state_bytes,
 )
-from quorum_attention.execution.scaling import GroupScaling, UnitScaling, asking, what_is_read
+from quorum_attention.execution.scaling import BackwardScaling, what_is_read
 from quorum_attention.execution.schedule import Attempt, Route, Schedule
 from quorum_attention.execution.trimming import task_rows
 from quorum_attention.quorums import quorum_size
@@ -155,22 +157,19 @@ class Slots(Route):
         def attempt(
             schedule: Schedule, controller: RecoveryController, tools: Tools
         ) -> Iterator[int]:
-            scaling, n_slots = None, controller.n_slots
+            scaling, n_slots, group = None, controller.n_slots, schedule.group
             if job.problem.scaled:
-                scaling = UnitScaling(job.work, job.device, schedule.group, n_slots, controller)
+                heads = group.batch, group.kv_heads
+                scaling = BackwardScaling(job.work, job.device, heads, n_slots, by_unit=True)
             done, total = controller.units_done, controller.units_done + controller.units_left
             slots = _layout(job, schedule), n_slots
-            try:
-                with open_slots(job, moved, tools.clock, slots) as (rows,):
-                    engine = Engine(job, tools, schedule.limits, rows, scaling)
-                    for unit in engine.run(_units(job, rows, controller)):
-                        controller.done(unit.group, unit.visit.task.path)
-                        done += 1
-                        job.tell(done, total)
-                        yield 1
-            finally:
-                if scaling is not None:
-                    job.repeated(scaling.repeated)
+            with open_slots(job, moved, tools.clock, slots) as (rows,):
+                engine = Engine(job, tools, schedule.limits, rows, scaling)
+                for unit in engine.run(_units(job, rows, controller)):
+                    controller.done(unit.group, unit.visit.task.path)
+                    done += 1
+                    job.tell(done, total)
+                    yield 1
 
         with moved_tensors(job, schedule.group, home, made_at=home) as moved:
             yield attempt
@@ -350,7 +349,7 @@ class Streaming(Route):
         scaling = None
         if job.problem.scaled:
             heads = (1, schedule.group.kv_heads)
-            scaling = GroupScaling(work, job.device, heads, self.n_cap)
+            scaling = BackwardScaling(work, job.device, heads, self.n_cap)
         with (
             moved_tensors(job, schedule.group, home, waiting) as moved,
             # The last slot is the chunk's.
@@ -361,27 +360,22 @@ class Streaming(Route):
                 yield 1
 
     def _units(
-        self, engine: Engine, scaling: GroupScaling | None, controller: RecoveryController
+        self, engine: Engine, scaling: BackwardScaling | None, controller: RecoveryController
     ) -> Iterator[Unit]:
         """Every block of every chunk of the head groups that are left. A group that overflowed is
         run again, scaled down further."""
-        job, mover = engine.job, engine.rows.mover
-        every = len(controller.groups_left)
+        job, every = engine.job, len(controller.groups_left)
         for done, group in enumerate(controller.whole_groups(), start=1):
+
+            def read(group: Group = group) -> dict[str, torch.Tensor]:
+                engine.rows.mover.finish(wait=True)
+                return what_is_read(job.tensors, group)
+
             if scaling is not None:
-                scaling.begin(group.kv_stop - group.kv_start)
-            while True:
+                scaling.begin()
+            for again in (0,) if scaling is None else scaling.runs(read):
+                job.repeated(again > 0)
                 yield from self._units_of(engine, group)
-                if scaling is None:
-                    break
-                with mover.compute_stage(self.n_cap):
-                    overflowed = scaling.overflowed()
-                if not overflowed:
-                    break
-                mover.finish(wait=True)
-                if not scaling.repeats(what_is_read(job.tensors, group), asking(controller, group)):
-                    break
-                job.repeated(1)
             job.tell(done, every)
 
     def _units_of(self, engine: Engine, group: Group) -> Iterator[Unit]:
