@@ -24,7 +24,6 @@ from quorum_attention.execution.problem import (
     spec_of,
 )
 from quorum_attention.execution.schedule import Cutting
-from quorum_attention.execution.trimming import is_filled
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 
@@ -106,8 +105,8 @@ LEVELS = [(), (1,), (3,), (7,), (13,), (1, 1), (3, 3), (3, 7), (7, 3), (7, 7), (
 def test_every_task_of_a_plan_fits_its_slot(
     n, other, levels, layout, tile, is_causal, backward, kernel, dtypes
 ) -> None:
-    """No task has more rows than the slot was laid out for, whether it is filled up, trimmed or
-    cut after a recovery, and no two fields that are in use at once share a byte."""
+    """No task has more rows than the slot was laid out for, whether it is trimmed or cut
+    after a recovery, and no two fields that are in use at once share a byte."""
     made = KERNELS[kernel]
     plan = qa.plan(
         n, n_keys=other, heads=2, kv_heads=1, head_dim=4, value_dim=3, dtype=dtypes[0],
@@ -131,9 +130,7 @@ def test_every_task_of_a_plan_fits_its_slot(
         layout_of = slot_layout(spec, work, group, rows, dtypes[1])
         slot = torch.empty(layout_of.slot_bytes, dtype=torch.uint8)
         for task in found:
-            keys = queries = task.n_tokens
-            if not is_filled(task, work):
-                queries, keys = task.count_below(work.n_queries), task.count_below(work.n_keys)
+            queries, keys = task.count_below(work.n_queries), task.count_below(work.n_keys)
             taken = []
             for name, field in layout_of.fields.items():
                 count = queries if field.axis == "query" else keys

@@ -35,7 +35,6 @@ from quorum_attention.execution.problem import (
     Workload,
 )
 from quorum_attention.execution.scaling import BackwardScaling
-from quorum_attention.execution.trimming import is_filled
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 
@@ -305,10 +304,8 @@ class SlotRows:
 
     def fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
         """The tensors of a unit in its slot, by name."""
-        queries = keys = visit.task.n_tokens
-        if not is_filled(visit.task, self._work):
-            queries = visit.task.count_below(self._work.n_queries)
-            keys = visit.task.count_below(self._work.n_keys)
+        queries = visit.task.count_below(self._work.n_queries)
+        keys = visit.task.count_below(self._work.n_keys)
         heads = group.kv_stop - group.kv_start
         key = (slot, len(group.entries), heads, queries, keys)
         if key not in self._views:
@@ -348,17 +345,6 @@ class SlotRows:
                 n = piece.stop - piece.start
                 fill = self._job.fill(state.spec, unit.group)
                 unit.fields[state.field][:, :, piece.local : piece.local + n] = fill
-
-    def fill_up(self, unit: Unit) -> None:
-        """Write the rows beyond the end of the sequence, if the task has such (trimming.py)."""
-        if not is_filled(unit.visit.task, self._work):
-            return
-        end = unit.visit.task.count_below(self._work.n_tokens)
-        for item in self._inputs:
-            rows = unit.fields[item.spec.name]
-            rows[:, :, end:] = rows[:, :, end - 1 : end] if item.spec.of_scores else 0
-        for state in self._states:
-            unit.fields[state.field][:, :, end:] = self._job.fill(state.spec, unit.group)
 
     def carry(self, unit: Unit) -> None:
         """Copy carried rows from the previous unit's slot."""
@@ -628,7 +614,6 @@ class Engine:
             # Finished rows may have overwritten the inputs.
             self._reload(whole)
             self.rows.mover.finish(wait=True)
-            self.rows.fill_up(whole)
             return whole.fields
 
         for again in scaling.runs(read, unit.slot):
@@ -664,7 +649,6 @@ class Engine:
             with self.tools.clock.timed("gather"):
                 self.rows.fill(unit)
                 self.rows.carry(unit)
-                self.rows.fill_up(unit)
                 scaling = self.scaling if _has_pairs(unit) else None
                 scaled = Scaling() if scaling is None else self._divide(unit, scaling)
             with self.tools.clock.timed("compute"):
@@ -699,11 +683,8 @@ class Engine:
             fields = {**unit.beside.unit.fields, **unit.fields}
         else:
             task, fields = unit.visit.task, unit.fields
-            # A kernel with its own attention may call a user's function with positions, so it must
-            # not get the padding beyond the last token.
-            filled = is_filled(task, work) and not kernel.own_attention
-            n_queries, n_keys = (None, None) if filled else (work.n_queries, work.n_keys)
-            rectangles = task.rectangles(work.is_causal, n_queries, n_keys, *self.limits)
+            sizes = work.n_queries, work.n_keys
+            rectangles = task.rectangles(work.is_causal, *sizes, *self.limits)
 
         def tensor(name: str, spec: RowSpec) -> torch.Tensor:
             return fields[name].squeeze(-1) if spec.width == "one" else fields[name]

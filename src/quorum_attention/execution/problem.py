@@ -294,13 +294,10 @@ class InputSpec(RowSpec):
         copied: whether it may have another dtype than the inputs, or strides that operators refuse.
             Routes without slots then copy it, one head group at a time.
         of_state: whether it has the state's dtype, not the inputs'.
-        of_scores: whether probabilities are made of it. Rows that fill up a chunk repeat the
-            last one; those of other inputs are 0 (execution/trimming.py).
     """
 
     copied: bool = False
     of_state: bool = False
-    of_scores: bool = False
 
     def dtype(self, work: Workload) -> torch.dtype:
         """Its dtype as kernels get it."""
@@ -383,8 +380,8 @@ def spec_of(backward: bool) -> PassSpec:
 
 
 _READ = (
-    InputSpec("query", "query", "head_dim", of_scores=True),
-    InputSpec("key", "key", "head_dim", of_scores=True),
+    InputSpec("query", "query", "head_dim"),
+    InputSpec("key", "key", "head_dim"),
     InputSpec("value", "key", "value_dim"),
 )
 
@@ -409,7 +406,7 @@ BACKWARD = PassSpec(
         *_READ,
         InputSpec("out", "query", "value_dim", copied=True),
         InputSpec("grad_out", "query", "value_dim", copied=True),
-        InputSpec("lse", "query", "one", of_state=True, of_scores=True),
+        InputSpec("lse", "query", "one", of_state=True),
     ),
     states=(
         StateSpec("query", "query", "head_dim", 0.0, "query", "the query's gradient"),

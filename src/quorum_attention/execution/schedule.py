@@ -27,7 +27,6 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.trimming import (
     Tally,
-    filled,
     pairs_of,
     sizes_of,
     trimmed_tasks,
@@ -274,7 +273,7 @@ class Cutting:
             schedule = self.schedule(depth - 1).deeper(self.work) if deepens else self.planned
             shape = schedule.decomposition
             if self.pairs.every_token_meets:
-                self._tasks[depth] = filled(list(shape.tasks()), shape, self.work)
+                self._tasks[depth] = list(shape.tasks())
                 schedule = schedule.changed(trimmed=None)
             else:
                 problem = self.problem

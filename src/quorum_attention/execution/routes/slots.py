@@ -59,7 +59,6 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.scaling import BackwardScaling, what_is_read
 from quorum_attention.execution.schedule import Attempt, Route, Schedule
-from quorum_attention.execution.trimming import task_rows
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
 
@@ -82,10 +81,9 @@ class Slots(Route):
         return f"through slots, accumulators: {self.accumulator}"
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Rows of the largest task: a trimmed one, or one that padding fills up."""
-        if self.trimmed is None:
-            return task_rows(shape, work)
-        return min(self.trimmed.largest, work.n_queries), min(self.trimmed.largest, work.n_keys)
+        """Rows of the largest task."""
+        tokens = shape.max_task_tokens if self.trimmed is None else self.trimmed.largest
+        return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """A monolithic task is one rectangle. Any other task is halved at chunks, so that no side
@@ -94,7 +92,7 @@ class Slots(Route):
             return work.n_queries, work.n_keys
         # Half of an odd number of chunks is rounded up.
         chunks = quorum_size(shape.levels[-1])
-        half = -(-max(task_rows(shape, work)) * -(-chunks // 2) // chunks)
+        half = -(-shape.max_task_tokens * -(-chunks // 2) // chunks)
         unit = shape.tile if shape.layout == "aligned" else 1
         half = -(-half // unit) * unit
         queries, keys = self.task_rows(shape, work)
