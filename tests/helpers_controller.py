@@ -163,8 +163,7 @@ class History:
         whole = draw.random() < 0.3
         instead = Fallback(self.cuts, limits, draw.randint(1, 2), "too large", "cut")
         cuts = (lambda: instead) if whole else self.cuts
-        first = replace(limits, guessed=whole and len(self.groups) == 1 and draw.random() < 0.5)
-        self.controller = RecoveryController(self.groups, cuts, first, draw.randint(1, 4))
+        self.controller = RecoveryController(self.groups, cuts, limits, draw.randint(1, 4))
         self.pairs = {g: np.zeros((self.shape.n_tokens,) * 2, np.uint8) for g in self.groups}
         self.completed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.seen: Counter[str] = Counter()
@@ -227,11 +226,9 @@ class History:
         here.out_of_memory()
         self.slots = 0
         self.in_flight.clear()
-        assert not (here.given_up and here.anew)
-        if here.anew or here.given_up:
-            assert here.anew == here.limits.guessed
+        if here.given_up:
             assert before == (here.n_cap, here.depth, here.groups_are_whole)
-            self.end = "planned anew" if here.anew else "gave up"
+            self.end = "gave up"
         elif before[2]:
             self.seen["fell back"] += 1
         elif here.n_cap < before[0]:

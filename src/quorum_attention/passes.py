@@ -39,7 +39,7 @@ from quorum_attention.planner.decide import (
     Decision,
     both_passes,
     decide,
-    decide_again,
+    with_plan,
 )
 from quorum_attention.planner.plan import Plan, is_cut, log_cut
 from quorum_attention.sizes import format_bytes, format_least
@@ -297,7 +297,7 @@ def _run(
     job_of: Callable[[Decision], Job],
     given: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """The results of a pass, by the first decision that does not run out of memory.
+    """The results of a pass, and its report.
 
     Args:
         given: preallocated results.
@@ -311,46 +311,37 @@ def _run(
                 spent = time.perf_counter() - begun
                 sums.total.add(decision.kernel.name, backward=backward, seconds=spent)
             return tuple([as_own(made) for made in found])
-        decision = decide_again(decision)
-    device, watched = request.options.device, request.report
-    recoveries: list[str] = []
-    while True:
-        plan = decision.plan
-        assert plan is not None, "a pass that is decided again has a plan"
-        log_cut(plan)
-        report = _pass_report(plan, timed=watched is not None)
-        report.recoveries.extend(recoveries)
-        if watched is not None:
-            watched.pool = None
-            if request.dropout is not None:
-                report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
-                if request.options.kernel == "auto":
-                    report.without_dropout = without_dropout(decision.kernel, decision.call_shape)
-            setattr(watched, "backward" if backward else "forward", report)
-        with (
-            _computing(device),
-            _peak_memory(device, report),
-            progress_of(request) as progress,
-        ):
-            _note_writing(given)
-            # No name for the job: it would hold its results when memory has run out.
-            results = run_pass(
-                job_of(decision), plan.schedule, report, progress, guessed=not decision.last
-            )
-        if results is not None:
-            for sums in request.sums:
-                sums.total.add(
-                    plan.kernel,
-                    backward=backward,
-                    seconds=report.seconds,
-                    cut=is_cut(plan) or bool(report.levels),
-                    peak_bytes=report.peak_bytes or report.planned_peak_bytes,
-                    recoveries=len(report.recoveries),
-                    recovery_seconds=report.recovery_seconds,
-                )
-            return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
-        recoveries = report.recoveries
-        decision = decide_again(decision)
+        decision = with_plan(decision)
+    device, watched, plan = request.options.device, request.report, decision.plan
+    assert plan is not None
+    log_cut(plan)
+    report = _pass_report(plan, timed=watched is not None)
+    if watched is not None:
+        watched.pool = None
+        if request.dropout is not None:
+            report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
+            if request.options.kernel == "auto":
+                report.without_dropout = without_dropout(decision.kernel, decision.call_shape)
+        setattr(watched, "backward" if backward else "forward", report)
+    with (
+        _computing(device),
+        _peak_memory(device, report),
+        progress_of(request) as progress,
+    ):
+        _note_writing(given)
+        # No name for the job: it would hold its results when memory has run out.
+        results = run_pass(job_of(decision), plan.schedule, report, progress)
+    for sums in request.sums:
+        sums.total.add(
+            plan.kernel,
+            backward=backward,
+            seconds=report.seconds,
+            cut=is_cut(plan) or bool(report.levels),
+            peak_bytes=report.peak_bytes or report.planned_peak_bytes,
+            recoveries=len(report.recoveries),
+            recovery_seconds=report.recovery_seconds,
+        )
+    return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
 
 
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:

@@ -18,9 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
 from quorum_attention import passes
-from quorum_attention.execution.device.backend import Backend
 from quorum_attention.kernels import CpuKernel
-from quorum_attention.planner import decide
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -112,33 +110,6 @@ def test_a_small_call_without_memory_is_planned_after_all(monkeypatch, pass_name
     for mine, reference in zip((out, *grads), (wanted.out, *wanted.grads), strict=True):
         assert_close(mine, reference, TOLERANCE[torch.float32])
     assert next(failures, None) is None
-
-
-@pytest.mark.usefixtures("kernel_is_tried")
-def test_a_plan_that_nobody_asked_memory_for_is_made_anew_once(monkeypatch) -> None:
-    """As on a GPU: a short call is run whole before anybody asks how much memory is free."""
-    monkeypatch.setattr(Backend, "refuses", True)
-    original, failures = CpuKernel.rectangle_forward, iter([True])
-    anew: list[object] = []
-
-    def again(*given: Any) -> Any:
-        anew.append(given)
-        return decide.decide_again(*given)
-
-    def failing(*args: Any, **named: Any) -> Any:
-        if next(failures, False):
-            raise torch.OutOfMemoryError("made up")
-        return original(*args, **named)
-
-    monkeypatch.setattr(passes, "decide_again", again)
-    monkeypatch.setattr(CpuKernel, "rectangle_forward", failing)
-    # Lengths of their own: what is remembered about them is about this device.
-    given, report = inputs(211), qa.Report()
-    out = qa.attention(*given.three, report=report)
-    assert len(anew) == 1
-    assert report.forward is not None
-    assert report.forward.recoveries == ["monolithic call out of memory (made up): planned anew"]
-    assert_close(out, exact(given).out, TOLERANCE[torch.float32])
 
 
 def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:

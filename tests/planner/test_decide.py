@@ -18,7 +18,7 @@ from quorum_attention.kernels.registry import rivals
 from quorum_attention.planner import decide as module
 from quorum_attention.planner import search
 from quorum_attention.planner.calibration import hardware_of
-from quorum_attention.planner.decide import Decision, choose_plan, decide, decide_again, is_small
+from quorum_attention.planner.decide import Decision, choose_plan, decide, is_small, with_plan
 from quorum_attention.planner.plan import Options
 from quorum_attention.planner.price import least_seconds
 from quorum_attention.planner.search import PlanConstraints
@@ -111,12 +111,11 @@ def test_what_is_asked_for_by_its_caller_has_a_plan(given: dict[str, int]) -> No
     assert decided(100, **given).plan is not None
 
 
-def test_a_pass_without_memory_is_decided_again_until_nothing_is_left() -> None:
+def test_a_small_pass_is_planned_where_it_has_run_out_of_memory() -> None:
     first = decided(100)
-    assert (first.plan, first.last) == (None, False)
-    second = decide_again(first)
+    assert first.plan is None
+    second = with_plan(first)
     assert second.plan is not None
-    assert second.last
     assert second.kernel is first.kernel
 
 

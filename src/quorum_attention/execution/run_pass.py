@@ -22,13 +22,8 @@ from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
 
 
 def run_pass(
-    job: Job,
-    schedule: Schedule,
-    report: PassReport,
-    progress: Progress | None = None,
-    *,
-    guessed: bool = False,
-) -> tuple[torch.Tensor, ...] | None:
+    job: Job, schedule: Schedule, report: PassReport, progress: Progress | None = None
+) -> tuple[torch.Tensor, ...]:
     """Run a pass by its schedule's route, or through slots if that route cannot run it.
 
     What is done when memory runs out stays done.
@@ -36,11 +31,9 @@ def run_pass(
     Args:
         report: filled while it runs.
         progress: called with units done, units in all, and the pass's name.
-        guessed: whether the schedule was made without asking how much memory is free.
 
     Returns:
-        the results, in the order of the pass's states; None if a guessed pass has to be planned
-        anew.
+        the results, in the order of the pass's states.
 
     Raises:
         OutOfMemoryError: the depth is pinned, or nothing is left to try.
@@ -55,7 +48,7 @@ def run_pass(
                 return found
         if not schedule.runs(job.problem):
             schedule = schedule.through_slots(job.work)
-        controller = _controller(job, schedule, guessed)
+        controller = _controller(job, schedule)
         while not controller.finished:
             schedule = _continued(schedule, controller)
             route = schedule.route
@@ -63,14 +56,12 @@ def run_pass(
                 # Whole groups that are too large are cut, and go on by another route.
                 while not controller.finished and controller.groups_are_whole == route.whole_groups:
                     _attempt(job, _continued(schedule, controller), controller, attempt)
-                    if controller.anew:
-                        return None
     finally:
         report.seconds = time.perf_counter() - started
     return job.make_results()
 
 
-def _controller(job: Job, schedule: Schedule, guessed: bool) -> RecoveryController:
+def _controller(job: Job, schedule: Schedule) -> RecoveryController:
     """The controller of a pass."""
     work, route = job.work, schedule.route
 
@@ -85,7 +76,7 @@ def _controller(job: Job, schedule: Schedule, guessed: bool) -> RecoveryControll
 
     groups, depth = route.groups(job, schedule), schedule.decomposition.depth
     if route.whole_groups:
-        limits = Limits(depth, depth, schedule.pinned, guessed)
+        limits = Limits(depth, depth, schedule.pinned)
         return RecoveryController(groups, fallback, limits, schedule.n_cap)
     return RecoveryController(groups, *cut(schedule), schedule.n_cap)
 

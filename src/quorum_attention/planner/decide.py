@@ -4,8 +4,8 @@ The preferred kernel is the fastest on a call that runs whole. On a call that is
 tasks, a kernel that takes a task in one launch can be faster: under a tight budget, time goes into
 issuing calls, and a workspace may leave no room for a second slot (docs/planner.md).
 
-A short pass is run without a plan, which would take longer than the pass, or without asking how
-much memory is free. If it runs out of memory, it is decided again (``decide_again``).
+A short pass is run without a plan, which would take longer than the pass. If it runs out of memory,
+it is planned after all (``with_plan``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Decision:
         call_shape: what kernels were asked about, to be chosen.
         any_kernel: whether another kernel may be chosen instead.
         plan: None runs the pass as one kernel call on the inputs as they lie, without a report.
-        last: whether running out of memory is final; if not, ``decide_again``.
     """
 
     problem: Problem
@@ -59,7 +58,6 @@ class Decision:
     call_shape: CallShape
     any_kernel: bool
     plan: Plan | None = None
-    last: bool = False
 
     @property
     def kernel(self) -> InnerKernel:
@@ -97,34 +95,30 @@ def decide(
     free = options.free and not (options.watched or place.results_given or place.is_divided)
     if free and place.lse_here and place.same_dtype and is_small(problem, device):
         return decision
-    return decide_again(decision)
+    return with_plan(decision)
 
 
-def decide_again(failed: Decision) -> Decision:
-    """How to run a pass for which ``failed`` ran out of memory; ``failed.last`` is False."""
-    options, device, first = failed.options, failed.options.device, failed.plan is None
+def with_plan(decision: Decision) -> Decision:
+    """The same pass with a plan: it is not small, or has run out of memory."""
+    options, device = decision.options, decision.options.device
     # Plans assume that the log-sum-exp is where the device computes; where it is not, a route that
     # reads it in place is left (execution/run_pass.py).
-    problem = replace(failed.problem, place=replace(failed.problem.place, lse_here=True))
+    problem = replace(decision.problem, place=replace(decision.problem.place, lse_here=True))
     work, kernel = problem.work, problem.kernel
     hardware = hardware_of(device, work.dtype, work.head_dim)
-    if first and options.free:
-        # A short call is not worth asking how much memory is free.
-        short = short_call(problem, hardware)
-        if short is not None:
-            return replace(failed, plan=short)
     given = options.plan
     if given is not None and given.backward == problem.spec.backward:
         plan = replace(refitted(given, problem, hardware), budget_bytes=given.budget_bytes)
         _check_budget(plan, options.budget_bytes)
-        return replace(failed, plan=plan, last=True)
+        return replace(decision, plan=plan)
+    shape = decision.call_shape
     kernel, plan = choose_plan(
         problem, _constraints(options),
-        rivals(kernel, failed.call_shape, device) if first and failed.any_kernel else (),
-        hardware, kernel_works=lambda kernel: why_not(kernel, failed.call_shape, device) is None,
+        rivals(kernel, shape, device) if decision.any_kernel else (),
+        hardware, kernel_works=lambda kernel: why_not(kernel, shape, device) is None,
     )  # fmt: skip
     plan = replace(plan, budget_bytes=options.budget_bytes)
-    return replace(failed, problem=replace(failed.problem, kernel=kernel), plan=plan, last=True)
+    return replace(decision, problem=replace(decision.problem, kernel=kernel), plan=plan)
 
 
 def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, _Found]:

@@ -64,6 +64,11 @@ class PlanConstraints:
     over_inputs: bool | None = None
     enforce_budget: bool = True
 
+    @property
+    def free(self) -> bool:
+        """Whether nothing but a budget is asked for."""
+        return replace(self, budget_bytes=0, layout="aligned", tile=128) == PlanConstraints(0)
+
     def shape(self, n_tokens: int, levels: tuple[int, ...]) -> Decomposition:
         """The decomposition of ``n_tokens`` at these levels, remembered."""
         return _decomposition(n_tokens, levels, self.layout, self.tile)
@@ -114,6 +119,9 @@ def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareMod
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
     """
+    short = short_call(problem, hardware) if constraints.free else None
+    if short is not None and short.peak_bytes <= constraints.budget_bytes:
+        return short
     search = _Search(problem, constraints, kernel_hardware(problem, hardware))
     pairs = pairs_of(problem.work, problem.kernel)
     short = search.look(_schedules(problem, constraints))
@@ -477,12 +485,9 @@ def _is_useful(levels: tuple[int, ...], n_tokens: int, constraints: PlanConstrai
 def _or_streamed(taken: Plan, search: _Search) -> Plan:
     """``taken``; or, if that is faster, rows that pass by a chunk which stays on the device."""
     problem, constraints, hardware = search.problem, search.constraints, search.hardware
-    # Nothing but a budget was asked for.
-    usual = replace(constraints, budget_bytes=0, layout="aligned", tile=128)
-    free = usual == PlanConstraints(0)
     enough = taken.predicted_seconds * policy.PASSING
     floor = least_seconds(problem, hardware) * policy.NEARLY_ARITHMETIC
-    if not free or floor >= enough:
+    if not constraints.free or floor >= enough:
         return taken
     streamed = _streamed(taken.schedule, constraints.budget_bytes, problem, hardware)
     found = [price(schedule, problem, hardware) for schedule in streamed]

@@ -7,7 +7,6 @@ events can be tested without a device.
     out of memory, n_cap > 1     -> units in flight return to the queue, n_cap - 1
     out of memory, n_cap = 1     -> the tasks left are cut one level further
     ... and no finer level       -> give up
-    the plan did not ask how much memory is free -> the pass is planned anew
     headroom after a recovery    -> groups that are not begun are cut one level less
     the user chose the depth     -> give up at the first failure
 
@@ -81,14 +80,11 @@ class Limits:
         depth: levels as planned; coarsening never goes below.
         max_depth: most levels; deeper tasks would be smaller than a tile.
         pinned: whether the user chose the depth: failures are then reported, not recovered from.
-        guessed: whether free memory was not asked about, because the call is short. It is one unit,
-            so if it fails nothing is done yet, and the pass is planned anew.
     """
 
     depth: int
     max_depth: int
     pinned: bool = False
-    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +128,6 @@ class RecoveryController:
         n_slots: slots of this attempt.
         history: one line for each recovery, for reports and error messages.
         given_up: where memory ran out and why there is no recovery; "" as long as there is.
-        anew: whether the pass has to be planned again with what is free now: nothing of it is done.
     """
 
     def __init__(
@@ -151,7 +146,7 @@ class RecoveryController:
         self.n_groups, self.n_finished = len(self.waiting), 0
         self.units_done, self.n_slots = 0, n_cap
         self.history: list[str] = []
-        self.given_up, self.anew = "", False
+        self.given_up = ""
         # Of this attempt: groups begun before it, the group launched from last, what is left of its
         # visits, and whether state may be carried from one slot to the next.
         self._ahead: list[GroupTasks] = []
@@ -284,9 +279,6 @@ class RecoveryController:
         if limits.pinned:
             reason = "the depth is pinned, so the failure is reported as it is"
             self.given_up = f"{where} and no recovery: {reason}"
-        elif limits.guessed:
-            self.anew = True
-            self.history.append(f"monolithic call out of memory ({said}): planned anew")
         elif self._cuts is None:
             self._fall_back(said)
         elif self.n_cap == 1 and self.depth >= limits.max_depth:
