@@ -24,12 +24,12 @@ the next unit computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Axis, Group, Workload, group_part
+from quorum_attention.execution.problem import Axis, Group, Tensors, Workload, group_part
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
@@ -67,10 +67,9 @@ def all_finite(parts: Sequence[torch.Tensor]) -> bool:
 _READ: dict[str, Axis] = {
     "query": "query", "out": "query", "grad_out": "query", "key": "key", "value": "key",
 }  # fmt: skip
-Read = Mapping[str, torch.Tensor]
 
 
-def what_is_read(tensors: Read, group: Group) -> Read:
+def what_is_read(tensors: Tensors, group: Group) -> Tensors:
     """The inputs of a backward's head group of one batch entry."""
     return {name: group_part(tensors[name], group, axis) for name, axis in _READ.items()}
 
@@ -154,7 +153,7 @@ class BackwardScaling:
             self._flags[0].copy_(self._overflow[0])
         return bool(self._flags[self._own(slot)].any())
 
-    def runs(self, read: Callable[[], Read], slot: int = 0) -> Iterator[int]:
+    def runs(self, read: Callable[[], Tensors], slot: int = 0) -> Iterator[int]:
         """Yields a number for each time that the unit, or group, has to run: once, and again as
         long as it overflows and scaling the heads at fault down further may help.
 
@@ -167,7 +166,7 @@ class BackwardScaling:
             times += 1
             yield times
 
-    def _lower(self, read: Read, slot: int) -> bool:
+    def _lower(self, read: Tensors, slot: int) -> bool:
         """Take the heads at fault down one step where their numbers allow it; whether any was."""
         own = self._own(slot)
         flagged: list[tuple[int, int]] = [(e, h) for e, h in self._flags[own].nonzero().tolist()]
@@ -178,7 +177,7 @@ class BackwardScaling:
             self._overflow[own].zero_()
         return bool(lower)
 
-    def _may_lower(self, read: Read, own: int, entry: int, head: int) -> bool:
+    def _may_lower(self, read: Tensors, own: int, entry: int, head: int) -> bool:
         taken = self._steps[own].get((entry, head), 0)
         one = {name: _head(part, read["value"], entry, head) for name, part in read.items()}
         if not all_finite(list(one.values())):

@@ -20,8 +20,6 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-import torch
-
 from quorum_attention.decomposition import Decomposition, Rectangle, Rows
 from quorum_attention.decomposition.decomposition import Span, Task
 from quorum_attention.decomposition.intervals import Interval
@@ -48,6 +46,7 @@ from quorum_attention.execution.problem import (
     InputSpec,
     Problem,
     StateSpec,
+    Tensors,
     WorkCounts,
     Workload,
     bytes_before,
@@ -365,7 +364,7 @@ class Streaming(Route):
         job, every = engine.job, len(controller.groups_left)
         for done, group in enumerate(controller.whole_groups(), start=1):
 
-            def read(group: Group = group) -> dict[str, torch.Tensor]:
+            def read(group: Group = group) -> Tensors:
                 engine.rows.mover.finish(wait=True)
                 return what_is_read(job.tensors, group)
 
