@@ -29,7 +29,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files.inputs import read_inputs
 from quorum_attention.limits import PeakMemory, ran_out, warm_up
 from quorum_attention.progress import progress_bar
-from quorum_attention.verification import Problem, compare, expect
+from quorum_attention.verification import sampled_errors
 
 OK, OUT_OF_MEMORY, UNSUPPORTED, FAILED = "ok", "out of memory", "not supported", "failed"
 RESULTS = ("out", "grad_query", "grad_key", "grad_value")
@@ -322,14 +322,9 @@ def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
     finally:
         answer.peak_bytes = peak.peak_bytes
     if spec.check and ours:
-        query, key, value = call.inputs
-        problem = Problem(query, key, value, spec.is_causal, query.shape[-1] ** -0.5)
         out, lse, *grads = call.results.values()
-        expected = expect(problem, call.grad, out, lse)
-        found = asdict(
-            compare(expected, out, lse, (grads[0], grads[1], grads[2]) if grads else None)
-        )
-        answer.errors = {n: [found[n]] for n in ("lse", *RESULTS) if found[n] is not None}
+        errors = sampled_errors(call.inputs, out, lse, call.grad, grads, is_causal=spec.is_causal)
+        answer.errors = {name: [error] for name, error in errors.items()}
 
 
 def _calls(spec: Spec, method: Method, call: Call, answer: Answer, progress: Any) -> None:
