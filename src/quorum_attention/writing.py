@@ -21,7 +21,6 @@ from quorum_attention.sizes import format_bytes
 UNFINISHED = ".unfinished"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 255 in all
-_MOST_LINKS = 40  # as Linux follows
 
 
 def check_target(path: str | PathLike[str]) -> Path:
@@ -56,38 +55,34 @@ def check_target(path: str | PathLike[str]) -> Path:
     return target
 
 
-def follow_links(path: str | PathLike[str]) -> Path:
+def follow_links(path: str | PathLike[str], within: tuple[Path, ...] = ()) -> Path:
     """``path`` with symbolic links followed, as ``os.path.realpath`` does, if they may be.
 
     In a folder that all users may write to, another user could aim a link at this user's files: a
     link is followed only if it belongs to this user or to the folder's owner. Linux itself has this
     rule for sticky folders (``fs.protected_symlinks``), but not for a link in a path's middle.
 
+    Args:
+        within: the links that lead here.
+
     Raises:
         OSError: there is such a link; or links lead in a circle.
     """
-    at = Path(os.sep) if os.path.isabs(path) else Path.cwd()
-    ahead, links = os.fspath(path).split(os.sep)[::-1], 0
-    while ahead:
-        name = ahead.pop()
+    absolute = os.path.isabs(path)
+    at = Path(os.sep) if absolute else Path.cwd()
+    for name in Path(path).parts[absolute:]:
         here = at.parent if name == os.pardir else at / name
-        seen = None
-        with suppress(OSError):
+        if os.path.islink(here):
             seen = os.lstat(here)
-        if seen is None or not stat.S_ISLNK(seen.st_mode):
-            at = here
-            continue
-        if _is_planted(seen, at):
-            raise PermissionError(
-                f"{path} cannot be written: {here} is a link of user {seen.st_uid}, in a folder "
-                f"that all users may write to"
-            )
-        links += 1
-        if links > _MOST_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
-        aim = os.readlink(here)
-        at = Path(os.sep) if os.path.isabs(aim) else at
-        ahead += aim.split(os.sep)[::-1]
+            if _is_planted(seen, at):
+                raise PermissionError(
+                    f"{path} cannot be written: {here} is a link of user {seen.st_uid}, in a "
+                    f"folder that all users may write to"
+                )
+            if here in within:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+            here = follow_links(at / os.readlink(here), (*within, here))
+        at = here
     return at
 
 
@@ -198,10 +193,7 @@ def reserve(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
                 f"({format_bytes(missing)}) are missing"
             ) from error
         if error.errno == errno.EFBIG:
-            raise OSError(
-                f"{takes}, more than a file may have here (see ulimit -f, and the file system's "
-                f"limit)"
-            ) from error
+            raise OSError(f"{takes}, more than a file may have here (see ulimit -f)") from error
         raise
 
 
