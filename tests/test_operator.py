@@ -131,23 +131,6 @@ def test_a_registered_kernel_of_a_function_is_refused_in_a_graph(
         compiled(lambda q: qa.attention(q, q, q, kernel="mine"))(q)
 
 
-def test_the_backward_has_the_kernel_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another has its name by then."""
-
-    class Failing(DenseKernel):
-        def rectangle_backward(self, *args: Any) -> Any:
-            raise AssertionError("of another kernel")
-
-        whole_backward = rectangle_backward
-
-    monkeypatch.setitem(registry._KERNELS, "mine", DenseKernel())
-    q = three()[0]
-    out = compiled(lambda q: qa.attention(q, q, q, kernel="mine", depth=1))(q)
-    monkeypatch.setitem(registry._KERNELS, "mine", Failing())
-    (grad,) = torch.autograd.grad(out.sum(), q)
-    assert_close(grad, torch.autograd.grad(sdpa(q, q, q).sum(), q)[0], 1e-10)
-
-
 def test_an_object_that_is_made_in_the_compiled_code_is_the_one_that_is_used() -> None:
     """The compiler has an empty one in its place while it traces, so the graph breaks."""
 

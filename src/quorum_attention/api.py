@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.gradients import Given, given_of
+from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions, RunOptions, several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.counts import switch
 from quorum_attention.direct import find_cached, output
 from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
-from quorum_attention.passes import beside_casts, run_backward
+from quorum_attention.passes import CASTS, beside, run_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -260,15 +259,11 @@ def attention_backward(
     )  # fmt: skip
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = _request_of("attention_backward", *originals, call)
-    target = None
-    if not isinstance(grad_mask, bool):
-        target = as_tensor(grad_mask, "grad_mask", written=True)
-    of_sinks = switch(grad_sinks, "grad_sinks")
-    given = Given(
-        grad_out, out, lse, grads, grad_mask is not False, target, of_sinks, grad_lse
-    )  # fmt: skip
-    given = given_of(tensors, request, given, originals)
-    made = beside_casts(request, lambda left: run_backward(tensors, left, given))
+    given = BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse)
+    given = check_backward_inputs(tensors, request, given, originals)
+    made = beside(
+        request, request.cast_bytes, CASTS, lambda left: run_backward(tensors, left, given)
+    )
     if grads is not None:
         return made
     three = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, originals, strict=False))

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.call.gradients import Given
+from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.passes import beside_casts, run_backward, run_forward
+from quorum_attention.passes import run_backward, run_forward
 
 SECOND = (
     "second derivatives of quorum_attention.attention are not supported; "
@@ -54,7 +54,7 @@ class EagerCall:
 
     def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """(out, lse)."""
-        compute = partial(beside_casts, self.request, lambda left: run_forward(tensors, left))
+        compute = partial(run_forward, tensors, self.request)
         results = RESULTS.get()
         result, lse = compute() if results is None else results(compute)
         # ``out`` gets no graph, so it can be given again. What is returned and saved is another
@@ -74,7 +74,7 @@ class EagerCall:
         read = grad_out, query, key, value, out, lse, mask, sinks, grad_lse
         run = _EagerBackward(self.request, *learned)
         # A function of autograd's only where a second derivative could be asked for.
-        if records(*(tensor for tensor in read if tensor is not None)):
+        if records(*read):
             grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, run)
             return grads
         return run(*read)
@@ -95,7 +95,9 @@ class _EagerBackward(NamedTuple):
     def __call__(self, *read: Any) -> tuple[torch.Tensor, ...]:
         grad_out, query, key, value, out, lse, mask, sinks, grad_lse = read
         of_mask, of_sinks = self.of_mask, self.of_sinks
-        given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
+        given = BackwardInputs(
+            grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
+        )
         return run_backward(Tensors(query, key, value, mask, sinks), self.request, given)
 
 
@@ -271,7 +273,7 @@ def attend(
             # input, and the result for a view of that input.
             result, lse = Attention.apply(*tensors, EagerCall(request))
         else:
-            result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
+            result, lse = run_forward(tensors, request)
             if out is not None:
                 return as_tensor(out, "out", written=True), request.back(lse)
     finally:

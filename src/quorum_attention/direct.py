@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import RESULTS, Attention, EagerCall, attend
-from quorum_attention.call.gradients import Given
+from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.settings import current
@@ -253,7 +253,7 @@ class DirectCall(EagerCall):
             return False
         state = _deterministic(), registrations(), torch.get_num_threads()
         if state not in self.backwards:
-            decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
+            decision = decide_backward(tensors, self.request, BackwardInputs(grad_out, out, lse))
             # Such gradients are the reference's, or looked at afterwards.
             other = is_small(work, kernel) or scales(kernel, work)
             self.backwards[state] = (

@@ -11,7 +11,7 @@ literals; whole numbers and tensors, which may differ from call to call in one g
 of their own. Objects (a kernel, a plan, a report, a function) cannot be said: such a call is no
 operator. They are checked, planned and run when the graph runs: a budget holds then, and settings
 (``using``) are those of then. The forward returns what its backward has to know of that as a
-tensor: which settings, which kernel.
+tensor: which settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
-from operator import is_
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,18 +31,17 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils._pytree import tree_leaves
 
 from quorum_attention.autograd import (
-    FORWARD_MODE,
     Attention,
     Gradients,
     mapped_gradients,
     mapped_inputs,
 )
-from quorum_attention.call.gradients import Given
+from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
-from quorum_attention.call.settings import Settings, current
+from quorum_attention.call.settings import Layer, current, fill
+from quorum_attention.call.transforms import records
 from quorum_attention.call.validation import as_mask, broadcast_inputs
-from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
@@ -198,9 +196,9 @@ def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, query = current(), args[0]
     with _mapping_dispatched():
-        tensors, request, kernel = _request(settings, None, *args)
+        tensors, request = _request(settings, *args)
         out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
-    known = torch.tensor(_keep(settings, kernel), dtype=torch.int64, device="cpu")
+    known = torch.tensor(_keep(settings), dtype=torch.int64, device="cpu")
     # As ``_fake_forward`` promises: in one piece, lse beside the output.
     return out.contiguous(), lse.to(query.device).contiguous(), known
 
@@ -208,44 +206,41 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _backward(*args: Any) -> list[torch.Tensor]:
     grad_out, *inputs, out, lse, mask, sinks, grad_lse, known = args[:10]
     of_mask, of_sinks = args[-2:]
-    given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
+    given = BackwardInputs(
+        grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
+    )
     number = int(known)
-    # Of long ago: those of the moment.
-    settings, kernel = _kept.get(number, (current() if number else None, None))
+    settings = _kept.get(number, current()) if number else None
     with _mapping_dispatched():
-        tensors, request, _ = _request(settings, kernel, *inputs, mask, sinks, *args[10:])
+        tensors, request = _request(settings, *inputs, mask, sinks, *args[10:])
         grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
     return grads
 
 
-# Settings and kernel of a forward, for its backward. A graph that is kept longer than so many have
-# come and gone gets those of the moment.
+# Settings of forwards, for their backwards. A graph that is kept longer than so many have come and
+# gone gets those of the moment.
 _MOST = 1024
-_kept: dict[int, tuple[Settings | None, InnerKernel | None]] = {}
+_kept: dict[int, Layer] = {}
 _numbers = count(1)
 _lock = Lock()
 
 
-def _keep(settings: Settings | None, kernel: InnerKernel | None) -> int:
+def _keep(settings: Layer | None) -> int:
     """A number by which the backward finds them; 0 where there are none."""
-    if settings is None and kernel is None:
+    if settings is None:
         return 0
     with _lock:
-        for number, (others, its) in reversed(_kept.items()):
-            if its is kernel and _are(settings or (), others or ()):
+        for number, others in reversed(_kept.items()):
+            # By identity: equal reports are others.
+            if settings.keys() == others.keys() and all(settings[n] is others[n] for n in others):
                 return number
         number = next(_numbers)
-        _kept[number] = settings, kernel
+        _kept[number] = settings
         while len(_kept) > _MOST:
             del _kept[next(iter(_kept))]
     return number
-
-
-def _are(settings: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether they hold the same objects: equal reports are others."""
-    return len(settings) == len(others) and all(map(is_, settings, others))
 
 
 _OF_MAPPING = tuple(
@@ -273,14 +268,8 @@ def _mapping_dispatched() -> Iterator[None]:
         yield
 
 
-def _request(
-    settings: Settings | None, kernel: InnerKernel | None, *args: Any
-) -> tuple[Tensors, Request, InnerKernel | None]:
-    """The tensors of a call, its request, and the kernel that it names.
-
-    Args:
-        kernel: of the forward, where this is its backward.
-    """
+def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
+    """The tensors of a call, and its request."""
     query, key, value, mask, sinks, seed, parts, *call, recorded, of_mask, _ = args
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call
     written, described = CallOptions(), None
@@ -293,22 +282,17 @@ def _request(
             f"kernel {named!r} computes by a function of the program, which a graph cannot hold: "
             "give attention the kernel itself, and torch.compile breaks its graph there"
         )
-    written = written if settings is None else settings.fill(written)
-    if written.kernel != "auto":
-        # By the backward another kernel may have been registered under its name.
-        kernel = kernel or get_kernel(written.kernel)
-        written = written._replace(kernel=kernel)
     if described is not None:
         mask = replace(described, bias=mask, sinks=sinks)
     # A forward that is recorded takes kernels that have gradients, as a backward does.
     function = "attention_backward" if recorded else "attention"
     said = Arguments(
         mask, dropout_p, None if seed is None else int(seed), is_causal, scale, enable_gqa, None,
-        out_dtype, written,
+        out_dtype, fill(settings, written),
     )  # fmt: skip
     with torch.no_grad():  # ``recorded`` says whether these tensors get gradients
         tensors, request = request_of(function, query, key, value, said)
-    return tensors, replace(request, records=recorded, mask_grad=of_mask), kernel
+    return tensors, replace(request, records=recorded, mask_grad=of_mask)
 
 
 def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Result:
@@ -317,7 +301,7 @@ def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Resu
     work = request.work
     rows = work.batch * max(work.heads * work.n_queries, work.kv_heads * work.n_keys)
     held = rows * max(work.head_dim, work.value_dim) * request.out_dtype.itemsize
-    return beside(request, held, "is an operator of a graph", "a copy of a result", run)
+    return beside(request, held, "a copy of a result", run)
 
 
 # --- What they would compute: shapes, and derivatives -------------------------------------------
@@ -412,7 +396,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def _recorded_forward(*args: Any) -> Any:
     *six, parts = args[:7]
-    if _records(*six, *parts):
+    if records(*six, *parts):
         learned = [t is not None and t.requires_grad for t in six[3:5]]
         call = _OperatorCall((*args[7:-3], True, *learned))
         return _apply(Attention, *six[:5], call, six[5], *parts)
@@ -422,7 +406,7 @@ def _recorded_forward(*args: Any) -> Any:
 
 def _recorded_backward(*args: Any) -> Any:
     *tensors, parts = args[:12]
-    if not _records(*tensors, *parts):
+    if not records(*tensors, *parts):
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.quorum_attention.attention_backward(*args)
 
@@ -433,19 +417,6 @@ def _recorded_backward(*args: Any) -> Any:
             )
 
     return list(_apply(Gradients, *tensors, *parts, run))
-
-
-def _records(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd has to see an operator.
-
-    Raises:
-        NotImplementedError: one of its tensors has a tangent.
-    """
-    there = [tensor for tensor in tensors if tensor is not None]
-    duals = torch.autograd.forward_ad
-    if duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in there):
-        raise NotImplementedError(FORWARD_MODE)
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in there)
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,12 @@ from quorum_attention.call.block import (
     WholeCall,
     request_of_block,
 )
-from quorum_attention.call.gradients import Given, backward_place, forward_place, place_after
+from quorum_attention.call.gradients import (
+    BackwardInputs,
+    backward_place,
+    forward_place,
+    place_after,
+)
 from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors
@@ -45,10 +51,15 @@ from quorum_attention.planner.plan import Plan, is_cut, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
+CASTS = "casts of the inputs"
 
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), planned and run; ``out`` is the request's, if it has one."""
+    return beside(request, request.cast_bytes, CASTS, partial(_run_forward, tensors))
+
+
+def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     work, out, query = request.work, request.out, tensors.query
     if is_trivial(tensors):
         rows = tuple(query.shape[:-1])
@@ -98,27 +109,39 @@ def decide_forward(tensors: Tensors, request: Request) -> Decision:
     return of(False) if budget is None or not records else both_passes(of, held)[0]
 
 
-def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
+def run_backward(
+    tensors: Tensors, request: Request, given: BackwardInputs
+) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
-    if given.of_sinks:
-        found = run_backward(tensors, request, given._replace(of_sinks=False))
+    if given.grad_sinks:
+        found = run_backward(tensors, request, given._replace(grad_sinks=False))
         assert tensors.sinks is not None
         with torch.no_grad():
             of_sinks = sinks_gradient(
                 given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
             )
         return (*found, of_sinks)
-    if request.runner is not None and not is_trivial(tensors):
+    if is_trivial(tensors):
+        made = given.grads or tuple(torch.empty_like(t) for t in tensors[:3])
+        return tuple(t.zero_() for t in (*made, *_mask_target(tensors, given)))
+    if request.runner is not None:
         return request.runner.backward(tensors, request, given)
-    if not given.of_mask:
-        return _run_backward(tensors, request, given)
-    held = 0 if given.grad_mask is not None else _mask_gradient_bytes(tensors, request)
-    return beside(
-        request, held, "gives its mask's gradient", "the mask's gradient",
-        lambda left: _run_backward(tensors, left, given),
-    )  # fmt: skip
+
+    def run(left: Request) -> tuple[torch.Tensor, ...]:
+        if given.grad_lse is None:
+            return _run_gradients(tensors, left, given)
+        # The wider inputs are freed before results are made as wide as they should be.
+        made = _run_gradients(*with_columns(tensors, left, given))
+        return (*without_columns(made[:3], left.work, given.grads), *made[3:])
+
+    held, beside_it = 0, "the gradients of mask and log-sum-exp"
+    if given.grad_mask is True:
+        held += _mask_gradient_bytes(tensors, request)
+    if given.grad_lse is not None:
+        held += column_bytes(tensors, request, given)
+    return beside(request, held, beside_it, run)
 
 
 def compute_block(
@@ -158,7 +181,7 @@ def _computing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
+def check_forward(tensors: Tensors, request: Request, given: BackwardInputs) -> None:
     """Check that output and log-sum-exp, which come from elsewhere, are those of this call.
 
     Raises:
@@ -178,31 +201,13 @@ def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
             )
 
 
-def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
-    query, key, value, mask, _ = tensors
-    grads = given.grads
-    if is_trivial(tensors):
-        found = grads or tuple(torch.empty_like(t) for t in (query, key, value))
-        of_mask = (_mask_target(mask, given),) if given.of_mask and mask is not None else ()
-        return tuple(t.zero_() for t in (*found, *of_mask))
-    if given.grad_lse is None:
-        return _run_gradients(tensors, request, given)
-
-    def run_wider(left: Request) -> tuple[torch.Tensor, ...]:
-        # The wider inputs are freed before results are made as wide as they should be.
-        made = _run_gradients(*with_columns(tensors, left, given))
-        return (*without_columns(made[:3], left.work, grads), *made[3:])
-
-    held = column_bytes(tensors, request, given)
-    how = "has a gradient of its log-sum-exp"
-    return beside(request, held, how, "columns for it", run_wider)
-
-
-def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
+def _run_gradients(
+    tensors: Tensors, request: Request, given: BackwardInputs
+) -> tuple[torch.Tensor, ...]:
     work, options = request.work, request.options
     grad_out, out, lse, grads = given[:4]
     decision = decide_backward(tensors, request, given)
-    of_mask = _mask_gradient(tensors, request, given, decision.problem) if given.of_mask else ()
+    of_mask = _mask_gradient(tensors, request, given, decision.problem)
     results = dict(zip(("query", "key", "value"), grads or (), strict=False))
 
     def job_of(decision: Decision) -> Job:
@@ -215,7 +220,7 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
     return (*_run(request, decision, job_of, grads or ()), *of_mask)
 
 
-def decide_backward(tensors: Tensors, request: Request, given: Given) -> Decision:
+def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -> Decision:
     """How a backward would be run, of a call that is neither empty nor without keys.
 
     Raises:
@@ -232,47 +237,40 @@ def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
     return mask.numel() * mask.element_size() if counted and mask is not None else 0
 
 
-def _mask_target(mask: torch.Tensor, given: Given) -> torch.Tensor:
-    """What the mask's gradient is written to: the caller's tensor, or one where the mask is."""
-    if given.grad_mask is not None:
-        return given.grad_mask
-    return empty(tuple(mask.shape), mask.dtype, mask.device, "the mask's gradient")
+def _mask_target(tensors: Tensors, given: BackwardInputs) -> tuple[torch.Tensor, ...]:
+    """What the mask's gradient is written to, if it is wanted: the caller's tensor, or one where
+    the mask is."""
+    mask = tensors.mask
+    if given.grad_mask is False or mask is None:
+        return ()
+    if isinstance(given.grad_mask, torch.Tensor):
+        return (given.grad_mask,)
+    return (empty(tuple(mask.shape), mask.dtype, mask.device, "the mask's gradient"),)
 
 
 def _mask_gradient(
-    tensors: Tensors, request: Request, given: Given, problem: Problem
-) -> tuple[torch.Tensor]:
-    """The gradient of the mask. It comes before the other gradients, which are results that would
-    take from what its tiles may use."""
-    assert tensors.mask is not None
+    tensors: Tensors, request: Request, given: BackwardInputs, problem: Problem
+) -> tuple[torch.Tensor, ...]:
+    """The gradient of the mask, if it is wanted. It comes before the other gradients, which are
+    results that would take from what its tiles may use."""
+    if given.grad_mask is False:
+        return ()
     check_mask_gradient(problem.kernel)
-    device = request.options.device
-    with _computing(device):
-        target = _mask_target(tensors.mask, given)
-        if given.grad_mask is not None:
-            _note_writing((target,))
+    with _computing(request.options.device):
+        targets = _mask_target(tensors, given)
+        if given.grad_mask is not True:
+            _note_writing(targets)
         upstream = Saved(given.grad_out, given.out, given.lse)
         job = _job(tensors, request, problem)
-        recoveries = add_up_mask_gradient(job, upstream, target, request.options.budget_bytes)
+        recoveries = add_up_mask_gradient(job, upstream, targets[0], request.options.budget_bytes)
         if request.report is not None:
             how = f"computed tile by tile, beside kernel {problem.kernel.name}"
             request.report.mask_gradient = [how, *recoveries]
-        return (target,)
+        return targets
 
 
-def beside_casts(request: Request, run: Callable[[Request], _Result]) -> _Result:
-    """``run`` with the budget that the inputs' casts leave."""
-    return beside(request, request.cast_bytes, "runs under autocast", "casts of the inputs", run)
-
-
-def beside(
-    request: Request, held: int, how: str, what: str, run: Callable[[Request], _Result]
-) -> _Result:
-    """``run`` with the budget that ``held`` bytes leave; a BudgetError names the whole again.
-
-    Args:
-        how, what: for its message: what the call does, and what the bytes are.
-    """
+def beside(request: Request, held: int, what: str, run: Callable[[Request], _Result]) -> _Result:
+    """``run`` with the budget that ``held`` bytes of ``what`` leave; a BudgetError says both."""
     budget = request.options.budget_bytes
     if not held or budget is None:
         return run(request)
@@ -284,9 +282,9 @@ def beside(
             raise
         smallest = error.smallest_bytes + held
         raise BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call, "
-            f"which {how}; the smallest that works is {format_least(smallest)} ({smallest} bytes): "
-            f"{what} {format_bytes(held)}, and beside that {error}",
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
+            f"smallest that works is {format_least(smallest)} ({smallest} bytes): {what} "
+            f"{format_bytes(held)}, and beside that {error}",
             smallest_bytes=smallest,
         ) from None
 

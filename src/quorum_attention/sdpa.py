@@ -167,7 +167,7 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
                 taken = _in_a_graph(call)
         elif call is not None:
             settings = current()
-            if settings is not None and settings.sdpa and _is_long(call, settings.min_tokens):
+            if settings and settings.get("sdpa") and _is_long(call, settings["min_tokens"]):
                 taken = _taken(call)
         return own(*args, **named) if taken is None else taken
 

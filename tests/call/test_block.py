@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.call.block import Block, BlockResults, WholeCall
+from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
@@ -69,7 +69,7 @@ def test_blocks_together_are_the_call(name: str, causal: bool) -> None:
             out, lse = compute_block(call, block, three, ON_CPU)
             outs.append(out)
             lses.append(lse)
-            made = compute_block(call, block, inputs, ON_CPU, BlockResults(partial=True))
+            made = compute_block(call, block, inputs, ON_CPU)
             for whole, part, of_keys in zip(found, made, (False, True, True), strict=True):
                 call.cut(whole, block, of_keys=of_keys).add_(part)
         lse = torch.logsumexp(torch.stack(lses), 0)

@@ -53,7 +53,7 @@ def test_a_call_s_own_arguments_win_and_inner_blocks_do() -> None:
         assert asked(depth=2) == (2, 2)
         with qa.using(depth=2):
             assert asked() == (2, 2)
-            assert current().kernel == "dense"  # as it is outside
+            assert current()["kernel"] == "dense"  # as it is outside
         with qa.using(depth="auto"):
             assert asked() == (0, 0)
         assert asked() == (1, 1)
@@ -134,17 +134,17 @@ def test_after_an_error_everything_is_as_before() -> None:
     with qa.using(depth=1):
         with pytest.raises(RuntimeError, match="mine"), qa.using(depth=2):
             raise RuntimeError("mine")
-        assert current().depth == 1
+        assert current()["depth"] == 1
     assert current() is None
 
 
 def test_as_a_decorator_and_within_itself() -> None:
     @qa.using(depth=1)
     def deep(times: int) -> None:
-        assert current().depth == 1
+        assert current()["depth"] == 1
         if times:
             deep(times - 1)
-        assert current().depth == 1
+        assert current()["depth"] == 1
 
     deep(3)
     assert current() is None
@@ -157,11 +157,11 @@ def test_as_a_decorator_of_what_runs_later() -> None:
     def generator() -> Iterator[int]:
         for _ in range(3):
             try:
-                given = yield current().depth
+                given = yield current()["depth"]
                 assert given is None or given == "sent"
             except KeyError:
-                yield -current().depth
-        assert current().depth == 2
+                yield -current()["depth"]
+        assert current()["depth"] == 2
         return "done"
 
     made = generator()
@@ -187,7 +187,7 @@ def test_threads_begin_without_and_take_a_context_that_they_are_given() -> None:
     seen: list[object] = []
     with qa.using(depth=1):
         for target in (lambda: seen.append(current()), contextvars.copy_context().run):
-            args = () if not seen else (lambda: seen.append(current().depth),)
+            args = () if not seen else (lambda: seen.append(current()["depth"]),)
             thread = threading.Thread(target=target, args=args)
             thread.start()
             thread.join()
@@ -215,13 +215,13 @@ def test_tasks_of_asyncio_take_those_of_where_they_were_made() -> None:
         with qa.using(depth=depth):
             for _ in range(3):
                 await asyncio.sleep(0)
-                assert current().depth == depth
-                assert current().kernel == "dense"
+                assert current()["depth"] == depth
+                assert current()["kernel"] == "dense"
 
     async def outer() -> None:
         with qa.using(kernel="dense"):
             await asyncio.gather(*(inner(depth) for depth in range(4)))
-            assert current().depth == "auto"
+            assert "depth" not in current()
 
     asyncio.run(outer())
     assert current() is None
@@ -236,9 +236,9 @@ def test_a_generator_s_block_ends_where_it_ends() -> None:
     one, two = generator(1), generator(2)
     next(one)
     next(two)
-    assert current().depth == 2
+    assert current()["depth"] == 2
     one.close()
-    assert current().depth == 2
+    assert current()["depth"] == 2
     two.close()
     assert current() is None
 
@@ -318,7 +318,7 @@ def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
         thread.start()
         thread.join()
         monkeypatch.undo()
-        assert found[0].depth == 1
+        assert found[0]["depth"] == 1
         assert found[1] is None
         report, leaf = qa.Report(), q().requires_grad_()
         out = checkpoint(

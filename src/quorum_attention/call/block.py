@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.call.gradients import Given, given_of
+from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.decomposition.intervals import Interval
@@ -194,8 +194,6 @@ class BlockResults:
         grads: of query, key and value; None: they are made.
         grad_mask: a tensor, or whether the gradient of the bias is wanted.
         grad_sinks: whether the gradient of the sinks is wanted.
-        partial: whether ``out`` and ``lse``, which a backward reads, are of more keys than the
-            block's.
     """
 
     out: torch.Tensor | None = None
@@ -204,7 +202,6 @@ class BlockResults:
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     grad_mask: torch.Tensor | bool = False
     grad_sinks: bool = False
-    partial: bool = False
 
 
 def request_of_block(
@@ -214,8 +211,8 @@ def request_of_block(
     written: CallOptions,
     results: BlockResults,
     masked: tuple[AttnMask, bool] | None = None,
-) -> tuple[Tensors, Request, Given | None]:
-    """The block as a call of its own; ``Given`` for a backward.
+) -> tuple[Tensors, Request, BackwardInputs | None]:
+    """The block as a call of its own; ``BackwardInputs`` for a backward.
 
     Args:
         inputs: the block's query, key and value; for a backward grad_out, out and lse besides, and
@@ -240,13 +237,11 @@ def request_of_block(
     )  # fmt: skip
     if not backward:
         return tensors, request, None
-    given = Given(
+    given = BackwardInputs(
         inputs["grad_out"], inputs["out"], inputs["lse"], results.grads,
-        results.grad_mask is not False,
-        None if isinstance(results.grad_mask, bool) else results.grad_mask,
-        results.grad_sinks, inputs.get("grad_lse"), results.partial,
+        results.grad_mask, results.grad_sinks, inputs.get("grad_lse"),
     )  # fmt: skip
-    return tensors, request, given_of(tensors, request, given, three)
+    return tensors, request, check_backward_inputs(tensors, request, given, three)
 
 
 __all__ = ["AttnMask", "Block", "BlockResults", "WholeCall", "request_of_block"]

@@ -11,41 +11,37 @@ import torch
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import refuse_transforms
 from quorum_attention.call.validation import as_tensor, check_apart, check_given, check_result
-from quorum_attention.counts import shown
+from quorum_attention.counts import shown, switch
 from quorum_attention.execution.call import Three, divided_bytes, is_operand, lie_well
 from quorum_attention.execution.problem import Placement
 
 _NAMES = ("grads[0]", "grads[1]", "grads[2]")
 
 
-class Given(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What a backward is given beside the inputs.
 
     Attributes:
         grad_out, out: the upstream gradient and the output, (*batch, heads, n_queries, value_dim).
         lse: (*batch, heads, n_queries), natural log.
         grads: preallocated results, like query, key and value.
-        of_mask: whether the gradient of the mask is wanted too.
-        grad_mask: a preallocated tensor for it, like the mask.
-        of_sinks: whether the gradient of the sinks is wanted too.
+        grad_mask: whether the gradient of the mask is wanted too, or a preallocated tensor for it.
+        grad_sinks: whether the gradient of the sinks is wanted too.
         grad_lse: the gradient of the log-sum-exp, like ``lse``; None is 0.
-        partial: whether output and log-sum-exp are of more keys than the call's.
     """
 
     grad_out: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     grads: Three | None = None
-    of_mask: bool = False
-    grad_mask: torch.Tensor | None = None
-    of_sinks: bool = False
+    grad_mask: torch.Tensor | bool = False
+    grad_sinks: bool = False
     grad_lse: torch.Tensor | None = None
-    partial: bool = False
 
 
-def given_of(
-    tensors: Tensors, request: Request, given: Given, inputs: Sequence[torch.Tensor]
-) -> Given:
+def check_backward_inputs(
+    tensors: Tensors, request: Request, given: BackwardInputs, inputs: Sequence[torch.Tensor]
+) -> BackwardInputs:
     """What a backward is given, checked against the call, with a dimension of heads.
 
     Args:
@@ -81,16 +77,17 @@ def given_of(
             check_result(grad, tuple(like.shape), name, home, grads[0].dtype)
         results.update(zip(_NAMES, grads, strict=True))
         given = given._replace(grads=(grads[0], grads[1], grads[2]))
-    if given.of_mask and (mask is None or mask.dtype == torch.bool):
-        what = "None" if mask is None else "a boolean mask"
-        raise ValueError(f"grad_mask needs an additive attn_mask, got {what}")
-    if given.of_sinks and tensors.sinks is None:
+    if given.grad_mask is not False:
+        if mask is None or mask.dtype == torch.bool:
+            what = "None" if mask is None else "a boolean mask"
+            raise ValueError(f"grad_mask needs an additive attn_mask, got {what}")
+        if given.grad_mask is not True:
+            target = as_tensor(given.grad_mask, "grad_mask", written=True)
+            check_result(target, tuple(mask.shape), "grad_mask", home)
+            results["grad_mask"] = target
+            given = given._replace(grad_mask=target)
+    if switch(given.grad_sinks, "grad_sinks") and tensors.sinks is None:
         raise ValueError("grad_sinks needs a Mask with sinks as attn_mask")
-    if given.grad_mask is not None and mask is not None:
-        target = as_tensor(given.grad_mask, "grad_mask", written=True)
-        check_result(target, tuple(mask.shape), "grad_mask", home)
-        results["grad_mask"] = target
-        given = given._replace(grad_mask=target)
     if results:
         every = {"query": query, "key": key, "value": value, "attn_mask": mask}
         check_apart(results, {**every, **read})
@@ -114,7 +111,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
     )
 
 
-def backward_place(tensors: Tensors, request: Request, given: Given) -> Placement:
+def backward_place(tensors: Tensors, request: Request, given: BackwardInputs) -> Placement:
     """The placement of a backward."""
     work, device = request.work, request.options.device
     query, key, value = tensors[:3]

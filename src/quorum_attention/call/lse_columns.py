@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.call.gradients import Given
+from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
@@ -50,7 +50,7 @@ def _widened(work: Workload, backend: Backend) -> Workload:
     return replace(work, value_dim=work.value_dim + more, head_dim=head_dim, columns=more)
 
 
-def column_bytes(tensors: Tensors, request: Request, given: Given) -> int:
+def column_bytes(tensors: Tensors, request: Request, given: BackwardInputs) -> int:
     """Bytes of the wider copies that are on the device that computes."""
     work, device = request.work, request.options.device
     wide = _widened(work, backend_of(device))
@@ -73,8 +73,8 @@ def column_bytes(tensors: Tensors, request: Request, given: Given) -> int:
 
 
 def with_columns(
-    tensors: Tensors, request: Request, given: Given
-) -> tuple[Tensors, Request, Given]:
+    tensors: Tensors, request: Request, given: BackwardInputs
+) -> tuple[Tensors, Request, BackwardInputs]:
     """A backward without ``given.grad_lse`` that has the gradients of one with it, in the first
     columns of its results (``without_columns``)."""
     assert given.grad_lse is not None

@@ -67,24 +67,16 @@ class CallOptions(NamedTuple):
     def says_nothing(self) -> bool:
         """Whether all options of the call have their defaults. Compared by identity: ``==`` of a
         caller's object may do anything."""
-        return (
-            self.depth is _AUTO
-            and self.kernel is _AUTO
-            and self.accumulator is _AUTO
-            and self.budget is None
-            and self.plan is None
-            and self.devices is None
-            and self.progress is None
-            and self.report is None
-        )
+        return False not in [a is b for a, b in zip(self, _DEFAULTS, strict=True)]
 
     @property
     def sums(self) -> tuple[Report, ...]:
         """The reports to whose totals the call is added, each once."""
-        if self.report is None and self.total is None:
-            return ()
         both = (self.report,) if self.report is self.total else (self.report, self.total)
         return tuple([report for report in both if report is not None])
+
+
+_DEFAULTS = CallOptions()
 
 
 class Arguments(NamedTuple):
@@ -99,7 +91,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
-    written: CallOptions = CallOptions()
+    written: CallOptions = _DEFAULTS
 
 
 def several(devices: Any) -> bool:
@@ -130,7 +122,11 @@ def options_of(written: CallOptions, home: torch.device) -> Options:
         raise ValueError("plan and depth cannot both be given: a plan pins its own depth")
     if report is not None and not isinstance(report, Report):
         raise TypeError(f"report must be a quorum_attention.Report, got {type(report).__name__}")
-    check_progress(progress)
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise TypeError(
+            f"progress must be None, True or a callable (done, total, label), "
+            f"got {type(progress).__name__}"
+        )
     where = one_of(accumulator, "accumulator", ("auto", "device", "host"))
     return Options(
         budget_bytes=None if budget is None else parse_bytes(budget),
@@ -141,15 +137,6 @@ def options_of(written: CallOptions, home: torch.device) -> Options:
         device=compute_device(home, devices),
         watched=report is not None or (progress is not None and progress is not False),
     )
-
-
-def check_progress(progress: Any) -> None:
-    """Raise a TypeError if ``progress`` is none."""
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise TypeError(
-            f"progress must be None, True or a callable (done, total, label), "
-            f"got {type(progress).__name__}"
-        )
 
 
 def depth_of(depth: int | str) -> int | None:

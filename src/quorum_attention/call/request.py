@@ -46,7 +46,7 @@ from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.planner.plan import Options
 
 if TYPE_CHECKING:
-    from quorum_attention.call.gradients import Given
+    from quorum_attention.call.gradients import BackwardInputs
 
 # What arguments may be; ``as_tensor`` says which of them.
 Array = torch.Tensor | np.ndarray
@@ -75,7 +75,7 @@ class Runner(Protocol):
         """(out, lse), as ``passes.run_forward``."""
 
     def backward(
-        self, tensors: Tensors, request: Request, given: Given
+        self, tensors: Tensors, request: Request, given: BackwardInputs
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, as ``passes.run_backward``."""
 

@@ -12,51 +12,23 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._contextlib import context_decorator
 
-from quorum_attention.call.options import CallOptions, Defaults, Device, options_of
-from quorum_attention.counts import shown
-from quorum_attention.execution.report import Report
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.call.options import CallOptions, Defaults, options_of
+from quorum_attention.counts import shown, whole_number
 from quorum_attention.kernels.registry import get_kernel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# The fields of ``Settings`` that one block sets.
+# What calls get that do not say otherwise: options; ``total``, the report to whose total they are
+# added; ``sdpa``, whether torch's own function is taken over, for calls of at least ``min_tokens``.
 Layer = dict[str, Any]
-
-
-class Settings(NamedTuple):
-    """What calls get that do not say otherwise.
-
-    Attributes:
-        budget, depth, kernel, accumulator, devices, progress: as in ``api.attention``.
-        total: the report whose total calls are added to.
-        sdpa: whether ``torch.nn.functional.scaled_dot_product_attention`` is taken over.
-        min_tokens: calls of it with fewer tokens are not.
-    """
-
-    budget: int | str | None = None
-    depth: int | str = "auto"
-    kernel: str | InnerKernel = "auto"
-    accumulator: str = "auto"
-    devices: Device | None = None
-    progress: Any = None
-    total: Report | None = None
-    sdpa: bool = False
-    min_tokens: int = 0
-
-    def fill(self, written: CallOptions) -> CallOptions:
-        """The options of a call, with these where it says nothing. A plan says all that it pins."""
-        free: tuple[str, ...] = ("devices", "progress")
-        if written.plan is None:
-            free = ("budget", "depth", "kernel", "accumulator", *free)
-        mine = {n: getattr(self, n) for n in free if _is_default(getattr(written, n))}
-        return written._replace(**mine, total=self.total)
+# What a plan pins, and what it does not.
+_PINNED, _FREE = ("budget", "depth", "kernel", "accumulator"), ("devices", "progress")
 
 
 def _is_default(value: object) -> bool:
@@ -68,20 +40,28 @@ _LAYERS: ContextVar[tuple[Layer, ...]] = ContextVar("quorum_attention_settings",
 _base: Layer | None = None
 
 
-def current() -> Settings | None:
-    """The settings here; None where there are none."""
+def current() -> Layer | None:
+    """The settings here, of all layers; None where there are none."""
     layers = _LAYERS.get() or _handed_over()
     if _base is not None:
         layers = (_base, *layers)
     if not layers:
         return None
-    return Settings(**{name: value for layer in layers for name, value in layer.items()})
+    return {name: value for layer in layers for name, value in layer.items()}
 
 
 def filled(written: CallOptions) -> CallOptions:
     """The options of a call, with the settings here where it says nothing."""
-    settings = current()
-    return written if settings is None else settings.fill(written)
+    return fill(current(), written)
+
+
+def fill(settings: Layer | None, written: CallOptions) -> CallOptions:
+    """The options of a call, with ``settings`` where it says nothing."""
+    if settings is None:
+        return written
+    free = _FREE if written.plan is not None else (*_PINNED, *_FREE)
+    mine = {n: settings[n] for n in free if n in settings and _is_default(getattr(written, n))}
+    return written._replace(**mine, total=settings.get("total"))
 
 
 def _handed_over() -> tuple[Layer, ...]:
@@ -117,13 +97,10 @@ def layer_of(**fields: Any) -> Layer:
         kernel = get_kernel(fields["kernel"])
         if kernel.own_attention or kernel.probed_as is not None:
             raise ValueError(
-                f"kernel must be one of exact attention here, got {kernel.name!r}, which computes "
-                f"another: settings say how calls are run, not what they compute. Give it to the "
-                f"call itself"
+                f"kernel must be one of exact attention here, got {kernel.name!r}: settings say "
+                f"how calls are run, not what they compute. Give it to the call itself"
             )
-    least = fields.get("min_tokens", 0)
-    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
-        raise ValueError(f"min_tokens must be a whole number from 0, got {shown(least)}")
+    whole_number(fields.get("min_tokens", 0), "min_tokens", 0)
     if "report" in fields:
         fields["total"] = fields.pop("report")
     return fields

@@ -11,11 +11,11 @@ from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import capturing, outside
 
 
-def records(*inputs: torch.Tensor) -> bool:
+def records(*inputs: torch.Tensor | None) -> bool:
     """Whether the call has to be a function of autograd's: for gradients, or under a transformation
     or forward-mode (where that function works or raises its error)."""
     return (
-        (torch.is_grad_enabled() and True in [t.requires_grad for t in inputs])
+        (torch.is_grad_enabled() and True in [t.requires_grad for t in inputs if t is not None])
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )

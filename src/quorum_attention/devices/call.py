@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.gradients import Given
+from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, Budget, CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, Tensors, request_of
@@ -176,7 +176,7 @@ class PoolCall:
         return out, lse
 
     def backward(
-        self, tensors: Tensors, request: Request, given: Given
+        self, tensors: Tensors, request: Request, given: BackwardInputs
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, and of the bias if it is wanted; in shared memory,
         or on the inputs' device."""
@@ -188,7 +188,7 @@ class PoolCall:
             name: (grad, tuple(t.shape), t.dtype)
             for name, grad, t in zip(names, given.grads or (None,) * 3, tensors[:3], strict=True)
         }
-        bias = tensors.mask if given.of_mask else None
+        bias = tensors.mask if given.grad_mask is not False else None
         sums = Sums(self._whole(request), tensors.key, tensors.value, bias)
         try:
             made = self._run(tensors, request, upstream, wanted, sums)
@@ -198,7 +198,7 @@ class PoolCall:
         if bias is None or sums.bias is None:
             return made
         result = given.grad_mask
-        if result is None:
+        if not isinstance(result, torch.Tensor):
             result = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         with torch.no_grad():
             return (*made, result.copy_(sums.bias))

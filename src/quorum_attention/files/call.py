@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.call.gradients import Given, given_of
+from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import request_of
 from quorum_attention.call.validation import as_mask
@@ -147,8 +147,8 @@ def file_call(
         heads = 1 if request.without_heads else 0
         if any(a.shape[heads:] != b.shape for a, b in zip(inputs.values(), three, strict=True)):
             raise NotImplementedError("a backward from files takes no inputs that are broadcast")
-        rest = Given(tensors["grad_out"], tensors["out"], tensors["lse"])
-        rest = given_of(checked, request, rest, three)
+        rest = BackwardInputs(tensors["grad_out"], tensors["out"], tensors["lse"])
+        rest = check_backward_inputs(checked, request, rest, three)
         inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
     work = request.work
     whole = WholeCall(

@@ -281,8 +281,7 @@ class _Work:
         if self._job.backward:
             three = (inputs[name] for name in ("query", "key", "value"))
             query, key, value = (torch.empty_like(t, dtype=dtype) for t in three)
-            partial = self._unit.kind == "task"
-            results = BlockResults(grads=(query, key, value), partial=partial)
+            results = BlockResults(grads=(query, key, value))
         return compute_block(self._call, block, inputs, written, results, masked)
 
     def _empty(self, chunk: int, place: torch.device) -> list[torch.Tensor]:
