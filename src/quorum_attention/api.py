@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from quorum_attention.call.options import Arguments, CallOptions, RunOptions, se
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.direct import find_cached, output
+from quorum_attention.direct import cache_key, cached_attention
 from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
@@ -122,15 +123,14 @@ def attention(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         CallOptions(**options),
     )  # fmt: skip
-    name, traced = None, torch.compiler.is_dynamo_compiling()
-    if not traced:
-        cached, name = find_cached(query, key, value, call)
-        if cached is not None:
-            return cached
-        traced = name is None and is_traced(query, key, value)
-    if traced:
-        return _traced(query, key, value, call)[0]
-    return output(*_request_of("attention", query, key, value, call), out, name, query, key, value)
+    if not torch.compiler.is_dynamo_compiling():
+        name = cache_key(query, key, value, call)
+        checked = partial(_request_of, "attention", query, key, value, call)
+        if name is not None:
+            return cached_attention(name, query, key, value, attn_mask, checked)
+        if not is_traced(query, key, value):
+            return attend(*checked(), out)[0]
+    return _traced(query, key, value, call)[0]
 
 
 def attention_with_lse(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,6 +34,8 @@ FORWARD_MODE = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
 
+# What a backward reads: grad_out, query, key, value, out, lse, mask, sinks and grad_lse.
+Read = Sequence[Any]
 # Who is asked for (out, lse) of a recorded call, with what computes them: a checkpoint that keeps
 # them, or None.
 RESULTS: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("RESULTS", default=None)
@@ -62,43 +64,25 @@ class EagerCall:
         return result if self.request.out is None else result.detach(), lse
 
     def gradients(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        saved: tuple[Any, ...],
-        learned: tuple[bool, bool],
+        self, read: Read, learned: Sequence[bool], more: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, then of mask and sinks where ``learned``."""
-        refuse_batched(grad_out, grad_lse)
-        query, key, value, mask, sinks, out, lse = saved[:7]
-        read = grad_out, query, key, value, out, lse, mask, sinks, grad_lse
-        run = _EagerBackward(self.request, *learned)
+        refuse_batched(read[0], read[8])
         # A function of autograd's only where a second derivative could be asked for.
         if records(*read):
-            grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, run)
+            grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, self, learned)
             return grads
-        return run(*read)
+        return self.backward(read, learned)
 
-    def mapped(self, info: Any, mask: torch.Tensor | None) -> EagerCall:
-        """The call with one more batch dimension in front."""
-        same = info.randomness == "same"
-        return EagerCall(self.request.mapped(info.batch_size, mask, same=same))
-
-
-class _EagerBackward(NamedTuple):
-    """A backward as ``Gradients`` runs it: whether the gradients of mask and sinks are wanted."""
-
-    request: Request
-    of_mask: bool
-    of_sinks: bool
-
-    def __call__(self, *read: Any) -> tuple[torch.Tensor, ...]:
+    def backward(self, read: Read, learned: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """As ``gradients``, run here and now."""
         grad_out, query, key, value, out, lse, mask, sinks, grad_lse = read
-        of_mask, of_sinks = self.of_mask, self.of_sinks
-        given = BackwardInputs(
-            grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
-        )
+        given = BackwardInputs(grad_out, out, lse, None, learned[0], learned[1], grad_lse)
         return run_backward(Tensors(query, key, value, mask, sinks), self.request, given)
+
+    def mapped(self, size: int, mask: torch.Tensor | None, *, same: bool) -> EagerCall:
+        """The call with one more batch dimension in front (``Request.mapped``)."""
+        return EagerCall(self.request.mapped(size, mask, same=same))
 
 
 class _Quick(torch.autograd.Function):
@@ -149,7 +133,9 @@ class Attention(_Quick):
         if grad_out is None:
             out = saved[5]
             grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-        grads = ctx.call.gradients(grad_out, grad_lse, saved, needed[3:5])
+        query, key, value, mask, sinks, out, lse, *more = saved
+        read = grad_out, query, key, value, out, lse, mask, sinks, grad_lse
+        grads = ctx.call.gradients(read, needed[3:5], more)
         learned = iter(grads[3:])
         five = (*grads[:3], *(next(learned) if wanted else None for wanted in needed[3:5]))
         wanted = (g if n else None for g, n in zip(five, needed, strict=False))
@@ -160,18 +146,19 @@ class Attention(_Quick):
         """One more batch dimension."""
         *tensors, call = args
         five = mapped_inputs(info.batch_size, in_dims, *tensors)
-        return Attention.apply(*five, call.mapped(info, five[3])), (0, 0)
+        mapped = call.mapped(info.batch_size, five[3], same=info.randomness == "same")
+        return Attention.apply(*five, mapped), (0, 0)
 
 
 class Gradients(_Quick):
     """The backward as a function of its own, so that a second derivative meets a clear error: of
-    its tensors, and what runs it."""
+    what it reads, the call, and whether the gradients of mask and sinks are wanted."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:
         """The gradients."""
-        *tensors, run = args
-        return tuple(run(*tensors))
+        *read, call, learned = args
+        return tuple(call.backward(read, learned))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -186,15 +173,15 @@ class Gradients(_Quick):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """One more batch dimension."""
-        *read, run = args
+        *read, call, learned = args
         # Where the forward was made once, all gradients are of the same dropped pairs.
         same = info.randomness == "same" or in_dims[5] is None
 
         def compute(*nine: Any) -> Any:
-            request = run.request.mapped(info.batch_size, nine[6], same=same)
-            return Gradients.apply(*nine, run._replace(request=request))
+            mapped = call.mapped(info.batch_size, nine[6], same=same)
+            return Gradients.apply(*nine, mapped, learned)
 
-        grads = mapped_gradients(info.batch_size, in_dims, read, run[-2:], compute)
+        grads = mapped_gradients(info.batch_size, in_dims, read, learned, compute)
         return tuple(grads), (0,) * len(grads)
 
 
@@ -214,7 +201,7 @@ def mapped_inputs(
 def mapped_gradients(
     size: int,
     dims: tuple[Any, ...],
-    read: Sequence[Any],
+    read: Read,
     learned: Sequence[bool],
     compute: Callable[..., Any],
 ) -> list[torch.Tensor]:
@@ -222,7 +209,6 @@ def mapped_gradients(
     the dimension first.
 
     Args:
-        read: grad_out, query, key, value, out, lse, mask, sinks and grad_lse.
         learned: whether the gradients of mask and sinks are wanted.
     """
     *six, mask, sinks, grad_lse = read

@@ -9,13 +9,13 @@ is free then. Nothing is remembered that holds a tensor, or a kernel that its us
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from quorum_attention.autograd import RESULTS, Attention, EagerCall, attend
+from quorum_attention.autograd import RESULTS, Attention, EagerCall, Read, attend
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments
 from quorum_attention.call.request import Request, Tensors
@@ -62,17 +62,16 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
     round it up (``planner/decide.py``).
     """
     attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
-    if type(dropout_p) is not float or dropout_p != 0.0 or not written.says_nothing:
-        return None
-    if out is not None or out_dtype is not None or seed is not None:
+    if not (
+        type(dropout_p) is float and dropout_p == 0.0 and written.says_nothing
+        and out is None and out_dtype is None and seed is None
+        and type(is_causal) is bool and type(enable_gqa) is bool
+        and (scale is None or type(scale) is float)
+    ):  # fmt: skip
         return None
     for tensor in (query, key, value):
         if not _is_plain(tensor) or tensor.dim() != 4:
             return None
-    if type(is_causal) is not bool or type(enable_gqa) is not bool:
-        return None
-    if scale is not None and type(scale) is not float:
-        return None
     kind = query.device.type
     backend = BACKENDS.get(kind)
     # Before sizes are looked at: under a trace they may be tensors.
@@ -183,19 +182,13 @@ class DirectCall(EagerCall):
     kernel: InnerKernel
     backwards: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
-    def output(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def output(self, tensors: Tensors) -> torch.Tensor | None:
         """The output; None where memory ran out."""
         try:
             if self.request.records:
-                out: torch.Tensor = Attention.apply(query, key, value, mask, None, self)[0]
+                out: torch.Tensor = Attention.apply(*tensors, self)[0]
                 return out
-            return self.forward(Tensors(query, key, value, mask), ())[0]
+            return self.forward(tensors, ())[0]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -203,49 +196,39 @@ class DirectCall(EagerCall):
 
     def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """(out, lse)."""
-        out, lse = self.kernel.whole_forward(self._call(*tensors[:4], self.request.out_dtype))
+        out, lse = self.kernel.whole_forward(self._call(tensors, self.request.out_dtype))
         return as_own(out), lse
 
-    def _call(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Call:
+    def _call(self, tensors: Tensors, out_dtype: torch.dtype) -> Call:
+        query, key, value, mask, _ = tensors
         work, bias = self.request.work, None
         if mask is not None:
             bias = MaskView(mask, 1).whole(work.dtype, self.request.options.device)
         return Call(query, key, value, work.is_causal, self.request.scale, bias, out_dtype)
 
     def gradients(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        saved: tuple[Any, ...],
-        learned: tuple[bool, bool],
+        self, read: Read, learned: Sequence[bool], more: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """As ``EagerCall.gradients``."""
-        query, key, value, mask, _, out, lse = saved[:7]
-        if grad_lse is None and self._is_one_backward(grad_out, Tensors(*saved[:4]), out, lse):
-            dtype = self.request.work.dtype
+        grad_out, query, key, value, out, lse, mask, _, grad_lse = read
+        refuse_batched(grad_out)
+        tensors, dtype = Tensors(query, key, value, mask), self.request.work.dtype
+        if grad_lse is None and self._is_one_backward(grad_out, tensors, out, lse):
             try:
                 lse = lse if self.kernel.empty_rows else without_empty_rows(lse)
                 kept = Saved(operand(grad_out, dtype), operand(out, dtype), lse)
-                return self.kernel.whole_backward(self._call(query, key, value, mask, dtype), kept)
+                return self.kernel.whole_backward(self._call(tensors, dtype), kept)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 # The next one is decided anew, by what is free then.
                 self.backwards.clear()
-        return EagerCall(self.request).gradients(grad_out, grad_lse, saved, learned)
+        return EagerCall.gradients(self, read, learned, more)
 
     def _is_one_backward(
         self, grad_out: torch.Tensor, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor
     ) -> bool:
         """Whether the gradients are one kernel call."""
-        refuse_batched(grad_out)
         work, kernel = self.request.work, self.kernel
         if not _is_plain(grad_out) or grad_out.dtype != work.dtype or grad_out.device != out.device:
             return False
@@ -285,46 +268,36 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
 _CACHE: dict[Hashable, DirectCall | None] = {}
 
 
-def find_cached(
-    query: Any, key: Any, value: Any, call: Arguments
-) -> tuple[torch.Tensor | None, Hashable | None]:
-    """Makes a call as one before.
-
-    Returns:
-        (output or None, what the call is to be remembered by or None).
-    """
-    name = cache_key(query, key, value, call)
-    known = None if name is None else _CACHE.get(name)
-    if known is None:
-        return None, name
-    mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
-    out = known.output(query, key, value, mask)
-    if out is not None:
-        return out, name
-    # It may run out of memory again: it is remembered by the next call like it that does not.
-    _CACHE.pop(name, None)
-    return None, None
-
-
-def output(
-    tensors: Tensors,
-    request: Request,
-    out: torch.Tensor | None,
-    name: Hashable | None,
-    *given: object,
+def cached_attention(
+    name: Hashable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    checked: Callable[[], tuple[Tensors, Request]],
 ) -> torch.Tensor:
-    """The output of a call that has been checked; it is remembered.
+    """The output of a call: made as one before, or else checked and remembered.
 
     Args:
-        out: as the caller gave it.
-        name: what it is to be remembered by; None: it is not.
-        given: query, key and value as the caller gave them.
+        name: its ``cache_key``.
+        checked: its tensors and request.
     """
+    known = _CACHE.get(name)
+    if known is not None:
+        made = known.output(
+            Tensors(query, key, value, mask if isinstance(mask, torch.Tensor) else None)
+        )
+        if made is not None:
+            return made
+        # It may run out of memory again: it is remembered by the next call like it that does not.
+        _CACHE.pop(name, None)
+        return attend(*checked(), None)[0]
+    tensors, request = checked()
     # Of tensors that were broadcast or cast, others like the given ones are not.
-    same = all(one is other for one, other in zip(tensors[:3], given, strict=True))
-    if same and name is not None and name not in _CACHE:
+    same = tensors.query is query and tensors.key is key and tensors.value is value
+    if same and name not in _CACHE:
         known = direct_call(tensors, request)
-        made = None if known is None else known.output(*tensors[:4])
+        made = None if known is None else known.output(tensors)
         # Not once more, unless memory runs out. Then it is not remembered either: a short call is
         # decided without asking how much is free.
         if known is None or made is not None:
@@ -333,7 +306,7 @@ def output(
             _CACHE[name] = known
         if made is not None:
             return made
-    return attend(tensors, request, out)[0]
+    return attend(tensors, request, None)[0]
 
 
 def forget_all() -> None:

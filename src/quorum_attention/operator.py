@@ -17,7 +17,7 @@ tensor: which settings.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from quorum_attention.autograd import (
     Attention,
     Gradients,
+    Read,
     mapped_gradients,
     mapped_inputs,
 )
@@ -360,17 +361,19 @@ class _OperatorCall(NamedTuple):
             return tuple(torch.ops.quorum_attention.attention(*tensors, seed, parts, *self.call))
 
     def gradients(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        saved: tuple[Any, ...],
-        learned: tuple[bool, bool],
+        self, read: Read, learned: Sequence[bool], more: Sequence[Any]
     ) -> list[torch.Tensor]:
-        query, key, value, mask, sinks, out, lse, known, seed, *parts = saved
+        known, seed, *parts = more
         grads: list[torch.Tensor] = torch.ops.quorum_attention.attention_backward(
-            grad_out, query, key, value, out, lse, mask, sinks, grad_lse, known, seed, parts,
-            *self.call[:-2], *learned,
-        )  # fmt: skip
+            *read, known, seed, parts, *self.call[:-2], *learned
+        )
+        return grads
+
+    def backward(self, read: Read, learned: Sequence[bool]) -> list[torch.Tensor]:
+        with _below():
+            grads: list[torch.Tensor] = torch.ops.quorum_attention.attention_backward(
+                *read[:11], list(read[11:]), *self.call
+            )
         return grads
 
 
@@ -410,13 +413,7 @@ def _recorded_backward(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.quorum_attention.attention_backward(*args)
 
-    def run(*given: torch.Tensor | None) -> Any:
-        with _below():
-            return torch.ops.quorum_attention.attention_backward(
-                *given[:11], list(given[11:]), *args[12:]
-            )
-
-    return list(_apply(Gradients, *tensors, *parts, run))
+    return list(_apply(Gradients, *tensors, *parts, _OperatorCall(args[12:]), ()))
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

@@ -38,7 +38,7 @@ def known(three: tuple[torch.Tensor, ...], **named: Any) -> DirectCall:
 
 
 def made(call: DirectCall, three: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    found = call.output(*three)
+    found = call.output(Tensors(*three, None))
     assert found is not None
     return found
 

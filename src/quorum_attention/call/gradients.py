@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import refuse_transforms
-from quorum_attention.call.validation import as_tensor, check_apart, check_given, check_result
+from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.call import Three, divided_bytes, is_operand, lie_well
 from quorum_attention.execution.problem import Placement
@@ -62,7 +62,7 @@ def check_backward_inputs(
     for name, tensor in read.items():
         read[name] = request.with_heads(tensor, len(shapes[name]) - 1)
         dtype = request.work.state_dtype if name == "lse" else None
-        check_given(read[name], shapes[name], name, home, dtype)
+        check_tensor(read[name], shapes[name], name, home, dtype)
     results: dict[str, torch.Tensor] = {}
     if given.grads is not None:
         if not isinstance(given.grads, (tuple, list)) or len(given.grads) != 3:
@@ -74,7 +74,7 @@ def check_backward_inputs(
             )
         grads = [as_tensor(g, n, written=True) for n, g in zip(_NAMES, given.grads, strict=True)]
         for grad, name, like in zip(grads, _NAMES, tensors[:3], strict=True):
-            check_result(grad, tuple(like.shape), name, home, grads[0].dtype)
+            check_tensor(grad, tuple(like.shape), name, home, grads[0].dtype, written=True)
         results.update(zip(_NAMES, grads, strict=True))
         given = given._replace(grads=(grads[0], grads[1], grads[2]))
     if given.grad_mask is not False:
@@ -83,7 +83,7 @@ def check_backward_inputs(
             raise ValueError(f"grad_mask needs an additive attn_mask, got {what}")
         if given.grad_mask is not True:
             target = as_tensor(given.grad_mask, "grad_mask", written=True)
-            check_result(target, tuple(mask.shape), "grad_mask", home)
+            check_tensor(target, tuple(mask.shape), "grad_mask", home, written=True)
             results["grad_mask"] = target
             given = given._replace(grad_mask=target)
     if switch(given.grad_sinks, "grad_sinks") and tensors.sinks is None:

@@ -11,7 +11,6 @@ process's mappings tells; on other systems nothing is known.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,16 +99,14 @@ class Mappings:
         except OSError:
             return cls(())
 
-    def of(self, tensor: torch.Tensor) -> tuple[MappedRange, ...]:
+    def of(self, tensor: torch.Tensor) -> list[MappedRange]:
         """The mappings that a tensor in host memory spans."""
         if not on_host(tensor.device) or tensor.numel() == 0:
-            return ()
+            return []
         start = tensor.data_ptr()
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         last = start + sum((n - 1) * s for n, s in sizes) * tensor.element_size()
-        first = bisect_right(self.every, start, key=lambda m: m.start) - 1
-        after = bisect_right(self.every, last, key=lambda m: m.start)
-        return tuple(m for m in self.every[max(0, first) : after] if m.stop > start)
+        return [m for m in self.every if m.start <= last and start < m.stop]
 
     def read_only(self, tensor: torch.Tensor) -> bool:
         """Whether writing to ``tensor`` would end the process."""
@@ -122,6 +119,18 @@ class Mappings:
         if not found or found[0].file is None:
             return None
         return found[0], tensor.data_ptr() - found[0].start + found[0].offset
+
+    def share(self, result: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether a result and another tensor share memory, or bytes of a file that the result's
+        mapping writes to."""
+        if result.device != other.device:
+            return False
+        if share_memory(addresses(result), addresses(other)):
+            return True
+        one, two = self.in_file(result), self.in_file(other)
+        if one is None or two is None or not one[0].shared or one[0].file != two[0].file:
+            return False
+        return share_memory(addresses(result, one[1]), addresses(other, two[1]))
 
 
 def _parsed(line: str) -> MappedRange:

@@ -27,13 +27,13 @@ from quorum_attention.call.validation import (
     check_kind,
     check_mask,
     check_out_dtype,
+    check_place,
     check_plan,
-    check_result,
+    check_tensor,
     sizes_of,
 )
 from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import Workload, scale_is_exact
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, MOST_POSITIONS, Dropout
@@ -193,7 +193,8 @@ def request_of(
     is_causal = switch(is_causal, "is_causal")
     if out is not None:
         refuse_out()
-        check_result(out, (*query.shape[:-1], value.shape[-1]), "out", query.device, out_dtype)
+        shape_of_out = (*query.shape[:-1], value.shape[-1])
+        check_tensor(out, shape_of_out, "out", query.device, out_dtype, written=True)
         read = {"query": query, "key": key, "value": value, "attn_mask": mask}
         check_apart({"out": out}, read)
     options = options_of(written, query.device)
@@ -361,9 +362,5 @@ def checked_sinks(mask: Mask, heads: int, query: torch.Tensor) -> torch.Tensor |
         raise ValueError(
             f"Mask.sinks must be one for each of the {heads} query heads, got {tuple(sinks.shape)}"
         )
-    if not on_host(sinks.device) and sinks.device != query.device:
-        raise ValueError(
-            f"Mask.sinks must be in host memory or on the query's device {query.device}, got "
-            f"{sinks.device}"
-        )
+    check_place(sinks, "Mask.sinks", query.device)
     return sinks

@@ -16,13 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from quorum_attention.call.overlap import (
-    MappedRange,
-    Mappings,
-    addresses,
-    overlaps_itself,
-    share_memory,
-)
+from quorum_attention.call.overlap import Mappings, overlaps_itself
 from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import BACKENDS, is_known, on_host
 from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload
@@ -128,7 +122,7 @@ def _check_device(tensor: torch.Tensor, name: str) -> None:
         )
 
 
-def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
+def check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
     """Tensors beside the inputs are on the inputs' device ``home`` or in host memory."""
     if not on_host(tensor.device) and tensor.device != home:
         raise ValueError(
@@ -229,56 +223,36 @@ def check_out_dtype(out_dtype: torch.dtype | None) -> None:
         raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
 
 
-def check_given(
+def check_tensor(
     tensor: torch.Tensor,
     shape: tuple[int, ...],
     name: str,
     home: torch.device,
     dtype: torch.dtype | None = None,
+    *,
+    written: bool = False,
 ) -> None:
-    """Check what a backward reads beside the inputs, which are on ``home``: shape, dtype (None: any
-    floating one) and place.
+    """Check a tensor beside the inputs, which are on ``home``: shape, dtype (None: any floating
+    one) and place; of one that is written to, that it can be.
 
-    Beside inputs in host memory it may be on any device: the forward may have computed there.
+    Beside inputs in host memory, what a backward reads may be on any device: the forward may have
+    computed there.
     """
     check_kind(tensor, name)
-    if not (on_host(home) and is_known(tensor.device)):
-        _check_place(tensor, name, home)
-    _check_form(tensor, shape, name, dtype, ", as attention_with_lse returns it")
-
-
-def check_result(
-    result: torch.Tensor,
-    shape: tuple[int, ...],
-    name: str,
-    home: torch.device,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Check a preallocated result: shape, dtype, place, and that it can be written."""
-    check_kind(result, name)
-    _check_place(result, name, home)
-    _check_form(result, shape, name, dtype)
-    if result.requires_grad:
-        raise ValueError(f"{name} must not require a gradient")
-    if result.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
-    if result.is_neg():
-        raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
-
-
-def _check_form(
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    name: str,
-    dtype: torch.dtype | None,
-    origin: str = "",
-) -> None:
+    if written or not (on_host(home) and is_known(tensor.device)):
+        check_place(tensor, name, home)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if dtype is not None and tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}{origin}, got {tensor.dtype}")
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     if tensor.dtype not in ELEMENT_BYTES:
         raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {tensor.dtype}")
+    if written and tensor.requires_grad:
+        raise ValueError(f"{name} must not require a gradient")
+    if written and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
+    if written and tensor.is_neg():
+        raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
 
 
 def check_apart(
@@ -308,24 +282,9 @@ def check_apart(
             )
     for name, result in results.items():
         for other, tensor in before.items():
-            if result.device == tensor.device and (
-                share_memory(addresses(result), addresses(tensor))
-                or _share_a_file(known.in_file(result), known.in_file(tensor), result, tensor)
-            ):
+            if known.share(result, tensor):
                 raise ValueError(f"{name} must not share memory with {other}")
         before[name] = result
-
-
-def _share_a_file(
-    place: tuple[MappedRange, int] | None,
-    place_2: tuple[MappedRange, int] | None,
-    result: torch.Tensor,
-    other: torch.Tensor,
-) -> bool:
-    """Whether a result in a shared mapping of a file and another tensor hold bytes of it."""
-    if place is None or place_2 is None or not place[0].shared or place[0].file != place_2[0].file:
-        return False
-    return share_memory(addresses(result, place[1]), addresses(other, place_2[1]))
 
 
 def check_plan(plan: Plan, work: Workload) -> None:

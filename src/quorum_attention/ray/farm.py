@@ -18,7 +18,7 @@ import torch
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
-from quorum_attention.call.validation import as_tensor, check_apart, check_result
+from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
 from quorum_attention.counts import real_number, whole_number
 from quorum_attention.devices.buffers import InFile, in_file
 from quorum_attention.devices.call import check_options
@@ -238,7 +238,7 @@ class Farm:
         results = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         for name, (shape, dtype) in call.results(lse="lse" in results).items():
             home, exact = call.tensors["query"].device, dtype if name == "lse" else None
-            check_result(results[name], shape, name, home, exact)
+            check_tensor(results[name], shape, name, home, exact, written=True)
         mask = call.whole.mask
         bias = mask.bias if isinstance(mask, Mask) else mask
         check_apart(results, {**call.tensors, "attn_mask": bias})
