@@ -17,7 +17,7 @@ from quorum_attention.call.block import (
     BlockResults,
     WholeCall,
     request_of_block,
-)
+)  # fmt: skip
 from quorum_attention.call.gradients import (
     BackwardInputs,
     backward_place,
@@ -41,12 +41,7 @@ from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
-from quorum_attention.planner.decide import (
-    Decision,
-    both_passes,
-    decide,
-    with_plan,
-)
+from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
 from quorum_attention.planner.plan import Plan, is_cut, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
@@ -302,11 +297,11 @@ def _run(
     """
     backward = decision.problem.spec.backward
     if decision.plan is None:
-        begun = time.perf_counter() if request.sums else 0.0
+        begun = time.perf_counter()
         found = _at_once(job_of(decision))
         if found is not None:
+            spent = time.perf_counter() - begun
             for sums in request.sums:
-                spent = time.perf_counter() - begun
                 sums.total.add(decision.kernel.name, backward=backward, seconds=spent)
             return tuple([as_own(made) for made in found])
         decision = with_plan(decision)
@@ -321,14 +316,13 @@ def _run(
             if request.options.kernel == "auto":
                 report.without_dropout = without_dropout(decision.kernel, decision.call_shape)
         setattr(watched, "backward" if backward else "forward", report)
-    with (
-        _computing(device),
-        _peak_memory(device, report),
-        progress_of(request) as progress,
-    ):
+    with _computing(device), progress_of(request) as progress:
+        counted = backend_of(device).count_peak(device) if report.timed else None
         _note_writing(given)
         # No name for the job: it would hold its results when memory has run out.
         results = run_pass(job_of(decision), plan.schedule, report, progress)
+        if counted is not None:
+            report.peak_bytes = counted()
     for sums in request.sums:
         sums.total.add(
             plan.kernel,
@@ -372,17 +366,6 @@ def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
         budget_bytes=plan.budget_bytes,
         timed=timed,
     )
-
-
-@contextmanager
-def _peak_memory(device: torch.device, report: PassReport) -> Iterator[None]:
-    """Measures the peak of the device's allocator, where a report was problem for."""
-    counted = backend_of(device).count_peak(device) if report.timed else None
-    try:
-        yield
-    finally:
-        if counted is not None:
-            report.peak_bytes = counted()
 
 
 def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
