@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 from quorum_attention.counts import shown, whole_number
@@ -26,13 +25,6 @@ _PATTERN = re.compile(
 _LONGEST = 40
 # More than any machine has: torch counts elements in 64 bits.
 _LIMIT = 2**63
-_DURATIONS = (
-    ("year", 365 * 86400.0),
-    ("day", 86400.0),
-    ("h", 3600.0),
-    ("min", 60.0),
-    ("s", 1.0),
-)
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
@@ -121,24 +113,20 @@ def format_least(n_bytes: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``seconds`` in suitable units: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28 min",
-    "67 days 6 h", "12 years 40 days"."""
+    "67 days 6 h"."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
     for limit, factor, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (99.95, 1.0, "s")):
         if seconds < limit:
             return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
-    for (unit, size), (smaller, part) in pairwise(_DURATIONS):
-        if seconds >= size - part / 2:
-            whole, rest = divmod(round(seconds / part), round(size / part))
-            return _count(whole, unit) + (f" {_count(rest, smaller)}" if rest else "")
-    raise AssertionError("the loop returns for a minute and more")
+    scales = ((86400, 3600, "day", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
+    fitting = (scale for scale in scales if seconds >= scale[0] - scale[1] / 2)
+    size, part, unit, smaller = next(fitting, scales[-1])
+    whole, rest = divmod(round(seconds / part), size // part)
+    first = counted(whole, unit) if unit == "day" else f"{whole} {unit}"
+    return first + (f" {rest} {smaller}" if rest else "")
 
 
 def counted(number: int, noun: str) -> str:
     """A number of things, in words: "1 unit", "2,048 units"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _count(number: int, unit: str) -> str:
-    plural = "s" if unit in ("day", "year") and number != 1 else ""
-    return f"{number:,} {unit}{plural}"
