@@ -96,12 +96,14 @@ def as_operator(
     described = attn_mask if isinstance(attn_mask, Mask) else None
     mask = attn_mask if described is None else described.bias
     sinks = None if described is None else described.sinks
-    encoder, options = _Encoder(), ""
+    numbers: list[int] = []
+    parts: list[torch.Tensor] = []
+    options = ""
     if described is not None or not written.says_nothing:
-        form = [encoder.encode(value) for value in (*written[:-1], described)]
-        if not encoder.is_plain:
+        try:
+            options = _text(_encode((*written[:-1], described), numbers, parts))
+        except NotImplementedError:
             return None
-        options = _text(tuple(form))
     seed = None
     if dropout_p > 0.0:
         # An operator of its own, so that whoever recomputes a graph takes care of it as of any
@@ -112,8 +114,8 @@ def as_operator(
     query, key, value, grouped, without_heads, _ = broadcast_inputs(query, key, value, enable_gqa)
     # Whether gradients are asked for is seen where autograd sees the operator.
     out, lse, _ = torch.ops.quorum_attention.attention(
-        query, key, value, mask, sinks, seed, encoder.tensors, float(dropout_p), scale, is_causal,
-        grouped, out_dtype, options, encoder.numbers, False, False, False,
+        query, key, value, mask, sinks, seed, parts, float(dropout_p), scale, is_causal,
+        grouped, out_dtype, options, numbers, False, False, False,
     )  # fmt: skip
     return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
 
@@ -127,37 +129,30 @@ _FIELDS = (
 )  # fmt: skip
 
 
-class _Encoder:
-    """Takes whole numbers and tensors out of values. (torch's compiler traces its use.)
+def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
+    """``value`` in literals: whole numbers and tensors are taken out of it, and replaced by their
+    places in these lists. (torch's compiler traces this.)
 
-    Attributes:
-        numbers, tensors: in the order in which they were met.
-        is_plain: whether no other object was met.
+    Raises:
+        NotImplementedError: it has another object in it.
     """
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.tensors: list[torch.Tensor] = []
-        self.is_plain = True
-
-    def encode(self, value: Any) -> Any:
-        """``value`` in literals, with numbers and tensors replaced by where they are."""
-        if value is None or isinstance(value, (str, bool, float)):
-            return value
-        if isinstance(value, int):
-            self.numbers.append(value)
-            return ("number", len(self.numbers) - 1)
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-            return ("tensor", len(self.tensors) - 1)
-        if isinstance(value, torch.device):
-            return ("device", (value.type, value.index))
-        if isinstance(value, Mask):
-            return ("mask", tuple([self.encode(getattr(value, name)) for name in _FIELDS]))
-        if type(value) is tuple or type(value) is list:
-            return (type(value).__name__, tuple([self.encode(item) for item in value]))
-        self.is_plain = False
-        return None
+    if value is None or isinstance(value, (str, bool, float)):
+        return value
+    if isinstance(value, int):
+        numbers.append(value)
+        return ("number", len(numbers) - 1)
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ("tensor", len(tensors) - 1)
+    if isinstance(value, torch.device):
+        return ("device", (value.type, value.index))
+    items = value
+    if isinstance(value, Mask):
+        items = [getattr(value, name) for name in _FIELDS]
+    elif type(value) is not tuple and type(value) is not list:
+        raise NotImplementedError(f"a {type(value).__name__} cannot be said to an operator")
+    kind = "mask" if isinstance(value, Mask) else type(value).__name__
+    return (kind, tuple([_encode(item, numbers, tensors) for item in items]))
 
 
 def _text(form: tuple[Any, ...]) -> str:
@@ -275,7 +270,7 @@ def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call
     written, described = CallOptions(), None
     if options:
-        *fields, described = [_decode(form, numbers, parts) for form in _parsed(options)]
+        *fields, described = _decode(_parsed(options), numbers, parts)
         written = CallOptions(*fields)
     named = written.kernel
     if named != "auto" and get_kernel(named).called_back():

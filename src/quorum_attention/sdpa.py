@@ -38,9 +38,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MIN_TOKENS = 4096
 
 _lock = Lock()
-# ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch; None for one
-# that turns the patch off.
-_open: list[int | None] = []
+# ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch; the largest
+# number for one that turns the patch off.
+_open: list[int] = []
 
 
 class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_grad)
@@ -138,38 +138,29 @@ def _release(layer: Layer) -> None:
             torch.nn.functional.scaled_dot_product_attention = original
 
 
-def _tokens(layer: Layer) -> int | None:
-    tokens: int = layer["min_tokens"]
-    return tokens if layer["sdpa"] else None
+def _tokens(layer: Layer) -> int:
+    tokens: int = layer["min_tokens"] if layer["sdpa"] else sys.maxsize
+    return tokens
 
 
 def _least() -> int:
     """The least of ``_open`` in compiled code, since torch's compiler cannot look at a context."""
-    on = [tokens for tokens in _open if tokens is not None]
-    return min(on) if on and len(on) == len(_open) else sys.maxsize
+    return sys.maxsize if sys.maxsize in _open else min(_open, default=sys.maxsize)
 
 
 def _instead_of(original: _Sdpa) -> _Sdpa:
     def scaled_dot_product_attention(*args: Any, **named: Any) -> torch.Tensor:
         try:
-            call: _Call | None = _arguments(*args, **named)
+            call = _arguments(*args, **named)
         except TypeError:
-            call = None  # torch's own says so
-        own = original
-        mask: Any = None if call is None else call[3].attn_mask
-        if is_causal_bias(mask):
-            # It looks for the name in torch.nn.functional, and does not know torch's own there.
-            own = mask._dispatch
-        taken = None
-        if call is not None and torch.compiler.is_dynamo_compiling():
-            # The settings are looked up when the graph runs.
-            if _is_long(call, _least()):
-                taken = _in_a_graph(call)
-        elif call is not None:
-            settings = current()
-            if settings and settings.get("sdpa") and _is_long(call, settings["min_tokens"]):
-                taken = _taken(call)
-        return own(*args, **named) if taken is None else taken
+            return original(*args, **named)  # torch's own says so
+        taken = _taken(call)
+        if taken is not None:
+            return taken
+        mask: Any = call[3].attn_mask
+        # Torch's CausalBias looks for the name in torch.nn.functional, which is ours.
+        own = mask._dispatch if is_causal_bias(mask) else original
+        return own(*args, **named)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     scaled_dot_product_attention._quorum_attention_original = original  # type: ignore[attr-defined]
@@ -220,6 +211,11 @@ def _is_of_a_trace(tensor: object) -> bool:
 
 def _taken(call: _Call) -> torch.Tensor | None:
     """The result of a call; None if it is torch's, or refused before any work."""
+    if torch.compiler.is_dynamo_compiling():  # the settings are looked up when the graph runs
+        return _in_a_graph(call) if _is_long(call, _least()) else None
+    settings = current()
+    if not (settings and settings.get("sdpa") and _is_long(call, settings["min_tokens"])):
+        return None
     query, key, value, said = call
     if _is_special(query):
         return None
