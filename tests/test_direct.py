@@ -1,0 +1,613 @@
+"""Calls that are one kernel call: remembered by all that their checks and decisions depend on, made
+again unchecked, and as a planned call would be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import quorum_attention as qa
+from quorum_attention import api, autograd, direct, passes
+from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.request import Tensors, request_of
+from quorum_attention.direct import DirectCall, _described, cache_key, direct_call
+from quorum_attention.kernels import registry
+from quorum_attention.kernels.cpu import CpuKernel
+
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
+GROUPED: dict[str, Any] = {"enable_gqa": True}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered() -> Iterator[None]:
+    direct.forget_all()
+    yield
+    direct.forget_all()
+
+
+def inputs(
+    n_keys: int = 24,
+    kv_heads: int = 2,
+    n_queries: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    learned: bool = True,
+) -> list[torch.Tensor]:
+    shapes = ((4, n_queries or 24), (kv_heads, n_keys), (kv_heads, n_keys))
+    return [torch.randn(1, h, n, 16).to(dtype).requires_grad_(learned) for h, n in shapes]
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        three = (t.double() for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*three, **options, enable_gqa=True)
+
+
+def refused(*args: Any) -> Any:
+    raise AssertionError("a call like one before was checked again")
+
+
+def remembered() -> list[type]:
+    return [type(call) for call in direct._CACHE.values()]
+
+
+# --- Made again -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}])
+def test_it_is_right_and_is_not_checked_again(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qa.attention(*inputs(), **options, **GROUPED)
+    monkeypatch.setattr(api, "request_of", refused)
+    shape = (1, 4, 24, 16)
+    for grad_out in (
+        torch.randn(shape),
+        torch.ones(()).expand(shape),
+        torch.randn(1, 4, 16, 24).mT,
+    ):
+        leaves = inputs()
+        out, want = qa.attention(*leaves, **options, **GROUPED), exact(*leaves, **options)
+        torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        wanted = torch.autograd.grad(want, leaves, grad_out.double())
+        for one, other in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_that_grows_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    qa.attention(*inputs(33, learned=False), **GROUPED)
+    monkeypatch.setattr(api, "request_of", refused)
+    for n_keys in (34, 47, 64):
+        tensors = inputs(n_keys, learned=False)
+        out = qa.attention(*tensors, **GROUPED)
+        torch.testing.assert_close(out, exact(*tensors).float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="checked again"):
+        qa.attention(*inputs(65, learned=False), **GROUPED)
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("dtype", "n"),
+    [(torch.bfloat16, 12), (torch.bfloat16, 90), (torch.float16, 12), (torch.float16, 90),
+     # Longer ones in float64 are recorded by torch.
+     (torch.float64, 12)],
+)  # fmt: skip
+@pytest.mark.parametrize("upstream", [1.0, 3e4, 1e-7, torch.nan])
+def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
+    dtype: torch.dtype, n: int, upstream: float
+) -> None:
+    """From materialised scores and from the operator in fp32; too large in fp16, too small, and
+    odd."""
+    three, grad_out = inputs(n, n_queries=n, dtype=dtype), torch.randn(1, 4, n, 16, dtype=dtype)
+    if upstream == upstream:
+        grad_out = (upstream * grad_out.double()).to(dtype)
+    else:
+        grad_out[0, 0, 0, 0] = upstream
+    for is_causal in (False, True):
+        results = []
+        for written in ({}, {}, {"out_dtype": dtype}):  # first, remembered, planned
+            out = qa.attention(*three, is_causal=is_causal, **written, **GROUPED)
+            results.append((out.detach(), *torch.autograd.grad(out, three, grad_out)))
+        assert DirectCall in remembered()
+        for one, other in zip(*results[1:], strict=True):
+            assert (one.dtype, one.stride()) == (dtype, other.stride())
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("dtype", "n"),
+    [(torch.bfloat16, 12), (torch.bfloat16, 90), (torch.float16, 12), (torch.float16, 90),
+     (torch.float64, 12), (torch.float64, 90), (torch.float32, 12)],
+)  # fmt: skip
+def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int) -> None:
+    """Each is of its own mask, boolean or additive, of one dimension or four; also with rows that
+    see no key, and where the upstream gradient is not finite."""
+    for shape, boolean in (((n, n), True), ((n, n), False), ((1, 4, 1, n), True)):
+        names = len(direct._CACHE)
+        for time in range(3):
+            mask = torch.rand(shape) < 0.6
+            mask[..., 0] |= time > 1
+            mask = mask if boolean else torch.randn(shape).masked_fill(~mask, -torch.inf)
+            three = inputs(n, n_queries=n, dtype=dtype)
+            grad_out = torch.randn(1, 4, n, 16, dtype=dtype)
+            if time == 2:
+                grad_out[0, 1, 3, 5] = torch.inf
+            results = []
+            for written in ({}, {"report": qa.Report()}):
+                out = qa.attention(*three, mask, **written, **GROUPED)
+                results.append((out.detach(), *torch.autograd.grad(out, three, grad_out)))
+            bound = {"rtol": 2e-2, "atol": 3e-2} if dtype.itemsize == 2 else {}
+            for one, other in zip(*results, strict=True):
+                torch.testing.assert_close(one, other, equal_nan=True, **bound)
+        assert len(direct._CACHE) <= names + 1
+    assert DirectCall in remembered()
+
+
+@ON_CPU
+def test_a_mask_that_is_changed_before_the_backward_is_noticed() -> None:
+    mask = torch.zeros(24, 24, dtype=torch.float16)
+    for _ in range(2):
+        out = qa.attention(*inputs(dtype=torch.float16), mask, **GROUPED)
+        mask.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@ON_CPU
+def test_threads_may_become_more(one_thread: None) -> None:
+    """How many heads are computed together, and whether in fp32, depends on how many there are."""
+    for threads in (1, 8, 1, 8):
+        torch.set_num_threads(threads)
+        for kv_heads, n, dtype in ((2, 256, torch.bfloat16), (8, 400, torch.float16)):
+            query = torch.randn(2, 8, n, 64).to(dtype).requires_grad_()
+            key, value = (torch.randn(2, kv_heads, n, 64).to(dtype) for _ in range(2))
+            out = qa.attention(query, key.requires_grad_(), value.requires_grad_(), **GROUPED)
+            out.backward(torch.ones_like(out))
+            assert bool(key.grad.isfinite().all())
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_in_batches_are_refused_in_words(dtype: torch.dtype) -> None:
+    three = inputs(12, dtype=dtype)
+    for _ in range(2):
+        out = qa.attention(*three, **GROUPED)
+    many = torch.randn(3, *out.shape).to(dtype)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, three, many, is_grads_batched=True)
+
+
+def test_second_derivatives_are_refused_and_create_graph_changes_no_number() -> None:
+    for _ in range(2):
+        leaves = inputs()
+        out = qa.attention(*leaves, **GROUPED).square().sum()
+        once = torch.autograd.grad(out, leaves, retain_graph=True)
+        again = torch.autograd.grad(out, leaves, create_graph=True)
+        assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(again[0].sum(), leaves[0])
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(before: bool) -> None:
+    """A first row of zeros has log-sum-exp 0 under a causal mask: that takes a second attempt."""
+    q, k, v = inputs()
+    with torch.no_grad():
+        q[:, :, 0] = 0.0
+    want = torch.autograd.grad(exact(q, k, v, is_causal=True).sum(), (q, k, v))
+    call = partial(qa.attention, is_causal=True, enable_gqa=True)
+    if before:
+        call(*inputs())
+    out = checkpoint(call, q, k, v, use_reentrant=False)
+    for got, wanted in zip(torch.autograd.grad(out.sum(), (q, k, v)), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_overlap_are_the_same_or_lie_as_images_do_are_right_after_others() -> None:
+    _, k, v = inputs(kv_heads=4, learned=False)
+    one = torch.randn(1, 4, 1, 2).permute(0, 3, 1, 2)
+    assert one.is_contiguous(memory_format=torch.channels_last)
+    for three in (
+        (torch.randn(1, 4, 5, 16), k, v),
+        (torch.randn(1, 4, 20).unfold(2, 16, 1), k, v),
+        (torch.randn(1, 1, 5, 19).unfold(3, 16, 1)[:, 0].transpose(1, 2), k, v),
+        (torch.randn(4, 16).as_strided((1, 4, 5, 16), (1, 16, 0, 1)), k, v),
+        (one, torch.randn(1, 2, 4, 1), torch.randn(8, 5).view(1, 2, 4, 5)),
+    ):
+        torch.testing.assert_close(qa.attention(*three), exact(*three).float())
+
+
+@pytest.mark.parametrize("n_keys", [3, 24])
+def test_a_nan_stays_in_its_row(n_keys: int) -> None:
+    for time in range(3):
+        q, k, v = inputs(n_keys, learned=False)
+        if time:
+            q[0, 1, 5, 3] = torch.nan
+        found = qa.attention(q, k, v, enable_gqa=True).isnan()
+        assert found[0, 1, 5].all() == bool(time)
+        assert found.sum() == (16 if time else 0)
+
+
+def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
+    q, k, v = inputs()
+    qa.attention(q, k, v, enable_gqa=True)
+    with pytest.raises(ValueError, match="enable_gqa"):
+        qa.attention(q, k, v)
+    with pytest.raises(ValueError, match="tokens"):
+        qa.attention(q, k, v[:, :, 1:], enable_gqa=True)
+    with pytest.raises(TypeError, match="is_causal"):
+        qa.attention(q, k, v, is_causal=0, enable_gqa=True)  # type: ignore[arg-type]
+
+
+def strided(t: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "token major":
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.nn.functional.pad(t, (2, 3))[..., 2:-3] if how == "sliced" else t
+
+
+@pytest.mark.parametrize("number", range(150))
+def test_small_calls_against_float64(number: int) -> None:
+    draw = random.Random(number)
+    torch.manual_seed(number)
+    batch, kv_heads, shared = draw.choice([1, 2]), draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 4])
+    nq, d, causal = (
+        draw.choice([1, 2, 5, 16, 33, 70]),
+        draw.choice([1, 5, 8, 16]),
+        draw.random() < 0.5,
+    )
+    nk, heads = draw.choice([nq, nq, 1, 3, 40]), kv_heads * shared
+    shapes = [(batch, heads, nq, d), (batch, kv_heads, nk, d), (batch, kv_heads, nk, d)]
+    leaves = [torch.randn(s, requires_grad=True) for s in shapes]
+    given = [strided(t, draw.choice(["plain", "token major", "sliced"])) for t in leaves]
+    mask, kept = None, torch.ones(batch, heads, nq, nk, dtype=torch.bool).tril(0 if causal else nk)
+    bias = torch.zeros(())
+    if draw.random() < 0.6:
+        size = [draw.choice([1, n]) for n in (batch, heads, nq, nk)]
+        mask = torch.rand(size) < draw.choice([0.3, 0.9])
+        kept = kept & mask
+        if draw.random() < 0.5:
+            bias = torch.randn(size)
+            mask = bias.masked_fill(~mask, -torch.inf)
+    scale = draw.choice([None, 0.3, 6.0])
+    call = partial(qa.attention, is_causal=causal, scale=scale, enable_gqa=shared > 1)
+    out = call(*given, mask)
+    grad_out = draw.choice([torch.randn(out.shape), torch.ones(()).expand(out.shape)])
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    q, k, v = (t.detach().double().requires_grad_() for t in leaves)
+    k_all, v_all = (t.repeat_interleave(shared, 1) for t in (k, v))
+    alive = kept.any(-1, keepdim=True)
+    scores = (d**-0.5 if scale is None else scale) * q @ k_all.mT + bias
+    p = scores.masked_fill(~kept, -torch.inf).masked_fill(~alive, 0.0).softmax(-1)
+    want = p.masked_fill(~alive, 0.0) @ v_all
+    wanted = torch.autograd.grad(want, (q, k, v), grad_out.double())
+    for one, other in zip((out, *grads), (want, *wanted), strict=True):
+        assert torch.isfinite(one).all()
+        apart = (one.detach().double() - other).abs().max()
+        assert float(apart) <= 5e-5 * max(1.0, float(other.abs().max()))
+    with torch.no_grad():
+        assert torch.equal(call(*given, mask), out)
+
+
+# --- What is remembered ---------------------------------------------------------------------------
+
+
+def test_another_kernel_of_the_name_is_asked() -> None:
+    asked = []
+
+    class Counted(CpuKernel):
+        def whole_forward(self, *args: Any, **named: Any) -> Any:
+            asked.append(True)
+            return super().whole_forward(*args, **named)
+
+    tensors = inputs(learned=False)
+    qa.attention(*tensors, **GROUPED)
+    with another_kernel(Counted()):
+        qa.attention(*tensors, **GROUPED)
+        assert asked
+    asked.clear()
+    qa.attention(*tensors, **GROUPED)
+    assert not asked
+
+
+def test_broadcast_cut_and_empty_calls_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(kv_heads=1, learned=False)
+    for _ in range(2):
+        out = qa.attention(torch.cat((q, q)), k, v)  # one key head and entry, as torch broadcasts
+        torch.testing.assert_close(out[1:], exact(q, k, v).float(), rtol=1e-5, atol=1e-5)
+    assert not direct._CACHE
+    for three, depth in ((inputs(300), 1), ([t[:, :, :0] for t in inputs()], "auto")):
+        call = Arguments(enable_gqa=True, written=CallOptions(kernel="cpu", depth=depth))
+        assert direct_call(*request_of("attention", *three, call)) is None
+    monkeypatch.setattr(direct, "_MOST", 3)
+    for n in range(1, 9):
+        qa.attention(*inputs(n, learned=False), is_causal=True, **GROUPED)
+        assert len(direct._CACHE) <= 3
+
+
+@pytest.mark.parametrize("own_memory", [False, True], ids=["host", "own memory"])
+@pytest.mark.parametrize("before", [False, True], ids=["first", "remembered"])
+def test_a_whole_call_that_runs_out_of_memory_is_not_remembered(
+    own_memory: bool, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is decided without asking how much is free: again and again, as long as it fails."""
+    backend = SimpleNamespace(own_memory=own_memory)
+    monkeypatch.setattr(direct, "backend_of", lambda device: backend)
+    leaves = [torch.randn(1, 2, 300, 16).half().requires_grad_() for _ in range(3)]
+    want = exact(*leaves).half()
+    if before:
+        qa.attention(*leaves, **GROUPED)
+        assert remembered() == [DirectCall]
+    forward, failures = CpuKernel.whole_forward, []
+
+    def scarce_forward(self: CpuKernel, call: Any) -> Any:
+        if (call.query.shape[2], call.key.shape[2]) == (300, 300):
+            failures.append(True)
+            raise torch.OutOfMemoryError("no memory for all of it at once")
+        return forward(self, call)
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(CpuKernel, "whole_forward", scarce_forward)
+        for _ in range(2):
+            out = qa.attention(*leaves, **GROUPED)
+            torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-3)
+            assert failures
+            assert not direct._CACHE
+            failures.clear()
+    torch.testing.assert_close(qa.attention(*leaves, **GROUPED), want, rtol=1e-2, atol=1e-3)
+    assert remembered() == [DirectCall]
+
+
+def test_where_memory_runs_out_the_backward_comes_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = inputs()
+    call = Arguments(enable_gqa=True, written=CallOptions(kernel="cpu"))
+    known = direct_call(*request_of("attention", *leaves, call))
+    assert known is not None
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(known.output(Tensors(*leaves, None)).sum(), leaves)
+
+    want = gradients()
+    assert known.backwards
+    own, failures = CpuKernel.whole_backward, []
+
+    def once(self: CpuKernel, *args: Any, **named: Any) -> Any:
+        if not failures:
+            failures.append(True)
+            raise torch.OutOfMemoryError("no memory")
+        return own(self, *args, **named)
+
+    monkeypatch.setattr(CpuKernel, "whole_backward", once)
+    for one, other in zip(gradients(), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert failures
+    assert not known.backwards, "the next one is decided anew, by what is free then"
+    gradients()
+    assert known.backwards
+
+
+def test_a_call_that_is_one_kernel_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a model that decodes has another length at every call."""
+    decided = []
+
+    def counted(*args: Any) -> Any:
+        decided.append(True)
+        return passes.decide_forward(*args)
+
+    monkeypatch.setattr(direct, "backend_of", lambda device: SimpleNamespace(own_memory=True))
+    monkeypatch.setattr(direct, "decide_forward", counted)
+    monkeypatch.setattr(autograd, "run_forward", refused)
+    for learned in (False, True):
+        leaves = inputs(33, learned=learned)
+        out = qa.attention(*leaves, **GROUPED)
+        torch.testing.assert_close(out, exact(*leaves).float(), rtol=1e-5, atol=1e-5)
+    assert len(decided) == 2
+
+
+# --- By what --------------------------------------------------------------------------------------
+
+
+def small(heads: int = 4, kv_heads: int = 4, n_queries: int = 8, n_keys: int = 8) -> list[Any]:
+    shapes = ((heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys))
+    return [torch.randn(1, h, n, 16) for h, n in shapes]
+
+
+def key_of(tensors: list[Any], **changes: Any) -> Any:
+    return cache_key(*tensors, Arguments(**changes))
+
+
+def changed(which: int, change: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """The inputs, with one of them changed."""
+    return [change(t) if number == which else t for number, t in enumerate(small())]
+
+
+@contextmanager
+def another_kernel(kernel: CpuKernel) -> Iterator[None]:
+    before = registry._KERNELS["cpu"]
+    registry.register_kernel(kernel)
+    try:
+        yield
+    finally:
+        registry._KERNELS["cpu"] = before
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def within(context: Any) -> Any:
+    with context:
+        return key_of(small())
+
+
+DIFFERENCES: dict[str, Callable[[], Any]] = {
+    "dtype": lambda: key_of([t.double() for t in small()]),
+    "dtype of one": lambda: key_of(changed(2, torch.Tensor.double)),
+    "batch": lambda: key_of([torch.cat((t, t)) for t in small()]),
+    "batch of one": lambda: key_of(changed(2, lambda t: torch.cat((t, t)))),
+    "heads": lambda: key_of(small(heads=8)),
+    "key heads": lambda: key_of(small(kv_heads=2)),
+    "queries": lambda: key_of(small(n_queries=9)),
+    "keys": lambda: key_of(small(n_keys=17)),
+    "head dimension": lambda: key_of([t[..., :8].contiguous() for t in small()]),
+    "place": lambda: key_of(changed(2, lambda t: t.to("meta"))),
+    "value dimension": lambda: key_of(changed(2, lambda t: t[..., :8].contiguous())),
+    "causal": lambda: key_of(small(), is_causal=True),
+    "scale": lambda: key_of(small(), scale=0.25),
+    "grouped": lambda: key_of(small(), enable_gqa=True),
+    "learned": lambda: key_of(changed(1, torch.Tensor.requires_grad_)),
+    "deterministic": lambda: within(deterministic()),
+    "kernels": lambda: within(another_kernel(CpuKernel())),
+}
+
+
+def test_equal_calls_have_one_key_and_what_makes_a_difference_gives_another() -> None:
+    assert key_of(small()) == key_of(small()) is not None
+    assert len({key_of(changed(which, torch.Tensor.requires_grad_)) for which in range(3)}) == 1
+    with torch.no_grad():
+        assert key_of(changed(1, torch.Tensor.requires_grad_)) == key_of(small())
+    keys = {what: find() for what, find in DIFFERENCES.items()}
+    assert None not in keys.values()
+    assert len({*keys.values(), key_of(small())}) == len(keys) + 1
+
+
+def test_a_cache_that_grows_has_one_key_up_to_the_next_power_of_two() -> None:
+    assert len({key_of(small(n_queries=1, n_keys=n)) for n in range(65, 129)}) == 1
+    assert len({key_of(small(n_queries=1, n_keys=n)) for n in (64, 65, 129)}) == 3
+    # Which keys a causal call keeps depends on how many there are.
+    assert len({key_of(small(n_keys=n), is_causal=True) for n in range(65, 129)}) == 64
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+UNUSUAL: dict[str, Any] = {
+    "settings": lambda: qa.using(budget="1GiB"),
+    "a mode": Mode,
+    "autocast": lambda: torch.autocast("cpu"),
+    "forward-mode": lambda: torch.autograd.forward_ad.dual_level(),
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_a_call_under_something_unusual_has_no_key(what: str) -> None:
+    assert within(UNUSUAL[what]()) is None
+    assert key_of(small()) is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_transformation_gives_what_it_maps_no_key(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the memory of tensors is looked at, and those of a transformation have none."""
+    if device == "gpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        on_a_gpu = direct._on_a_gpu
+        monkeypatch.setattr(direct, "_on_a_cpu", lambda q, k, v, *_: on_a_gpu(q, k, v, None))
+    q, k, v = small()
+    assert key_of([q, k, v]) is not None
+    wrapped, seen = [], []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        wrapped.append(x)
+        seen.append(key_of([x, k, v]))
+        return qa.attention(x, k, v)
+
+    torch.func.grad(lambda x: call(x).sum())(q)
+    torch.func.vjp(call, q)
+    torch.vmap(call)(q[None])
+    assert seen == [None] * 3
+    if device == "gpu":  # also of what is kept until the transformation is over
+        assert [key_of([k, tensor, v]) for tensor in wrapped] == [None] * 3
+
+
+TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an array": lambda t: t.numpy(),
+    "a subclass": lambda t: t.as_subclass(Wrapped),
+    "sparse": lambda t: t.to_sparse(),
+    "nested": lambda t: torch.nested.nested_tensor([t[0]]),
+    "negated": lambda t: torch.complex(t, t).conj().imag,
+    "of three dimensions": lambda t: t[0],
+    "of rows that are not dense": lambda t: t.mT.contiguous().mT,
+    "fake": lambda t: FakeTensorMode().from_tensor(t),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_another_kind_of_tensor_has_no_key(what: str) -> None:
+    assert [key_of(changed(which, TENSORS[what])) for which in range(3)] == [None] * 3
+
+
+def test_another_kind_of_argument_has_no_key() -> None:
+    mask = torch.ones(8, 8)
+    for changes in (
+        {"is_causal": 1}, {"enable_gqa": None}, {"scale": 1}, {"scale": torch.tensor(0.5)},
+        {"attn_mask": mask.numpy()}, {"attn_mask": qa.Mask(causal=True)}, {"attn_mask": 1.0},
+        {"attn_mask": mask.clone().requires_grad_()}, {"attn_mask": mask.to_sparse()},
+        {"attn_mask": mask.as_subclass(Wrapped)},
+    ):  # fmt: skip
+        assert key_of(small(), **changes) is None
+    assert key_of(small(n_keys=0)) is None
+    assert key_of(changed(2, lambda t: t[:, :, :7])) is None
+
+
+def test_calls_under_a_mask_have_a_key_of_its_kind_and_all_lengths() -> None:
+    masks = [
+        None, torch.ones(8, 8), torch.zeros(8, 8).bool(), torch.ones(1, 8), torch.ones(4, 8, 8),
+        torch.ones(1, 4, 8, 8), torch.ones(8, 8).double(), torch.ones(()),
+    ]  # fmt: skip
+    assert len({key_of(small(), attn_mask=mask) for mask in masks}) == len(masks)
+    assert key_of(small(), attn_mask=masks[1]) == key_of(small(), attn_mask=torch.rand(8, 8))
+    assert len({key_of(small(n_keys=n), attn_mask=torch.ones(8, 1)) for n in range(65, 75)}) == 10
+
+
+def test_masks_in_numbers_are_described_by_them_and_no_others_are() -> None:
+    masks = [
+        qa.Mask(causal=True), qa.Mask(causal="lower_right"), qa.Mask(causal=True, window=3),
+        qa.Mask(causal=True, window=(3, -1)), qa.Mask(window=3), qa.Mask(causal=True, offset=2),
+        qa.Mask(causal=True, chunk=4), qa.Mask(causal=True, softcap=2.0),
+    ]  # fmt: skip
+    assert len({_described(mask) for mask in masks}) == len(masks)
+    assert _described(qa.Mask(window=3)) == _described(qa.Mask(window=(3, 3)))
+    ids = torch.zeros(8, dtype=torch.int64)
+    for mask in (
+        qa.Mask(documents=ids), qa.Mask(key_lengths=ids), qa.Mask(key_padding=ids == 0),
+        qa.Mask(keeps=lambda b, h, i, j: i > j), qa.Mask(causal=True) | qa.Mask(window=3),
+        qa.Mask(bias=torch.zeros(8, 8)), qa.Mask(sinks=torch.zeros(4)),
+        qa.Mask(every=(qa.Mask(causal=True),)), torch.ones(8, 8),
+    ):  # fmt: skip
+        assert _described(mask) is None
+
+
+@ON_CPU
+@pytest.mark.parametrize("which", range(3))
+def test_rows_of_16_bits_that_overlap_have_no_key(which: int) -> None:
+    """Torch's matrix products may refuse them, so such a call is not what one like it was."""
+    for dtype, named in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, False)):
+        three = [torch.randn(1, 2, 6, 4).to(dtype) for _ in range(3)]
+        assert key_of(three) is not None
+        three[which] = torch.randn(1, 2, 16).to(dtype).as_strided((1, 2, 6, 4), (32, 16, 2, 1))
+        assert (key_of(three) is not None) == named
