@@ -1,4 +1,5 @@
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -25,3 +26,20 @@ def on_gpu() -> bool:
 def not_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter a kernel's own test takes as long as the tests of its results here."""
     taken_as_tried(monkeypatch, "native")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """The launches of this test: each with what its kernel was compiled for."""
+    from quorum_attention.kernels.native.launch import Launch
+
+    found = []
+    original = Launch._compiled
+
+    def noted(launch: Launch, *args: Any, **named: Any) -> Any:
+        made = original(launch, *args, **named)
+        found.append((launch, made[1]["K"]))
+        return made
+
+    monkeypatch.setattr(Launch, "_compiled", noted)
+    return found

@@ -147,26 +147,20 @@ def test_launches_have_every_block_once_and_no_more_bits_than_there_is_room_for(
 
 
 def test_masked_blocks_are_left_out_and_clear_ones_are_not_tried(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, launched: list[Any]
 ) -> None:
     q, k, v = (torch.randn(1, 1, 140, 16, device=device) for _ in range(3))
     in_blocks = Mask(keeps=lambda b, h, q, k: (q // 128) == (k // 128))
     qa.attention(q, k, v, attn_mask=in_blocks, kernel="native")  # which tries the kernel first
-    launched = []
-    original = native.launch_forward
-
-    def counted(*args: Any, **named: Any) -> None:
-        launched.append((args[3].entries[:, 6].tolist(), args[4].mask_bits.numel()))
-        original(*args, **named)
-
-    monkeypatch.setattr(native, "launch_forward", counted)
+    launched.clear()
     out = qa.attention(q, k, v, attn_mask=in_blocks, kernel="native")
     want = torch.nn.functional.scaled_dot_product_attention(
         q.cpu(), k.cpu(), v.cpu(), dense(in_blocks, 1, 1, 140, 140)
     )
     assert off(out, want.double()) <= 2e-5
     assert len(launched) == 1
-    kinds, words = launched[0]
+    launch, _ = launched[0]
+    kinds, words = launch.tables[0].entries[:, 6].tolist(), launch.mask_bits.numel()
     assert len(kinds) == -(-140 // 32)  # a run for each block of 32 rows
     assert not any(kinds)
     assert words <= 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,18 +31,21 @@ from quorum_attention.kernels.native.tile_triton import (  # noqa: E402
 FAR = (1 << 30) + 64 * 5
 
 
+class Constants(NamedTuple):
+    """Those that bounds depend on."""
+
+    WINDOW: bool
+    BLOCK_M: int = 64
+    BLOCK_N: int = 64
+    BITS: int = 0
+
+
 @triton.jit
-def _bounds(
-    entries, found, first, n, left, right, BY_QUERY: tl.constexpr, WINDOW: tl.constexpr
-) -> None:
+def _bounds(entries, found, first, n, left, right, BY_QUERY: tl.constexpr, K: tl.constexpr) -> None:
     if BY_QUERY:
-        _, _, _, _, start, begin, end, stop = keys_of_run(
-            entries, 0, first, n, left, right, 64, 64, WINDOW, False, 7
-        )
+        _, _, _, _, start, begin, end, stop = keys_of_run(entries, first, n, (left, right), K)
     else:
-        start, begin, end, stop = rows_of_run(
-            entries, 0, first, n, left, right, 64, 64, WINDOW, False, 7
-        )
+        start, begin, end, stop = rows_of_run(entries, first, n, (left, right), K)
     tl.store(found, start)
     tl.store(found + 1, begin)
     tl.store(found + 2, end)
@@ -49,10 +53,10 @@ def _bounds(
 
 
 @triton.jit
-def _keeps(found, row, column, n, diagonal, left, right, WINDOW: tl.constexpr) -> None:
+def _keeps(found, row, column, n, diagonal, left, right, K: tl.constexpr) -> None:
     rows = row + tl.arange(0, 16)[:, None]
     columns = column + tl.arange(0, 16)[None, :]
-    keep = kept(rows, columns, 0, n, 0, n, diagonal, 0, left, right, WINDOW)
+    keep = kept(rows, columns, (0, n, diagonal, 0), (0, n), (left, right), K)
     at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(found + at, keep.to(tl.int32))
 
@@ -71,9 +75,8 @@ def test_bounds_of_runs(by_query: bool, window, causal: bool, device: str) -> No
         entries = torch.tensor(entry, dtype=torch.int32, device=device)
         found = torch.zeros(4, dtype=torch.int32, device=device)
         left, right = (0, 0) if window is None else window
-        _bounds[(1,)](
-            entries, found, first, n, left, right, BY_QUERY=by_query, WINDOW=window is not None
-        )
+        constants = Constants(window is not None)
+        _bounds[(1,)](entries, found, first, n, left, right, BY_QUERY=by_query, K=constants)
         start, begin, end, stop = found.tolist()
         low, high = 0, n
         before, after = (n, n) if window is None else (left, right)
@@ -94,7 +97,8 @@ def test_pairs_of_a_tile(window, device: str) -> None:
     left, right = (0, 0) if window is None else window
     for row, column in ((n - 16, 0), (0, n - 16), (n - 16, n - 16)):
         found = torch.zeros(256, dtype=torch.int32, device=device)
-        _keeps[(1,)](found, row, column, n, NO_DIAGONAL, left, right, WINDOW=window is not None)
+        constants = Constants(window is not None)
+        _keeps[(1,)](found, row, column, n, NO_DIAGONAL, left, right, K=constants)
         apart = (row - column) + np.arange(16)[:, None] - np.arange(16)[None, :]
         wanted = np.ones((16, 16), bool)
         if window is not None:

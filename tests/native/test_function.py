@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from native_reference import reference, relative
 import quorum_attention as qa
 from quorum_attention.kernels.native.config import Config
 from quorum_attention.kernels.native.kernel import tilings
-from quorum_attention.kernels.native.launch import Extras, launch_backward
 from quorum_attention.kernels.native.runs import runs_of_bits
 from quorum_attention.kernels.protocol import Call, Saved
 
@@ -184,10 +184,10 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
     """The backward kernels alone, fp32 results, for n_keys keys to a row."""
     q, k, v = (t.to(device) for t in inputs)
     call = Call(q, k, v, n_keys == 0, 0.25)
-    tables = qa.NativeKernel()._whole_tables(call, tilings(("query", "key"), call))
+    launch = qa.NativeKernel()._whole_launch(call, tilings(("query", "key"), call))
     grads = tuple(torch.zeros(t.shape, device=device) for t in (q, k, v))
     rows = Saved(upstream.to(device), out.float().to(device), lse.float().to(device))
-    launch_backward(call, rows, grads, tables, Extras(n_keys=n_keys), add=False)
+    replace(launch, n_keys=n_keys).backward(rows, grads, add=False)
     return list(grads)
 
 

@@ -9,9 +9,9 @@ import torch
 
 from quorum_attention.counts import real_number, switch
 from quorum_attention.kernels.native.kernel import NativeKernel, Tilings
-from quorum_attention.kernels.native.launch import Extras
-from quorum_attention.kernels.native.runs import Runs, runs_of_bits
-from quorum_attention.kernels.protocol import Call, CallShape, Saved, TaskTensors
+from quorum_attention.kernels.native.launch import Launch
+from quorum_attention.kernels.native.runs import runs_of_bits
+from quorum_attention.kernels.protocol import Call, CallShape, Saved
 from quorum_attention.kernels.torch_private import first_derivative, refuse_traces, uncompiled
 
 
@@ -69,15 +69,11 @@ class _WithBits(NativeKernel):
 
     bits: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def _whole_tables(self, call: Call, tilings: Tilings) -> tuple[Runs, ...]:
+    def _whole_launch(self, call: Call, tilings: Tilings) -> Launch:
         if self.bits is None:
-            return super()._whole_tables(call, tilings)
-        return tuple(
-            runs_of_bits(*self.bits, call.is_causal, tiled, axis) for axis, tiled in tilings
-        )
-
-    def _extras(self, device: torch.device, task: TaskTensors | None = None) -> Extras:
-        return replace(super()._extras(device, task), bits=self.bits)
+            return super()._whole_launch(call, tilings)
+        tables = (runs_of_bits(*self.bits, call.is_causal, how, axis) for axis, how in tilings)
+        return replace(self._launch(call, tuple(tables)), bits=self.bits)
 
 
 class _Function(torch.autograd.Function):

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.blocks import BIT_BYTES, Room, RuledTask
 from quorum_attention.kernels.native.config import Config, Half, config
-from quorum_attention.kernels.native.launch import Extras, launch_backward, launch_forward
+from quorum_attention.kernels.native.launch import Launch
 from quorum_attention.kernels.native.runs import (
     UNLIMITED,
     WIDTH,
@@ -99,32 +99,6 @@ class _Place(NamedTuple):
     n_keys: int
     device_type: str
     shifts: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A launch for some queries and keys of a task.
-
-    Attributes:
-        call: their inputs, with what a launch reads of a call.
-        tables: the runs, in the order of the tilings.
-        extras: changes to the scores.
-        rows, columns: the queries and the keys, local positions; None: all.
-    """
-
-    call: Call
-    tables: tuple[Runs, ...]
-    extras: Extras
-    rows: slice | None = None
-    columns: slice | None = None
-
-    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The launch's queries of (b, h, n, ...), a view."""
-        return _some(tensor, self.rows)
-
-    def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The launch's keys of (b, hk, m, ...), a view."""
-        return _some(tensor, self.columns)
 
 
 class NativeKernel(Kernel):
@@ -288,8 +262,7 @@ class NativeKernel(Kernel):
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         for one in self._launches(task, tilings(("forward",), task)):
-            out, lse = one.of_rows(state.out), one.of_rows(state.lse)
-            launch_forward(one.call, out, lse, one.tables[0], one.extras, resume=True)
+            one.forward(one.of_rows(state.out), one.of_rows(state.lse), resume=True)
             del one  # the next rectangle's mask is made when this one's has gone
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
@@ -300,8 +273,7 @@ class NativeKernel(Kernel):
                 one.of_rows(grads.grad_query), one.of_columns(grads.grad_key),
                 one.of_columns(grads.grad_value),
             )  # fmt: skip
-            rows = saved.mapped(one.of_rows)
-            launch_backward(one.call, rows, targets, one.tables, one.extras, add=True)
+            one.backward(saved.mapped(one.of_rows), targets, add=True)
             del one
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,8 +282,7 @@ class NativeKernel(Kernel):
         shape = (*query.shape[:3], call.value.shape[-1])
         out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        (runs,) = self._whole_tables(call, tilings(("forward",), call))
-        launch_forward(call, out, lse, runs, self._extras(call.query.device), resume=False)
+        self._whole_launch(call, tilings(("forward",), call)).forward(out, lse, resume=False)
         return out, lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
@@ -319,16 +290,15 @@ class NativeKernel(Kernel):
         query, key, value = (
             torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
-        tables = self._whole_tables(call, tilings(("query", "key"), call))
-        extras = self._extras(call.query.device)
-        launch_backward(call, saved, (query, key, value), tables, extras, add=False)
+        launch = self._whole_launch(call, tilings(("query", "key"), call))
+        launch.backward(saved, (query, key, value), add=False)
         return query, key, value
 
     # Rows without keys need no correction, so a rectangle is a whole call.
     rectangle_forward = whole_forward
     rectangle_backward = whole_backward
 
-    def _whole_tables(self, call: Call, tilings: Tilings) -> tuple[Runs, ...]:
+    def _whole_launch(self, call: Call, tilings: Tilings) -> Launch:
         n, m, device = call.query.shape[2], call.key.shape[2], call.query.device
         place = _Place(None, n, m, device.type, call.dropout is not None)
         whole = (Rectangle(0, n, 0, m, call.is_causal),)
@@ -338,7 +308,7 @@ class NativeKernel(Kernel):
             return tuple(self._portions(found, place, tilings, None))
 
         (part,) = self._parts.get((whole, place, tilings, "whole"), make)
-        return part.on(device, tilings)
+        return self._launch(call, part.on(device, tilings))
 
     def _launches(self, task: TaskTensors, tilings: Tilings) -> Iterator[Launch]:
         """The launches of a task.
@@ -356,28 +326,21 @@ class NativeKernel(Kernel):
         self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings
     ) -> Iterator[Launch]:
         r, device = rectangles[0], task.query.device
-        bias, extras = task.bias(r), self._extras(device, task)
+        bias = task.bias(r)
         ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
         for part in self._task_parts(rectangles, task, ruled, tilings):
             first, left = (0 if s is None else s.start for s in (part.rows, part.columns))
             # No name here keeps the bits alive: the next launch has others.
-            yield Launch(
-                Call(
-                    _some(task.query, part.rows),
-                    _some(task.key, part.columns),
-                    _some(task.value, part.columns),
-                    scale=task.scale,
-                    bias=bias,
-                    dropout=task.dropout,
-                ),
-                part.on(device, tilings),
-                replace(
-                    extras,
-                    bias_at=(r.query_start - first, r.key_start - left),
-                    mask_bits=None if ruled is None else ruled.bits(part.blocks),
-                ),
-                part.rows,
-                part.columns,
+            call = Call(
+                _some(task.query, part.rows), _some(task.key, part.columns),
+                _some(task.value, part.columns), scale=task.scale, bias=bias, dropout=task.dropout,
+            )  # fmt: skip
+            yield replace(
+                self._launch(call, part.on(device, tilings), task),
+                rows=part.rows,
+                columns=part.columns,
+                bias_at=(r.query_start - first, r.key_start - left),
+                mask_bits=None if ruled is None else ruled.bits(part.blocks),
             )
 
     def _task_parts(
@@ -445,9 +408,11 @@ class NativeKernel(Kernel):
         hosts = (HostTable.of(*both, pinned=pinned, steady=steady) for both in tables)
         return _Part(tuple(hosts), rows, columns, blocks)
 
-    def _extras(self, device: torch.device, task: TaskTensors | None = None) -> Extras:
-        """Changes to the scores of a task, or of a whole call."""
-        heads, slopes, n_keys = slice(None), self.slopes, 0
+    def _launch(
+        self, call: Call, tables: tuple[Runs, ...], task: TaskTensors | None = None
+    ) -> Launch:
+        """A launch of a whole call, or of a task's."""
+        device, heads, slopes, n_keys = call.query.device, slice(None), self.slopes, 0
         if task is not None:
             heads = slice(task.first_head, task.first_head + task.query.shape[1])
             n_keys = task.task.spans[-1].stop if task.task.spans else 0
@@ -456,7 +421,10 @@ class NativeKernel(Kernel):
                 with outside():
                     self._slopes[device] = slopes.to(device)
             slopes = self._slopes[device][heads]
-        return Extras(self.softcap, slopes, self._window, tf32=self.allow_tf32, n_keys=n_keys)
+        return Launch(
+            call, tables, softcap=self.softcap, slopes=slopes, window=self._window,
+            tf32=self.allow_tf32, n_keys=n_keys,
+        )  # fmt: skip
 
 
 def tilings(halves: Sequence[Half], inputs: Call | TaskTensors) -> Tilings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +26,38 @@ _LARGEST_OFFSET = 2**31 - 2**16
 _WIDEST_RAGGED = 128
 
 
+class Constants(NamedTuple):
+    """What a kernel is compiled for: ``K`` in Triton."""
+
+    HEAD_DIM: int
+    VALUE_DIM: int
+    PADDED: int  # columns of a tile
+    BLOCK_M: int
+    BLOCK_N: int
+    PLAIN: bool  # scores are products times a factor above 0
+    SOFTCAP: bool
+    ALIBI: bool
+    BIAS: bool
+    WINDOW: bool
+    BITS: int  # 1: group bits; 2: mask bits
+    FIELDS: int  # columns of the table
+    READ: str  # see tile_triton.py
+    PRECISION: str
+    DROPOUT: int  # 2: runs begin at multiples of four keys (``dropout_triton.dropped``)
+    RAGGED: int  # pipeline stages of ragged parts
+    P_EXPONENT: int  # of the forward
+    SCALE_DS: bool
+    ADD: bool
+
+
 @dataclass(frozen=True, slots=True)
-class Extras:
-    """Changes to the scores of a launch, beside those of its ``Call``.
+class Launch:
+    """A launch for some queries and keys of a task, or for a whole call.
 
     Attributes:
+        call: their inputs, with what a launch reads of a call.
+        tables: the runs, by blocks of queries; for a backward also by blocks of keys.
+        rows, columns: the queries and the keys, local positions; None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
         slopes: (h,) fp32 on the device, ALiBi: ``slope * |i - j|`` is subtracted; or None.
         window: a query at position i sees keys from ``i - window[0]`` to ``i + window[1]``, either
@@ -39,12 +66,16 @@ class Extras:
         bits: (n,), (m,) int64 on the device, or None: a pair is kept where they have no bit in
             common; tested in the mixed runs of the table.
         mask_bits: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of
-            partial blocks are kept (``mask_bits_kept``), where the table's last column says. Not
+            partial blocks are kept (``bits_kept``), where the table's last column says. Not
             together with group bits, a window, slopes or dropout.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
         n_keys: keys of a row in the whole call, which say how small its probabilities are.
     """
 
+    call: Call
+    tables: tuple[Runs, ...]
+    rows: slice | None = None
+    columns: slice | None = None
     softcap: float = 0.0
     slopes: torch.Tensor | None = None
     window: tuple[int, int] | None = None
@@ -53,6 +84,137 @@ class Extras:
     mask_bits: torch.Tensor | None = None
     tf32: bool = False
     n_keys: int = 0
+
+    def forward(self, out: torch.Tensor, lse: torch.Tensor, *, resume: bool) -> None:
+        """Merge the runs into (out, lse), or with ``resume`` False write them there.
+
+        Args:
+            out: (b, h, n, dv), any floating dtype.
+            lse: (b, h, n) fp32, natural log.
+        """
+        from quorum_attention.kernels.native.forward_triton import forward_kernel
+
+        call, (runs,) = self.call, self.tables
+        query, key, value = map(_rows, call.inputs)
+        batch, heads, n_queries, _ = query.shape
+        if runs.n_blocks * batch * heads == 0:
+            return
+        exponent = _FORWARD_EXPONENT if query.dtype == torch.float16 else 0
+        with torch.cuda.device_of(query):
+            read, compiled = self._compiled(runs, key, value, P_EXPONENT=exponent)
+            forward_kernel[(runs.n_blocks * batch * heads,)](
+                query, *read, out, lse, runs.starts, runs.entries, *self._pointers,
+                heads, heads // key.shape[1], n_queries, runs.n_blocks,
+                *_strides(query, key, value, out, lse), *self._scores, RESUME=resume, **compiled,
+            )  # fmt: skip
+
+    def backward(self, saved: Saved, grads: Three, *, add: bool) -> None:
+        """Add the gradients of the runs to ``grads``, or with ``add`` False write them there.
+
+        Args:
+            saved: with the global lse, natural log, -inf in rows without keys.
+            grads: the gradients of query, key and value, any floating dtype.
+        """
+        from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
+
+        query, key, value = map(_rows, self.call.inputs)
+        grad_out, lse = _rows(saved.grad_out), saved.lse
+        batch, heads, n_queries, _ = query.shape
+        key_heads, m = key.shape[1:3]
+        if batch * heads == 0:
+            return
+        by_query, by_key = self.tables
+        group, key_lanes = heads // key_heads, batch * key_heads
+        scales_ds = query.dtype == torch.float16
+        exponent = p_exponent_of(self.n_keys or m, query.dtype)
+        more = {"SCALE_DS": scales_ds, "ADD": add}
+        with torch.cuda.device_of(query):
+            delta, norms = _delta_and_norms(value, grad_out, _rows(saved.out), with_norms=scales_ds)
+            pointers, strides = self._pointers, _strides(query, key, value, grad_out, lse)
+            # The exponent is no compile-time constant: it would compile again for other lengths.
+            scores = *self._scores, float(exponent), 2.0**-exponent
+            if by_query.n_blocks:
+                read, compiled = self._compiled(by_query, key, value, **more)
+                query_kernel[(by_query.n_blocks * batch * heads,)](
+                    query, *read, grad_out, lse, delta, norms, grads[0], by_query.starts,
+                    by_query.entries, *pointers, heads, group, n_queries, by_query.n_blocks,
+                    key_lanes, *strides, *_strides(grads[0]), *scores, **compiled,
+                )  # fmt: skip
+            if by_key.n_blocks:
+                read, compiled = self._compiled(by_key, query, grad_out, **more)
+                key_kernel[(by_key.n_blocks * key_lanes,)](
+                    read[0], key, value, read[1], lse, delta, norms, *grads[1:], by_key.starts,
+                    by_key.entries, *pointers, key_heads, group, n_queries, m, by_key.n_blocks,
+                    key_lanes, *strides, *_strides(*grads[1:]), *scores, **compiled,
+                )  # fmt: skip
+
+    def _compiled(
+        self, runs: Runs, *walked: torch.Tensor, **more: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The tensors that a kernel walks, as it reads them; and what it is compiled for."""
+        call, config, dropout = self.call, runs.config, self.call.dropout is not None
+        head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
+        # Both have one width: with tiles of 64 and 32 columns the compiled forward read outside its
+        # memory on an H200 (docs/native.md).
+        width = max(padded(head_dim), padded(value_dim))
+        biased, windowed = call.bias is not None, self.window is not None
+        modified = biased or self.softcap > 0 or self.slopes is not None
+        backward = len(self.tables) > 1
+        block = config.block_m if backward and runs is self.tables[1] else config.block_n
+        way, read = _as_read(config, block, width, *walked)
+        # Ragged parts are pipelined under a window, where they are much of all, and where it has
+        # been measured (docs/native.md).
+        pipelined = windowed and width <= _WIDEST_RAGGED
+        pipelined = pipelined and not (biased or dropout or self.bits is not None)
+        constants = Constants(
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            PADDED=width,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            # Scaling after the maximum is cheaper, but right only for positive factors.
+            PLAIN=not modified and call.scale > 0,
+            SOFTCAP=self.softcap > 0,
+            ALIBI=self.slopes is not None,
+            BIAS=biased,
+            WINDOW=windowed,
+            BITS=2 if self.mask_bits is not None else int(self.bits is not None),
+            FIELDS=runs.entries.shape[1],
+            READ=way,
+            PRECISION="tf32" if self.tf32 else "ieee",
+            DROPOUT=(1 + runs.aligned) * dropout,
+            RAGGED=(min(2, config.stages) if backward else config.stages) if pipelined else 1,
+            **{"P_EXPONENT": 0, "SCALE_DS": False, "ADD": False, **more},
+        )
+        return read, {"K": constants, "num_warps": config.warps, "num_stages": config.stages}
+
+    @property
+    def _pointers(self) -> tuple[torch.Tensor, ...]:
+        """Bias, slopes, bits of queries (or mask bits) and of keys, dropout's numbers; or a
+        spare."""
+        call, (own, other) = self.call, self.bits or (self.mask_bits, None)
+        drops = None if call.dropout is None else dropout_numbers(call.dropout, call.query.device)
+        every = (call.bias, self.slopes, own, other, drops)
+        return tuple(call.query if tensor is None else tensor for tensor in every)
+
+    @property
+    def _scores(self) -> tuple[Any, ...]:
+        """Strides of the mask, 0 where it broadcasts, and its place; the factor of the scores and
+        the soft cap; the bounds of the window, or the strides of the mask bits by entry and
+        head."""
+        bias, bits, bounds = self.call.bias, self.mask_bits, self.window or (0, 0)
+        strides = (0, 0, 0, 0) if bias is None else _broadcast(bias[(None,) * (4 - bias.ndim)])
+        if bits is not None:
+            bounds = _broadcast(bits)[:2]
+        return strides, *self.bias_at, self.call.scale, self.softcap, *bounds
+
+    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The launch's queries of (b, h, n, ...), a view."""
+        return tensor if self.rows is None else tensor[:, :, self.rows]
+
+    def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The launch's keys of (b, hk, m, ...), a view."""
+        return tensor if self.columns is None else tensor[:, :, self.columns]
 
 
 def dropout_numbers(dropout: Dropout, device: torch.device) -> torch.Tensor:
@@ -89,99 +251,6 @@ def p_exponent_of(n_keys: int, dtype: torch.dtype) -> int:
     return min(_LARGEST_EXPONENT, max(0, math.ceil(math.log2(max(1, n_keys))) + _TYPICAL))
 
 
-def launch_forward(
-    call: Call, out: torch.Tensor, lse: torch.Tensor, runs: Runs, extras: Extras, *, resume: bool
-) -> None:
-    """Merge the runs into (out, lse), or with ``resume`` False write them there.
-
-    Args:
-        out: (b, h, n, dv), any floating dtype.
-        lse: (b, h, n) fp32, natural log.
-        runs: by blocks of queries.
-    """
-    from quorum_attention.kernels.native.forward_triton import forward_kernel
-
-    query, key, value = map(_rows, call.inputs)
-    batch, heads, n_queries, head_dim = query.shape
-    total, config = runs.n_blocks * batch * heads, runs.config
-    if total == 0:
-        return
-    width = max(padded(head_dim), padded(value.shape[-1]))
-    exponent = _FORWARD_EXPONENT if query.dtype == torch.float16 else 0
-    with torch.cuda.device_of(query):
-        way, read = _as_read(config, config.block_n, width, key, value)
-        forward_kernel[(total,)](
-            query, *read, out, lse, runs.starts, runs.entries, *_pointers(call, extras),
-            heads, heads // key.shape[1], n_queries, key.shape[2], runs.n_blocks,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-            *lse.stride(), *_bias_strides(call.bias), *extras.bias_at,
-            call.scale, extras.softcap, *_bounds(extras),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, P_EXPONENT=exponent,
-            P_FACTOR=2.0**exponent, RESUME=resume, READ=way, DROPOUT=_dropout(call, runs),
-            RAGGED=_ragged(config.stages, call, extras, width), **_shared(call, extras),
-            num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
-
-
-def launch_backward(
-    call: Call, saved: Saved, grads: Three, tables: tuple[Runs, ...], extras: Extras, *, add: bool
-) -> None:
-    """Add the gradients of the runs to ``grads``, or with ``add`` False write them there.
-
-    Args:
-        saved: with the global lse, natural log, -inf in rows without keys.
-        grads: the gradients of query, key and value, any floating dtype.
-        tables: by blocks of queries, and by blocks of keys.
-    """
-    from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
-
-    query, key, value = map(_rows, call.inputs)
-    grad_out, lse = _rows(saved.grad_out), saved.lse
-    batch, heads, n_queries, head_dim = query.shape
-    key_heads, m, value_dim = key.shape[1], key.shape[2], value.shape[-1]
-    if batch * heads == 0:
-        return
-    (by_query, by_key), (c, d) = tables, (tables[0].config, tables[1].config)
-    group, key_lanes = heads // key_heads, batch * key_heads
-    width = max(padded(head_dim), padded(value_dim))
-    scales_ds = query.dtype == torch.float16
-    exponent = p_exponent_of(extras.n_keys or m, query.dtype)
-    shared = {**_shared(call, extras), "SCALE_DS": scales_ds, "ADD": add}
-    with torch.cuda.device_of(query):
-        delta, norms = _delta_and_norms(value, grad_out, _rows(saved.out), with_norms=scales_ds)
-        pointers = _pointers(call, extras)
-        strides = (
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
-            *lse.stride(),
-        )  # fmt: skip
-        # The exponent is no compile-time constant: it would compile again for other lengths.
-        scores = (
-            *_bias_strides(call.bias), *extras.bias_at, call.scale, extras.softcap,
-            *_bounds(extras), float(exponent), 2.0**-exponent,
-        )  # fmt: skip
-        if by_query.n_blocks:
-            way, read = _as_read(c, c.block_n, width, key, value)
-            query_kernel[(by_query.n_blocks * batch * heads,)](
-                query, *read, grad_out, lse, delta, norms, grads[0], by_query.starts,
-                by_query.entries, *pointers, heads, group, n_queries, m, by_query.n_blocks,
-                key_lanes, *strides, *grads[0].stride()[:3], *scores,
-                BLOCK_M=c.block_m, BLOCK_N=c.block_n, READ=way, DROPOUT=_dropout(call, by_query),
-                RAGGED=_ragged(min(2, c.stages), call, extras, width), **shared,
-                num_warps=c.warps, num_stages=c.stages,
-            )  # fmt: skip
-        if by_key.n_blocks:
-            way, read = _as_read(d, d.block_m, width, query, grad_out)
-            key_kernel[(by_key.n_blocks * key_lanes,)](
-                read[0], key, value, read[1], lse, delta, norms, grads[1], grads[2],
-                by_key.starts, by_key.entries, *pointers, key_heads, group, n_queries, m,
-                by_key.n_blocks, key_lanes, *strides, *grads[1].stride()[:3],
-                *grads[2].stride()[:3], *scores,
-                BLOCK_M=d.block_m, BLOCK_N=d.block_n, READ=way, DROPOUT=_dropout(call, by_key),
-                RAGGED=_ragged(min(2, d.stages), call, extras, width), **shared,
-                num_warps=d.warps, num_stages=d.stages,
-            )  # fmt: skip
-
-
 def _delta_and_norms(
     value: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor, *, with_norms: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,51 +270,14 @@ def _delta_and_norms(
     if with_norms:
         norms.zero_()
         norm_kernel[(-(-m // block) * key_lanes,)](
-            value, norms[key_lanes:], key_heads, m, *value.stride()[:3],
-            VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block,
+            value, norms[key_lanes:], key_heads, m, *_strides(value), value_dim, block_dv, block
         )  # fmt: skip
     if n_delta:
         delta_kernel[(-(-n_queries // block) * batch * heads,)](
             grad_out, out, delta, norms, heads, heads // key_heads, n_queries,
-            *grad_out.stride()[:3], *out.stride()[:3],
-            VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block, NORMS=with_norms,
+            *_strides(grad_out, out), value_dim, block_dv, block, with_norms,
         )  # fmt: skip
     return delta, norms
-
-
-def _shared(call: Call, extras: Extras) -> dict[str, Any]:
-    """The compile-time constants that all kernels share."""
-    head_dim, value_dim, biased = call.query.shape[-1], call.value.shape[-1], call.bias is not None
-    # Both have one width: with tiles of 64 and 32 columns the compiled forward read outside its
-    # memory on an H200 (docs/native.md).
-    width = max(padded(head_dim), padded(value_dim))
-    modified = biased or extras.softcap > 0 or extras.slopes is not None
-    return {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": width,
-        "BLOCK_DV": width,
-        # Scaling after the maximum is cheaper, but right only for positive factors.
-        "PLAIN": not modified and call.scale > 0,
-        "SOFTCAP": extras.softcap > 0,
-        "ALIBI": extras.slopes is not None,
-        "BIAS": biased,
-        "WINDOW": extras.window is not None,
-        "BITS": 2 if extras.mask_bits is not None else int(extras.bits is not None),
-        "PRECISION": "tf32" if extras.tf32 else "ieee",
-    }
-
-
-def _dropout(call: Call, runs: Runs) -> int:
-    """Whether pairs are dropped, and how (``dropout_triton.dropped``)."""
-    return 0 if call.dropout is None else 1 + runs.aligned
-
-
-def _ragged(stages: int, call: Call, extras: Extras, width: int) -> int:
-    """Pipeline stages of the ragged parts of runs: more than one under a window, where these are
-    much of all, and where it has been measured (docs/native.md)."""
-    other = call.bias is not None or call.dropout is not None or extras.bits is not None
-    return stages if extras.window is not None and width <= _WIDEST_RAGGED and not other else 1
 
 
 def _as_read(
@@ -276,30 +308,15 @@ def _described(config: Config, *tensors: torch.Tensor) -> bool:
     )
 
 
-def _pointers(call: Call, extras: Extras) -> tuple[torch.Tensor, ...]:
-    """Bias, slopes, bits of queries (or mask bits) and of keys, dropout's numbers; or a spare."""
-    own, other = extras.bits or (extras.mask_bits, None)
-    drops = None if call.dropout is None else dropout_numbers(call.dropout, call.query.device)
-    every = (call.bias, extras.slopes, own, other, drops)
-    return tuple(call.query if tensor is None else tensor for tensor in every)
-
-
-def _bounds(extras: Extras) -> tuple[int, int]:
-    """The bounds of the window, or the strides of the mask bits by entry and head."""
-    bits = extras.mask_bits
-    if bits is None:
-        return extras.window or (0, 0)
-    by_entry, by_head = bits.stride()[:2]
-    return by_entry if bits.shape[0] > 1 else 0, by_head if bits.shape[1] > 1 else 0
-
-
-def _bias_strides(bias: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides by batch entry, head, row and column; 0 where the mask broadcasts."""
-    if bias is None:
-        return (0, 0, 0, 0)
-    bias = bias[(None,) * (4 - bias.ndim)]
-    pairs = zip(bias.stride(), bias.shape, strict=True)
+def _broadcast(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its strides, 0 in dimensions of size 1."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return tuple(0 if size == 1 else stride for stride, size in pairs)
+
+
+def _strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """By batch entry, head and row, of each."""
+    return [tensor.stride()[:3] for tensor in tensors]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,12 @@
 A run has a clear part, whose pairs need no test, and ragged parts at its ends. Rows are read in one
 of three ways (READ): "pointers"; "descriptors", where the config says that they are faster; and
 "wide": pointers with 64-bit offsets within a tile, for rows that are very far apart.
+
+What belongs together is a tuple: strides; a ``lane`` (batch entry, head); a ``run`` (bounds of its
+rows of the block, diagonal, distance); a ``part`` of it, from and up to a row of the other side; a
+``window`` (left, right); a ``mask`` (pointer, strides of rows and columns, its first row and
+column); ``drops``, as ``load_dropout_params`` returns them; ``scores`` (scale, scale over ln 2,
+soft cap, slope). K: a ``launch.Constants``.
 """
 
 import triton
@@ -20,20 +26,15 @@ NOT_SPECIALIZED = [
 
 
 @triton.jit
-def keys_of_run(
-    entries, index, first, n_queries, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Bounds of the ``index``-th entry of a table (runs.py) for the block that begins at ``first``.
-
-    FIELDS: columns of the table.
+def keys_of_run(at, first, n_queries, window, K: tl.constexpr):
+    """Bounds of the entry ``at`` of a table (runs.py) for the block that begins at ``first``.
 
     Returns:
         (row_low, row_high, diagonal, distance, start, begin, end, stop): keys from ``begin`` to
         ``end`` are whole blocks that every row keeps; those from ``start`` to ``begin`` and from
         ``end`` to ``stop`` are ragged.
     """
-    at = entries + index * FIELDS
+    left, right = window
     row_low = tl.load(at)
     row_high = tl.load(at + 1)
     # Positions fit 32 bits; their sums with NO_DIAGONAL or UNLIMITED do not.
@@ -46,22 +47,22 @@ def keys_of_run(
     # row's diagonal.
     stop = tl.minimum(high, row_high + below)
     clear = tl.minimum(high, first + below + 1)
-    if WINDOW:
+    if K.WINDOW:
         apart = distance.to(tl.int64)
         stop = tl.minimum(stop, row_high + apart + right)
         clear = tl.minimum(clear, first + apart + right + 1)
         start = tl.maximum(start, row_low + apart - left)
     stop = tl.maximum(stop, start)
     begin = start
-    if WINDOW:
+    if K.WINDOW:
         # The whole blocks of keys that the left edge of the window may cut.
         ragged = tl.maximum(0, row_high - 1 + apart - left - start)
-        begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_N) * BLOCK_N, stop)
-    whole = (row_low == first) & (row_high == tl.minimum(first + BLOCK_M, n_queries))
-    if BITS:
+        begin = tl.minimum(start + tl.cdiv(ragged, K.BLOCK_N) * K.BLOCK_N, stop)
+    whole = (row_low == first) & (row_high == tl.minimum(first + K.BLOCK_M, n_queries))
+    if K.BITS:
         whole = whole & (tl.load(at + 6) == 0)
     clear = tl.where(whole, tl.maximum(clear, begin), begin)
-    end = begin + (clear - begin) // BLOCK_N * BLOCK_N
+    end = begin + (clear - begin) // K.BLOCK_N * K.BLOCK_N
     return (
         row_low, row_high, diagonal, distance,
         start.to(tl.int32), begin.to(tl.int32), end.to(tl.int32), stop.to(tl.int32),
@@ -69,17 +70,14 @@ def keys_of_run(
 
 
 @triton.jit
-def rows_of_run(
-    entries, index, first, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+def rows_of_run(at, first, n_keys, window, K: tl.constexpr):
     """``keys_of_run`` for a table by blocks of keys, of the block that begins at key ``first``.
 
     Returns:
         (start, begin, end, stop): queries from ``begin`` to ``end`` are whole blocks that keep
         every key; those from ``start`` to ``begin`` and from ``end`` to ``stop`` are ragged.
     """
-    at = entries + index * FIELDS
+    left, right = window
     low = tl.load(at)
     high = tl.load(at + 1)
     column_low = tl.load(at + 2)
@@ -90,121 +88,135 @@ def rows_of_run(
     clear = tl.maximum(low, column_high - 1 - below)
     stop = high.to(tl.int64)
     beyond = stop
-    if WINDOW:
+    if K.WINDOW:
         apart = tl.load(at + 5).to(tl.int64)
         start = tl.maximum(start, column_low - apart - right)
         clear = tl.maximum(clear, column_high - 1 - apart - right)
         stop = tl.minimum(stop, column_high - apart + left)
         beyond = tl.minimum(beyond, column_low - apart + left + 1)
     stop = tl.maximum(stop, start)
-    whole = (column_low == first) & (column_high == tl.minimum(first + BLOCK_N, n_keys))
-    if BITS:
+    whole = (column_low == first) & (column_high == tl.minimum(first + K.BLOCK_N, n_keys))
+    if K.BITS:
         whole = whole & (tl.load(at + 6) == 0)
     ragged = tl.where(whole, tl.maximum(0, clear - start), stop - start)
-    begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_M) * BLOCK_M, stop)
+    begin = tl.minimum(start + tl.cdiv(ragged, K.BLOCK_M) * K.BLOCK_M, stop)
     beyond = tl.minimum(tl.maximum(beyond, begin), stop)
-    end = begin + (beyond - begin) // BLOCK_M * BLOCK_M
+    end = begin + (beyond - begin) // K.BLOCK_M * K.BLOCK_M
     return start.to(tl.int32), begin.to(tl.int32), end.to(tl.int32), stop.to(tl.int32)
 
 
 @triton.jit
-def lane_of(source, b, h, stride_b, stride_h, READ: tl.constexpr):
-    """Where a head begins; with a descriptor, the head is given in each load instead."""
-    if READ == "descriptors":
-        return source
-    else:  # noqa: RET505
-        return source + b * stride_b + h * stride_h
+def rows_at(source, strides, lane, rows, PADDED: tl.constexpr):
+    """Pointers to rows of a head of (b, h, n, d): (rows, PADDED). Offsets that may span a whole
+    tensor have 64 bits."""
+    b, h = lane
+    source += b * strides[0] + h * strides[1]
+    return source + rows.to(tl.int64)[:, None] * strides[2] + tl.arange(0, PADDED)[None, :]
 
 
 @triton.jit
-def block_rows(
-    source, b, h, at, stride, live, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
-    READ: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Rows ``at`` to ``at + ROWS`` of a head, (ROWS, PADDED); columns from WIDTH on are 0.
+def cells(rows, n_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Which of the cells of ``rows_at`` there are."""
+    return (rows < n_rows)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
+
+
+@triton.jit
+def lane_of(source, lane, strides, K: tl.constexpr):
+    """Where a head begins; with a descriptor, the head is given in each load instead."""
+    if K.READ == "descriptors":
+        return source
+    else:  # noqa: RET505
+        return source + lane[0] * strides[0] + lane[1] * strides[1]
+
+
+@triton.jit
+def block_rows(source, lane, part, WIDTH: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """Some rows of a head, (rows, PADDED); columns from WIDTH on are 0.
 
     Args:
         source: what ``lane_of`` returned.
-        live: (ROWS,) which rows to read if MASKED, the others are 0. A descriptor ignores it: only
-            rows beyond the tensor are 0.
+        part: (first row, which rows (n,), their stride, which of them to read if MASKED: the others
+            are 0). A descriptor ignores the last: only rows beyond the tensor are 0.
     """
-    if READ == "descriptors":
-        return source.load([b.to(tl.int32), h.to(tl.int32), at, 0]).reshape(ROWS, PADDED)
+    at, rows, stride, live = part
+    if K.READ == "descriptors":
+        block = source.load([lane[0].to(tl.int32), lane[1].to(tl.int32), at, 0])
+        return block.reshape(rows.shape[0], K.PADDED)
     else:  # noqa: RET505
-        columns = tl.arange(0, PADDED)
-        rows = tl.arange(0, ROWS)
-        if READ == "wide":
+        columns = tl.arange(0, K.PADDED)
+        rows = tl.arange(0, rows.shape[0])
+        if K.READ == "wide":
             rows = rows.to(tl.int64)
         # Offsets have 64 bits across a tensor, 32 within a tile.
         tile = rows[:, None] * stride + columns[None, :]
         pointers = source + tl.cast(at, tl.int64) * stride + tile
         if MASKED:
             return tl.load(pointers, mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
-        elif WIDTH != PADDED:  # noqa: RET505
+        elif WIDTH != K.PADDED:  # noqa: RET505
             return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
         else:
             return tl.load(pointers)
 
 
 @triton.jit
-def modified(
-    s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+def modified(s, scores, pairs, live, K: tl.constexpr):
     """Scores from products: scaled, then soft-capped, then ALiBi and the mask.
 
     Args:
-        s: products (rows, columns).
-        apart: global distance of query and key.
-        bias_at, bias_live: pointers to the additive mask, and which of them to read.
-        scale, softcap, slope: factor of the scores; bound of the soft cap; slope of ALiBi.
+        s: products.
+        pairs: of ``pairs_of_tile``.
+        live: which pointers of the mask to read.
 
     Returns:
         scores, and the derivative of the soft cap (1 without one).
     """
+    scale, _, softcap, slope = scores
+    apart, bias_at, _ = pairs
     s = s * scale
     softcap_grad = 1.0
-    if SOFTCAP:
+    if K.SOFTCAP:
         # tanh from the exponential of a negative number, which cannot overflow.
         e = tl.exp(-2.0 * tl.abs(s) / softcap)
         t = (1.0 - e) / (1.0 + e)
         t = tl.where(s < 0, -t, t)
         s = softcap * t
         softcap_grad = 1.0 - t * t
-    if ALIBI:
+    if K.ALIBI:
         s -= slope * tl.abs(apart).to(tl.float32)
-    if BIAS:
-        s += tl.load(bias_at, mask=bias_live, other=0.0).to(tl.float32)
+    if K.BIAS:
+        s += tl.load(bias_at, mask=live, other=0.0).to(tl.float32)
     return s, softcap_grad
 
 
 @triton.jit
-def kept(
-    rows, columns, row_low, row_high, column_low, column_high, diagonal, distance, left, right,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Which pairs of a tile belong to a run; rows are queries, columns keys."""
+def kept(rows, columns, run, part, window, K: tl.constexpr):
+    """Which pairs of a tile belong to a part of a run of queries; rows are queries, columns
+    keys."""
+    column_low, column_high, diagonal, distance = run
+    row_low, row_high = part
+    left, right = window
     keep = (rows >= row_low) & (rows < row_high) & (columns >= column_low)
     # The difference is compared; a sum with the diagonal might not fit 32 bits.
     keep = keep & (columns < column_high) & (columns - rows <= diagonal)
-    if WINDOW:
+    if K.WINDOW:
         apart = rows - columns
         keep = keep & (apart + distance <= left) & (apart + distance >= -right)
     return keep
 
 
 @triton.jit
-def keys_kept(
-    rows, columns, row_low, row_high, column_low, column_high, diagonal, distance, left, right,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """``kept`` of rows (m, 1) and columns (1, n), by the first and last key of each row: two
-    comparisons for a pair. (With the roles exchanged ``kept`` is quicker, docs/native.md.)"""
+def keys_kept(rows, columns, run, part, window, K: tl.constexpr):
+    """Which pairs of rows (m, 1) and columns (1, n) belong to a part of a run of keys, by the first
+    and last key of each row: two comparisons for a pair. (With the roles exchanged ``kept`` is
+    quicker, docs/native.md.)"""
+    row_low, row_high, diagonal, distance = run
+    column_low, column_high = part
+    left, right = window
     # Sums with NO_DIAGONAL or UNLIMITED do not fit 32 bits; what they are cut off to does.
     wide = rows.to(tl.int64)
     high = tl.minimum(wide + diagonal + 1, column_high)
     low = column_low
-    if WINDOW:
+    if K.WINDOW:
         high = tl.minimum(high, wide + distance + right + 1)
         low = tl.minimum(tl.maximum(wide + distance - left, column_low), column_high).to(tl.int32)
     inside = (rows >= row_low) & (rows < row_high)
@@ -213,39 +225,64 @@ def keys_kept(
 
 
 @triton.jit
-def mask_bits_kept(keep, mask_bits, at, rows, keys):
-    """Which of the pairs ``keep`` are kept by the bits of a run's block too, if it has any.
+def bits_kept(keep, bits, at, pairs, live, K: tl.constexpr):
+    """Which of the pairs ``keep`` are kept by bits too.
 
     Args:
-        mask_bits: int32, of all partial blocks of a lane: 128 rows of four words, a bit for each
-            key.
+        bits: BITS 1: group bits of queries and of keys. BITS 2: first the mask bits, int32, of all
+            partial blocks of a lane: 128 rows of four words, a bit for each key.
         at: the run's entry, whose column 6 says whether it is a partial block, and column 7 where
-            its bits begin.
-        rows, keys: local positions, which the blocks divide at multiples of 128.
+            its mask bits begin.
+        pairs: (queries, keys), local positions as they lie in the tile. Blocks divide them at
+            multiples of 128.
+        live: which of both there are.
     """
-    mixed = tl.load(at + 6)
-    where = tl.load(at + 7) + (rows & 127) * 4 + ((keys & 127) >> 5)
-    word = tl.load(mask_bits + where, mask=keep & (mixed != 0), other=0)
-    bit = (word >> (keys & 31)) & 1
-    return keep & ((bit != 0) | (mixed == 0))
+    rows, columns = pairs
+    if K.BITS == 2:
+        mixed = tl.load(at + 6)
+        where = tl.load(at + 7) + (rows & 127) * 4 + ((columns & 127) >> 5)
+        word = tl.load(bits[0] + where, mask=keep & (mixed != 0), other=0)
+        bit = (word >> (columns & 31)) & 1
+        keep = keep & ((bit != 0) | (mixed == 0))
+    if K.BITS == 1:
+        # Read again for each tile: holding them would cost the clear tiles registers.
+        own = tl.load(bits[0] + rows, mask=live[0], other=0)
+        other = tl.load(bits[1] + columns, mask=live[1], other=0)
+        keep = keep & ((own & other) == 0)
+    return keep
 
 
 @triton.jit
-def pairs_of_tile(
-    rows, wide_rows, at_key, columns, distance, shift, bias, bias_row, bias_column, bias_q, bias_k,
-    head, entry, key_low, key_high, threshold,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """(global distances, pointers to the additive mask, dropped pairs) of a tile (rows, keys)."""
-    apart = rows[:, None] - (at_key + columns)[None, :] + distance
-    if BIAS:
-        bias += (wide_rows[:, None] - bias_row) * bias_q + (
-            tl.cast(at_key, tl.int64) - bias_column + columns
-        )[None, :] * bias_k
+def pairs_of_tile(at, sides, K: tl.constexpr, BY_KEY: tl.constexpr):
+    """(global distances, pointers to the additive mask, dropped pairs) of a tile (rows, keys); with
+    BY_KEY (keys, rows).
+
+    Args:
+        at: (first row, first key, distance, shift): local positions; ``FIELDS`` of runs.py.
+        sides: (mask, drops).
+    """
+    first_row, first_key, distance, shift = at
+    mask, drops = sides
+    rows, keys = across(tl.arange(0, K.BLOCK_M), tl.arange(0, K.BLOCK_N), BY_KEY)
+    bias, bias_q, bias_k, bias_row, bias_column = mask
+    if K.BIAS:
+        bias += (tl.cast(first_row, tl.int64) - bias_row + rows) * bias_q + (
+            tl.cast(first_key, tl.int64) - bias_column + keys
+        ) * bias_k
     drop = 0
-    if DROPOUT:
+    if K.DROPOUT:
+        head, entry, key_low, key_high, threshold, _, _ = drops
         drop = dropped(
-            rows + shift, at_key + shift - distance, head, entry, key_low, key_high, threshold,
-            BLOCK_M, BLOCK_N, DROPOUT, False,
+            first_row + tl.arange(0, K.BLOCK_M) + shift, first_key + shift - distance, head, entry,
+            key_low, key_high, threshold, K.BLOCK_M, K.BLOCK_N, K.DROPOUT, BY_KEY,
         )  # fmt: skip
-    return apart, bias, drop
+    return (first_row + rows) - (first_key + keys) + distance, bias, drop
+
+
+@triton.jit
+def across(rows, keys, BY_KEY: tl.constexpr):
+    """(m,) and (n,) as they lie in a tile (rows, keys); with BY_KEY (keys, rows)."""
+    if BY_KEY:
+        return rows[None, :], keys[:, None]
+    else:  # noqa: RET505
+        return rows[:, None], keys[None, :]
