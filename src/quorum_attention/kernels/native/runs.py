@@ -35,7 +35,7 @@ FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "dis
 within bounds and ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed``
 is 1 if bits decide about each pair, else 0. A table for dropout has one column more, ``shift``: a
 query's global position is its local one plus that. One for blocks under rules has there where the
-bits of its block begin (``tile_triton.mask_bits_kept``)."""
+bits of its block begin (``tile_triton.bits_kept``)."""
 WIDTH = len(FIELDS)
 
 
