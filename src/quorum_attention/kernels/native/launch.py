@@ -202,10 +202,9 @@ class Launch:
         """Strides of the mask, 0 where it broadcasts, and its place; the factor of the scores and
         the soft cap; the bounds of the window, or the strides of the mask bits by entry and
         head."""
-        bias, bits, bounds = self.call.bias, self.mask_bits, self.window or (0, 0)
+        bias, bits = self.call.bias, self.mask_bits
         strides = (0, 0, 0, 0) if bias is None else _broadcast(bias[(None,) * (4 - bias.ndim)])
-        if bits is not None:
-            bounds = _broadcast(bits)[:2]
+        bounds = (self.window or (0, 0)) if bits is None else _broadcast(bits)[:2]
         return strides, *self.bias_at, self.call.scale, self.softcap, *bounds
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
