@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
+from quorum_attention.kernels.masked.geometry import BlockMask, FunctionRule, Geometry
 
 Case = tuple[Any, Any, bool]
 
@@ -18,6 +20,12 @@ def softcap(score, b, h, q, k):  # type: ignore[no-untyped-def]
 def local_global(b, h, q, k):  # type: ignore[no-untyped-def]
     """Gemma's: one head sees a window, the others everything."""
     return (h >= 1) | ((q - k).abs() <= 20)
+
+
+def within(q0: int, q1: int, k0: int, k1: int) -> BlockMask:
+    """Keep the pairs of some neighbouring queries and keys."""
+    inside = FunctionRule(lambda b, h, q, k: (q >= q0) & (q < q1) & (k >= k0) & (k < k1))
+    return BlockMask(Geometry(blocks=np.array([[q0, q1, k0, k1]]), same=(inside,)))
 
 
 def cases(n: int, device: str = "cpu") -> dict[str, Case]:

@@ -7,9 +7,9 @@ import torch
 from helpers_attention import assert_close, exact, inputs
 from helpers_kernels import WatchedKernel
 from helpers_plans import unpinned
+from helpers_score_mods import within
 
 import quorum_attention as qa
-from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution import engine
 from quorum_attention.execution.device.backend import Backend
@@ -27,10 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 N = 640
 TILE = 8
 # Some queries keep no key, and some keys are kept by no query.
-_GAP = BlockMask(
-    lambda b, h, q, k: (q >= 200) & (k < 500),
-    lambda r: EMPTY if r.queries.stop <= 200 or r.keys.start >= 500 else PARTIAL,
-)
+_GAP = within(200, N, 0, 500)
 MASKS = {
     "window": sliding_window(50),
     "both sides": sliding_window(20, 30),
@@ -184,7 +181,7 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
     at = torch.arange(N)
     keeps = None if mask is None else mask(0, 0, at[:, None], at).expand(N, N)
     assert_close(out, exact(made, mask=keeps, is_causal=True).out, 2e-5)
-    narrower = mask is not None and mask.reach[0] < 9
+    narrower = mask is not None and mask.geometry.band.low > -9
     assert (report.forward.planned_peak_bytes < plan.peak_bytes) == narrower
     tight = qa.plan(N, kernel=first, budget=plan.peak_bytes, **sizes)
     if not narrower:

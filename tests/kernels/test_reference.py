@@ -27,7 +27,7 @@ from quorum_attention.kernels import (
     reference,
 )
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.masked.parts import Tiles
+from quorum_attention.kernels.masked.parts import Tiles, capped
 from quorum_attention.kernels.protocol import Call, Saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,7 +74,7 @@ def test_random_tasks_by_every_tile(
 
 
 KERNELS: dict[str, Any] = {
-    "cpu": CpuKernel(), "tiles": Tiles(), "capped": Tiles(30.0), "dense": DenseKernel(),
+    "cpu": CpuKernel(), "tiles": Tiles(), "capped": Tiles(capped(30.0)), "dense": DenseKernel(),
     "score_mod": qa.from_score_mod(
         lambda s, b, h, i, j: s * (1 + h) - (i - j).abs(), lambda b, h, i, j: i != j, compiled=False
     ),
@@ -108,7 +108,7 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
             sizes = (batch, heads, n, m)
             bias = torch.zeros([s if yes else 1 for s, yes in zip(sizes, spans, strict=True)],
                                dtype=dtype)  # fmt: skip
-        whole = kind in ("cpu", "tiles", "capped")
+        whole = kind == "cpu"
         call = CallShape(
             "cpu", dtype, heads, key_heads, d, dv, False, True, mask, dropout=kind == "cpu"
         )

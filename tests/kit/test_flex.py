@@ -23,7 +23,6 @@ from quorum_attention.kernels.kit import (
     prefix_lm,
     sliding_window,
 )
-from quorum_attention.kernels.masked import block_table
 from quorum_attention.kernels.masked.block_table import (
     PAIR_BYTES,
     BlockEvaluator,
@@ -32,7 +31,7 @@ from quorum_attention.kernels.masked.block_table import (
     evaluated_bytes,
     listed_blocks,
 )
-from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
+from quorum_attention.kernels.masked.geometry import geometry_of
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -53,13 +52,9 @@ def kernel_of(score_mod, mask_mod) -> EagerFlexKernel:  # type: ignore[no-untype
     return EagerFlexKernel(score_mod, mask_mod, "flex")
 
 
-def geometry_of(mask) -> Geometry:  # type: ignore[no-untyped-def]
-    return Geometry(rules=() if mask is None else (FunctionRule(mask),))
-
-
 def lists_of(pairs, mask):  # type: ignore[no-untyped-def]
     """Of a block mask, or none."""
-    return block_lists(pairs, *listed_blocks(geometry_of(mask), None, pairs, by_lane=True))  # type: ignore[arg-type]
+    return block_lists(pairs, *listed_blocks(geometry_of(mask), None, pairs, 1 << 20, by_lane=True))  # type: ignore[arg-type]
 
 
 def run(kernel, tensors, is_causal, **plan):  # type: ignore[no-untyped-def]
@@ -123,8 +118,7 @@ def test_other_numbers_of_keys(n_keys: int) -> None:
     check(random(N, n_keys=n_keys), case, levels=(7,), tile=16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_monolithic_call_on_the_inputs_as_they_lie(dtype: torch.dtype, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_monolithic_call_on_the_inputs_as_they_lie(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Two entries of a batch, and rows and keys beyond what the mask lists at all."""
 
     def late(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -135,7 +129,7 @@ def test_a_monolithic_call_on_the_inputs_as_they_lie(dtype: torch.dtype, monkeyp
     whole = kernel.whole_forward
     monkeypatch.setattr(kernel, "whole_forward", lambda *a: called.append(1) or whole(*a))
     g = fresh_generator()
-    tensors = [torch.randn(2, HEADS, N, 16, generator=g).to(dtype) for _ in range(4)]
+    tensors = [torch.randn(2, HEADS, N, 16, generator=g) for _ in range(4)]
     q, k, v, grad = tensors
     common = {"kernel": kernel, "devices": "cpu"}
     out, lse = qa.attention_with_lse(q, k, v, **common)
@@ -254,11 +248,11 @@ def test_rectangles_that_do_not_touch() -> None:
     task = Task((), (Span(100, 1100, 0), Span(2000, 2600, 0)))
     rectangles = (Rectangle(300, 520, 130, 270), Rectangle(513, 515, 600, 601),
                   Rectangle(300, 520, 700, 900))  # fmt: skip
-    pairs = TaskPairs.of(task, rectangles, False)
+    pairs = TaskPairs(task, rectangles)
     lists = lists_of(pairs, None)
     assert (lists.rows, lists.columns) == (slice(256, 520), slice(128, 900))
     assert lists.in_pieces
-    aligned = TaskPairs.of(task, (Rectangle(1408, 1600, 0, 256),), False)
+    aligned = TaskPairs(task, (Rectangle(1408, 1600, 0, 256),))
     lists = lists_of(aligned, None)
     assert not lists.in_pieces
     parts = lists.on(torch.device("cpu"))
@@ -360,7 +354,7 @@ def test_many_heads_are_tried_within_the_bound(monkeypatch) -> None:  # type: ig
         return found
 
     monkeypatch.setattr(BlockEvaluator, "kept", kept)
-    monkeypatch.setattr(block_table, "LIST_BYTES", 1 << 20)
+    monkeypatch.setattr(flex, "_EVALUATED_BYTES", 1 << 20)
     tensors = [torch.randn(1, 6, 300, 16) for _ in range(4)]
     run(kernel_of(None, local_global), tensors, False, levels=())
-    assert max(pairs_at_once) * PAIR_BYTES <= evaluated_bytes(6)
+    assert max(pairs_at_once) * PAIR_BYTES <= evaluated_bytes(6, 1 << 20)

@@ -77,7 +77,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
     size = max(n, m)
     whole = Decomposition(size).task(())
     rectangles = (Rectangle(0, n, 0, m),)
-    pairs = TaskPairs.of(whole, rectangles, False)
+    pairs = TaskPairs(whole, rectangles)
     zeros = torch.zeros(1, 2, n, 4)
     task = TaskTensors(
         whole, rectangles, zeros, torch.zeros(1, 2, m, 4), torch.zeros(1, 2, m, 4), 1.0, False,

@@ -18,7 +18,7 @@ from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.scaling import Scaling
-from quorum_attention.kernels.tensors import Pick
+from quorum_attention.kernels.tensors import Pick, positions
 
 # Runs several operator calls of a task at once; their merges still follow each other.
 #
@@ -177,6 +177,28 @@ class TaskTensors:
         """Whether there is a mask; it asks for that of the first pair of ``r``, which is cheap."""
         q, k = r.query_start, r.key_start
         return self.bias(Rectangle(q, q + 1, k, k + 1)) is not None
+
+    def shape(self, mask: MaskShape | None = None, *, is_causal: bool = False) -> CallShape:
+        """What kernels are asked about calls of its rectangles."""
+        query, key, value = self.query, self.key, self.value
+        return CallShape(
+            query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[-1],
+            value.shape[-1], is_causal, True, mask, dropout=self.dropout is not None,
+        )  # fmt: skip
+
+    def indices(
+        self, r: Rectangle, entries: slice = slice(None), heads: slice | None = None
+    ) -> Indices:
+        """The pairs of a rectangle, of all or some batch entries and query heads, by their numbers
+        in the whole call."""
+        device, first = self.query.device, self.first_head
+        some = heads or slice(0, self.query.shape[1])
+        return Indices(
+            torch.tensor(self.entries[entries], device=device),
+            torch.arange(first + some.start, first + some.stop, device=device),
+            positions(self.task, r.query_start, r.query_stop, device),
+            positions(self.task, r.key_start, r.key_stop, device),
+        )
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ import torch
 from helpers_attention import assert_close, exact, inputs
 from helpers_kernels import WatchedKernel
 from helpers_plans import unpinned
+from helpers_score_mods import within
 
 import quorum_attention as qa
-from quorum_attention.decomposition import EMPTY, PARTIAL
 from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
@@ -21,16 +21,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 N = 400
 TILE = 8
-_LATE = BlockMask(
-    lambda b, h, q, k: (q >= 130) & (k < 300),
-    lambda r: EMPTY if r.queries.stop <= 130 or r.keys.start >= 300 else PARTIAL,
-)
+_LATE = within(130, N, 0, 300)
 MASKS = {
     "window": sliding_window(30),
     "documents": document(torch.arange(N) // 45),
     "rows and keys without a partner": _LATE & sliding_window(40),
     "none": None,
-    "nothing at all": BlockMask(lambda b, h, q, k: (q < 0) & (k < 0), lambda r: EMPTY),
+    "nothing at all": within(0, 0, 0, 0),
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, Literal
@@ -20,7 +20,8 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from quorum_attention.counts import shown, switch
-from quorum_attention.decomposition import FULL, Pairs, Ranges, Rectangle
+from quorum_attention.decomposition import Pairs, Rectangle
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.function import gradients_by_autograd
@@ -31,11 +32,9 @@ from quorum_attention.kernels.masked.block_table import (
     block_lists,
     blocks_key,
     evaluated_bytes,
-    joined,
     listed_blocks,
 )
 from quorum_attention.kernels.masked.functions import (
-    BlockMask,
     MaskMod,
     ScoreMod,
     codes,
@@ -44,7 +43,8 @@ from quorum_attention.kernels.masked.functions import (
     results_at,
     tensors,
 )
-from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
+from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
+from quorum_attention.kernels.masked.parts import ByParts, Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
@@ -59,18 +59,13 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
-from quorum_attention.kernels.reference import whole_task
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import outside
 
-# Rectangles whose parts are cached.
-_CACHED_RECTANGLES = 4096
-# Rows of blocks of a part of a rectangle that is cut.
-_STRIP = 4
-
-
 # Score matrices that a function may hold at a time, its result among them.
 _MATRICES = 8
+# Device bytes for evaluating a mask's blocks, unless there are more heads than fit them.
+_EVALUATED_BYTES = 96 << 20
 
 
 class ScoreModKernel(Kernel):
@@ -86,9 +81,17 @@ class ScoreModKernel(Kernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod, self.name = score_mod, mask_mod, name
-        rules = () if mask_mod is None else (FunctionRule(mask_mod),)
-        self.geometry = Geometry(rules=rules)
-        self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
+        self.geometry = geometry_of(mask_mod)
+        self._causal = Geometry(Band(None, 0)) & self.geometry
+        change = None if score_mod is None else partial(_changed, score_mod)
+        scores = reference.Scores(change, tiles=reference.LARGE, matrices=_MATRICES)
+        self._by_parts = {
+            causal: ByParts(self._under(causal), Tiles(scores), scores) for causal in (False, True)
+        }
+
+    def _under(self, is_causal: bool) -> Geometry:
+        """What a call keeps."""
+        return self._causal if is_causal else self.geometry
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Kernel``."""
@@ -96,13 +99,13 @@ class ScoreModKernel(Kernel):
 
     def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``Kernel``."""
-        return tuple(f for f in (self.score_mod, self.mask_mod) if f is not None)
+        return (*(() if self.score_mod is None else (self.score_mod,)), *self.geometry.functions)
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
-        found = [] if self.mask_mod is None else results_at([self.mask_mod], at)
+        found = results_at(self.geometry.functions, at)
         if self.score_mod is not None:
             score = torch.zeros((), device=at.queries.device)
             found += results_at([partial(self.score_mod, score)], at)
@@ -123,101 +126,41 @@ class ScoreModKernel(Kernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call, as far as they are known without trying the mask."""
-        mask = self.mask_mod
-        verdict = mask.verdict if isinstance(mask, BlockMask) else None
-        return Pairs(n_queries, n_keys, is_causal, verdict)
+        unknown = self.geometry.keeps_all or self.geometry.functions
+        return Pairs(n_queries, n_keys, is_causal, None if unknown else self.geometry.verdict)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        return max(reference.forward_bytes(call, extent, _BOUND), self._evaluated(extent))
+        return self._by_parts[True].forward_workspace_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        return max(reference.backward_bytes(call, extent, _BOUND), self._evaluated(extent))
-
-    def _evaluated(self, extent: Extent) -> int:
-        """Bytes for finding out which blocks are kept."""
-        lanes = extent.batch * extent.query_heads
-        return evaluated_bytes(lanes) if self.geometry.opaque else 0
+        return self._by_parts[True].backward_workspace_bytes(call, extent)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        reference.forward(self._live(task), state, self._scores())
+        self._by_parts[has_diagonal(task)].forward(task, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        reference.backward(self._live(task), grads, self._scores())
-
-    def _live(self, task: TaskTensors) -> TaskTensors:
-        """The task without the parts of its rectangles in which the mask keeps no pair."""
-        live = [r for r in task.rectangles if r.n_queries and r.n_keys]
-        if self.mask_mod is not None:
-            live = [part for r in live for part in self._parts_of(task, r)]
-        return replace(task, rectangles=live)
-
-    def _parts_of(self, task: TaskTensors, r: Rectangle) -> tuple[Rectangle, ...]:
-        key = blocks_key(self.geometry, task, (r,))
-        return self._parts.get(key, lambda: tuple(self._prune(task, r)))
-
-    def _prune(self, task: TaskTensors, r: Rectangle) -> list[Rectangle]:
-        """Strips of ``r`` from the first to the last block in which the mask keeps pairs; ``r``
-        itself if that leaves out less than a fifth of it."""
-        pairs = TaskPairs.of(task.task, (r,), r.causal)
-        blocks = joined([*listed_blocks(self.geometry, task, pairs)[:2]]) * BLOCK
-        found, height = [], _STRIP * BLOCK
-        for top in range(r.query_start // height * height, r.query_stop, height):
-            here = blocks[(blocks[:, 1] < top + height) & (blocks[:, 2] > top)]
-            if len(here):
-                rows = max(top, r.query_start), min(top + height, r.query_stop)
-                first, last = int(here[:, 3].min()), int(here[:, 4].max())
-                columns = max(first, r.key_start), min(last, r.key_stop)
-                found.append(Rectangle(*rows, *columns))
-        whole = r.causal or sum(part.pairs for part in found) >= 0.8 * r.pairs
-        return [r] if found and whole else found
-
-    def _scores(self) -> reference.Scores:
-        change = None
-        if self.score_mod is not None:
-            change = partial(_changed, over_pairs(self.score_mod, scored=True))
-        kept = None if self.mask_mod is None else partial(_kept, self.geometry)
-        return reference.Scores(change, kept, tiles=reference.LARGE, matrices=_MATRICES)
-
-
-_BOUND = reference.Scores(tiles=reference.LARGE, matrices=_MATRICES)
-_Mapped = Callable[..., torch.Tensor]
-
-
-def _pairs(block: reference.Block, keys: slice) -> Indices:
-    """The pairs of a tile."""
-    task, device = block.task, block.query.device
-    first = task.first_head
-    return Indices(
-        torch.tensor(task.entries[block.entries], device=device),
-        torch.arange(first + block.heads.start, first + block.heads.stop, device=device),
-        positions(task.task, block.rows.start, block.rows.stop, device),
-        positions(task.task, keys.start, keys.stop, device),
-    )
-
-
-def _kept(geometry: Geometry, block: reference.Block, keys: slice) -> torch.Tensor | None:
-    """Which pairs of a tile are kept; None if all are known to be."""
-    r = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
-    parts = block.task.task.contiguous(r)
-    if all(geometry.verdict(Ranges.of(*q[:2], *k[:2])) is FULL for q, k, _ in parts):
-        return None
-    with torch.inference_mode(False), torch.no_grad():
-        return geometry.keeps(_pairs(block, keys))
+        self._by_parts[has_diagonal(task)].backward(task, grads)
 
 
 def _changed(
-    mapped: _Mapped, scores: torch.Tensor, block: reference.Block, keys: slice, derivative: bool
+    score_mod: ScoreMod,
+    scores: torch.Tensor,
+    block: reference.Block,
+    keys: slice,
+    derivative: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A tile's modified scores, and their derivative by autograd if it is asked for."""
     with torch.inference_mode(False), torch.set_grad_enabled(derivative):
         # Autograd refuses tensors of inference mode.
         scores = scores.clone() if scores.is_inference() else scores
         leaf = scores.requires_grad_(derivative)
-        at = _pairs(block, keys)
+        r = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
+        at = block.task.indices(r, block.entries, block.heads)
+        mapped = over_pairs(score_mod, scored=True)
         changed = mapped(leaf, at.entries, at.heads, at.queries, at.keys).to(scores.dtype)
         slope = None
         if derivative:
@@ -289,14 +232,6 @@ def has_diagonal(task: TaskTensors) -> bool:
     return task.is_causal or any(r.causal for r in task.rectangles)
 
 
-def _everything(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= 0
-
-
-def _also(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One call: the part of a task between the first and the last listed block.
@@ -305,6 +240,8 @@ class Launch:
         entries, heads: numbers of the batch entries and query heads in the whole call; int32 on the
             device, like ``queries`` and ``keys``, their global positions.
         sent: the lists on the device.
+        mask_mod: the mask of partial blocks, by local indices; there are few kinds: each is
+            compiled.
 
     All its tensors are detached: torch.compile also looks at the base of a view, and would compile
     again for every kind of view.
@@ -317,26 +254,8 @@ class Launch:
     queries: torch.Tensor
     keys: torch.Tensor
     sent: list[torch.Tensor]
-    is_causal: bool
-    mask_mod: MaskMod | None
+    mask_mod: MaskMod
     scale: float
-
-    def mask(self) -> MaskMod:
-        """The mask of partial blocks, by local indices; there are few kinds: each is compiled."""
-        entries, heads, queries, keys = self.entries, self.heads, self.queries, self.keys
-        tests: list[MaskMod] = []
-        if self.lists.in_pieces:
-            rows, columns, table = self.sent[8:]
-            tests.append(lambda b, h, q, k: table[rows[q], columns[k]] != 0)
-        if self.is_causal:
-            tests.append(lambda b, h, q, k: queries[q] >= keys[k])
-        mask_mod = self.mask_mod
-        if mask_mod is not None:
-            tests.append(lambda b, h, q, k: mask_mod(entries[b], heads[h], queries[q], keys[k]))
-        keeps = tests[0] if tests else _everything
-        for test in tests[1:]:
-            keeps = _also(keeps, test)
-        return keeps
 
     def score(self, score_mod: ScoreMod | None) -> ScoreMod | None:
         """The score modification, by local indices."""
@@ -363,7 +282,7 @@ class Launch:
         query, key, value = self.inputs
         return (
             query.device, query.dtype, query.shape[0] == 1, query.shape[1], key.shape[1],
-            query.shape[3], value.shape[3], self.is_causal, self.lists.in_pieces, self.in_blocks,
+            query.shape[3], value.shape[3], codes(self.mask_mod), self.in_blocks,
             tuple(layout(t) for t in self.inputs),
             tuple(size == 1 for t in (self.sent[0], self.sent[4]) for size in t.shape), needs_grad,
         )  # fmt: skip
@@ -375,29 +294,33 @@ class Launch:
         sizes = (self.inputs[0].shape[2], self.inputs[1].shape[2])
         # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of all blocks.
         make: Any = FlexBlockMask
-        return make(sizes, *self.sent[:8], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=self.mask())
+        return make(sizes, *self.sent[:8], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=self.mask_mod)
 
 
-def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> Launch:
+def launch(task: TaskTensors, lists: BlockLists, geometry: Geometry) -> Launch:
     """The call for ``task`` with its block lists."""
     device, rows, columns = task.query.device, lists.rows, lists.columns
-    if isinstance(mask_mod, BlockMask):
-        mask_mod = mask_mod.on(device)
     query = laid_out(task.query[:, :, rows])
     key, value = (laid_out(t[:, :, columns]) for t in (task.key, task.value))
-    heads = tuple(range(task.first_head, task.first_head + task.query.shape[1]))
-    return Launch(
-        lists,
-        (query, key, value),
-        _numbers(task.entries, device),
-        _numbers(heads, device),
-        positions(task.task, rows.start, rows.stop, device, torch.int32),
-        positions(task.task, columns.start, columns.stop, device, torch.int32),
-        lists.on(device),
-        has_diagonal(task),
-        mask_mod,
-        task.scale,
-    )
+    entries = _numbers(task.entries, device)
+    first = task.first_head
+    heads = _numbers(tuple(range(first, first + task.query.shape[1])), device)
+    queries = positions(task.task, rows.start, rows.stop, device, torch.int32)
+    keys = positions(task.task, columns.start, columns.stop, device, torch.int32)
+    sent, keeps = lists.on(device), geometry.mask_mod(device)
+
+    def local(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return keeps(entries[b], heads[h], queries[q], keys[k])
+
+    mask_mod = _in_pieces(local, *sent[8:]) if lists.in_pieces else local
+    inputs = (query, key, value)
+    return Launch(lists, inputs, entries, heads, queries, keys, sent, mask_mod, task.scale)
+
+
+def _in_pieces(
+    mask_mod: MaskMod, rows: torch.Tensor, columns: torch.Tensor, table: torch.Tensor
+) -> MaskMod:
+    return lambda b, h, q, k: (table[rows[q], columns[k]] != 0) & mask_mod(b, h, q, k)
 
 
 @lru_cache(maxsize=64)
@@ -490,11 +413,11 @@ _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
 
 def _host_bytes(lists: BlockLists | None) -> int:
     # 4096: about the size of a cache key.
-    return 4096 + (0 if lists is None else lists.nbytes)
+    return 4096 + (0 if lists is None else lists.buffer.nbytes)
 
 
 class FlexKernel(ScoreModKernel):
-    """See ``from_score_mod``: compiled ``flex_attention``, except for float64."""
+    """See ``from_score_mod``: compiled ``flex_attention``."""
 
     whole_tasks = True
     launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
@@ -505,21 +428,18 @@ class FlexKernel(ScoreModKernel):
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
-        # If the functions in a closure change later, torch notices and compiles again.
-        self._codes = codes(score_mod), codes(mask_mod)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.mask is None and call.device_type == "cpu" and call.dtype != torch.float64:
+        if call.mask is None and call.dtype == torch.float64:
+            return "compiled FlexAttention takes no float64: compiled=False"
+        if call.mask is None and call.device_type == "cpu":
             return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
         return super().refusal(call)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         rows = extent.batch * extent.query_heads * extent.n_tokens
-        if call.dtype == torch.float64:
-            results = rows * (call.value_dim + 1) * 8 if extent.direct else 0
-            return results + super().forward_workspace_bytes(call, extent)
         # The output, and lse in base 2 and base e.
         own = rows * (call.value_dim * call.dtype.itemsize + 8)
         if extent.direct and self.mask_mod is not None:
@@ -528,9 +448,6 @@ class FlexKernel(ScoreModKernel):
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        if call.dtype == torch.float64:
-            results = _copied_bytes(call, extent) if extent.direct else 0
-            return results + super().backward_workspace_bytes(call, extent)
         item, d, dv = call.dtype.itemsize, call.head_dim, call.value_dim
         # For each query: the part's own output, the gradient of it, a contiguous copy of that, and
         # grad_query; in fp32 forms of lse, its gradient, and delta.
@@ -545,27 +462,25 @@ class FlexKernel(ScoreModKernel):
 
     def _common_bytes(self, extent: Extent) -> int:
         """Bytes of positions, pieces and lists, of evaluating a mask, and of merging."""
-        lanes = extent.batch * extent.query_heads if self.geometry.opaque else 1
+        lanes = extent.batch * extent.query_heads if self.geometry.functions else 1
         blocks = -(-extent.n_tokens // BLOCK) + 1
         # Two lists by query and two by key, in int32, each as long as possible; and their counts.
         lists = lanes * (16 * blocks * self._longest_list(blocks) + 32 * blocks)
         tokens = 16 * extent.n_tokens
-        if self.geometry.opaque:
-            tokens += 32 * extent.n_tokens + evaluated_bytes(lanes)
+        if self.geometry.functions:
+            tokens += 32 * extent.n_tokens + evaluated_bytes(lanes, _EVALUATED_BYTES)
         # Eight tensors may each be a block that the allocator does not split.
         return lists + tokens + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
 
     def _longest_list(self, blocks: int) -> int:
         """The most listed blocks of a line; a task's gaps bring distant tokens closer together."""
-        if not isinstance(self.mask_mod, BlockMask) or sum(self.mask_mod.reach) >= BLOCK * blocks:
+        low, high = self.geometry.band.low, self.geometry.band.high
+        if low is None or high is None:
             return blocks
-        return min(blocks, int(sum(self.mask_mod.reach)) // BLOCK + 3)
+        return min(blocks, (high - low) // BLOCK + 3)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        if task.query.dtype == torch.float64:
-            super().forward(task, state)
-            return
         made = self._launch(task)
         if made is None:
             return
@@ -583,9 +498,6 @@ class FlexKernel(ScoreModKernel):
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        if task.query.dtype == torch.float64:
-            super().backward(task, grads)
-            return
         made = self._launch(task)
         if made is None:
             return
@@ -609,9 +521,7 @@ class FlexKernel(ScoreModKernel):
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
         query, value = call.query, call.value
-        if query.dtype == torch.float64:
-            return reference.forward_by_task(super().forward, call)
-        made = self._launch(whole_task(call))
+        made = self._launch(reference.whole_task(call))
         if made is not None and made.of_rows(query).shape == query.shape:
             return self._run_forward(made)
         # Some rows keep nothing and are not run.
@@ -627,9 +537,7 @@ class FlexKernel(ScoreModKernel):
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
         query, key, value = call.inputs
-        if query.dtype == torch.float64:
-            return reference.backward_by_task(super().backward, call, saved)
-        made = self._launch(whole_task(call))
+        made = self._launch(reference.whole_task(call))
         if made is None:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         found = self._gradients(made, saved.mapped(made.of_rows))
@@ -652,26 +560,25 @@ class FlexKernel(ScoreModKernel):
         return gradients_by_autograd(run, made.inputs, saved)
 
     def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
-        kind = made.kind(needs_grad), self._codes
+        # If the functions in a closure change later, torch notices and compiles again.
+        kind = made.kind(needs_grad), codes(self.score_mod)
         call = self._compiled.get(kind, lambda: compiled_flex(in_blocks=made.in_blocks))
         return partial(call, score_mod=made.score(self.score_mod), scale=made.scale)
 
     def _launch(self, task: TaskTensors) -> Launch | None:
-        if not _has_rows(task):
-            return None
-        lists = self._listed(task)
-        return None if lists is None else launch(task, lists, self.mask_mod)
+        lists = self._listed(task) if _has_rows(task) else None
+        return None if lists is None else launch(task, lists, self._under(has_diagonal(task)))
 
     def _listed(self, task: TaskTensors) -> BlockLists | None:
-        return self._lists.get(self._list_key(task), lambda: self._make_lists(task))
+        geometry, rectangles = self._under(has_diagonal(task)), tuple(task.rectangles)
 
-    def _list_key(self, task: TaskTensors) -> Hashable:
-        return has_diagonal(task), *blocks_key(self.geometry, task, tuple(task.rectangles))
+        def make() -> BlockLists | None:
+            pairs = TaskPairs(task.task, rectangles)
+            listed = listed_blocks(geometry, task, pairs, _EVALUATED_BYTES, by_lane=True)
+            return block_lists(pairs, *listed, pinned=task.query.is_cuda)
 
-    def _make_lists(self, task: TaskTensors) -> BlockLists | None:
-        pairs = TaskPairs.of(task.task, task.rectangles, has_diagonal(task))
-        listed = listed_blocks(self.geometry, task, pairs, by_lane=True)
-        return block_lists(pairs, *listed, pinned=task.query.is_cuda)
+        key = has_diagonal(task), *blocks_key(geometry, task, rectangles)
+        return self._lists.get(key, make)
 
 
 def _has_rows(task: TaskTensors) -> bool:
@@ -716,13 +623,13 @@ def from_score_mod(
         mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
             A mask from ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
             ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks it keeps.
-            Any other mask is called once for every pair of a task. Both functions must stay what
+            Any other mask is evaluated for every pair of a task. Both functions must stay what
             they are as long as the kernel lives (docs/kit.md says how that is checked): make
             another kernel to change what they read, which costs next to nothing.
         name: for messages and reports.
         compiled: whether to use FlexAttention with torch.compile, one call for a task; default
-            True if there is CUDA. Otherwise, and always for float64, rectangles are run with
-            materialised scores, on any device.
+            True if there is CUDA. Otherwise torch's operators compute it tile by tile, on any
+            device and in float64 too.
 
     A call's own ``is_causal`` applies in addition.
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from quorum_attention.counts import shown, switch
-from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.masked.functions import tensors
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
@@ -42,34 +40,6 @@ BackwardFunction = Callable[..., "Three"]
 WorkspaceBound = Callable[[CallShape, Extent], int]
 
 _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One call of the function: a rectangle of a task, and some or all of its query heads.
-
-    Attributes:
-        rectangle: local positions.
-        pick: selects the piece's query heads from a tensor with all of them.
-        named: the keyword arguments, including ``is_causal`` and ``scale``.
-    """
-
-    rectangle: Rectangle
-    pick: Pick
-    named: dict[str, Any]
-
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece's query rows of (b, hq, nq, ...), a view."""
-        r = self.rectangle
-        return self.pick(tensor)[:, :, r.query_start : r.query_stop]
-
-    def columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece's key rows of (b, hk, nk, ...), a view."""
-        return tensor[:, :, self.rectangle.key_start : self.rectangle.key_stop]
-
-    def inputs(self, task: TaskTensors) -> Three:
-        """Query (b, h, lq, d), key (b, hk, lk, d), value (b, hk, lk, dv), views."""
-        return self.rows(task.query), self.columns(task.key), self.columns(task.value)
 
 
 class FunctionKernel(Kernel):
@@ -110,21 +80,12 @@ class FunctionKernel(Kernel):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
-        return self.rows(query, key, value, 1.0, at)
-
-    def rows(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel``."""
-        parts = []
+        every = dict(zip(_OPTIONAL, (at.queries, at.keys, at.heads, at.entries), strict=True))
+        named = {"is_causal": False, "scale": 1.0, **{name: every[name] for name in self._wants}}
+        found: list[torch.Tensor] = []
         for pick, chosen in self._picks(query, key):
-            named = {"query_positions": at.queries, "key_positions": at.keys,
-                     "head_indices": at.heads[chosen], "batch_indices": at.entries}  # fmt: skip
-            wanted = {name: named[name] for name in self._wants}
-            parts.append(self._run(pick(query), key, value, is_causal=False, scale=scale, **wanted))
-        # Of heads that share a key head, part j has the j-th of each.
-        out, lse = (torch.stack(some, 2).flatten(1, 2) for some in zip(*parts, strict=True))
-        return out, lse
+            found += self._run(pick(query), key, value, **_for_heads(named, chosen))
+        return found
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``Kernel``."""
@@ -149,61 +110,63 @@ class FunctionKernel(Kernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for piece in self._pieces(task, self._wants):
+        for rows, columns, named in self._pieces(task, self._wants):
+            inputs = rows(task.query), columns(task.key), columns(task.value)
             with torch.no_grad():
-                out, lse = self._run(*piece.inputs(task), **piece.named)
+                out, lse = self._run(*inputs, **named)
             out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
             with task.timed("merge"):
-                merge_(piece.rows(state.out), piece.rows(state.lse), out, lse)
+                merge_(rows(state.out), rows(state.lse), out, lse)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         own = self.explicit_backward
-        for piece in self._pieces(task, self._wants if own is None else self._backward_wants):
-            inputs = piece.inputs(task)
-            saved = Saved(grads.grad_out, grads.out, grads.lse).mapped(piece.rows)
+        for rows, columns, named in self._pieces(
+            task, self._wants if own is None else self._backward_wants
+        ):
+            inputs = rows(task.query), columns(task.key), columns(task.value)
+            saved = Saved(grads.grad_out, grads.out, grads.lse).mapped(rows)
             if own is None:
-                run = partial(self._run_plain, **piece.named)
-                found = gradients_by_autograd(run, inputs, saved)
+                found = gradients_by_autograd(partial(self._run_plain, **named), inputs, saved)
             else:
                 finite = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
-                found = own(saved.grad_out, *inputs, saved.out, finite, **piece.named)
-            targets = (
-                piece.rows(grads.grad_query),
-                piece.columns(grads.grad_key),
-                piece.columns(grads.grad_value),
-            )
+                found = own(saved.grad_out, *inputs, saved.out, finite, **named)
+            targets = rows(grads.grad_query), columns(grads.grad_key), columns(grads.grad_value)
             with task.timed("merge"):
                 for target, part in zip(targets, found, strict=True):
                     add_(target, part)
 
-    def _pieces(self, task: TaskTensors, wants: tuple[str, ...]) -> Iterator[Piece]:
-        """The function's calls for a task."""
+    def _pieces(
+        self, task: TaskTensors, wants: tuple[str, ...]
+    ) -> Iterator[tuple[Pick, Pick, dict[str, Any]]]:
+        """The function's calls for a task: its query rows of (b, hq, nq, ...) and its key rows of
+        (b, hk, nk, ...), views, and its keyword arguments."""
         if 0 in task.query.shape[:2]:
             return
         device, first = task.query.device, task.first_head
-        picks = self._picks(task.query, task.key)
         heads = torch.arange(first, first + task.query.shape[1], device=device)
         for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
                 continue
-            named: dict[str, Any] = {"is_causal": r.causal, "scale": task.scale}
-            if "query_positions" in wants:
-                named["query_positions"] = positions(task.task, r.query_start, r.query_stop, device)
-            if "key_positions" in wants:
-                named["key_positions"] = positions(task.task, r.key_start, r.key_stop, device)
-            if "batch_indices" in wants:
-                named["batch_indices"] = torch.tensor(task.entries, device=device)
-            for pick, chosen in picks:
-                of_heads = {"head_indices": heads[chosen]} if "head_indices" in wants else {}
-                yield Piece(r, pick, named | of_heads)
+            queries, keys = (r.query_start, r.query_stop), (r.key_start, r.key_stop)
+            made: dict[str, Callable[[], torch.Tensor]] = {
+                "query_positions": partial(positions, task.task, *queries, device),
+                "key_positions": partial(positions, task.task, *keys, device),
+                "head_indices": lambda: heads,
+                "batch_indices": partial(torch.tensor, task.entries, device=device),
+            }
+            named: dict[str, Any] = {name: made[name]() for name in wants}
+            named |= {"is_causal": r.causal, "scale": task.scale}
+            columns = partial(_rows, lambda tensor: tensor, slice(*keys))
+            for pick, chosen in self._picks(task.query, task.key):
+                yield partial(_rows, pick, slice(*queries)), columns, _for_heads(named, chosen)
 
     def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
         """The query heads of each call: what selects them, and their numbers."""
         key_heads = key.shape[1]
         shared = query.shape[1] // key_heads
         if shared == 1 or self.grouped:
-            return [(_whole, slice(None))]
+            return [(lambda tensor: tensor, slice(None))]
         return [
             (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
         ]
@@ -382,5 +345,10 @@ def _parameters(function: Callable[..., Any], what: str) -> tuple[str, ...]:
     return tuple(name for name in _OPTIONAL if name in signature)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _for_heads(named: dict[str, Any], chosen: slice) -> dict[str, Any]:
+    """The arguments of a call of some heads."""
+    return {n: value[chosen] if n == "head_indices" else value for n, value in named.items()}
+
+
+def _rows(pick: Pick, rows: slice, tensor: torch.Tensor) -> torch.Tensor:
+    return pick(tensor)[:, :, rows]

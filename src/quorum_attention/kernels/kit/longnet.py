@@ -18,6 +18,7 @@ import torch
 
 from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
+from quorum_attention.kernels.masked.parts import Tiles
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
@@ -48,7 +49,7 @@ class LongNetKernel(Kernel):
         settings: (segment, dilation) pairs; a segment is a positive multiple of its dilation.
         inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another with
             ``operator``; None for the first that can.
-        full_precision: whether 16-bit tokens are converted to fp32 for the inner kernel. Then no
+        full_precision: whether 16-bit tokens are computed in fp32, by torch's operators. Then no
             partial result is rounded to 16 bits: slower, and more exact.
 
     Raises:
@@ -103,101 +104,72 @@ class LongNetKernel(Kernel):
             return "it takes as many key heads as query heads: a head's offset is its own"
         return None if self._operator(call) is not None else "no kernel can run its rectangles"
 
+    def _operator(self, call: CallShape) -> Kernel | None:
+        """The kernel that runs the rectangles of such calls; None if none can."""
+        from quorum_attention.kernels.registry import kernels
+
+        if self.full_precision and call.dtype.itemsize < 4:
+            return Tiles()
+        candidates = kernels().values() if self._inner is None else [self._inner]
+        return next((k for k in candidates if k.operator and k.refusal(call) is None), None)
+
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        inner = self._operator(call)
-        own = 0 if inner is None else inner.forward_workspace_bytes(self._widened(call), extent)
-        return own + self._copied_bytes(call, extent, 1)
+        inner = self._operator(call) or Tiles()
+        return inner.forward_workspace_bytes(call, self._inside(extent))
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        inner = self._operator(call)
+        inner = self._operator(call) or Tiles()
         # A copy of lse without -inf.
         own = 9 * extent.batch * extent.query_heads * extent.n_tokens
-        if inner is not None:
-            own += inner.backward_workspace_bytes(self._widened(call), extent)
-        return own + self._copied_bytes(call, extent, 2)
+        return own + inner.backward_workspace_bytes(call, self._inside(extent))
+
+    def _inside(self, extent: Extent) -> Extent:
+        return replace(extent, direct=extent.direct or self.full_precision)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        inner = self._operator_of(task)
-        for rows, columns, causal in self._calls(task):
-            out, lse = inner.whole_forward(self._call(task, rows, columns, causal))
+        for inner, call, rows, _ in self._calls(task):
+            out, lse = inner.whole_forward(call)
             with task.timed("merge"):
                 merge_(state.out[rows], state.lse[rows], out, lse)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        inner = self._operator_of(task)
         finite = grads.lse.masked_fill(grads.lse == -torch.inf, 0.0)
-        for rows, columns, causal in self._calls(task):
-            grad_out, out = (self._wide(t[rows]) for t in (grads.grad_out, grads.out))
-            saved = Saved(grad_out, out, finite[rows].contiguous())
-            call = self._call(task, rows, columns, causal)
-            dq, dk, dv = inner.whole_backward(call, saved)
+        for inner, call, rows, keys in self._calls(task):
+            saved = Saved(grads.grad_out[rows], grads.out[rows], finite[rows].contiguous())
+            found = inner.whole_backward(call, saved)
+            targets = grads.grad_query[rows], grads.grad_key[keys], grads.grad_value[keys]
             with task.timed("merge"):
-                add_(grads.grad_query[rows], dq)
-                add_(grads.grad_key[columns], dk)
-                add_(grads.grad_value[columns], dv)
+                for target, part in zip(targets, found, strict=True):
+                    add_(target, part)
 
-    def _call(self, task: TaskTensors, rows: Index, columns: Index, causal: bool) -> Call:
-        call = Call(task.query, task.key, task.value, causal, task.scale)
-        return call.mapped(lambda t: self._wide(t[rows]), lambda t: self._wide(t[columns]))
-
-    def _calls(self, task: TaskTensors) -> Iterator[tuple[Index, Index, bool]]:
-        """The task as plain or causal calls: (index of queries, index of keys, causal)."""
-        heads = task.query.shape[1]
+    def _calls(self, task: TaskTensors) -> Iterator[tuple[Kernel, Call, Index, Index]]:
+        """The task as plain or causal calls of a kernel, with the places of queries and keys."""
+        heads, inner = task.query.shape[1], self._operator(task.shape(is_causal=task.is_causal))
+        assert inner is not None, "refused before"
         if 0 in task.query.shape[:2]:
             return
-        for r in task.rectangles:
-            for rows, columns, causal in task.task.contiguous(r):
-                for width, dilation in self.settings:
-                    for own, others in _in_segments(width, rows, columns):
-                        # Every dilation-th head has the same offset.
-                        for first in range(min(dilation, heads)):
-                            offset = (task.first_head + first) % dilation
-                            chosen = _congruent(own, offset, dilation)
-                            keys = _congruent(others, offset, dilation)
-                            if chosen is not None and keys is not None:
-                                lanes = (slice(None), slice(first, heads, dilation))
-                                yield (*lanes, chosen), (*lanes, keys), causal
-
-    def _operator_of(self, task: TaskTensors) -> Kernel:
-        query, value = task.query, task.value
-        call = CallShape(
-            query.device.type, query.dtype, query.shape[1], query.shape[1], query.shape[3],
-            value.shape[3], task.is_causal, True,
-        )  # fmt: skip
-        inner = self._operator(call)
-        assert inner is not None, "refused before"
-        return inner
-
-    def _operator(self, call: CallShape) -> Kernel | None:
-        """The kernel that runs the rectangles of such calls; None if none can."""
-        from quorum_attention.kernels.registry import kernels
-
-        call = self._widened(call)
-        candidates = kernels().values() if self._inner is None else [self._inner]
-        return next((k for k in candidates if k.operator and k.refusal(call) is None), None)
-
-    def _widens(self, dtype: torch.dtype) -> bool:
-        return self.full_precision and dtype.itemsize < 4
-
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if self._widens(tensor.dtype) else tensor
-
-    def _widened(self, call: CallShape) -> CallShape:
-        if not self._widens(call.dtype):
-            return call
-        return replace(call, dtype=torch.float32, exact_scale=False)
-
-    def _copied_bytes(self, call: CallShape, extent: Extent, rows: int) -> int:
-        """Bytes of a rectangle's tokens in fp32: ``rows`` copies of queries, one of keys."""
-        if not self._widens(call.dtype):
-            return 0
-        queries = rows * extent.max_queries * extent.query_heads
-        keys = extent.max_keys * extent.key_heads
-        return 4 * extent.batch * (queries + keys) * (call.head_dim + call.value_dim)
+        stored = torch.float32 if isinstance(inner, Tiles) else None
+        # Every dilation-th head has the same offset.
+        for rows, columns, causal, width, dilation, first in (
+            (*part, *setting, first)
+            for r in task.rectangles
+            for part in task.task.contiguous(r)
+            for setting in self.settings
+            for first in range(min(setting.dilation, heads))
+        ):
+            offset, some = (task.first_head + first) % dilation, slice(first, heads, dilation)
+            begins, ends = max(rows.start, columns.start), min(rows.stop, columns.stop)
+            for segment in range(begins // width, (ends - 1) // width + 1):
+                bounds = segment * width, (segment + 1) * width
+                both = [_congruent(side, bounds, offset, dilation) for side in (rows, columns)]
+                if None not in both:
+                    at, keys = ((slice(None), some, chosen) for chosen in both if chosen)
+                    inputs = task.query[at], task.key[keys], task.value[keys]
+                    yield inner, Call(*inputs, causal, task.scale, stored=stored), at, keys
 
 
 def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:
@@ -207,9 +179,7 @@ def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:
     if not settings:
         raise ValueError("settings must name at least one (segment, dilation)")
     for segment, dilation in settings:
-        whole_number(segment, "segment", -(2**63))
-        whole_number(dilation, "dilation", -(2**63))
-        if segment < 1 or dilation < 1 or segment % dilation:
+        if whole_number(segment, "segment", 1) % whole_number(dilation, "dilation", 1):
             raise ValueError(
                 "a segment must be a positive multiple of its dilation, got "
                 f"{segment} and {dilation}"
@@ -217,19 +187,11 @@ def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:
     return tuple(DilatedSetting(*setting) for setting in settings)
 
 
-def _in_segments(width: int, rows: Rows, columns: Rows) -> Iterator[tuple[Rows, Rows]]:
-    """(rows, columns) within each segment that has both."""
-    first = max(rows.start, columns.start) // width
-    last = (min(rows.stop, columns.stop) - 1) // width
-    for number in range(first, last + 1):
-        bounds = number * width, (number + 1) * width
-        own, other = rows.within(*bounds), columns.within(*bounds)
-        if own is not None and other is not None:
-            yield own, other
-
-
-def _congruent(rows: Rows, offset: int, step: int) -> slice | None:
-    """Local positions of the rows whose global positions are ``offset`` modulo ``step``."""
-    first = rows.start + (offset - rows.start) % step
-    shift = rows.start - rows.local
-    return slice(first - shift, rows.stop - shift, step) if first < rows.stop else None
+def _congruent(rows: Rows, bounds: tuple[int, int], offset: int, step: int) -> slice | None:
+    """Local positions of the rows within bounds that are ``offset`` modulo ``step``."""
+    some = rows.within(*bounds)
+    if some is None:
+        return None
+    first = some.start + (offset - some.start) % step
+    shift = some.start - some.local
+    return slice(first - shift, some.stop - shift, step) if first < some.stop else None

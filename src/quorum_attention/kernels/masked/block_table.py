@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +30,6 @@ UNKNOWN = 3
 PAIR_BYTES = 64
 """Device bytes for each pair that is evaluated at a time: a function's own temporaries, a few
 tensors of int64, among them."""
-LIST_BYTES = 96 << 20
-"""Device bytes for evaluating blocks, unless there are more heads than fit them."""
 MOST_NODES = 1 << 14
 """More nodes of a level than this, and what is left is evaluated on the device."""
 SENT = 64
@@ -44,83 +41,51 @@ Nodes = Ints
 """Nodes of the quadtree, (k, 5): lane, first block row, last + 1, first block column, last + 1."""
 
 
-class Pieces(NamedTuple):
-    """Where a task's rectangles are, if they are not everything.
-
-    Attributes:
-        rows, columns: (nq,), (nk,), the piece between edges that each query and each key lies in.
-        table: (pieces, pieces) bool, which of them a rectangle holds.
-    """
-
-    rows: Ints
-    columns: Ints
-    table: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
 class TaskPairs:
-    """The pairs of a task, before any mask.
+    """The pairs of a task, before any mask; tokens beyond all rectangles are left out.
+
+    Args:
+        rectangles: disjoint, in local positions.
 
     Attributes:
-        rectangles: disjoint, in local positions.
-        is_causal: whether keys after the query are masked.
         queries, keys: (nq,) and (nk,) global positions, ascending.
+        edges: where rectangles begin or end along the queries, with 0 and nq; and along the keys.
+        table: (query pieces, key pieces) bool: whether a rectangle holds the piece between edges.
     """
 
-    rectangles: tuple[Rectangle, ...]
-    is_causal: bool
-    queries: Ints
-    keys: Ints
-
-    @classmethod
-    def of(cls, task: Task, rectangles: Sequence[Rectangle], is_causal: bool) -> TaskPairs:
-        """Of a task; tokens beyond all rectangles are left out."""
+    def __init__(self, task: Task, rectangles: Sequence[Rectangle]) -> None:
         runs = [np.arange(first, last, dtype=np.int64) for first, last, _ in task.runs]
         tokens = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
-        kept = tuple(r for r in rectangles if r.n_queries and r.n_keys)
-        n_queries = max((r.query_stop for r in kept), default=0)
-        n_keys = max((r.key_stop for r in kept), default=0)
-        return cls(kept, is_causal, tokens[:n_queries], tokens[:n_keys])
+        kept = [r for r in rectangles if r.n_queries and r.n_keys]
+        sides = [
+            np.array(ends, dtype=np.int64).reshape(-1, 2)
+            for ends in (
+                [(r.query_start, r.query_stop) for r in kept],
+                [(r.key_start, r.key_stop) for r in kept],
+            )
+        ]
+        self.queries, self.keys = (tokens[: side.max(initial=0)] for side in sides)
+        self.edges = [np.unique(np.append(side, (0, side.max(initial=0)))) for side in sides]
+        self.table = np.zeros([len(edges) - 1 for edges in self.edges], dtype=np.bool_)
+        rows, columns = map(np.searchsorted, self.edges, sides)
+        for (top, bottom), (left, right) in zip(rows, columns, strict=True):
+            self.table[top:bottom, left:right] = True
+        # Summed-area table: how many pieces above and to the left rectangles hold.
+        self._sums = np.pad(self.table.cumsum(0, dtype=np.int64).cumsum(1), ((1, 0), (1, 0)))
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of blocks."""
         return -(-len(self.queries) // BLOCK), -(-len(self.keys) // BLOCK)
 
-    @cached_property
-    def query_edges(self) -> Ints:
-        """Where rectangles begin or end along the queries; with 0 and nq."""
-        return _edges(len(self.queries), [(r.query_start, r.query_stop) for r in self.rectangles])
-
-    @cached_property
-    def key_edges(self) -> Ints:
-        """Where rectangles begin or end along the keys; with 0 and nk."""
-        return _edges(len(self.keys), [(r.key_start, r.key_stop) for r in self.rectangles])
-
-    @cached_property
-    def table(self) -> NDArray[np.bool_]:
-        """(query pieces, key pieces): whether a rectangle holds the piece between these edges."""
-        found = np.zeros((len(self.query_edges) - 1, len(self.key_edges) - 1), dtype=np.bool_)
-        for r in self.rectangles:
-            rows = np.searchsorted(self.query_edges, (r.query_start, r.query_stop))
-            columns = np.searchsorted(self.key_edges, (r.key_start, r.key_stop))
-            found[rows[0] : rows[1], columns[0] : columns[1]] = True
-        return found
-
-    @cached_property
-    def pieces(self) -> Pieces | None:
-        """The pieces of the rectangles; None if these are all pairs."""
+    @property
+    def pieces(self) -> tuple[Ints, Ints, NDArray[np.bool_]] | None:
+        """The piece between edges that each query and each key lies in, and ``table``; None if the
+        rectangles are all pairs."""
         if self.table.all():
             return None
         rows, columns = np.arange(len(self.queries)), np.arange(len(self.keys))
-        return Pieces(piece(self.query_edges, rows), piece(self.key_edges, columns), self.table)
-
-    @cached_property
-    def _sums(self) -> Ints:
-        """Summed-area table of ``table``: how many pieces above and to the left rectangles hold."""
-        found = np.zeros(np.add(self.table.shape, 1), dtype=np.int64)
-        found[1:, 1:] = self.table.cumsum(axis=0, dtype=np.int64).cumsum(axis=1)
-        return found
+        return _piece(self.edges[0], rows), _piece(self.edges[1], columns), self.table
 
     def _bounds(self, nodes: Nodes) -> tuple[Ints, Ints, Ints, Ints]:
         """The first and last local query, and the first and last local key, of each node."""
@@ -131,15 +96,12 @@ class TaskPairs:
     def codes(self, nodes: Nodes) -> Codes:
         """For every node: EMPTY, FULL, or PARTIAL."""
         q0, q1, k0, k1 = self._bounds(nodes)
-        top, bottom = piece(self.query_edges, q0), piece(self.query_edges, q1) + 1
-        left, right = piece(self.key_edges, k0), piece(self.key_edges, k1) + 1
+        top, bottom = _piece(self.edges[0], q0), _piece(self.edges[0], q1) + 1
+        left, right = _piece(self.edges[1], k0), _piece(self.edges[1], k1) + 1
         s = self._sums
         there = s[bottom, right] - s[top, right] - s[bottom, left] + s[top, left]
         every = (bottom - top) * (right - left)
         found = np.where(there == 0, EMPTY, np.where(there == every, FULL, PARTIAL))
-        if self.is_causal:
-            found[(self.keys[k1] > self.queries[q0]) & (found == FULL)] = PARTIAL
-            found[self.keys[k0] > self.queries[q1]] = EMPTY
         return found.astype(np.int8)
 
     def positions(self, nodes: Nodes) -> Iterator[Ranges]:
@@ -158,12 +120,12 @@ def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
     rows, columns = pairs.grid
     found: dict[int, list[Nodes]] = {FULL: [], PARTIAL: [], UNKNOWN: []}
     nodes: Nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
-    if not (rows and columns and pairs.rectangles):
+    if not (rows and columns):
         nodes = nodes[:0]
     while len(nodes):
         codes = pairs.codes(nodes)
         nodes, codes = nodes[codes != EMPTY], codes[codes != EMPTY]
-        if geometry.opaque and len(nodes) > MOST_NODES:
+        if geometry.functions and len(nodes) > MOST_NODES:
             found[UNKNOWN].append(nodes)
             break
         if not geometry.keeps_all:
@@ -171,7 +133,7 @@ def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
             # Of a part of a node's pairs, the verdict on all of them says only that there are none.
             codes = np.where((codes == FULL) | (asked == EMPTY), asked, codes)
         single = (nodes[:, 2] - nodes[:, 1] == 1) & (nodes[:, 4] - nodes[:, 3] == 1)
-        if geometry.opaque:
+        if geometry.functions:
             codes[single & (codes == PARTIAL)] = UNKNOWN
         for code in (FULL, UNKNOWN):
             found[code].append(nodes[codes == code])
@@ -182,7 +144,7 @@ def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
 
 def _code(geometry: Geometry, block: Ranges) -> int:
     """The verdict on a block; UNKNOWN where it is for functions alone to decide."""
-    if not geometry.opaque:
+    if not geometry.functions:
         return geometry.verdict(block)
     most = geometry.verdict(block, FULL)
     if most is EMPTY:
@@ -198,7 +160,7 @@ def listed_blocks(
     geometry: Geometry,
     task: TaskTensors,
     pairs: TaskPairs,
-    nbytes: int | None = None,
+    nbytes: int,
     *,
     by_lane: bool = False,
 ) -> tuple[Nodes, Nodes, tuple[int, int]]:
@@ -214,7 +176,7 @@ def listed_blocks(
     if not unknown.shape[1]:
         return full[0], partial[0], (1, 1)
     evaluator = BlockEvaluator(geometry, task, pairs)
-    codes = evaluator.codes(unknown, nbytes or LIST_BYTES).reshape(unknown.shape[1], -1)
+    codes = evaluator.codes(unknown, nbytes).reshape(unknown.shape[1], -1)
     lanes = evaluator.lanes
     if not by_lane:
         same = (codes == codes[:, :1]).all(axis=1)
@@ -238,10 +200,10 @@ def blocks_key(
     )  # fmt: skip
 
 
-def evaluated_bytes(lanes: int) -> int:
-    """Bound of the bytes that ``listed_blocks`` takes for a function that differs in ``lanes``
-    heads and batch entries."""
-    return max(LIST_BYTES, PAIR_BYTES * BLOCK * BLOCK * lanes)
+def evaluated_bytes(lanes: int, nbytes: int) -> int:
+    """Bound of the bytes that ``listed_blocks`` with so many takes, for a function that differs in
+    ``lanes`` heads and batch entries."""
+    return max(nbytes, PAIR_BYTES * BLOCK * BLOCK * lanes)
 
 
 class BlockEvaluator:
@@ -250,7 +212,7 @@ class BlockEvaluator:
     def __init__(self, geometry: Geometry, task: TaskTensors, pairs: TaskPairs) -> None:
         device, first = task.query.device, task.first_head
         depends = geometry.depends(device)
-        self._geometry, self._is_causal = geometry, pairs.is_causal
+        self._geometry = geometry
         self._entries = torch.tensor(task.entries[: None if depends[0] else 1], device=device)
         heads = task.query.shape[1] if depends[1] else 1
         self._heads = torch.arange(first, first + heads, device=device)
@@ -259,11 +221,11 @@ class BlockEvaluator:
             for side in (pairs.queries, pairs.keys)
         )
         self._table: torch.Tensor | None = None
-        if pairs.pieces is not None:
-            self._table = torch.from_numpy(pairs.pieces.table).to(device)
-            self._rows, self._columns = (
-                _padded(torch.from_numpy(of).to(device)) for of in pairs.pieces[:2]
-            )
+        pieces = pairs.pieces
+        if pieces is not None:
+            *sides, table = (torch.from_numpy(part).to(device) for part in pieces)
+            self._rows, self._columns = map(_padded, sides)
+            self._table = table
 
     @property
     def lanes(self) -> tuple[int, int]:
@@ -301,8 +263,6 @@ class BlockEvaluator:
         if self._table is not None:
             pieces = self._rows[r][:, :, None], self._columns[c][:, None]
             kept = kept & self._table[pieces][:, None, None]
-        if self._is_causal:
-            kept = kept & (queries[:, :, None] >= keys[:, None])[:, None, None]
         return kept
 
     def _of_block(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -321,6 +281,15 @@ def blocks_in(nodes: Nodes) -> Ints:
     return np.stack([nodes[node, 1] + row, nodes[node, 3] + column])
 
 
+def joined_along_rows(blocks: Nodes) -> Nodes:
+    """Single blocks of one lane, neighbours in a row joined."""
+    blocks = blocks[np.lexsort((blocks[:, 3], blocks[:, 1]))]
+    beside = (blocks[1:, 1] == blocks[:-1, 1]) & (blocks[1:, 3] == blocks[:-1, 4])
+    first, last = np.ones((2, len(blocks)), dtype=bool)
+    first[1:], last[:-1] = ~beside, ~beside
+    return np.concatenate([blocks[first, :4], blocks[last, 4:]], axis=1)
+
+
 def some(nodes: Nodes) -> Nodes:
     """The nodes that hold a block."""
     return nodes[(nodes[:, 1] < nodes[:, 2]) & (nodes[:, 3] < nodes[:, 4])]
@@ -331,7 +300,7 @@ def joined(parts: list[Nodes]) -> Nodes:
     return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
 
 
-def piece(edges: Ints, where: Ints) -> Ints:
+def _piece(edges: Ints, where: Ints) -> Ints:
     """The number of the piece, between two edges, that each position lies in."""
     return np.searchsorted(edges, where, side="right") - 1
 
@@ -347,24 +316,17 @@ def _quarters(nodes: Nodes) -> Nodes:
     return some(joined(parts))
 
 
-def _edges(size: int, ranges: list[tuple[int, int]]) -> Ints:
-    return np.unique(np.array([0, size, *(e for r in ranges for e in r)], dtype=np.int64))
-
-
 def _padded(tokens: torch.Tensor) -> torch.Tensor:
     """``tokens`` (n,), the last of them repeated up to whole blocks."""
     missing = -len(tokens) % BLOCK
     return torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
 
 
-# FlexAttention's lists of FULL and PARTIAL blocks (``block_table.py``) for a whole task.
-#
-# FlexAttention runs the listed blocks, and applies the mask in partial ones only.
+# FlexAttention's lists of FULL and PARTIAL blocks for a whole task. It runs the listed blocks, and
+# applies the mask in partial ones only.
 
 # Parts of a buffer begin at multiples of this many int32: compiled code needs 16 bytes.
 _ALIGNED = 64
-
-Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,34 +337,28 @@ class BlockLists:
         rows, columns: the local queries and keys from the first to the last listed block; the lists
             count from there.
         buffer: int32, on the host.
-        parts: for every list, where it begins in the buffer, its shape and its strides. The lists
-            are counts and indices of partial blocks by query, of full blocks by query, then both by
-            key. If rectangles end within blocks, three more follow: the piece of every query, the
-            piece of every key, and ``TaskPairs.table``.
+        shapes: of every list; each begins at a multiple of ``_ALIGNED``. The lists are counts and
+            indices of partial blocks by query, of full blocks by query, then both by key. If
+            rectangles end within blocks, three more follow: the piece of every query, the piece of
+            every key, and ``TaskPairs.table``.
     """
 
     rows: slice
     columns: slice
     buffer: torch.Tensor
-    parts: tuple[Part, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.buffer.numel() * 4
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def in_pieces(self) -> bool:
         """Whether rectangles end within blocks, so that partial blocks have to test the pieces."""
-        return len(self.parts) > 8
+        return len(self.shapes) > 8
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
         """The lists as int32 tensors on ``device``, views of one tensor."""
         there = self.buffer.to(device, non_blocking=True)
-        # as_strided costs the host less than a slice and a view.
-        return [
-            there.as_strided(shape, strides, start).detach() for start, shape, strides in self.parts
-        ]
+        parts = there.split([_padded_size(shape) for shape in self.shapes])
+        pairs = zip(parts, self.shapes, strict=True)
+        return [part[: math.prod(shape)].view(shape).detach() for part, shape in pairs]
 
 
 def block_lists(
@@ -416,8 +372,8 @@ def block_lists(
 
     Args:
         pairs: the task's pairs.
-        full, partial: the nodes (``block_table.listed_blocks``). A full block that reaches beyond
-            the last query or key is listed as partial, because FlexAttention expects that.
+        full, partial: the nodes (``listed_blocks``). A full block that reaches beyond the last
+            query or key is listed as partial, because FlexAttention expects that.
         lanes: number of batch entries and of heads that have lists of their own
             (lane = entry * heads + head).
         pinned: whether the buffer is in page-locked memory.
@@ -427,25 +383,44 @@ def block_lists(
     every = joined([full, partial])
     if not len(every):
         return None
-    top, bottom = int(every[:, 1].min()), int(every[:, 2].max())
-    left, right = int(every[:, 3].min()), int(every[:, 4].max())
-    rows = slice(top * BLOCK, min(bottom * BLOCK, len(pairs.queries)))
-    columns = slice(left * BLOCK, min(right * BLOCK, len(pairs.keys)))
+    (_, top, _, left, _), (_, _, bottom, _, right) = every.min(axis=0), every.max(axis=0)
+    rows = slice(int(top) * BLOCK, min(int(bottom) * BLOCK, len(pairs.queries)))
+    columns = slice(int(left) * BLOCK, min(int(right) * BLOCK, len(pairs.keys)))
     shift = np.array([0, top, top, left, left], dtype=np.int64)
     heights, widths = slice(1, 3), slice(3, 5)
     arrays: list[NDArray[Any]] = []
     for size, along, across in ((bottom - top, heights, widths), (right - left, widths, heights)):
+        lines = size * math.prod(lanes)
         kinds = [
-            _listed(nodes[:, 0] * size, nodes[:, along], nodes[:, across], size * math.prod(lanes))
+            _listed(nodes[:, 0] * size, nodes[:, along], nodes[:, across], lines)
             for nodes in (partial - shift, full - shift)
         ]
-        arrays += _tables(kinds, (*lanes, size))
+        # All tables have the width of the longest line, because torch's kernel uses the row stride
+        # of the first for both; and at least 2: torch.compile specialises code to sizes of 1.
+        width = max(2, *(int(counts.max(initial=0)) for counts, _ in kinds))
+        for counts, entries in kinds:
+            table = np.zeros((lines, width), dtype=np.int32)
+            table[np.arange(width) < counts[:, None]] = entries
+            arrays += [counts.reshape(*lanes, size), table.reshape(*lanes, size, width)]
     pieces = pairs.pieces
     if pieces is not None and _cut_within_blocks(pairs, rows, columns):
-        # At least 2 x 2, because torch.compile specialises code to sizes of 1.
-        table = np.pad(pieces.table, [(0, max(0, 2 - size)) for size in pieces.table.shape])
-        arrays += [pieces.rows[rows], pieces.columns[columns], table]
-    return BlockLists(rows, columns, *_packed(arrays, pinned))
+        of_rows, of_columns, table = pieces
+        # At least 2 x 2, as above.
+        table = np.pad(table, [(0, max(0, 2 - size)) for size in table.shape])
+        arrays += [of_rows[rows], of_columns[columns], table]
+    shapes = tuple(array.shape for array in arrays)
+    with outside():  # because it is cached
+        buffer = torch.zeros(
+            sum(map(_padded_size, shapes)), dtype=torch.int32, pin_memory=pinned, device="cpu"
+        )
+    lists = BlockLists(rows, columns, buffer, shapes)
+    for there, array in zip(lists.on(buffer.device), arrays, strict=True):
+        there.numpy()[:] = array
+    return lists
+
+
+def _padded_size(shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape) // _ALIGNED) * _ALIGNED
 
 
 def _without_edge(nodes: Nodes, n_queries: int, n_keys: int) -> tuple[Nodes, Nodes]:
@@ -473,49 +448,14 @@ def _listed(
 
 def _ranges(starts: Ints, lengths: Ints) -> NDArray[Any]:
     """``start``, ``start + 1``, ... of every range, one after the other."""
-    total = int(lengths.sum())
-    dtype = np.int32 if total > 1 << 20 else np.int64
     before = np.cumsum(lengths) - lengths
-    found = np.repeat((starts - before).astype(dtype), lengths)
-    found += np.arange(total, dtype=dtype)
-    return found
-
-
-def _tables(
-    kinds: list[tuple[NDArray[np.int32], NDArray[np.int32]]], shape: tuple[int, ...]
-) -> list[NDArray[np.int32]]:
-    """Counts and indices of partial and of full blocks.
-
-    All tables have the width of the longest line, because torch's kernel uses the row stride of the
-    first for both; and at least 2, because torch.compile specialises code to sizes of 1.
-    """
-    width = max(2, *(int(counts.max(initial=0)) for counts, _ in kinds))
-    found = []
-    for counts, entries in kinds:
-        table = np.zeros((len(counts), width), dtype=np.int32)
-        table[np.arange(width) < counts[:, None]] = entries
-        found += [counts.reshape(shape), table.reshape(*shape, width)]
+    found = np.repeat((starts - before).astype(np.int32), lengths)
+    found += np.arange(len(found), dtype=np.int32)
     return found
 
 
 def _cut_within_blocks(pairs: TaskPairs, rows: slice, columns: slice) -> bool:
-    for edges, part in ((pairs.query_edges, rows), (pairs.key_edges, columns)):
-        inside = edges[(edges > part.start) & (edges < part.stop)]
-        if (inside % BLOCK).any():
-            return True
-    return False
-
-
-def _packed(arrays: list[NDArray[Any]], pinned: bool) -> tuple[torch.Tensor, tuple[Part, ...]]:
-    parts: list[Part] = []
-    at = 0
-    for array in arrays:
-        strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
-        parts.append((at, array.shape, strides))
-        at += -(-array.size // _ALIGNED) * _ALIGNED
-    with outside():  # because it is cached
-        buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned, device="cpu")
-    host = buffer.numpy()
-    for (start, _, _), array in zip(parts, arrays, strict=True):
-        host[start : start + array.size] = array.reshape(-1)
-    return buffer, tuple(parts)
+    sides = zip(pairs.edges, (rows, columns), strict=True)
+    return any(
+        (edges[(edges > part.start) & (edges < part.stop)] % BLOCK).any() for edges, part in sides
+    )

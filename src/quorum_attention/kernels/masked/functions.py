@@ -1,5 +1,4 @@
-"""Users' functions: what they say of blocks, which tensors they read, and how they are mapped over
-pairs.
+"""Users' functions: which tensors they read, and how they are mapped over pairs.
 
 The contract is FlexAttention's: a function stays what it is as long as its kernel lives. But the
 tensors that it closes over may be written to: autograd saves them, so that writing before the
@@ -9,82 +8,20 @@ backward is an error, and a table of blocks is made anew (``versions``).
 from __future__ import annotations
 
 import functools
-import math
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from quorum_attention.decomposition import Ranges, Verdict
-from quorum_attention.decomposition.pairs import both, either
 from quorum_attention.kernels.protocol import Indices
 from quorum_attention.kernels.torch_private import outside
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class BlockMask:
-    """A ``mask_mod`` with a verdict on blocks.
-
-    Attributes:
-        keeps: the ``mask_mod``.
-        verdict: the verdict on a block of positions, without looking at its pairs.
-        placed: ``placed(device)`` is the ``mask_mod`` with its tensors on that device; None: it is
-            ``keeps``.
-        reach: how many tokens before, and after, its query a kept key may be; this bounds the
-            memory of block lists.
-    """
-
-    keeps: MaskMod
-    verdict: Callable[[Ranges], Verdict]
-    placed: Callable[[torch.device], MaskMod] | None = None
-    reach: tuple[float, float] = (math.inf, math.inf)
-
-    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        """Which pairs are kept."""
-        return self.keeps(batch, head, query, key)
-
-    def on(self, device: torch.device) -> MaskMod:
-        """The ``mask_mod`` as a plain function over tensors on ``device``, which can be traced."""
-        return self.keeps if self.placed is None else self.placed(device)
-
-    def __and__(self, other: BlockMask) -> BlockMask:
-        """Pairs that both keep."""
-        return self._with(other, _and, both, min)
-
-    def __or__(self, other: BlockMask) -> BlockMask:
-        """Pairs that either keeps."""
-        return self._with(other, _or, either, max)
-
-    def _with(
-        self,
-        other: BlockMask,
-        join: Callable[[MaskMod, MaskMod], MaskMod],
-        verdict: Callable[[Verdict, Verdict], Verdict],
-        pick: Callable[[float, float], float],
-    ) -> BlockMask:
-        left, right = map(pick, self.reach, other.reach)
-        return BlockMask(
-            join(self, other),
-            lambda r: verdict(self.verdict(r), other.verdict(r)),
-            lambda device: join(self.on(device), other.on(device)),
-            (left, right),
-        )
-
-
-def _and(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
-
-
-def _or(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) | other(b, h, q, k)
 
 
 # The most things looked at, and the deepest nesting of functions, containers and objects.
@@ -150,8 +87,6 @@ def codes(value: Any) -> tuple[Hashable, ...]:
         if isinstance(thing, types.FunctionType):
             found.append(thing.__code__)
             waiting += _closed_over(thing)
-        elif isinstance(thing, BlockMask):
-            waiting.append(thing.keeps)
         elif isinstance(thing, (list, tuple)):
             waiting += thing
     return tuple(found or ([] if value is None else [type(value)]))
@@ -169,7 +104,7 @@ def _parts(thing: Any, names: _Names) -> Iterator[tuple[Any, _Names]]:
     elif isinstance(thing, (dict, list, tuple, deque)):
         if len(thing) <= _MOST:
             held = list(thing.values() if isinstance(thing, dict) else thing)
-    elif hasattr(thing, "__dict__") and not isinstance(thing, (types.ModuleType, type, BlockMask)):
+    elif hasattr(thing, "__dict__") and not isinstance(thing, (types.ModuleType, type)):
         kind, own = type(thing), vars(thing)
         called = kind.forward if isinstance(thing, torch.nn.Module) else vars(kind).get("__call__")
         names |= _names_of(called)
@@ -271,8 +206,6 @@ def depends_on_batch_head(
 ) -> tuple[bool, bool]:
     """Whether a mask, or a score modification (``scored``), differs between batch entries, and
     between heads."""
-    if isinstance(function, BlockMask):
-        function = function.on(device)
     if scored:
         score = torch.zeros((), dtype=torch.float32, device=device)
         mapped = _mapped(functools.partial(function, score), [])
@@ -288,4 +221,4 @@ def results_at(functions: Sequence[Callable[..., Any]], at: Indices) -> list[tor
     """What mask functions return for the first pair of ``at`` and for the last."""
     each = (at.entries, at.heads, at.queries, at.keys)
     pairs = [[numbers[end] for numbers in each] for end in (0, -1)]
-    return [f(*pair) for f in functions if not isinstance(f, BlockMask) for pair in pairs]
+    return [f(*pair) for f in functions for pair in pairs]

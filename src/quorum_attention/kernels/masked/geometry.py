@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,45 +14,45 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, Part
-from quorum_attention.decomposition.pairs import both, either, quarters, walk
+from quorum_attention.decomposition.pairs import both, either
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.functions import (
-    BlockMask,
+    MaskMod,
     depends_on_batch_head,
     over_pairs,
     versions,
 )
 from quorum_attention.kernels.protocol import Indices
-from quorum_attention.mask import Keeps
+from quorum_attention.kernels.torch_private import outside
 
 Blocks = NDArray[np.int64]
 """(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""
-
-_EVERYWHERE = Band()
-# Blocks in which a rule decides about pairs have at most this many queries, and keys.
-TESTED = 512
 
 
 class Rule(ABC):
     """A rule that has to be evaluated on pairs where its verdict is PARTIAL.
 
     Attributes:
-        functions: the users' functions in it.
-        opaque: those of them that say nothing of blocks.
+        functions: the users' functions in it, which say nothing of blocks.
         placed_bytes: device bytes of what it reads, once it is evaluated there.
     """
 
-    functions: tuple[Keeps, ...] = ()
-    opaque: tuple[Keeps, ...] = ()
+    functions: tuple[MaskMod, ...] = ()
     placed_bytes: int = 0
 
     @abstractmethod
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
+        """The verdict on a block of positions; ``opaque``: that of users' functions."""
 
     @abstractmethod
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """The rule as FlexAttention's ``mask_mod`` over tensors on ``device``; can be traced."""
+
     def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs it keeps: bool, broadcastable to (b, h, q, k)."""
+        heads = at.heads[:, None, None]
+        keeps = self.mask_mod(at.keys.device)
+        return keeps(at.entries[:, None, None, None], heads, at.queries[:, None], at.keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ class Geometry:
         same: what ``blocks`` say, as rules of single pairs.
     """
 
-    band: Band = _EVERYWHERE
+    band: Band = field(default_factory=Band)
     blocks: Blocks | None = None
     rules: tuple[Rule, ...] = ()
     same: tuple[Rule, ...] = ()
@@ -79,7 +80,7 @@ class Geometry:
         return self.band.keeps_all and self.blocks is None and not self.rules
 
     @property
-    def functions(self) -> tuple[Keeps, ...]:
+    def functions(self) -> tuple[MaskMod, ...]:
         """The users' functions in its rules."""
         return tuple(function for rule in self.rules for function in rule.functions)
 
@@ -98,14 +99,15 @@ class Geometry:
         return self._differ.get((device, self.seen), find)
 
     @property
-    def opaque(self) -> tuple[Keeps, ...]:
-        """The functions in its rules that say nothing of blocks."""
-        return tuple(function for rule in self.rules for function in rule.opaque)
+    def _tests(self) -> tuple[Rule, ...]:
+        """All that a pair has to pass."""
+        band = () if self.band.keeps_all else (_InBand(self.band),)
+        return (*band, *self.rules, *self.same)
 
     @property
     def placed_bytes(self) -> int:
-        """Device bytes of what its rules read, once they are tried there."""
-        return sum(rule.placed_bytes for rule in (*self.rules, *self.same))
+        """Device bytes of what its rules read, once they are evaluated there."""
+        return sum(rule.placed_bytes for rule in self._tests)
 
     def __and__(self, other: Geometry) -> Geometry:
         """Pairs that both keep."""
@@ -116,11 +118,9 @@ class Geometry:
         return Geometry(self.band & other.band, blocks, rules, same)
 
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
+        """The verdict on a block of positions; ``opaque``: that of users' functions."""
         found = self.band.verdict(block)
-        if found is EMPTY:
-            return EMPTY
-        if self.blocks is not None:
+        if self.blocks is not None and found is not EMPTY:
             found = both(found, self._among(block))
         for rule in self.rules:
             if found is EMPTY:
@@ -133,10 +133,9 @@ class Geometry:
         if not len(near):
             return EMPTY
         (q0, q1), (k0, k1) = block
-        if len(near) > 1:
-            return PARTIAL
         a, b, c, d = near[0].tolist()
-        return FULL if a <= q0 and q1 <= b and c <= k0 and k1 <= d else PARTIAL
+        inside = len(near) == 1 and a <= q0 and q1 <= b and c <= k0 and k1 <= d
+        return FULL if inside else PARTIAL
 
     def near(self, block: Ranges) -> Blocks:
         """The blocks of the geometry that meet ``block``, whole."""
@@ -165,60 +164,34 @@ class Geometry:
                 min(n, int(m)) for n, m in zip((n_queries, n_keys), sides.max(0), strict=True)
             )
         width = self.band.width
-        if width is not None and (self.rules or not bands):
+        if width is not None and not bands:
             n_queries, n_keys = min(n_queries, width), min(n_keys, width)
         return n_queries, n_keys
 
     def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[Part]:
-        """Parts that hold each kept pair of a block once.
+        """Parts that hold each kept pair of a block once; of a geometry without rules.
 
         Args:
-            bands: parts may be bands, where there are no rules.
-
-        In a ragged part the band and the rules are to be asked about each pair (``kept``).
+            bands: parts may be bands.
         """
         for sides in self.within(block):
-            if bands and not self.rules:
+            if bands:
                 least = self.band.within(*sides)
-                if least is not None:
-                    yield least
-                continue
-            for part in self.band.parts(*sides):
-                if self.rules:
-                    yield from self._ruled(part)
-                else:
-                    yield part
-
-    def _ruled(self, part: Part) -> Iterator[Part]:
-        """``part`` cut where the rules say so."""
-        whole = Ranges.of(part.query_start, part.query_stop, part.key_start, part.key_stop)
-        if Geometry(rules=self.rules).verdict(whole) is FULL:
-            yield part
-            return
-        here = Geometry(self.band, None, self.rules)
-        leaves = walk(whole, here.verdict, partial(quarters, unit=TESTED))
-        for ((a, b), (c, d)), found in leaves:
-            if found is not EMPTY:
-                yield Part(a, b, c, d, "plain" if found is FULL else "ragged")
-
-    def kept(self, at: Indices) -> torch.Tensor:
-        """Which pairs of a tile band and rules keep: bool, broadcastable to (b, h, q, k)."""
-        apart = at.keys[None, :] - at.queries[:, None]
-        found = torch.ones_like(apart, dtype=torch.bool)
-        if self.band.low is not None:
-            found &= apart >= self.band.low
-        if self.band.high is not None:
-            found &= apart <= self.band.high
-        for rule in self.rules:
-            found = found & rule.keeps(at)
-        return found
+                yield from () if least is None else (least,)
+            else:
+                yield from self.band.parts(*sides)
 
     def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs of a tile are kept: bool, broadcastable to (b, h, q, k)."""
-        found = self.kept(at)
-        for rule in self.same:
+        found = torch.ones((1, 1), dtype=torch.bool, device=at.keys.device)
+        for rule in self._tests:
             found = found & rule.keeps(at)
         return found
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        mods = [rule.mask_mod(device) for rule in self._tests]
+        return reduce(_and, mods) if mods else lambda b, h, q, k: q >= 0
 
     def count(self, n_queries: int, n_keys: int) -> int:
         """How many pairs it keeps; those that the rules leave out are counted as well."""
@@ -227,23 +200,76 @@ class Geometry:
         return sum(self.band.count(*block) for block in self.blocks.tolist())
 
 
+class _InBand(Rule):
+    """A band as a rule."""
+
+    def __init__(self, band: Band) -> None:
+        self._band = band
+
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
+        """See ``Rule``."""
+        return self._band.verdict(block)
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        low, high = self._band.low, self._band.high
+        if low is None:
+            return lambda b, h, q, k: k - q <= high
+        if high is None:
+            return lambda b, h, q, k: k - q >= low
+        return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
+
+
 class FunctionRule(Rule):
     """A user's function as a rule."""
 
-    def __init__(self, keeps: Keeps) -> None:
+    def __init__(self, keeps: MaskMod) -> None:
         self._keeps, self.functions = keeps, (keeps,)
-        self.opaque = () if isinstance(keeps, BlockMask) else (keeps,)
 
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """Its own verdict, if it has one."""
-        return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else opaque
+        """See ``Rule``."""
+        return opaque
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        return self._keeps
 
     def keeps(self, at: Indices) -> torch.Tensor:
-        """Which pairs it keeps."""
-        keeps = self._keeps
-        if isinstance(keeps, BlockMask):
-            keeps = keeps.on(at.keys.device)
-        return over_pairs(keeps)(at.entries, at.heads, at.queries, at.keys)
+        """See ``Rule``: the function is written for single numbers."""
+        return over_pairs(self._keeps)(at.entries, at.heads, at.queries, at.keys)
+
+
+class EqualIds(Rule):
+    """The rule that the ids of query and key are equal, (n,) and (m,) int64."""
+
+    def __init__(self, by_query: NDArray[np.int64], by_key: NDArray[np.int64]) -> None:
+        self._ids, self.placed_bytes = (by_query, by_key), by_query.nbytes + by_key.nbytes
+        self._placed: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
+        """EMPTY where no id of the queries can be one of the keys.
+
+        Raises:
+            ValueError: a token has no id.
+        """
+        sides = []
+        for (start, stop), ids in zip(block, self._ids, strict=True):
+            if stop > len(ids):
+                raise ValueError(f"there are ids of {len(ids)} tokens, not of token {stop - 1}")
+            sides.append((ids[start:stop].min(), ids[start:stop].max()))
+        (low, high), (least, most) = sides
+        if low > most or least > high:
+            return EMPTY
+        return FULL if low == high == least == most else PARTIAL
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        if device not in self._placed:
+            with outside():
+                placed = tuple(torch.from_numpy(ids.copy()).to(device) for ids in self._ids)
+            self._placed[device] = placed
+        of_query, of_key = self._placed[device]
+        return lambda b, h, q, k: of_query[q] == of_key[k]
 
 
 class AnyOf(Rule):
@@ -252,11 +278,10 @@ class AnyOf(Rule):
     def __init__(self, every: tuple[Geometry, ...]) -> None:
         self.every = every
         self.functions = tuple(function for one in every for function in one.functions)
-        self.opaque = tuple(function for one in every for function in one.opaque)
         self.placed_bytes = sum(one.placed_bytes for one in every)
 
     def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """The verdict on a block of positions."""
+        """See ``Rule``."""
         found: Verdict = EMPTY
         for one in self.every:
             found = either(found, one.verdict(block, opaque))
@@ -264,19 +289,51 @@ class AnyOf(Rule):
                 break
         return found
 
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        return reduce(_or, [one.mask_mod(device) for one in self.every])
+
     def keeps(self, at: Indices) -> torch.Tensor:
-        """Which pairs it keeps."""
-        found = torch.zeros((1, 1), dtype=torch.bool, device=at.keys.device)
-        for one in self.every:
-            found = found | one.keeps(at)
-        return found
+        """See ``Rule``."""
+        return reduce(torch.logical_or, [one.keeps(at) for one in self.every])
+
+
+class BlockMask:
+    """A ``mask_mod`` that knows of a block of positions whether it is empty or full."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        """Which pairs are kept."""
+        return self.geometry.mask_mod(query.device)(batch, head, query, key)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """Pairs that both keep."""
+        return BlockMask(self.geometry & other.geometry)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """Pairs that either keeps."""
+        return BlockMask(Geometry(rules=(AnyOf((self.geometry, other.geometry)),)))
+
+
+def geometry_of(mask_mod: MaskMod | None) -> Geometry:
+    """What a ``mask_mod`` keeps; None keeps everything."""
+    if isinstance(mask_mod, BlockMask):
+        return mask_mod.geometry
+    return Geometry(rules=() if mask_mod is None else (FunctionRule(mask_mod),))
+
+
+def _and(one: MaskMod, other: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
+
+
+def _or(one: MaskMod, other: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: one(b, h, q, k) | other(b, h, q, k)
 
 
 def _meeting(one: Blocks, other: Blocks) -> Blocks:
     """What two lists of blocks have in common."""
-    found = []
     by_other = Geometry(blocks=other)
-    for a, b, c, d in one.tolist():
-        for e, f, g, h in by_other.near(Ranges.of(a, b, c, d)).tolist():
-            found.append((max(a, e), min(b, f), max(c, g), min(d, h)))
+    found = [part for block in one.tolist() for part in by_other.within(Ranges.of(*block))]
     return np.array(sorted(found), dtype=np.int64).reshape(-1, 4)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from operator import itemgetter
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,13 +17,12 @@ from quorum_attention.decomposition import (
     PARTIAL,
     Pairs,
     Ranges,
-    Rectangle,
     Verdict,
 )
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.masked.functions import results_at, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.parts import ByParts, Tiles
+from quorum_attention.kernels.masked.parts import ByParts, Tiles, capped
 from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, resolve
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
@@ -40,8 +39,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
 from quorum_attention.kernels.reference import backward_by_task, forward_by_task
-from quorum_attention.kernels.registry import get_kernel, select_kernel, why_not
-from quorum_attention.kernels.tensors import Pick
+from quorum_attention.kernels.registry import get_kernel, select_kernel
 from quorum_attention.mask import Mask
 
 _BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
@@ -65,8 +63,8 @@ class MaskedKernel(Kernel):
         self.batch, self.base, self._functions = mask.sizes.batch, base, mask.functions
         self.geometries = mask.geometries
         self._distinct = tuple(dict.fromkeys(mask.geometries))
-        self._tiles, self.name = Tiles(mask.softcap), base.name
-        self._parts = {g: ByParts(g, base, self._tiles) for g in self._distinct}
+        self._scores, self.name = capped(mask.softcap), base.name
+        self._parts = {g: ByParts(g, base, self._scores) for g in self._distinct}
         # One launch of these runs a whole task, or some do where there are rules.
         self._native: dict[Geometry, Kernel] = {}
         if isinstance(base, NativeKernel):
@@ -126,7 +124,8 @@ class MaskedKernel(Kernel):
 
     def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
         """See ``Kernel``: the soft cap."""
-        return self._tiles.cap_(scores)
+        cap = self._scores.change
+        return None if cap is None else cap(scores, None, slice(None), True)[1]  # type: ignore[arg-type]
 
     def masked_pairs(
         self,
@@ -136,20 +135,16 @@ class MaskedKernel(Kernel):
         keys: torch.Tensor,
     ) -> torch.Tensor:
         """See ``Kernel``."""
-        entries, found, device = self._own(entries), [], queries.device
-        for at, geometry in self._by_geometry(entries):
-            place = Indices(
-                torch.tensor(entries[at], device=device),
-                torch.arange(heads.start, heads.stop, device=device),
-                queries,
-                keys,
-            )
-            kept = four_dims(geometry.keeps(place))
-            found.append(kept.expand(len(entries[at]), *kept.shape[1:]))
+        numbers = torch.tensor(entries, device=queries.device) % self.batch
+        of_heads = torch.arange(heads.start, heads.stop, device=queries.device)
+        found = [
+            (numbers[at], four_dims(geometry.keeps(Indices(numbers[at], of_heads, queries, keys))))
+            for at, geometry in self._by_geometry(entries)
+        ]
         if len(found) == 1:
-            return ~found[0]
-        n_heads = max(kept.shape[1] for kept in found)
-        return ~torch.cat([kept.expand(-1, n_heads, -1, -1) for kept in found])
+            return ~found[0][1]
+        n_heads = max(kept.shape[1] for _, kept in found)
+        return ~torch.cat([kept.expand(len(at), n_heads, -1, -1) for at, kept in found])
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -160,14 +155,12 @@ class MaskedKernel(Kernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         kernels = (self._kernel(g, drops=call.dropout) for g in self._distinct)
-        most = max(kernel.forward_workspace_bytes(call, extent) for kernel in kernels)
-        return self._times(extent) * most
+        return self._times(extent) * max(k.forward_workspace_bytes(call, extent) for k in kernels)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         kernels = (self._kernel(g, drops=call.dropout) for g in self._distinct)
-        most = max(kernel.backward_workspace_bytes(call, extent) for kernel in kernels)
-        return self._times(extent) * most
+        return self._times(extent) * max(k.backward_workspace_bytes(call, extent) for k in kernels)
 
     def _times(self, extent: Extent) -> int:
         """2 where results of several geometries are put together at the end."""
@@ -175,36 +168,32 @@ class MaskedKernel(Kernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        task = self._told(task)
-        for entries, geometry in self._by_geometry(task.entries):
-            mine = Statistics(state.out[entries], state.lse[entries])
-            kernel = self._kernel(geometry, drops=task.dropout is not None)
-            kernel.forward(_entries_of(task, entries), mine)
+        for at, kernel, part in self._tasks(task):
+            kernel.forward(part, Statistics(state.out[at], state.lse[at]))
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        task = self._told(task)
-        for entries, geometry in self._by_geometry(task.entries):
-            scaling = grads.scaling
-            mine = replace(
-                grads,
-                **{name: getattr(grads, name)[entries] for name in _BY_ENTRY},
-                scaling=replace(
-                    scaling,
-                    unscale=_rows_of_entries(scaling.unscale, entries),
-                    overflow=_rows_of_entries(scaling.overflow, entries),
-                ),
-            )
+        scaling = grads.scaling
+        factors = scaling.unscale, scaling.overflow
+        for at, kernel, part in self._tasks(task):
+            unscale, overflow = (None if t is None else _some(t, at) for t in factors)
+            mine = {name: getattr(grads, name)[at] for name in _BY_ENTRY}
+            mine["scaling"] = replace(scaling, unscale=unscale, overflow=overflow)
+            kernel.backward(part, replace(grads, **mine))
+
+    def _tasks(self, task: TaskTensors) -> Iterator[tuple[slice, Kernel, TaskTensors]]:
+        """The task for each run of entries, with numbers of entries that functions know."""
+        entries = tuple(entry % self.batch for entry in task.entries)
+        task = replace(task, entries=entries)
+        for at, geometry in self._by_geometry(entries):
             kernel = self._kernel(geometry, drops=task.dropout is not None)
-            kernel.backward(_entries_of(task, entries), mine)
+            yield at, kernel, _entries_of(task, at)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
         if not self._in_one:
             return forward_by_task(self.forward, replace(call, causal=False))
-        parts = [
-            kernel.whole_forward(_call_of_entries(call, at)) for at, kernel in self._whole(call)
-        ]
+        parts = [kernel.whole_forward(part) for _, kernel, part in self._calls(call)]
         out, lse = map(_together, zip(*parts, strict=True))
         return out, lse
 
@@ -213,38 +202,27 @@ class MaskedKernel(Kernel):
         if not self._in_one:
             return backward_by_task(self.backward, replace(call, causal=False), saved)
         parts = [
-            kernel.whole_backward(_call_of_entries(call, at), saved.mapped(_taken(at, call.query)))
-            for at, kernel in self._whole(call)
+            kernel.whole_backward(part, saved.mapped(partial(_some, entries=at)))
+            for at, kernel, part in self._calls(call)
         ]
         query, key, value = map(_together, zip(*parts, strict=True))
         return query, key, value
 
-    def _whole(self, call: Call) -> Iterator[tuple[slice, Kernel]]:
+    def _calls(self, call: Call) -> Iterator[tuple[slice, Kernel, Call]]:
         for at, geometry in self._by_geometry(tuple(range(call.query.shape[0]))):
-            yield at, self._kernel(geometry, drops=call.dropout is not None)
-
-    def _own(self, entries: tuple[int, ...]) -> tuple[int, ...]:
-        """The numbers of entries among those of the batch."""
-        if max(entries, default=0) < self.batch:
-            return entries
-        return tuple(entry % self.batch for entry in entries)
-
-    def _told(self, task: TaskTensors) -> TaskTensors:
-        """A task with numbers of entries that functions know."""
-        own = self._own(task.entries)
-        return task if own is task.entries else replace(task, entries=own)
+            kernel = self._kernel(geometry, drops=call.dropout is not None)
+            yield at, kernel, _call_of_entries(call, at)
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
-        if self._uniform:
-            yield slice(0, len(entries)), self._distinct[0]
-            return
         found = [self.geometries[entry % len(self.geometries)] for entry in entries]
+        if not found:
+            yield slice(0, 0), self.geometries[0]
         start = 0
-        for stop in range(1, len(found) + 1):
-            if stop == len(found) or found[stop] is not found[start]:
-                yield slice(start, stop), found[start]
-                start = stop
+        for geometry, run in groupby(found):
+            stop = start + len(list(run))
+            yield slice(start, stop), geometry
+            start = stop
 
 
 def _verdict(geometries: tuple[Geometry, ...], block: Ranges) -> Verdict:
@@ -256,21 +234,23 @@ def _verdict(geometries: tuple[Geometry, ...], block: Ranges) -> Verdict:
     return found
 
 
+def _some(tensor: torch.Tensor, entries: slice) -> torch.Tensor:
+    """Some of the batch entries of (b or 1, ...)."""
+    return tensor if tensor.shape[0] in (1, entries.stop - entries.start) else tensor[entries]
+
+
+def _if_any(tensor: torch.Tensor | None, entries: slice) -> torch.Tensor | None:
+    return tensor if tensor is None else _some(four_dims(tensor), entries)
+
+
 def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
     """A task with some of its batch entries."""
-    if entries == slice(0, task.query.shape[0]):
-        return task
-
-    def bias(r: Rectangle) -> torch.Tensor | None:
-        found = task.bias(r)
-        return found if found is None else _rows_of_entries(four_dims(found), entries)
-
     return replace(
         task,
-        query=task.query[entries],
-        key=task.key[entries],
-        value=task.value[entries],
-        bias=bias,
+        query=_some(task.query, entries),
+        key=_some(task.key, entries),
+        value=_some(task.value, entries),
+        bias=lambda r: _if_any(task.bias(r), entries),
         entries=task.entries[entries],
         dropout=task.dropout and task.dropout.at(0, entries.start),
     )
@@ -278,24 +258,9 @@ def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
 
 def _call_of_entries(call: Call, entries: slice) -> Call:
     """A whole call with some of its batch entries."""
-    some = _taken(entries, call.query)
-    return call.mapped(
-        some,
-        some,
-        bias=_rows_of_entries(call.bias, entries),
-        dropout=call.dropout and call.dropout.at(0, entries.start),
-    )
-
-
-def _taken(entries: slice, query: torch.Tensor) -> Pick:
-    """What takes some batch entries of a tensor: an identity where these are all."""
-    every = entries == slice(0, query.shape[0])
-    return (lambda tensor: tensor) if every else itemgetter(entries)
-
-
-def _rows_of_entries(tensor: torch.Tensor | None, entries: slice) -> torch.Tensor | None:
-    """The entries of (b or 1, ...)."""
-    return tensor if tensor is None or tensor.shape[0] == 1 else tensor[entries]
+    pick = partial(_some, entries=entries)
+    dropout = call.dropout and call.dropout.at(0, entries.start)
+    return call.mapped(pick, pick, bias=_if_any(call.bias, entries), dropout=dropout)
 
 
 def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -332,25 +297,17 @@ def kernel_for_mask(
         return found.is_causal, wanted
     base = None
     if wanted == "auto" and found.few_bands:
+        # The preferred kernel of a call that keeps so many pairs, if it takes bands.
         pairs = found.kept_pairs * sizes.batch * sizes.heads
-        base = _by_bands(pairs, call, device, mask.softcap, tried=tried)
-    if base is None:
-        base = _base(wanted, call, device, mask.softcap, tried=tried)
+        flops = 2.0 * (call.head_dim + call.value_dim) * pairs
+        with suppress(NotImplementedError):
+            kernel = select_kernel("auto", call, device, tried=tried, flops=flops)
+            if isinstance(kernel, RectangleKernel) and kernel.bands:
+                base = _capped(kernel.name, mask.softcap)
+    base = base or _base(wanted, call, device, mask.softcap, tried=tried)
     if id(base) not in found.kernels:
         found.kernels[id(base)] = MaskedKernel(found, base)
     return found.is_causal, found.kernels[id(base)]
-
-
-def _by_bands(
-    pairs: float, call: CallShape, device: torch.device, softcap: float | None, *, tried: bool
-) -> Kernel | None:
-    """The preferred kernel of a call that keeps so many pairs in all heads, if it takes bands."""
-    flops = 2.0 * (call.head_dim + call.value_dim) * pairs
-    with suppress(NotImplementedError):
-        kernel = select_kernel("auto", call, device, tried=tried, flops=flops)
-        if isinstance(kernel, RectangleKernel) and kernel.bands:
-            return kernel if softcap is None else _capped(kernel.name, softcap)
-    return None
 
 
 def _base(
@@ -366,21 +323,17 @@ def _base(
     Raises:
         NotImplementedError: the kernel asked for cannot run them.
     """
-    present = tried and (device.type != "cuda" or torch.cuda.is_available())
-    if wanted == "auto":
-        native = get_kernel("native")
-        # On a GPU it runs a task in one launch, whatever its mask.
-        here = device.type == "cuda" and native.refusal(call) is None
-        if here and (not present or why_not(native, call, device) is None):
-            return native if softcap is None else _capped("native", softcap)
-        if softcap is not None:
-            return _capped("tiles", softcap)
-        kernel = select_kernel("auto", call, device, tried=tried)
-        return kernel if _by_rectangles(kernel) else _capped("tiles", None)
-    if wanted in ("dense", "tiles") or wanted is get_kernel("dense"):
+    if wanted == "auto" and device.type == "cuda":
+        # It runs a task in one launch, whatever its mask.
+        with suppress(NotImplementedError):
+            return _capped(select_kernel("native", call, device, tried=tried).name, softcap)
+    reference = wanted in ("dense", "tiles") or wanted is get_kernel("dense")
+    if reference or (wanted == "auto" and softcap is not None):
         return _capped("tiles", softcap)
     kernel = select_kernel(wanted, call, device, tried=tried)
-    if not _by_rectangles(kernel):
+    if not kernel.operator or kernel.probed_as is not None:
+        if wanted == "auto":
+            return _capped("tiles", softcap)
         raise NotImplementedError(
             f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of plain "
             "attention that can be called by rectangles do (native without options of its own, "
@@ -395,13 +348,11 @@ def _base(
     return _capped(kernel.name, softcap)
 
 
-def _by_rectangles(kernel: Kernel) -> bool:
-    return kernel.operator and kernel.probed_as is None
-
-
 @lru_cache(maxsize=16)
 def _capped(name: str, softcap: float | None) -> Kernel:
     """A kernel with a soft cap: one object for each. ``tiles`` runs anything."""
     if name == "tiles":
-        return Tiles(softcap)
+        return Tiles(capped(softcap))
+    if softcap is None:
+        return get_kernel(name)
     return Fa4Kernel(softcap) if name == "fa4" else NativeKernel(softcap=softcap)

@@ -10,23 +10,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 
 from quorum_attention.decomposition import Ranges, Rectangle, Rows
 from quorum_attention.decomposition.bands import Part
-from quorum_attention.decomposition.rectangles import Batch
+from quorum_attention.decomposition.rectangles import Batch, cut
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.masked.geometry import TESTED, Geometry
+from quorum_attention.kernels.masked.block_table import (
+    BLOCK,
+    TaskPairs,
+    blocks_key,
+    evaluated_bytes,
+    joined_along_rows,
+    listed_blocks,
+)
+from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
     Extent,
     Gradients,
-    Indices,
     Kernel,
     MaskShape,
     Saved,
@@ -35,75 +43,87 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims, shifted_lse
-from quorum_attention.kernels.tensors import Pick, key_rows, positions, query_rows
+from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.tensors import Pick, key_rows, query_rows
 
 # Parts are joined to one call up to so many queries, and keys.
 _JOINED = 8192
 # Triangles up to this side are ragged, where they are no calls of their own.
 _LEAF = 256
+# Keys of a ragged part with partial blocks side by side.
+_WIDEST = 4096
 # Tasks whose parts are remembered.
 _MOST_TASKS = 512
-_RAGGED = MaskShape(boolean=True, batch=True, heads=True, rows=True)
+# Device bytes for evaluating users' functions block by block, unless there are many heads.
+_EVALUATED_BYTES = 8 << 20
+_ANY_MASK = MaskShape(boolean=True, batch=True, heads=True, rows=True)
 
 
-class Tiles(reference.ReferenceDropout):
-    """The reference with a soft cap, for rectangles: any device, any floating dtype.
+class Tiles(Kernel):
+    """The reference with a change of scores: any device, any floating dtype.
 
     Args:
-        softcap: scores become ``softcap * tanh(score / softcap)``, before the mask is added; None
-            is none.
+        scores: the change.
     """
 
     name = "tiles"
     grouped = True
     rates = (0.3, 0.3)
     wide_products = True
-    scaled_backward = frozenset()
+    dropout = True
 
-    def __init__(self, softcap: float | None = None) -> None:
-        self.softcap = softcap
-        if softcap is not None:
-            self.scores = reference.Scores(change=self._change, matrices=1)
+    def __init__(self, scores: reference.Scores = reference.PLAIN) -> None:
+        self.scores = scores
 
     def refusal(self, call: CallShape) -> str | None:
         """None: it runs every call."""
         return None
 
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        reference.forward(task, state, self.scores)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        reference.backward(task, grads, self.scores)
+
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel``; ``out`` in fp32 (fp64 for fp64 inputs)."""
-        wide = replace(call, stored=reference.work_dtype(call.query))
-        return reference.whole_forward(wide, self.scores)
+        """See ``Kernel``."""
+        return reference.whole_forward(call, self.scores)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """See ``Kernel``; gradients in fp32 (fp64 for fp64 inputs)."""
-        wide = replace(call, stored=reference.work_dtype(call.query))
-        return reference.whole_backward(wide, saved, self.scores)
-
-    rectangle_forward, rectangle_backward = whole_forward, whole_backward
-
-    def cap_(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """Cap scaled scores in place; returns the derivative of the cap, None without one."""
-        return None if self.softcap is None else self._change(scores, None, slice(None), True)[1]
-
-    def _change(
-        self,
-        scores: torch.Tensor,
-        block: reference.Block | None,
-        keys: slice,
-        derivative: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert self.softcap is not None
-        scores.div_(self.softcap).tanh_()
-        found = (scores * scores).neg_().add_(1.0) if derivative else None
-        return scores.mul_(self.softcap), found
+        """See ``Kernel``."""
+        return reference.whole_backward(call, saved, self.scores)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        return reference.forward_bytes(call, replace(extent, direct=True), self.scores)
+        return reference.forward_bytes(call, extent, self.scores)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        return reference.backward_bytes(call, replace(extent, direct=True), self.scores)
+        return reference.backward_bytes(call, extent, self.scores)
+
+
+class SoftCap:
+    """A ``reference.Change``: scores become ``cap * tanh(score / cap)``, in place."""
+
+    def __init__(self, cap: float) -> None:
+        self.cap = cap
+
+    def __call__(
+        self, scores: torch.Tensor, block: object, keys: object, derivative: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The capped scores, and the derivative of the cap."""
+        scores.div_(self.cap).tanh_()
+        found = (scores * scores).neg_().add_(1.0) if derivative else None
+        return scores.mul_(self.cap), found
+
+
+def capped(softcap: float | None) -> reference.Scores:
+    """The change of scores by a soft cap; None is none."""
+    if softcap is None:
+        return reference.PLAIN
+    return reference.Scores(change=SoftCap(softcap), matrices=1)
 
 
 class _Parts(NamedTuple):
@@ -119,19 +139,19 @@ class ByParts(Kernel):
     """See above; for batch entries of one geometry.
 
     Args:
-        base: what computes the parts: an operator.
-        tiles: have the soft cap that ``base`` has; they take masks that it does not.
+        base: what computes the parts: an operator, or ``Tiles``.
+        scores: the change of scores that ``base`` makes.
     """
 
     name = "parts"
 
-    def __init__(self, geometry: Geometry, base: Kernel, tiles: Tiles) -> None:
-        self._tiles, self._operator = tiles, copy.copy(base)
+    def __init__(self, geometry: Geometry, base: Kernel, scores: reference.Scores) -> None:
+        self._geometry, self._operator = geometry, copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
         self._operator.grouped = base.grouped or base.takes_whole(2, 1, 1, False, True)
         self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
-        self._geometry = geometry
-        self._ragged = bool(geometry.rules) or not geometry.band.keeps_all
+        self._tiles = Tiles(scores)
+        self._has_ragged = bool(geometry.rules) or not geometry.band.keeps_all
         self._known: Cache[_Parts] = Cache(_MOST_TASKS, lambda parts: 1)
 
     def refusal(self, call: CallShape) -> str | None:
@@ -150,7 +170,8 @@ class ByParts(Kernel):
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         most = self._bytes(call, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
-        most += 2 * rows * _wide(call)  # the lse without rows that have no key
+        # The lse without rows that have no key, and an upstream gradient that is not scaled.
+        most += rows * (2 * _wide(call) + 4 * call.value_dim * bool(self._operator.scaled_backward))
         if extent.direct:
             keys = extent.batch * extent.key_heads * extent.n_tokens
             numbers = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
@@ -167,24 +188,28 @@ class ByParts(Kernel):
                 return kernel.backward_workspace_bytes(call, inside)
             return kernel.forward_workspace_bytes(call, inside)
 
-        limits = self._limits((extent.max_queries, extent.max_keys), call)
-        most = ask(replace(call, is_causal=True), *limits)
+        lanes, key_lanes = extent.batch * extent.query_heads, extent.batch * extent.key_heads
+        queries, keys = self._limits((extent.max_queries, extent.max_keys), call)
         # Copies of a triangle's rows in the other order.
-        rows = extent.batch * extent.query_heads * limits[0]
-        keys = extent.batch * extent.key_heads * limits[1]
-        copies = rows * (2 if backward else 1) + keys
-        most += 2 * copies * (call.head_dim + call.value_dim) * call.dtype.itemsize + rows * 8
-        if self._ragged:
-            queries, keys = min(TESTED, limits[0]), min(2 * TESTED, limits[1])
-            lanes = extent.batch * extent.query_heads
+        copies = lanes * queries * (2 if backward else 1) + key_lanes * keys
+        most = ask(replace(call, is_causal=True), queries, keys) + 8 * lanes * queries
+        most += 2 * copies * (call.head_dim + call.value_dim) * call.dtype.itemsize
+        if self._has_ragged:
+            rules = self._geometry.rules
+            queries = min(BLOCK if rules else _LEAF, queries)
+            keys = min(_WIDEST if rules else _LEAF, keys)
             tests = (lanes * (2 + 2 * call.dtype.itemsize) + 64) * queries * keys
-            masked = replace(call, mask=_RAGGED, is_causal=False)
+            masked = replace(call, mask=_ANY_MASK, is_causal=False)
             most = max(most, tests + ask(masked, queries, keys))
+        if self._geometry.functions:
+            most = max(most, evaluated_bytes(lanes, _EVALUATED_BYTES))
         return most + MERGE_WORKSPACE_BYTES
 
     def _limits(self, limits: tuple[int, int], call: CallShape) -> tuple[int, int]:
         """The most queries and keys of one call: of the largest part, or of parts joined."""
-        queries, keys = self._geometry.most(*limits, bands=self._takes_bands(call))
+        queries, keys = limits
+        if not self._geometry.rules:
+            queries, keys = self._geometry.most(*limits, bands=self._takes_bands(call))
         return max(queries, min(limits[0], _JOINED)), max(keys, min(limits[1], _JOINED))
 
     def _takes_bands(self, call: CallShape) -> bool:
@@ -192,8 +217,8 @@ class ByParts(Kernel):
         return self._bands is not None and call.mask is None and not call.dropout
 
     def _kernel_for(self, call: CallShape) -> Kernel:
-        """The operator, or ``Tiles`` for masks that it does not take."""
-        takes = call.mask is None or self._operator.refusal(replace(call, mask=_RAGGED)) is None
+        """The operator, or ``Tiles`` for a call's mask that it does not take."""
+        takes = call.mask is None or self._operator.refusal(replace(call, mask=_ANY_MASK)) is None
         return self._operator if takes else self._tiles
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -210,7 +235,7 @@ class ByParts(Kernel):
             if is_upper:
                 _backward_upper(cast(RectangleKernel, kernel), part, grads)
             else:
-                kernel.backward(part, grads)
+                kernel.backward(part, _unscaled(grads) if isinstance(kernel, Tiles) else grads)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``."""
@@ -234,45 +259,79 @@ class ByParts(Kernel):
         return None if more or empty else replace(call, causal=self._geometry.band)
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors, bool]]:
-        """The task as one without this mask, one of upper triangles (True), and one whose
-        rectangles have masks of their own."""
+        """The parts of the task: for the operator, upper triangles (True), and ragged ones."""
         live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         if not live or 0 in task.query.shape[:2]:
             return
-        call = _shape_of(task, masked=task.has_mask(live[0]))
-        # What computes a whole task takes no triangles off its diagonal.
-        triangles = task.dropout is None and isinstance(self._operator, RectangleKernel)
-        kinds = {"lower": triangles, "upper": triangles and call.mask is None}
-        bands = self._takes_bands(call)
-        geometry, key = self._geometry, (task.task, live, *kinds.values(), bands)
-        parts = self._known.get(key, lambda: _parts_of(task, live, geometry, kinds, bands))
+        call = task.shape(_ANY_MASK if task.has_mask(live[0]) else None)
+        kernel, parts = self._kernel_for(call), self._parts_of(task, live, call)
         limits = task.max_queries, task.max_keys
         if task.max_queries:
             limits = self._limits(limits, call)
         inside = replace(task, max_queries=limits[0], max_keys=limits[1], lanes=None)
         if parts.clear:
-            yield self._kernel_for(call), replace(inside, rectangles=parts.clear), False
+            yield kernel, replace(inside, rectangles=parts.clear), False
         if parts.upper:
-            yield self._kernel_for(call), replace(inside, rectangles=parts.upper), True
+            yield kernel, replace(inside, rectangles=parts.upper), True
         if parts.ragged:
-            kernel = self._kernel_for(replace(call, mask=_RAGGED))
-            masks = _PartMasks(task, geometry)
+            masks = partial(_part_mask, self._geometry, task)
+            kernel = self._kernel_for(replace(call, mask=_ANY_MASK))
             yield kernel, replace(inside, rectangles=parts.ragged, bias=masks), False
 
+    def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], call: CallShape) -> _Parts:
+        """What the geometry keeps of rectangles; it has the call's own causal rule."""
+        geometry, bands = self._geometry, self._takes_bands(call)
+        if geometry.rules:
+            key = blocks_key(geometry, task, live)
+            return self._known.get(key, lambda: _by_blocks(task, live, geometry))
+        # What computes a whole task takes no triangles off its diagonal.
+        triangles = task.dropout is None and isinstance(self._operator, RectangleKernel)
+        kinds = {"lower": triangles, "upper": triangles and call.mask is None}
+        key = (task.task, live, *kinds.values(), bands)
+        return self._known.get(key, lambda: _by_bands(task, live, geometry, kinds, bands))
 
-def _parts_of(
+
+def _part_mask(geometry: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
+    """What a geometry masks of a part, with the task's own mask: additive, (b|1, h|1, q, k)."""
+    query = task.query
+    with torch.inference_mode(False), torch.no_grad():
+        kept = four_dims(geometry.keeps(task.indices(r)))
+    # Where a dimension is expanded, one of its entries is enough.
+    for dim in (0, 1):
+        if kept.shape[dim] > 1 and kept.stride(dim) == 0:
+            kept = kept.narrow(dim, 0, 1)
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    tested, given = torch.where(kept, zero, torch.full_like(zero, -torch.inf)), task.bias(r)
+    return tested if given is None else four_dims(given) + tested
+
+
+def _by_blocks(task: TaskTensors, rectangles: tuple[Rectangle, ...], geometry: Geometry) -> _Parts:
+    """What a geometry with rules keeps: full blocks, and partial ones side by side as ragged."""
+    clear, ragged = list[Rectangle](), list[Rectangle]()
+    for r in rectangles:
+        pairs = TaskPairs(task.task, (r,))
+        full, partial, _ = listed_blocks(geometry, task, pairs, _EVALUATED_BYTES)
+        for found, nodes in ((clear, full), (ragged, joined_along_rows(partial))):
+            for top, bottom, left, right in (nodes[:, 1:] * BLOCK).tolist():
+                rows = max(top, r.query_start), min(bottom, r.query_stop)
+                columns = max(left, r.key_start), min(right, r.key_stop)
+                most = _WIDEST if found is ragged else columns[1]
+                found += cut([Rectangle(*rows, *columns)], rows[1], most)
+    return _Parts(tuple(clear), (), tuple(ragged))
+
+
+def _by_bands(
     task: TaskTensors,
     rectangles: tuple[Rectangle, ...],
     geometry: Geometry,
     triangles: dict[str, bool],
     bands: bool,
 ) -> _Parts:
-    """What a geometry keeps of rectangles; ``triangles`` (of which kind), ``bands``: what calls may
+    """What a geometry without rules keeps; ``triangles`` (of which kind), ``bands``: what calls may
     be of."""
     found: dict[str, list[Rectangle]] = {"clear": [], "upper": [], "ragged": []}
     for r in rectangles:
         for queries, keys, _ in task.task.contiguous(r):
-            # The geometry has the call's own causal rule, so that of a rectangle adds nothing.
             block = Ranges.of(*queries[:2], *keys[:2])
             for whole in geometry.parts(block, bands=bands):
                 for part in [whole] if triangles.get(whole.kind, True) else _cut(whole):
@@ -347,58 +406,13 @@ def _backward_upper(kernel: RectangleKernel, task: TaskTensors, grads: Gradients
         del call, saved, found
 
 
-class _PartMasks:
-    """The additive mask of a ragged part of a task, as ``TaskTensors.bias``: what band and rules
-    mask there, and the task's own. Where there are no rules, parts of one size may share it."""
-
-    def __init__(self, task: TaskTensors, geometry: Geometry) -> None:
-        self._task, self._geometry = task, geometry
-        self._known: tuple[object, torch.Tensor] | None = None
-
-    def __call__(self, r: Rectangle) -> torch.Tensor:
-        task = self._task
-        query, key = (
-            task.task.segments(start, start + 1)[0].start for start in (r.query_start, r.key_start)
-        )
-        place = key - query, r.n_queries, r.n_keys
-        if self._known is None or self._known[0] != place or self._geometry.rules:
-            self._known = None  # freed before the next one is made
-            self._known = place, self._tested(r)
-        given, tested = task.bias(r), self._known[1]
-        if self._geometry.rules:
-            self._known = None
-        return tested if given is None else four_dims(given) + tested
-
-    def _tested(self, r: Rectangle) -> torch.Tensor:
-        """What band and rules mask of a part, additive, (b|1, h|1, queries, keys)."""
-        query = self._task.query
-        kept = four_dims(self._geometry.kept(indices(self._task, r)))
-        # Where a dimension is expanded, one of its entries is enough.
-        for dim in (0, 1):
-            if kept.shape[dim] > 1 and kept.stride(dim) == 0:
-                kept = kept.narrow(dim, 0, 1)
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        return torch.where(kept, zero, torch.full_like(zero, -torch.inf))
-
-
-def indices(task: TaskTensors, r: Rectangle) -> Indices:
-    """The pairs of a rectangle, for all batch entries and heads of a task, by their numbers."""
-    device, heads = task.query.device, task.query.shape[1]
-    return Indices(
-        torch.tensor(task.entries, device=device),
-        torch.arange(task.first_head, task.first_head + heads, device=device),
-        positions(task.task, r.query_start, r.query_stop, device),
-        positions(task.task, r.key_start, r.key_stop, device),
-    )
-
-
-def _shape_of(task: TaskTensors, *, masked: bool) -> CallShape:
-    query, key, value = task.query, task.key, task.value
-    return CallShape(
-        query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[-1],
-        value.shape[-1], needs_grad=True, mask=_RAGGED if masked else None,
-        dropout=task.dropout is not None,
-    )  # fmt: skip
+def _unscaled(grads: Gradients) -> Gradients:
+    """Gradients whose upstream one is not divided: the reference computes in fp32."""
+    factor = grads.scaling.unscale
+    if factor is None:
+        return grads
+    factor = factor.repeat_interleave(grads.grad_out.shape[1] // factor.shape[1], 1)
+    return replace(grads, grad_out=grads.grad_out * factor[..., None, None], scaling=Scaling())
 
 
 def _wide(call: CallShape) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.functions import TensorVersion
-from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, FunctionRule, Geometry, Rule
-from quorum_attention.kernels.protocol import Indices, Kernel
+from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, EqualIds, Geometry, geometry_of
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.torch_private import has_modes, has_transforms, outside
 from quorum_attention.mask import Mask
 
@@ -55,7 +54,8 @@ class ResolvedMask:
 
     def __init__(self, mask: Mask, sizes: Sizes, is_causal: bool) -> None:
         self.geometries = geometries(mask, sizes, is_causal)
-        self.sizes, self.softcap, self.functions = sizes, mask.softcap, tuple(_functions(mask))
+        self.sizes, self.softcap = sizes, mask.softcap
+        self.functions = tuple(dict.fromkeys(f for g in self.geometries for f in g.functions))
         bands = [g.band for g in self.geometries]
         self.is_causal = all(band.high is not None and band.high <= 0 for band in bands)
         below = Band(None, 0) if self.is_causal else Band()
@@ -91,55 +91,45 @@ def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
 
     def make() -> _Known:
         # Before they are read: what another thread writes meanwhile is a change.
-        snapshots = [_Snapshot(tensor) for tensor in tensors]
-        return _Known(snapshots, ResolvedMask(mask, sizes, is_causal))
+        held = [_contents(tensor) for tensor in tensors]
+        return held, ResolvedMask(mask, sizes, is_causal)
 
     cache = _SHARED
-    if _functions(mask):
-        # It holds them: in the cache of all they would outlive their mask.
+    if _has_functions(mask):
+        # The geometries hold them: in the shared cache they would outlive their mask.
         cache = _BY_MASK.setdefault(mask, Cache(1, lambda known: 1))
-    known = cache.get(key, make)
-    if not known.is_for(tensors):
-        known = make()
+    held, resolved = cache.get(key, make)
+    if not all(map(_unchanged, held, tensors)):  # an id may be used again, too
+        held, resolved = known = make()
         cache.put(key, known)
-    return known.resolved
+    return resolved
 
 
-class _Known(NamedTuple):
-    """What was resolved, and of which tensors."""
-
-    snapshots: list[_Snapshot]
-    resolved: ResolvedMask
-
-    def is_for(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these are its tensors (an id may be used again), and none has been written to."""
-        both = zip(self.snapshots, tensors, strict=True)
-        return all(snapshot.is_of(tensor) for snapshot, tensor in both)
-
-
+_Contents = NDArray[np.generic] | TensorVersion
+_Known = tuple[list[_Contents], ResolvedMask]
 _BY_MASK: WeakKeyDictionary[Mask, Cache[_Known]] = WeakKeyDictionary()
 _SHARED: Cache[_Known] = Cache(64, lambda known: 1)
 
 
-class _Snapshot:
-    """What a tensor held when it was read.
+def _contents(tensor: torch.Tensor) -> _Contents:
+    """What a tensor holds.
 
     On a GPU that is its version: the host would have to wait for its numbers. torch counts what is
     written, but not through ``.data``, nor by NumPy or another library in memory that it shares. In
     host memory numbers are compared: 0.05 ms for the ids of 262,144 tokens.
     """
+    if tensor.is_cpu or tensor.is_inference():  # which has no version
+        copied: NDArray[np.generic] = _numbers(tensor).copy()
+        return copied
+    return TensorVersion(tensor)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._held: NDArray[np.generic] | TensorVersion = TensorVersion(tensor)
-        if tensor.is_cpu or tensor.is_inference():  # which has no version
-            self._held = _numbers(tensor).copy()
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is the one of then, or holds the same, as far as can be told."""
-        if isinstance(self._held, TensorVersion):
-            return self._held == TensorVersion(tensor)
-        found = _numbers(tensor)
-        return found.dtype == self._held.dtype and np.array_equal(found, self._held)
+def _unchanged(held: _Contents, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is the one of then, or holds the same, as far as can be told."""
+    if isinstance(held, TensorVersion):
+        return held == TensorVersion(tensor)
+    found = _numbers(tensor)
+    return found.dtype == held.dtype and np.array_equal(found, held)
 
 
 def _numbers(tensor: torch.Tensor) -> NDArray[np.generic]:
@@ -173,6 +163,8 @@ def geometries(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...
     """
     with outside():
         own = _own(mask, sizes, is_causal)
+        if mask.keeps is not None:
+            own = _both(own, (geometry_of(mask.keeps),))
         for nested in mask.every:
             own = _both(own, geometries(nested, sizes, False))
         if mask.either:
@@ -196,49 +188,26 @@ def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geome
 
 def _own(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
     """The geometries of a mask's own fields, without the masks that it holds."""
-    band = _band(mask, sizes, is_causal)
-    rules: tuple[Rule, ...] = () if mask.keeps is None else (FunctionRule(mask.keeps),)
+    own = Geometry(_band(mask, sizes, is_causal))
+    if mask.chunk is not None:
+        places = np.arange(sizes.n_queries) + _offset(mask, sizes), np.arange(sizes.n_keys)
+        own &= Geometry(Band(), *_blocks_or_rule(*(at // mask.chunk for at in places)))
     queries, keys = _ids(mask, sizes)
     kept = _kept_keys(mask, sizes)
-    labelled = not (queries is None and keys is None and kept is None and mask.chunk is None)
-    if not labelled or not sizes.batch:
-        return (Geometry(band, None, rules),)
-    entries = max(len(t) for t in (queries, keys, kept, [0]) if t is not None)
+    given = [labels for labels in (queries, keys, kept) if labels is not None]
+    if not given or not sizes.batch:
+        return (own,)
     known: dict[bytes, Geometry] = {}
     found = []
-    for entry in range(entries):
-        labels = _labels(mask, sizes, entry, queries, keys, kept)
-        name = b"".join(ids.tobytes() for ids in labels)
+    for entry in range(max(map(len, given))):
+        by_query, by_key = _row(queries, entry, sizes.n_queries), _row(keys, entry, sizes.n_keys)
+        if kept is not None:
+            by_key = np.where(kept[entry % len(kept)], by_key, _NO_KEY)
+        name = by_query.tobytes() + by_key.tobytes()
         if name not in known:
-            known[name] = Geometry(band, *_blocks_or_rule(*labels, rules))
+            known[name] = own & Geometry(Band(), *_blocks_or_rule(by_query, by_key))
         found.append(known[name])
     return tuple(found) if len(known) > 1 else (found[0],)
-
-
-def _labels(
-    mask: Mask,
-    sizes: Sizes,
-    entry: int,
-    queries: Ids | None,
-    keys: Ids | None,
-    kept: NDArray[np.bool_] | None,
-) -> tuple[Ids, Ids]:
-    """A number for every query and for every key of a batch entry; pairs of equal ones are kept."""
-    by_query = _row(queries, entry, sizes.n_queries)
-    by_key = _row(keys, entry, sizes.n_keys)
-    if mask.chunk is not None:
-        shift = _offset(mask, sizes)
-        places = np.concatenate(
-            (np.arange(sizes.n_queries) + shift, np.arange(sizes.n_keys))
-        ) // mask.chunk  # fmt: skip
-        # One number for each pair of an id and a chunk.
-        both = np.stack((np.concatenate((by_query, by_key)), places))
-        _, numbers = np.unique(both, axis=1, return_inverse=True)
-        numbers = numbers.reshape(-1).astype(np.int64)
-        by_query, by_key = numbers[: sizes.n_queries], numbers[sizes.n_queries :]
-    if kept is not None:
-        by_key = np.where(kept[entry % len(kept)], by_key, _NO_KEY)
-    return by_query, by_key
 
 
 def _row(ids: Ids | None, entry: int, n: int) -> Ids:
@@ -249,10 +218,10 @@ def _row(ids: Ids | None, entry: int, n: int) -> Ids:
 
 
 def _blocks_or_rule(
-    by_query: Ids, by_key: Ids, rules: tuple[Rule, ...]
-) -> tuple[Blocks | None, tuple[Rule, ...], tuple[Rule, ...]]:
-    """The blocks of equal numbers, the rules, and what the blocks say as a rule; where there would
-    be too many of them, the last joins the rules."""
+    by_query: Ids, by_key: Ids
+) -> tuple[Blocks | None, tuple[EqualIds, ...], tuple[EqualIds, ...]]:
+    """``Geometry.blocks`` of equal numbers, ``rules`` and ``same``; a rule where there would be
+    too many blocks."""
     rows, columns = _runs(by_query), _runs(by_key)
     row_names, column_names = by_query[rows[:, 0]], by_key[columns[:, 0]]
     order = np.argsort(column_names, kind="stable")
@@ -261,15 +230,15 @@ def _blocks_or_rule(
     count = np.searchsorted(ordered, row_names, side="right") - first
     n = int(count.sum())
     if n > max(_FEW_BLOCKS, _MOST_BLOCKS * (len(rows) + len(columns))):
-        return None, (*rules, _EqualIds(by_query, by_key)), ()
+        return None, (EqualIds(by_query, by_key),), ()
     row = np.repeat(np.arange(len(rows)), count)
     nth = np.arange(n) - np.repeat(np.cumsum(count) - count, count)
     column = order[np.repeat(first, count) + nth]
     blocks = np.concatenate((rows[row], columns[column]), axis=1)
     whole = [[0, len(by_query), 0, len(by_key)]]
     if np.array_equal(blocks, whole):
-        return None, rules, ()
-    return blocks, rules, (_EqualIds(by_query, by_key),)
+        return None, (), ()
+    return blocks, (), (EqualIds(by_query, by_key),)
 
 
 def _runs(ids: Ids) -> NDArray[np.int64]:
@@ -338,35 +307,6 @@ def _rows_of(tensor: torch.Tensor, name: str, batch: int, n: int, what: str) -> 
     return found
 
 
-class _EqualIds(Rule):
-    """The rule that the numbers of query and key are equal."""
-
-    def __init__(self, by_query: Ids, by_key: Ids) -> None:
-        self._numbers, self.placed_bytes = (by_query, by_key), by_query.nbytes + by_key.nbytes
-        self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """EMPTY where no number of the queries can be one of the keys."""
-        (q0, q1), (k0, k1) = block
-        queries, keys = self._numbers[0][q0:q1], self._numbers[1][k0:k1]
-        low, high = queries.min(), queries.max()
-        least, most = keys.min(), keys.max()
-        if low > most or least > high:
-            return EMPTY
-        return FULL if low == high == least == most else PARTIAL
-
-    def keeps(self, at: Indices) -> torch.Tensor:
-        """See ``Rule``."""
-        device = at.keys.device
-        if device not in self._placed:
-            with outside():
-                self._placed[device] = tuple(  # type: ignore[assignment]
-                    torch.from_numpy(ids.copy()).to(device) for ids in self._numbers
-                )
-        by_query, by_key = self._placed[device]
-        return by_query[at.queries][:, None] == by_key[at.keys][None]
-
-
 def _tensors(mask: Mask) -> list[torch.Tensor]:
     """The tensors that say which pairs are kept."""
     documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
@@ -374,9 +314,8 @@ def _tensors(mask: Mask) -> list[torch.Tensor]:
     return own + [t for inner in (*mask.every, *mask.either) for t in _tensors(inner)]
 
 
-def _functions(mask: Mask) -> list[Callable[..., torch.Tensor]]:
-    own = [] if mask.keeps is None else [mask.keeps]
-    return own + [f for inner in (*mask.every, *mask.either) for f in _functions(inner)]
+def _has_functions(mask: Mask) -> bool:
+    return mask.keeps is not None or any(map(_has_functions, (*mask.every, *mask.either)))
 
 
 def _described(mask: Mask) -> Hashable:

@@ -115,7 +115,7 @@ class RuledTask:
         """The task's pairs, and full nodes and partial blocks as ``runs.pieces`` has them, by
         ascending queries; of partial ones ``mixed`` is 1."""
         # The geometry has the call's own causal rule.
-        pairs = TaskPairs.of(self._task.task, self._rectangles, False)
+        pairs = TaskPairs(self._task.task, self._rectangles)
         full, partial, _ = listed_blocks(self._geometry, self._task, pairs, self.room.nbytes)
         nodes = np.concatenate((full, partial))
         n_queries, n_keys = len(pairs.queries), len(pairs.keys)

@@ -245,7 +245,7 @@ class NativeKernel(Kernel):
         if not geometry.rules:
             return 0
         row_bytes = (call.head_dim + call.value_dim) * call.dtype.itemsize
-        room = Room.of(lanes * n * row_bytes, lanes if geometry.opaque else 1, n, n)
+        room = Room.of(lanes * n * row_bytes, lanes if geometry.functions else 1, n, n)
         return room.device_bytes + geometry.placed_bytes
 
     def _table_bytes(self, call: CallShape, extent: Extent) -> int:
