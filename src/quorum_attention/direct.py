@@ -22,7 +22,7 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.execution.call import MaskView, operand, results_are_dense, rows_overlap
+from quorum_attention.execution.call import MaskView, operand, rows_apart, steps_are_clear
 from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, best_device
 from quorum_attention.execution.problem import is_small, scales
 from quorum_attention.execution.routes.over_inputs import Whole, without_empty_rows
@@ -108,9 +108,7 @@ def _on_a_cpu(
     steps = query.stride()
     if steps[3] != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         return None
-    if steps.count(1) > 1 and not results_are_dense(query):
-        return None
-    if query.dtype.itemsize == 2 and any(rows_overlap(t) for t in (query, key, value)):
+    if not (steps_are_clear(query) and all(map(rows_apart, (query, key, value)))):
         return None
     kept: Hashable = None
     if mask is not None:

@@ -150,52 +150,45 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
     """Whether operators can read ``tensors``, all of one device, without a copy.
 
-    The last dimension has to be contiguous. On a GPU every row also has to start at a multiple of
-    a word (16 bytes): operators refuse other rows, or fail with misaligned addresses. Rows whose
-    length is no multiple of a word may start anywhere, because they are padded, which copies them.
-    On a CPU rows of 16 bits may not begin within the row before: torch's matrix products refuse
-    them where the processor multiplies bf16.
+    The last dimension has to be contiguous, and no row may begin within another: torch's operators
+    refuse such rows on some processors, and write their output as if it were not so. On a GPU every
+    row also has to start at a multiple of a word (16 bytes): operators refuse other rows, or fail
+    with misaligned addresses. Rows whose length is no multiple of a word may start anywhere,
+    because they are padded, which copies them.
     """
     word = backend_of(tensors[0].device).word_bytes
-    for tensor in tensors:
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            return False
-        if word > 1:
-            if not _at_whole_words(tensor, word):
-                return False
-        elif tensor.element_size() == 2 and rows_overlap(tensor):
-            return False
-    return True
+    return all(
+        (t.stride(-1) == 1 or t.shape[-1] <= 1)
+        and rows_apart(t)
+        and (word == 1 or _at_whole_words(t, word))
+        for t in tensors
+    )
 
 
 def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether operators can read the inputs without a copy: their rows are dense, and results can
     have the query's strides."""
+    steps = query.stride()
     if backend_of(query.device).word_bytes == 1:
-        laid_out = results_are_dense(query)
+        laid_out = steps_are_clear(query)
     else:
-        laid_out = all(n <= 1 or s > 0 for n, s in zip(query.shape, query.stride(), strict=True))
+        laid_out = all(n <= 1 or s > 0 for n, s in zip(query.shape, steps, strict=True))
     return laid_out and rows_are_dense(query, key, value)
 
 
-def results_are_dense(query: torch.Tensor) -> bool:
+def steps_are_clear(query: torch.Tensor) -> bool:
     """Whether torch's operator on a CPU gives its output, which it lays out as the query, dense
-    rows; it fills them as if they were dense.
-
-    They are not where another dimension than the last has steps of one number too, as ``unfold``
-    makes them; of a dimension of size 1, beside one that is expanded.
-    """
+    rows: not where a dimension of one entry has steps of one number, beside an expanded one."""
     steps = query.stride()
-    if steps.count(1) < 2 or query.shape[-1] < 2:
+    return steps.count(1) < 2 or 0 not in steps
+
+
+def rows_apart(tensor: torch.Tensor) -> bool:
+    """Whether no row begins within another; rows may be all the same."""
+    if tensor.is_contiguous():  # the usual case, a few microseconds sooner
         return True
-    expanded = 0 in steps
-    each = zip(query.shape[:-1], steps[:-1], strict=True)
-    return not any(s == 1 and (n > 1 or expanded) for n, s in each)
-
-
-def rows_overlap(tensor: torch.Tensor) -> bool:
-    """Whether rows begin within the row before; not those that are all the same."""
-    return tensor.shape[-2] > 1 and 0 < tensor.stride(-2) < tensor.shape[-1]
+    *sizes, width = tensor.shape
+    return all(n <= 1 or not 0 < s < width for n, s in zip(sizes, tensor.stride(), strict=False))
 
 
 def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:

@@ -18,7 +18,8 @@ from quorum_attention.execution.device.lookup import BACKENDS
 
 @dataclass(frozen=True, slots=True)
 class HardwareModel:
-    """Rates of one device for one dtype and head dimension, and its link to the host.
+    """Rates of one device for one dtype and head dimension, and its link to the host; by default
+    an H200's.
 
     Attributes:
         flops: FLOP/s that a plain forward call holds for seconds when it fills the device evenly.
@@ -51,24 +52,24 @@ class HardwareModel:
 
     flops: float
     backward_flops: float
-    wave_rows: int
-    filling_rows: float
-    filling_causal: float
-    exposed_idle: float
-    throttle: float
-    cache_bytes: int
-    cache_penalty: float
-    call_device_seconds: float
-    merge_bytes_per_second: float
-    up_bytes_per_second: float
-    down_bytes_per_second: float
-    call_seconds: float
-    backward_call_seconds: float
-    copy_seconds: float
-    unit_seconds: float
-    pass_seconds: float
-    plan_seconds: float
-    overlaps: bool
+    wave_rows: int = 132 * 128
+    filling_rows: float = 0
+    filling_causal: float = 20_000
+    exposed_idle: float = 0.35
+    throttle: float = 0.1
+    cache_bytes: int = 20 << 20
+    cache_penalty: float = 0.045
+    call_device_seconds: float = 20e-6
+    merge_bytes_per_second: float = 2.5e12
+    up_bytes_per_second: float = 46e9
+    down_bytes_per_second: float = 46e9
+    call_seconds: float = 140e-6
+    backward_call_seconds: float = 270e-6
+    copy_seconds: float = 1.5e-6
+    unit_seconds: float = 400e-6
+    pass_seconds: float = 2e-3
+    plan_seconds: float = 40e-3
+    overlaps: bool = True
     threads: int = 1
     measured: bool = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,30 +37,10 @@ _CPU = {
 
 
 def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """The rates of an H200, as fields of ``planner.hardware.HardwareModel``."""
+    """The FLOP/s of an H200, as fields of ``planner.hardware.HardwareModel``, whose defaults are
+    its other rates."""
     forward, backward = (45e12, 35e12) if dtype in _WIDE else by_head_dim(_H200, head_dim)
-    return {
-        "flops": forward,
-        "backward_flops": backward,
-        "wave_rows": 132 * 128,
-        "filling_rows": 0,
-        "filling_causal": 20_000,
-        "exposed_idle": 0.35,
-        "throttle": 0.1,
-        "cache_bytes": 20 << 20,
-        "cache_penalty": 0.045,
-        "call_device_seconds": 20e-6,
-        "merge_bytes_per_second": 2.5e12,
-        "up_bytes_per_second": 46e9,
-        "down_bytes_per_second": 46e9,
-        "call_seconds": 140e-6,
-        "backward_call_seconds": 270e-6,
-        "copy_seconds": 1.5e-6,
-        "unit_seconds": 400e-6,
-        "pass_seconds": 2e-3,
-        "plan_seconds": 40e-3,
-        "overlaps": True,
-    }
+    return {"flops": forward, "backward_flops": backward}
 
 
 def cpu_rates(dtype: torch.dtype) -> dict[str, Any]:
@@ -145,13 +125,10 @@ class Backend:
     def free_bytes(self, device: torch.device) -> int:
         """Bytes that could be allocated now, according to the system: what Linux calls
         ``MemAvailable``, elsewhere 16 GiB."""
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass
+        with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
         return 1 << 34  # not Linux: assume this much rather than refuse to work
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
@@ -245,15 +222,9 @@ class Backend:
 @lru_cache(maxsize=1)
 def cpu_name() -> str:
     """The system's name for the CPU's model, on one line."""
-    known: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                what, _, value = line.partition(":")
-                known.setdefault(what.strip(), value.strip())
-    except OSError:
-        pass  # not Linux
-    # On ARM, Linux gives numbers instead of a name.
-    numbers = [known[name] for name in ("CPU implementer", "CPU part") if known.get(name)]
-    name = known.get("model name") or " ".join(numbers) or platform.processor()
-    return " ".join((name or platform.machine() or "unknown").split())
+    name = ""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        # On ARM, Linux gives numbers instead of a name.
+        known = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+        name = known.get("model name") or known.get("CPU part", "")
+    return " ".join((name or platform.processor() or platform.machine() or "unknown").split())
