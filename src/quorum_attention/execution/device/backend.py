@@ -225,6 +225,6 @@ def cpu_name() -> str:
     name = ""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         # On ARM, Linux gives numbers instead of a name.
-        known = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+        known = {what.strip(): value for what, _, value in (line.partition(":") for line in lines)}
         name = known.get("model name") or known.get("CPU part", "")
     return " ".join((name or platform.processor() or platform.machine() or "unknown").split())
