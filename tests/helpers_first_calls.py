@@ -80,7 +80,7 @@ def twice(attend: Attend, x: torch.Tensor, mode: Callable[[], Any], dtype: Any =
             out = attend(leaf)
             out.sum().backward()
         check(x, out, leaf.grad, dtype)
-        seen.append(None if found is None else list(found))
+        seen.append(list(found) if isinstance(found, list) else None)
     assert seen[0] == seen[1], f"the first call showed {seen[0]}, the second {seen[1]}"
 
 
@@ -118,11 +118,12 @@ def faked(attend: Attend, x: torch.Tensor) -> None:
 
 
 @contextmanager
-def packing() -> Iterator[list[Any]]:
-    """Says what was saved for a backward."""
+def packing(refuse: bool = False) -> Iterator[list[Any]]:
+    """Says what was saved for a backward; or nothing may be saved."""
     found: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        assert not refuse, f"saved: {tuple(tensor.shape)}"
         found.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
@@ -130,76 +131,53 @@ def packing() -> Iterator[list[Any]]:
         yield found
 
 
-@contextmanager
-def no_saving() -> Iterator[None]:
-    """Nothing may be saved."""
-
-    def refuse(tensor: torch.Tensor) -> torch.Tensor:
-        raise AssertionError(f"saved: {tuple(tensor.shape)}")
-
-    with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
-        yield
-
-
-@contextmanager
-def dispatching() -> Iterator[list[str]]:
+class Dispatching(TorchDispatchMode):
     """Says which operators were called."""
-    found: list[str] = []
 
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            found.append(str(func))
-            return func(*args, **(kwargs or {}))
+    def __enter__(self) -> list[str]:  # type: ignore[override]
+        self.found: list[str] = []
+        super().__enter__()
+        return self.found
 
-    with Sees():
-        yield found
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def overriding() -> Iterator[list[str]]:
+class Overriding(TorchFunctionMode):
     """Says which of torch's functions made tensors."""
-    found: list[str] = []
 
-    class Sees(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor):
-                found.append(str(func))
-            return made
+    def __enter__(self) -> list[str]:  # type: ignore[override]
+        self.found: list[str] = []
+        super().__enter__()
+        return self.found
 
-    with Sees():
-        yield found
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.found.append(str(func))
+        return made
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        change(before)
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def narrow() -> Any:
+    return setting(torch.set_default_dtype, torch.bfloat16, torch.float32)
 
 
-@contextmanager
-def on_meta() -> Iterator[None]:
-    with torch.device("meta"):
-        yield
+def wide() -> Any:
+    return setting(torch.set_default_dtype, torch.float64, torch.float32)
 
 
-@contextmanager
-def anomalies() -> Iterator[None]:
-    with torch.autograd.set_detect_anomaly(True):
-        yield
+def deterministic() -> Any:
+    return setting(torch.use_deterministic_algorithms, True, False)
 
 
 @contextmanager
@@ -208,31 +186,25 @@ def autocast() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def offloaded() -> Iterator[None]:
-    with torch.autograd.graph.save_on_cpu():
-        yield
-
-
 MODES: dict[str, Callable[[Attend, torch.Tensor], None]] = {
     "nothing": lambda f, x: without_gradients(f, x, torch.enable_grad),
     "checkpoint": lambda f, x: checkpointed(f, x, use_reentrant=False),
     "reentrant checkpoint": lambda f, x: checkpointed(f, x, use_reentrant=True),
     "hooks that count": lambda f, x: twice(f, x, packing),
-    "hooks that raise": lambda f, x: without_gradients(f, x, no_saving),
-    "save_on_cpu": lambda f, x: twice(f, x, offloaded),
+    "hooks that raise": lambda f, x: without_gradients(f, x, lambda: packing(refuse=True)),
+    "save_on_cpu": lambda f, x: twice(f, x, torch.autograd.graph.save_on_cpu),
     "inference_mode": lambda f, x: without_gradients(f, x, torch.inference_mode),
     "no_grad": lambda f, x: without_gradients(f, x, torch.no_grad),
     "autocast": lambda f, x: twice(f, x, autocast, torch.bfloat16),
     "vmap": mapped,
     "compile": compiled,
     "a fake mode": faked,
-    "a dispatch mode": lambda f, x: twice(f, x, dispatching),
-    "a function mode": lambda f, x: twice(f, x, overriding),
-    "anomaly mode": lambda f, x: twice(f, x, anomalies),
-    "a default device": lambda f, x: twice(f, x, on_meta),
-    "a narrow default dtype": lambda f, x: twice(f, x, lambda: default_dtype(torch.bfloat16)),
-    "a wide default dtype": lambda f, x: twice(f, x, lambda: default_dtype(torch.float64)),
+    "a dispatch mode": lambda f, x: twice(f, x, Dispatching),
+    "a function mode": lambda f, x: twice(f, x, Overriding),
+    "anomaly mode": lambda f, x: twice(f, x, torch.autograd.detect_anomaly),
+    "a default device": lambda f, x: twice(f, x, lambda: torch.device("meta")),
+    "a narrow default dtype": lambda f, x: twice(f, x, narrow),
+    "a wide default dtype": lambda f, x: twice(f, x, wide),
     "deterministic": lambda f, x: twice(f, x, deterministic),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from helpers_processes import run_python
 
 # One process, torch loaded once: the library alone is forgotten and imported anew for every order.
@@ -57,33 +56,6 @@ for first in [*modules, *names]:
         wrong.append((first, "import quorum_attention.kernels as ..."))
 print(json.dumps({"wrong": wrong, "orders": len(modules) + len(names), "usual": usual}))
 """
-
-SHORT = {
-    "a call, then the kernels": "import quorum_attention as qa; qa.attention; print(*qa.kernels())",
-    "the subpackage first": (
-        "import quorum_attention.kernels.cpu, quorum_attention as qa; print(*qa.kernels())"
-    ),
-    "the function by name": "from quorum_attention import attention, kernels; print(*kernels())",
-    "the function, then the subpackage": (
-        "import quorum_attention as qa; list(qa.kernels());"
-        "import quorum_attention.kernels as package; package.get_kernel('dense');"
-        "qa.kernels.get_kernel('dense'); print(*qa.kernels())"
-    ),
-    "subpackages by the package's name": (
-        "import quorum_attention as qa; qa.pool.Pool; qa.distributed.attention;"
-        "qa.recipes.long_context; qa.integrations; print(*qa.kernels())"
-    ),
-    "everything": "from quorum_attention import *; attention; plan; print(*kernels())",
-}
-
-
-@pytest.mark.parametrize("order", SHORT)
-def test_kernels_can_be_called_after_anything(order: str) -> None:
-    """``quorum_attention.kernels`` is a function and a subpackage; an import of the second put it
-    over the first."""
-    ran = run_python(SHORT[order])
-    assert ran.returncode == 0, ran.stderr
-    assert "dense" in ran.stdout.split()
 
 
 def test_no_import_changes_what_a_public_name_is(tmp_path: Path) -> None:

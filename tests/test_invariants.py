@@ -7,6 +7,7 @@ import math
 import random
 import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,24 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 
 LEVELS = [(), (1,), (3,), (7,), (13,), (3, 7), (7, 3), (3, 3, 3)]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+both_ways = pytest.mark.parametrize("backward", [False, True])
+both_kernels = pytest.mark.parametrize("kernel", ["cpu", "dense"])
+
+
+def one_way(made, backward, **call):  # type: ignore[no-untyped-def]
+    """One pass of a call, to be run, with more options if it is given some."""
+    if not backward:
+        return partial(qa.attention, *made.three, **call)
+    plain = {n: v for n, v in call.items() if n in ("attn_mask", "is_causal", "enable_gqa")}
+    results = qa.attention_with_lse(*made.three, **plain)
+    return partial(qa.attention_backward, made.grad_out, *made.three, *results, **call)
+
+
+def two_ways(made, pins=({}, {}), **call):  # type: ignore[no-untyped-def]
+    """Output, log-sum-exp and gradients; ``pins``: more options of either pass."""
+    out, lse = qa.attention_with_lse(*made.three, **call, **pins[0])
+    return out, lse, *qa.attention_backward(made.grad_out, *made.three, out, lse, **call, **pins[1])
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -118,25 +137,24 @@ class TestTheResultDoesNotDependOnHowItCameAbout:
         if free:
             plans = [unpinned(plan) for plan in plans]
         report = qa.Report()
+        call = {"is_causal": True, "report": report}
         with FailingAllocations(fail[0]) as forward:
-            out, lse = qa.attention_with_lse(
-                *made.three, is_causal=True, plan=plans[0], report=report
-            )
+            out, lse = qa.attention_with_lse(*made.three, plan=plans[0], **call)
         with FailingAllocations(fail[1]) as backward:
             grads = qa.attention_backward(
-                made.grad_out, *made.three, out, lse, is_causal=True, plan=plans[1], report=report
+                made.grad_out, *made.three, out, lse, plan=plans[1], **call
             )
         return (out, lse, *grads), report, (forward.seen, backward.seen)
 
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
-    def test_repeatable_bit_for_bit(self, kernel: str) -> None:
+    @both_kernels
+    def test_repeatable_bit_for_bit_and_on_any_residency(self, kernel: str) -> None:
         made = inputs(self.N)
         first, *_ = self.both(made, kernel)
-        second, *_ = self.both(made, kernel)
-        for one, other in zip(first, second, strict=True):
-            assert torch.equal(one, other)
+        for more in ({}, {"accumulator": "device"}, {"accumulator": "host"}):
+            other, *_ = self.both(made, kernel, **more)
+            assert all(map(torch.equal, first, other)), more
 
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @both_kernels
     @pytest.mark.parametrize("n_cap", [1, 2, 3])
     def test_any_order_of_tasks(self, kernel, n_cap, monkeypatch) -> None:
         made = inputs(self.N)
@@ -146,14 +164,7 @@ class TestTheResultDoesNotDependOnHowItCameAbout:
         for one, other in zip(usual, shuffled, strict=True):
             assert error(one, other) < 2e-6
 
-    def test_any_residency(self) -> None:
-        made = inputs(self.N)
-        device, *_ = self.both(made, accumulator="device")
-        host, *_ = self.both(made, accumulator="host")
-        for one, other in zip(device, host, strict=True):
-            assert torch.equal(one, other)
-
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @both_kernels
     @pytest.mark.parametrize("share", [0.35, 0.7])
     @pytest.mark.parametrize("n_cap", [1, 2])
     def test_any_history_of_recoveries(self, kernel, share, n_cap) -> None:
@@ -183,56 +194,40 @@ class TestTheBudgetIsNeverExceeded:
     @pytest.mark.parametrize("mask", MASKS)
     @pytest.mark.parametrize("depth", [0, 1, 2])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-    @pytest.mark.parametrize("backward", [False, True])
+    @both_ways
     @pytest.mark.parametrize("sizes", ["plain", "grouped"])
     def test_measured_peak(self, mask, depth, dtype, backward, sizes) -> None:
         more = {"kv_heads": 2, "value_dim": 24, "batch": (2,)} if sizes == "grouped" else {}
         made = inputs(self.N, heads=4, head_dim=16, dtype=dtype, **more)
-        call = {
-            "attn_mask": MASKS[mask](self.N), "is_causal": sizes == "grouped", "enable_gqa": True,
-        }  # fmt: skip
         report = qa.Report()
-        pin = {"depth": depth, "report": report}
-        out, lse = qa.attention_with_lse(*made.three, **call)
-        if backward:
-            found = usage(
-                lambda: qa.attention_backward(made.grad_out, *made.three, out, lse, **call, **pin)
-            )
-        else:
-            found = usage(lambda: qa.attention_with_lse(*made.three, **call, **pin))
+        call = one_way(
+            made, backward, attn_mask=MASKS[mask](self.N), is_causal=sizes == "grouped",
+            enable_gqa=True,
+        )  # fmt: skip
+        found = usage(lambda: call(depth=depth, report=report))
         done = report.backward if backward else report.forward
         assert len(done.levels) == depth
         assert found.peak <= done.planned_peak_bytes
         if depth:  # the promise is not an idle one: within a factor of what is taken
             assert done.planned_peak_bytes <= 4 * found.peak + (8 << 20)
 
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @both_kernels
     @pytest.mark.parametrize("n_cap", [1, 2, 3])
     @pytest.mark.parametrize("accumulator", ["device", "host"])
-    def test_measured_peak_of_any_residency(self, kernel, n_cap, accumulator) -> None:
-        n = 400
-        made = inputs(n, heads=4, head_dim=16, dtype=torch.float16)
-        for backward in (False, True):
-            plan = qa.plan(
-                n, tile=32, heads=4, head_dim=16, levels=(7,), n_cap=n_cap, accumulator=accumulator,
-                heads_per_group=2, kernel=kernel, backward=backward,
-            )  # fmt: skip
-            if backward:
-                out, lse = qa.attention_with_lse(*made.three)
-                found = usage(
-                    lambda out=out, lse=lse, plan=plan: qa.attention_backward(
-                        made.grad_out, *made.three, out, lse, plan=plan
-                    )
-                )
-            else:
-                found = usage(lambda plan=plan: qa.attention(*made.three, plan=plan))
-            assert found.peak <= plan.peak_bytes
+    @both_ways
+    def test_measured_peak_of_any_residency(self, kernel, n_cap, accumulator, backward) -> None:
+        plan = qa.plan(
+            400, tile=32, heads=4, head_dim=16, levels=(7,), n_cap=n_cap, accumulator=accumulator,
+            heads_per_group=2, kernel=kernel, backward=backward,
+        )  # fmt: skip
+        call = one_way(inputs(400, heads=4, head_dim=16, dtype=torch.float16), backward)
+        assert usage(lambda: call(plan=plan)).peak <= plan.peak_bytes
 
     @pytest.mark.parametrize("n_cap", [1, 2, 3])
     @pytest.mark.parametrize("accumulator", ["device", "host"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
     @pytest.mark.parametrize("heads_per_group", [2, 4])
-    @pytest.mark.parametrize("backward", [False, True])
+    @both_ways
     def test_all_but_the_kernel_is_counted_to_the_byte(
         self, n_cap, accumulator, dtype, heads_per_group, backward
     ) -> None:
@@ -243,22 +238,13 @@ class TestTheBudgetIsNeverExceeded:
             self.N, levels=(7,), layout="balanced", n_cap=n_cap, accumulator=accumulator,
             kernel=kernel, heads_per_group=heads_per_group, backward=backward, **sizes,
         )  # fmt: skip
-        made = inputs(self.N, **sizes)
-        out, lse = qa.attention_with_lse(*made.three, enable_gqa=True)
-        call = {"plan": plan, "kernel": kernel, "enable_gqa": True}
-        qa.attention(*made.three, kernel=kernel, enable_gqa=True)  # the kernel is tried out once
-        if backward:
-            qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
-            found = usage(
-                lambda: qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
-            )
-        else:
-            found = usage(lambda: qa.attention(*made.three, **call))
-        assert found.peak <= plan.peak_bytes <= found.peak + 4096
+        call = one_way(inputs(self.N, **sizes), backward, kernel=kernel, enable_gqa=True)
+        call(plan=plan)  # the kernel is tried out once
+        assert 0 <= plan.peak_bytes - usage(lambda: call(plan=plan)).peak <= 4096
 
     @pytest.mark.parametrize("lengths", [(16_384, 64), (64, 16_384)], ids=["queries", "keys"])
     @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
-    @pytest.mark.parametrize("backward", [False, True])
+    @both_ways
     def test_measured_peak_where_heads_alone_are_cut(self, lengths, given, backward) -> None:
         """One head group's results at a time; so long that no workspace bound hides a second."""
         n_queries, n_keys = lengths
@@ -267,19 +253,14 @@ class TestTheBudgetIsNeverExceeded:
             n_queries, n_keys=n_keys, heads=4, head_dim=64, dtype=torch.float32, levels=(),
             heads_per_group=2, backward=backward,
         )  # fmt: skip
-        out, lse = qa.attention_with_lse(*made.three)
-        results = tuple(map(torch.empty_like, made.three)) if backward else torch.empty_like(out)
-
-        def call() -> None:
-            if backward:
-                grads = results if given else None
-                qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan, grads=grads)
-            else:
-                qa.attention(*made.three, plan=plan, out=results if given else None)
-
+        call, more = one_way(made, backward), {}
+        if given and backward:
+            more["grads"] = tuple(map(torch.empty_like, made.three))
+        elif given:
+            more["out"] = torch.empty_like(made.query)
         assert plan.n_groups == 2
-        mine = sum(t.nbytes for t in (results if backward else (results,))) if given else 0
-        assert usage(call).peak <= plan.peak_bytes - mine
+        mine = sum(t.nbytes for each in more.values() for t in (each if backward else (each,)))
+        assert usage(lambda: call(plan=plan, **more)).peak <= plan.peak_bytes - mine
 
     @pytest.mark.parametrize("depth", [0, 1])
     @pytest.mark.parametrize("what", ["expanded", "unrounded"])
@@ -289,29 +270,18 @@ class TestTheBudgetIsNeverExceeded:
         made = inputs(n, heads=4, head_dim=64, dtype=torch.bfloat16)
         dtype = torch.float32 if what == "unrounded" else None
         out, lse = qa.attention_with_lse(*made.three, out_dtype=dtype)
-        grad_out = torch.ones((), dtype=out.dtype).expand_as(out)
+        given = (torch.ones((), dtype=out.dtype).expand_as(out), *made.three, out, lse)
         report = qa.Report()
-        found = usage(
-            lambda: qa.attention_backward(
-                grad_out, *made.three, out, lse, depth=depth, report=report
-            )
-        )
+        found = usage(lambda: qa.attention_backward(*given, depth=depth, report=report))
         assert found.peak <= report.backward.planned_peak_bytes
 
-    @pytest.mark.parametrize("backward", [False, True])
+    @both_ways
     def test_a_budget_too_small_is_refused_before_any_work(self, backward: bool) -> None:
-        made = inputs(self.N)
-        out, lse = qa.attention_with_lse(*made.three)
-
-        def call() -> None:
-            if backward:
-                qa.attention_backward(made.grad_out, *made.three, out, lse, budget=5000)
-            else:
-                qa.attention(*made.three, budget=5000)
+        call = one_way(inputs(self.N), backward)
 
         def refused() -> None:
             with pytest.raises(qa.BudgetError) as caught:
-                call()
+                call(budget=5000)
             assert caught.value.smallest_bytes > 5000
 
         refused()
@@ -331,13 +301,12 @@ class TestNothingIsLeftBehind:
     """4: after success or any failure nothing stays allocated, and inputs are untouched."""
 
     @pytest.mark.parametrize("end", ["success", "pinned", "given up", "other error", "interrupt"])
-    @pytest.mark.parametrize("backward", [False, True])
+    @both_ways
     def test_memory_and_inputs(self, end: str, backward: bool) -> None:
         n = 300
         made = inputs(n)
-        out, lse = qa.attention_with_lse(*made.three)
-        tensors = (*made.three, made.grad_out, out, lse)
-        before = [t.clone() for t in tensors]
+        run = one_way(made, backward)
+        before = [t.clone() for t in run.args]
         kernel = {
             "success": WatchedKernel(),
             "pinned": WatchedKernel({3}),
@@ -356,12 +325,7 @@ class TestNothingIsLeftBehind:
 
         def call() -> None:
             try:
-                if backward:
-                    qa.attention_backward(
-                        made.grad_out, *made.three, out, lse, plan=plan, kernel=held[0]
-                    )
-                else:
-                    qa.attention(*made.three, plan=plan, kernel=held[0])
+                run(plan=plan, kernel=held[0])
                 ending.append("success")
             except (ValueError, KeyboardInterrupt, torch.OutOfMemoryError) as failure:
                 ending.append(type(failure).__name__)
@@ -373,8 +337,7 @@ class TestNothingIsLeftBehind:
                     "interrupt": "KeyboardInterrupt"}.get(end, "OutOfMemoryError")  # fmt: skip
         assert ending[-1] == expected
         assert left == 0
-        for tensor, copy in zip(tensors, before, strict=True):
-            assert torch.equal(tensor, copy)
+        assert all(map(torch.equal, run.args, before))
         watch = weakref.ref(kernel)
         held.clear()
         del kernel
@@ -415,39 +378,24 @@ class TestCompletedTasksAreNeverRecomputed:
 
     @pytest.mark.parametrize("n_cap", [1, 2, 3])
     @pytest.mark.parametrize("late", [False, True], ids=["at-once", "half-way"])
-    @pytest.mark.parametrize("backward", [False, True])
+    @both_ways
     @pytest.mark.parametrize("fails", [{0}, {6}, {7}, {13}, {2, 3}, {5, 9, 12}], ids=str)
     def test_no_pair_is_computed_twice(self, n_cap, late, backward, fails) -> None:
         """Completed tasks and the pieces that deeper ones were cut into tile all pairs once; a
         failure after the state has been changed counts for nothing either."""
         made = inputs(self.N, heads=2)
         kernel = WatchedKernel(fails, late=late)
-        plan = unpinned(
-            qa.plan(
-                self.N,
-                heads=2,
-                head_dim=8,
-                dtype=torch.float32,
-                levels=(7,),
-                tile=8,
-                kernel=kernel,
-                n_cap=n_cap,
-                heads_per_group=1,
-                backward=backward,
-                is_causal=True,
-            )
-        )
-        out, lse = qa.attention_with_lse(*made.three, is_causal=True)
-        report = qa.Report()
-        reference = exact(made, is_causal=True, gradients=True)
-        call = {"is_causal": True, "plan": plan, "kernel": kernel, "report": report}
+        plan = qa.plan(
+            self.N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=8, kernel=kernel,
+            n_cap=n_cap, heads_per_group=1, backward=backward, is_causal=True,
+        )  # fmt: skip
+        report, reference = qa.Report(), exact(made, is_causal=True, gradients=True)
+        call = one_way(made, backward, is_causal=True)
         kernel.arm()
-        if backward:
-            results = qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
-            wanted, done = reference.grads, report.backward
-        else:
-            results = (qa.attention(*made.three, **call),)
-            wanted, done = (reference.out,), report.forward
+        results = call(plan=unpinned(plan), kernel=kernel, report=report)
+        done = report.backward if backward else report.forward
+        results = results if backward else (results,)
+        wanted = reference.grads if backward else (reference.out,)
         for actual, expected in zip(results, wanted, strict=True):
             assert_close(actual, expected, 5e-5)
         assert len([l for l in done.recoveries if "out of memory" in l]) == len(fails)
@@ -468,8 +416,7 @@ class TestNoNonFiniteNumberOfOurOwn:
             "attn_mask": call.get("mask"), "is_causal": call.get("is_causal", False),
             "depth": depth, "kernel": kernel,
         }  # fmt: skip
-        out, lse = qa.attention_with_lse(*made.three, **pin)
-        grads = qa.attention_backward(made.grad_out, *made.three, out, lse, **pin)
+        out, lse, *grads = two_ways(made, **pin)
         reference = exact(made, gradients=True, **call)
         for found in (out, *grads):
             assert bool(found.isfinite().all())
@@ -481,7 +428,7 @@ class TestNoNonFiniteNumberOfOurOwn:
 
     @pytest.mark.parametrize("spread", [100.0, 1000.0])
     @pytest.mark.parametrize("depth", [0, 1, 2])
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @both_kernels
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_scores_of_several_hundred_and_more(self, spread, depth, kernel, dtype) -> None:
         made = inputs(300, dtype=dtype, spread=spread)
@@ -492,7 +439,7 @@ class TestNoNonFiniteNumberOfOurOwn:
         self.check(made, tolerance, depth, kernel, gradients=20.0, is_causal=True)
 
     @pytest.mark.parametrize("depth", [0, 1, 2])
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @both_kernels
     @pytest.mark.parametrize("kind", ["boolean", "additive", "huge", "chunks"])
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_rows_and_tasks_without_keys(self, depth, kernel, kind, is_causal) -> None:
@@ -510,8 +457,8 @@ class TestNoNonFiniteNumberOfOurOwn:
             mask[:, 60:] = False  # most rectangles hold nothing for anybody
         self.check(made, 2e-5, depth, kernel, mask=mask, is_causal=is_causal)
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @both_kernels
     @pytest.mark.parametrize("over_inputs", [None, False])
     def test_inputs_that_are_not_finite(self, dtype, kernel, over_inputs) -> None:
         """A NaN or an infinity in one element of one input, few keys and many, in last chunks that
@@ -553,21 +500,13 @@ class TestNoNonFiniteNumberOfOurOwn:
                 "is_causal": is_causal, "over_inputs": over_inputs,
             }  # fmt: skip
             call = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
-            out, lse = qa.attention_with_lse(*made.three, plan=qa.plan(n, **sizes), **call)
-            grads = qa.attention_backward(
-                made.grad_out,
-                *made.three,
-                out,
-                lse,
-                plan=qa.plan(n, backward=True, **sizes),
-                **call,
-            )
+            pins = [{"plan": qa.plan(n, backward=way, **sizes)} for way in (False, True)]
+            results = two_ways(made, pins, **call)
             what = f"seed {seed}, number {number}: {value} in row {row} of {name}, {sizes}, {call}"
-            bounds = least(made, kept, scale), most(made, kept, scale)
-            assert_between((out, lse, *grads), *bounds, what)
+            assert_between(results, least(made, kept, scale), most(made, kept, scale), what)
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @both_kernels
     def test_calls_over_parts_of_the_keys(self, dtype, kernel) -> None:
         """As on several devices: each part is given the output and the log-sum-exp of all, and does
         not see the key that made a row what it is."""

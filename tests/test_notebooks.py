@@ -79,16 +79,7 @@ def test_a_report_has_a_column_for_each_pass() -> None:
     shown = texts(report._repr_html_())
     assert shown[1:3] == ["forward", "backward"]
     assert shown.count("0.1 of seed 3") == 2
-    assert "2 forwards" not in words(report.total._repr_html_())
     assert "1 forward, 1 backward, 2 of them cut" in texts(report.total._repr_html_())
-
-
-def test_a_report_of_using_shows_its_total() -> None:
-    report = qa.Report()
-    q = torch.randn(1, 2, 300, 8)
-    with qa.using(report=report):
-        qa.attention(q, q, q)
-    assert "Total" in texts(report._repr_html_())
 
 
 def test_a_report_says_all_that_happened() -> None:

@@ -30,25 +30,19 @@ def plan(backward: bool) -> qa.Plan:
 
 
 @pytest.mark.usefixtures("by_address")
-def test_an_output_used_again() -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_results_used_again(backward: bool) -> None:
     given, weight = inputs(64), torch.randn(8, 8, requires_grad=True)
-    out = torch.empty(given.query.shape)
-    qa.attention(*given.three, plan=plan(False), out=out)
-    loss = (out @ weight).sum()
-    qa.attention(*inputs(64).three, plan=plan(False), out=out)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.usefixtures("by_address")
-def test_gradients_used_again() -> None:
-    given, weight = inputs(64), torch.randn(8, 8, requires_grad=True)
-    grads = tuple(torch.empty(t.shape) for t in given.three)
-    out, lse = qa.attention_with_lse(*given.three)
-    for number in range(2):
-        qa.attention_backward(given.grad_out, *given.three, out, lse, plan=plan(True), grads=grads)
-        if number == 0:
-            losses = [(grad @ weight).sum() for grad in grads]
+    results = tuple(torch.empty(t.shape) for t in given.three[: 3 if backward else 1])
+    saved = qa.attention_with_lse(*given.three)
+    losses: list[torch.Tensor] = []
+    for _ in range(2):
+        if backward:
+            call = (given.grad_out, *given.three, *saved)
+            qa.attention_backward(*call, plan=plan(True), grads=results)
+        else:
+            qa.attention(*given.three, plan=plan(False), out=results[0])
+        losses = losses or [(result @ weight).sum() for result in results]
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
