@@ -6,9 +6,10 @@ small shape runs in a minute. Three parts, --only chooses some:
 equal: loss and gradients of one text through SDPA, through another of torch's kernels (how far two
 right answers are apart), with attention recovered, and with everything that long_context does.
 
-long: a step on a longer text with everything: seconds, device memory, and what attention alone
-takes beyond q, k, v, o and their gradients. --layers 2,4 runs so many layers of the model, with
-all weights in memory, and says of the whole model what the difference comes to: extrapolated.
+long: steps on a longer text with everything: seconds of the first and the last, device memory, and
+what attention alone takes beyond q, k, v, o and their gradients. --layers 2,4 runs so many layers
+of the model, with all weights in memory, and says of the whole model what the difference comes to:
+extrapolated.
 
 longest: the longest text that fits, each way: the line through the memory of two lengths is
 followed, and the length found is run unless it is more than --most tokens. (With everything,
@@ -142,15 +143,18 @@ def long(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     counts, weights = options.layers or [every], weight_bytes(model)
     with first_layers(model, 1):
-        step(model, ids)  # kernels are compiled; the steps that count page-lock their memory
+        step(model, ids)  # kernels are compiled; the first step of all layers locks host memory
     for count in counts:
-        with first_layers(model, count), Watched(options.device, weights) as watched:
-            loss = step(model, ids)
-        rows.append(
-            {"layers": count, "seconds": watched.seconds, "peak": watched.peak, "loss": loss}
-        )
-        print(f"{options.tokens:,} tokens, {count} of {every} layers: {watched.seconds:.1f} s, "
-              f"{format_bytes(watched.peak)}", flush=True)  # fmt: skip
+        seconds = []
+        with first_layers(model, count):
+            for _ in range(options.steps):
+                with Watched(options.device, weights) as watched:
+                    loss = step(model, ids)
+                seconds.append(watched.seconds)
+        rows.append({"layers": count, "first_seconds": seconds[0], "seconds": seconds[-1],
+                     "peak": watched.peak, "loss": loss})  # fmt: skip
+        print(f"{options.tokens:,} tokens, {count} of {every} layers: {seconds[-1]:.1f} s (the "
+              f"first {seconds[0]:.1f}), {format_bytes(watched.peak)}", flush=True)  # fmt: skip
     found: dict[str, Any] = {"tokens": options.tokens, "of_layers": every, "steps": rows}
     last = rows[-1]
     if last["layers"] == every:
@@ -294,6 +298,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")
     parser.add_argument("--tokens", type=parse_count, help="tokens of the long step")
+    parser.add_argument("--steps", type=int, default=2, help="of long; the last is counted")
     parser.add_argument("--layers", type=lambda s: [int(n) for n in s.split(",")])
     parser.add_argument("--budget", help="of an attention call, with what it returns")
     parser.add_argument("--tile", type=parse_count, help="tokens of an MLP at a time")

@@ -199,6 +199,18 @@ def _skip(code: CodeType) -> None:
         frame.set_code_exec_strategy(code, strategy)
 
 
+def lock_pages_with_threads() -> None:
+    """Let torch page-lock memory with eight threads, in a fraction of the time.
+
+    Not if the allocator's settings already say how.
+    """
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is not None and "pinned_" not in current:
+        ours = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        change(f"{current},{ours}" if current else ours)
+
+
 @functools.cache
 def operator_arguments(name: str) -> tuple[str, ...] | None:
     """Argument names of ``torch.ops.aten.<name>``, in order; None if there is no such operator."""

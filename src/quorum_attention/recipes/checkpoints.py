@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of, is_known
+from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes.config import ModelShape
 from quorum_attention.recipes.step import SWITCHES, Training, kept_bytes, shares, transient_bytes
 
@@ -269,6 +270,7 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        lock_pages_with_threads()
 
     def host_memory(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
