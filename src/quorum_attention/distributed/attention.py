@@ -30,7 +30,6 @@ from quorum_attention.distributed.agreement import (
     waits,
 )
 from quorum_attention.distributed.masks import (
-    Shards,
     checked_mask,
     signature_of,
     tensors_of,
@@ -143,7 +142,7 @@ def attention(
     }  # fmt: skip
     sizes = agreed_sizes(group, query, {"call": "attention", **arguments}, mask, lengths)
     if mask is not None:
-        mask = whole_mask(mask, Shards(group, sizes, shard.batch_shape, shard.heads, query.device))
+        mask = whole_mask(mask, group, sizes, shard, query.device)
     dropout = None
     if p > 0.0:
         seed = int(torch.randint(LARGEST_SEED, (), device="cpu")) if seed is None else seed
@@ -240,7 +239,7 @@ class _Attention(torch.autograd.Function):
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            read = [] if call.mask is None else tensors_of(call.mask)
+            read = [tensor for _, tensor in tensors_of(call.mask)]
             ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]

@@ -7,45 +7,19 @@ of a rank's own rows: they are gathered, a number for each token.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from quorum_attention.call.validation import as_mask
+from quorum_attention.call.validation import Sizes, as_mask
 from quorum_attention.counts import shown
 from quorum_attention.mask import Mask, map_tensors
 
-
-class Shards(NamedTuple):
-    """Where the rows of a sharded call are.
-
-    Attributes:
-        sizes: rows of every rank.
-        device: of the call's tensors.
-    """
-
-    group: dist.ProcessGroup
-    sizes: tuple[int, ...]
-    batch_shape: tuple[int, ...]
-    heads: int
-    device: torch.device
-
-    @property
-    def batch(self) -> int:
-        """Batch entries."""
-        return math.prod(self.batch_shape)
-
-    @property
-    def tokens(self) -> int:
-        """Rows of all ranks."""
-        return sum(self.sizes)
-
-    @property
-    def rows(self) -> int:
-        """Rows of this rank."""
-        return self.sizes[self.group.rank()]
+# Fields with a number for each token.
+_PER_TOKEN = ("documents", "key_padding")
 
 
 def checked_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Mask | None:
@@ -65,96 +39,90 @@ def checked_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Mask | N
     raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
 
 
-def whole_mask(mask: Mask, shards: Shards) -> Mask:
+def whole_mask(
+    mask: Mask,
+    group: dist.ProcessGroup,
+    lengths: Sequence[int],
+    shard: Sizes,
+    device: torch.device,
+) -> Mask:
     """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
+
+    Args:
+        lengths: rows of every rank.
+        shard: this rank's part of the call.
+        device: of the call's tensors.
 
     Raises:
         ValueError: a field fits neither the whole call nor this rank's rows, by name.
     """
-    whole = map_tensors(mask, lambda tensor, name: _gathered(tensor, shards, name))
-    if mask.sinks is not None and mask.sinks.shape != (shards.heads,):
+    batch, heads, rows = math.prod(shard.batch_shape), shard.heads, shard.n_queries
+    tokens, most = sum(lengths), max(lengths)
+
+    def gathered(mine: torch.Tensor, name: str) -> torch.Tensor:
+        columns = mine.shape[-1]
+        # Where one rank has all rows the two cannot be told apart there, so all of them gather.
+        if name not in _PER_TOKEN or len(lengths) == 1 or columns == tokens > most:
+            return mine
+        if columns not in (rows, tokens) or (mine.dim() == 2 and len(mine) not in (1, batch)):
+            raise ValueError(
+                f"attn_mask.{name} must be for the {rows} rows of this rank or all {tokens}, and a "
+                f"batch of {batch}, got shape {tuple(mine.shape)}"
+            )
+        padded = torch.zeros((batch, most), dtype=torch.int64, device=device)
+        padded[:, :rows] = (mine if mine.dim() == 2 else mine[None])[:, :rows]
+        every = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(every, padded, group=group)
+        parts = [t[:, :n] for t, n in zip(every, lengths, strict=True)]
+        return torch.cat(parts, dim=1).to(mine.dtype)
+
+    mask = map_tensors(mask, gathered)
+    if mask.sinks is not None and mask.sinks.shape != (heads,):
         raise ValueError(
-            f"attn_mask.sinks must be one for each of the {shards.heads} query heads, got "
+            f"attn_mask.sinks must be one for each of the {heads} query heads, got "
             f"{tuple(mask.sinks.shape)}"
         )
-    return whole if mask.bias is None else replace(whole, bias=_flat(mask.bias, shards))
-
-
-def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
-    """A tensor with a number for each token of the whole call, from each rank's or as it is."""
-    if name == "key_lengths":
-        return mine
-    columns, most = mine.shape[-1], max(shards.sizes)
-    if mine.dim() == 2 and mine.shape[0] not in (1, shards.batch):
+    bias = mask.bias
+    if bias is None:
+        return mask
+    if any(
+        n not in (1, m) for n, m in zip(bias.shape[::-1], (tokens, tokens, heads), strict=False)
+    ):
         raise ValueError(
-            f"attn_mask.{name} must have a batch of {shards.batch}, got {tuple(mine.shape)}"
+            f"attn_mask as a tensor (or its bias) must broadcast to (..., {heads}, {tokens}, "
+            f"{tokens}), the heads, queries and keys of the whole call, got {tuple(bias.shape)}"
         )
-    # Where one rank has all rows the two cannot be told apart there, so all of them gather.
-    if len(shards.sizes) == 1 or (columns == shards.tokens and most < shards.tokens):
-        return mine
-    if columns not in (shards.rows, shards.tokens):
-        raise ValueError(
-            f"attn_mask.{name} must be for the {shards.rows} rows of this rank or all "
-            f"{shards.tokens}, got shape {tuple(mine.shape)}"
-        )
-    entries = (mine if mine.dim() == 2 else mine[None])[:, : shards.rows]
-    padded = torch.zeros((shards.batch, most), dtype=torch.int64, device=shards.device)
-    padded[:, : shards.rows] = entries
-    every = [torch.empty_like(padded) for _ in shards.sizes]
-    dist.all_gather(every, padded, group=shards.group)
-    whole = torch.cat([t[:, :n] for t, n in zip(every, shards.sizes, strict=True)], dim=1)
-    return whole.to(mine.dtype)
+    if bias.dim() > 3 and len(shard.batch_shape) > 1:
+        bias = bias.expand(*shard.batch_shape, *bias.shape[-3:]).flatten(0, -4)
+    return replace(mask, bias=bias)
 
 
-def _flat(bias: torch.Tensor, shards: Shards) -> torch.Tensor:
-    """The bias, with one batch dimension where there are several."""
-    most = (shards.heads, shards.tokens, shards.tokens)
-    if any(n not in (1, m) for n, m in zip(bias.shape[::-1], most[::-1], strict=False)):
-        raise ValueError(
-            "attn_mask as a tensor (or its bias) must broadcast to (..., "
-            f"{', '.join(map(str, most))}), the heads, queries and keys of the whole call, "
-            f"got {tuple(bias.shape)}"
-        )
-    if bias.dim() < 4 or len(shards.batch_shape) < 2:
-        return bias
-    every = bias.expand(*shards.batch_shape, *bias.shape[-3:])
-    return every.reshape(-1, *bias.shape[-3:])
-
-
-def signature_of(mask: Mask) -> tuple[Any, ...]:
+def signature_of(value: Any, name: str = "") -> Any:
     """What must be the same on all ranks; of tensors for each token all but how many they have."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape[:-1] if name in _PER_TOKEN else value.shape)
+    if isinstance(value, Mask):
+        return [(f.name, signature_of(getattr(value, f.name), f.name)) for f in fields(value)]
+    if isinstance(value, tuple):
+        return tuple(signature_of(one, name) for one in value)
+    return "a function" if callable(value) else value
 
-    def shape(tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else tuple(tensor.shape)
 
-    per_token = tuple(None if t is None else tuple(t.shape[:-1]) for t in _per_token(mask))
-    below = tuple(signature_of(one) for one in (*mask.either, *mask.every))
-    return (
-        mask.causal, mask.offset, mask.sides, mask.chunk, per_token, shape(mask.key_lengths),
-        mask.keeps is not None, shape(mask.bias), shape(mask.sinks), mask.softcap,
-        len(mask.either), below,
-    )  # fmt: skip
+def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a mask, by the names of their fields."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from tensors_of(one, name)
+    elif isinstance(value, Mask):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name), field.name)
 
 
 def columns_of(mask: Mask) -> list[int]:
     """For each tensor with a number for each token, how many those are."""
-    found = [t.shape[-1] for t in _per_token(mask) if t is not None]
-    return found + [n for one in (*mask.either, *mask.every) for n in columns_of(one)]
+    return [tensor.shape[-1] for name, tensor in tensors_of(mask) if name in _PER_TOKEN]
 
 
-def _per_token(mask: Mask) -> tuple[torch.Tensor | None, ...]:
-    both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-    return (*both, mask.key_padding)
-
-
-def tensors_of(mask: Mask) -> list[torch.Tensor]:
-    """Tensors of a mask: changed before the backward, they would give a wrong one."""
-    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-    every = (*documents, mask.key_padding, mask.key_lengths, mask.bias, mask.sinks)
-    found = [t for t in every if t is not None]
-    return found + [t for one in (*mask.either, *mask.every) for t in tensors_of(one)]
-
-
-__all__ = [
-    "Shards", "checked_mask", "columns_of", "signature_of", "tensors_of", "whole_mask",
-]  # fmt: skip
+__all__ = ["checked_mask", "columns_of", "signature_of", "tensors_of", "whole_mask"]

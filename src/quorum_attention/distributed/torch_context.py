@@ -53,13 +53,15 @@ def context_parallel(
             that requires a gradient.
         TypeError: ``mesh`` is neither.
     """
-    group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of(mesh)
+    if not isinstance(mesh, dist.ProcessGroup) and not hasattr(mesh, "get_group"):
+        raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept = no_restore_buffers or set()
     lengths = _lengths(given, dims, group.size())
     if any(not any(one is buffer for buffer in given) for one in kept):
         raise ValueError("no_restore_buffers must be among buffers")
-    whole = [None if any(b is k for k in kept) else _place_of(b) for b in given]
+    whole = [buffer.detach() for buffer in given]
     options: dict[str, Any] = {
         "budget": budget, "depth": depth, "kernel": kernel, "report": report,
     }  # fmt: skip
@@ -88,24 +90,15 @@ def context_parallel(
         assert lengths is not None
         start = [0, *accumulate(lengths)][group.rank()]
         mine = buffer.detach().narrow(dim, start, lengths[group.rank()])
-        _become(buffer, _place_of(mine.clone(memory_format=torch.contiguous_format)))
+        _become(buffer, mine.clone(memory_format=torch.contiguous_format))
     functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = original
         for buffer, before in zip(given, whole, strict=True):
-            if before is not None:
+            if not any(buffer is one for one in kept):
                 _become(buffer, before)
-
-
-def _group_of(mesh: Any) -> dist.ProcessGroup:
-    if not hasattr(mesh, "get_group"):
-        raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: give mesh['name']")
-    group: dist.ProcessGroup = mesh.get_group()
-    return group
 
 
 def _lengths(
@@ -132,21 +125,11 @@ def _lengths(
     return tuple(n * (rank + 1) // ranks - n * rank // ranks for rank in range(ranks))
 
 
-# Storage, offset, size and stride.
-_Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
-
-
-def _place_of(tensor: torch.Tensor) -> _Place:
-    """Where a tensor's elements are."""
-    storage = tensor.untyped_storage()
-    return storage, int(tensor.storage_offset()), tensor.size(), tensor.stride()
-
-
-def _become(buffer: torch.Tensor, place: _Place) -> None:
+def _become(buffer: torch.Tensor, other: torch.Tensor) -> None:
     """Make a tensor one of other elements. Its own are left alone: others may be views of them, as
     inputs and labels are of one batch."""
     with torch.no_grad():
-        buffer.set_(*place)
+        buffer.set_(other)
 
 
 __all__ = ["context_parallel"]
