@@ -102,7 +102,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
     away, unit = (ranks - 1) / ranks, tokens * of.heads
     exchanged = (2 + 2 / share) * away / ranks
     assert heads(of).most_received(ELEMENTS) / unit == pytest.approx(exchanged)
-    assert keys(of, first=False).most_received(ELEMENTS) / unit == pytest.approx(2 * away / share)
+    assert keys(of).most_received(ELEMENTS) / unit == pytest.approx(2 * away / share)
     size = {3: 2, 7: 3, 31: 6}.get(ranks)
     if size:
         foreign = (size - 1) / ranks

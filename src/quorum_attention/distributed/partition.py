@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -217,21 +216,16 @@ class Assignment:
     def needs(self, rank: int, stage: int, of_keys: bool) -> list[Needed]:
         """The rows that a rank needs in a stage: of queries by their heads, or of keys together."""
         by_heads: dict[Interval, list[Interval]] = defaultdict(list)
-        blocks = self.blocks(rank, stage)
-        read = [self.of.kv_of(block.heads) for block in blocks]
-        for block in blocks:
-            if of_keys:
-                kv = Interval(min(h.start for h in read), max(h.stop for h in read))
-                by_heads[kv] += block.keys
-            else:
-                by_heads[block.heads].append(block.queries)
+        for block in self.blocks(rank, stage):
+            heads = self.of.kv_of(block.heads) if of_keys else block.heads
+            by_heads[heads] += block.keys if of_keys else (block.queries,)
         return [Needed(heads, tuple(union(rows))) for heads, rows in sorted(by_heads.items())]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What moves of queries, then what moves of keys and values; outputs and gradients move
         the same way or back."""
-        return (*self._pieces(of_keys=False), *self._pieces(of_keys=True))
+        return tuple(piece for of_keys in (False, True) for piece in self._pieces(of_keys))
 
     @cached_property
     def kept(self) -> bool:
@@ -325,7 +319,7 @@ def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignmen
     """
     if of.units != "pairs":
         return heads(of)
-    found = [way for way in every_way(of) if way.of.ranks]
+    found = list(every_way(of))
     even = [way for way in found if way.imbalance <= _TOLERATED]
     if not even:
         return min(found, key=lambda way: (way.imbalance, way.most_received(sizes)))
@@ -344,9 +338,7 @@ def every_way(of: Sequences) -> Iterator[Assignment]:
     yield heads(of)
     if of.ranks == 1:
         return
-    yield keys(of, first=True)
-    if of.is_causal:
-        yield keys(of, first=False)
+    yield keys(of)
     for size in quorum_sizes(12):
         chunks = size * (size - 1) + 1
         if of.ranks <= chunks <= min(_MOST_CHUNKS, max(3, _CHUNKS_A_RANK * of.ranks)):
@@ -355,7 +347,7 @@ def every_way(of: Sequences) -> Iterator[Assignment]:
 
 def heads(of: Sequences) -> Assignment:
     """Heads exchanged; see the top of this file."""
-    edges = [_point(of, Fraction(rank * of.heads, of.ranks)) for rank in range(of.ranks + 1)]
+    edges = [_point(of, rank) for rank in range(of.ranks + 1)]
     whole = of.tokens > 0 and not of.heads % of.ranks and not of.kv_heads % of.ranks
     shares, every = [], Interval(0, of.tokens)
     for (head, row), (last, stop) in pairwise(edges):
@@ -370,37 +362,32 @@ def heads(of: Sequences) -> Assignment:
     return Assignment("heads exchanged", of, tuple(shares), whole)
 
 
-def _point(of: Sequences, at: Fraction) -> tuple[int, int]:
-    """Head and row where a share of the work ends that is ``at`` heads large."""
-    head, part = divmod(at, 1)
+def _point(of: Sequences, rank: int) -> tuple[int, int]:
+    """Head and row at which a rank's share of the work begins."""
+    head, part = divmod(rank * of.heads, of.ranks)
     if of.units == "heads":
-        return int(head), 0
-    row = math.sqrt(part) if of.is_causal else float(part)
-    return int(head), _rounded(row * of.tokens, of.tokens)
+        return head, 0
+    return head, _row_of(of, 0, of.pairs_of(0, of.tokens) * part / of.ranks)
 
 
-def _rounded(row: float, tokens: int) -> int:
-    """A row near ``row``; a multiple of a kernel's tile where there are many."""
-    tile = _TILE if tokens >= 64 * _TILE else 1
-    return min(tokens, round(row / tile) * tile)
+def _row_of(of: Sequences, start: int, pairs: float) -> int:
+    """The row up to which the rows from ``start`` have so many pairs; a multiple of a kernel's tile
+    where there are many rows."""
+    row = math.sqrt(start**2 + 2 * pairs) if of.is_causal else start + pairs / max(1, of.tokens)
+    tile = _TILE if of.tokens >= 64 * _TILE else 1
+    return max(start, min(of.tokens, round(row / tile) * tile))
 
 
 def _by_groups(of: Sequences, first: int, last: int, most: int = _STAGES) -> list[Interval]:
     """Whole heads in runs: ``most`` of all query heads of some key/value heads, or of some of
     one's."""
-    if first >= last:
-        return []
-    inner = Interval(-(-first // of.share) * of.share, last // of.share * of.share)
-    if inner.start >= inner.stop:
-        # At most two key/value heads, neither with all its query heads.
-        edges = [first, *(e for e in {inner.start, inner.stop} if first < e < last), last]
-    else:
-        groups = inner.length // of.share
-        n = min(most, groups)
-        cuts = [inner.start + groups * i // n * of.share for i in range(n + 1)]
-        edges = [first, *cuts, last]
-    edges = sorted(set(edges))
-    return [Interval(a, b) for a, b in pairwise(edges)]
+    cuts = range(-(-first // of.share) * of.share, last + 1, of.share)
+    groups = max(0, len(cuts) - 1)
+    n = min(most, groups)
+    edges = (
+        {first, last, *(cuts[groups * i // n] for i in range(n + 1))} if n else {first, *cuts, last}
+    )
+    return [Interval(a, b) for a, b in pairwise(sorted(edges))]
 
 
 def _staged(of: Sequences, parts: list[tuple[Interval, Interval]]) -> Stages:
@@ -412,31 +399,26 @@ def _staged(of: Sequences, parts: list[tuple[Interval, Interval]]) -> Stages:
     return tuple(tuple(blocks) for _, blocks in sorted(stages.items()))
 
 
-def keys(of: Sequences, first: bool) -> Assignment:
-    """Keys and values moved.
-
-    Args:
-        first: a rank with too much work gives away its first rows; else its last.
-    """
+def keys(of: Sequences) -> Assignment:
+    """Keys and values moved; a rank with too much work gives away its last rows."""
     runs = _by_groups(of, 0, of.heads)
-    rows = _rows_by_work(of, first)
-    shares = [_staged(of, [(run, piece) for run in runs for piece in mine]) for mine in rows]
-    way = "keys and values moved" + (", first rows given away" if first and of.is_causal else "")
-    return Assignment(way, of, tuple(shares))
+    shares = [
+        _staged(of, [(run, piece) for run in runs for piece in rows]) for rows in _rows_by_work(of)
+    ]
+    return Assignment("keys and values moved", of, tuple(shares))
 
 
-def _rows_by_work(of: Sequences, first: bool) -> list[list[Interval]]:
+def _rows_by_work(of: Sequences) -> list[list[Interval]]:
     """By rank, rows of equal work: as far as possible those of its own shard."""
     fair = of.pairs_of(0, of.tokens) / of.ranks
     found: list[list[Interval]] = []
     spare: list[Interval] = []
     for low, high in pairwise(of.starts):
-        over = of.pairs_of(low, high) - fair
-        middle = low if over <= 0 else _row_of(of, low, over if first else fair)
-        both = Interval(low, middle), Interval(middle, high)
-        if over > 0:
-            spare.append(both[0 if first else 1])
-        found.append([both[1 if first or over <= 0 else 0]])
+        middle = high
+        if of.pairs_of(low, high) > fair:
+            middle = min(high, _row_of(of, low, fair))
+            spare.append(Interval(middle, high))
+        found.append([Interval(low, middle)])
     for rows in found:
         lack = fair - of.pairs_of(*rows[0])
         while lack > 0 and spare:
@@ -448,13 +430,6 @@ def _rows_by_work(of: Sequences, first: bool) -> list[list[Interval]]:
             rows.append(Interval(start, middle))
     found[0].extend(spare)  # a rounding's worth
     return [union(piece for piece in rows if piece.length) for rows in found]
-
-
-def _row_of(of: Sequences, start: int, pairs: float) -> int:
-    """The row up to which the rows from ``start`` have so many pairs."""
-    if of.is_causal:
-        return max(start, _rounded(math.sqrt(start * start + 2 * pairs), of.tokens))
-    return max(start, _rounded(start + pairs / of.tokens, of.tokens))
 
 
 def quorums(of: Sequences, chunks: int) -> Assignment:
