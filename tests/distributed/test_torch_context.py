@@ -86,7 +86,7 @@ def _refusals(group: dist.ProcessGroup) -> None:
     x = torch.zeros(2, 5)
     for named, words in (
         ({"buffers": [x]}, "buffer_seq_dims"),
-        ({"buffers": [x], "buffer_seq_dims": [2]}, "none of"),
+        ({"buffers": [x], "buffer_seq_dims": [2]}, "buffer_seq_dims"),
         ({"buffers": [x, x], "buffer_seq_dims": [0, 1]}, "twice"),
         ({"buffers": [x, torch.zeros(4)], "buffer_seq_dims": [1, 0]}, "same number of tokens"),
         ({"no_restore_buffers": {x}}, "no_restore_buffers"),

@@ -163,7 +163,11 @@ def attention(
             free and assignment.whole_heads and assignment.of.units == "pairs",
         )  # fmt: skip
         if report is not None:
-            report.begin(assignment, group.rank(), assignment.most_received(moved))
+            report.fill(
+                group, way=assignment.way, pairs=assignment.pairs(group.rank()),
+                imbalance=assignment.imbalance, stages=assignment.n_stages, kept=assignment.kept,
+                most_forward_bytes=assignment.most_received(moved),
+            )  # fmt: skip
         bias = None if mask is None else mask.bias
         sinks = None if mask is None else mask.sinks
         apply: Any = _Attention.apply

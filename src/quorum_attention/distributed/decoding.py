@@ -96,7 +96,11 @@ def decode(
         every = mine.new_empty((everyone.size(), mine.numel()))
         dist.all_gather(list(every.unbind()), mine, group=everyone)
     if report is not None and made is not None:
-        _fill(report, everyone, mine, query.shape[-2] * key.shape[-2], made)
+        received = (everyone.size() - 1) * mine.nbytes
+        report.fill(
+            everyone, way="keys and values stay", pairs=query.shape[-2] * key.shape[-2], stages=1,
+            forward_bytes=received, most_forward_bytes=received, calls=[made],
+        )  # fmt: skip
     parts = every[:, :-1].unflatten(-1, size)
     found = merged(parts[..., :-1], parts[..., -1], sinks).to(query.dtype)
     return found.masked_fill_((every[:, -1] != number).any(), math.nan)
@@ -132,20 +136,6 @@ def merged(
     total = weights.sum(0)
     weights = weights[: len(outs)] / total.masked_fill(total == 0.0, 1.0)
     return (weights.unsqueeze(-1) * outs).sum(0)
-
-
-def _fill(
-    report: ShardedReport,
-    group: dist.ProcessGroup,
-    mine: torch.Tensor,
-    pairs: int,
-    made: Report,
-) -> None:
-    report.way, report.rank, report.ranks = "keys and values stay", group.rank(), group.size()
-    report.pairs, report.imbalance, report.stages, report.kept = pairs, 1.0, 1, False
-    report.forward_bytes = (group.size() - 1) * mine.numel() * mine.element_size()
-    report.most_forward_bytes, report.backward_bytes = report.forward_bytes, 0
-    report.calls[:] = [made]
 
 
 __all__ = ["decode", "merged"]

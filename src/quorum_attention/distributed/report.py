@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from quorum_attention.distributed.partition import Assignment
+import torch.distributed as dist
+
 from quorum_attention.execution.report import Report
 from quorum_attention.sizes import format_bytes
 
@@ -39,13 +41,11 @@ class ShardedReport:
     kept: bool = False
     calls: list[Report] = field(default_factory=list)
 
-    def begin(self, assignment: Assignment, rank: int, most_bytes: int) -> None:
-        """Filled with what is known beforehand; the rest is emptied."""
-        self.stages, self.kept = assignment.n_stages, assignment.kept
-        self.way, self.rank, self.ranks = assignment.way, rank, assignment.of.ranks
-        self.pairs, self.imbalance = assignment.pairs(rank), assignment.imbalance
-        self.most_forward_bytes, self.forward_bytes, self.backward_bytes = most_bytes, 0, 0
-        self.calls.clear()
+    def fill(self, group: dist.ProcessGroup, **known: Any) -> None:
+        """Fill in what is known; the rest is emptied."""
+        fresh = ShardedReport(rank=group.rank(), ranks=group.size(), **known)
+        for one in fields(self):
+            setattr(self, one.name, getattr(fresh, one.name))
 
     def __str__(self) -> str:
         both = f"{format_bytes(self.forward_bytes)} received"

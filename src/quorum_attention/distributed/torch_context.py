@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from quorum_attention.counts import shown, whole_number
+from quorum_attention.counts import shown
 from quorum_attention.distributed.attention import attention
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.kernels.protocol import InnerKernel
@@ -105,24 +105,21 @@ def _lengths(
     buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int
 ) -> tuple[int, ...] | None:
     """Rows of every rank, as equal as can be; None without buffers."""
-    if len(buffers) != len(dims):
-        raise ValueError(f"buffer_seq_dims must be one for each of {len(buffers)} buffers")
-    if len({id(buffer) for buffer in buffers}) < len(buffers):
+    shapes = [tuple(buffer.shape) for buffer in buffers]
+    if len(dims) != len(shapes) or any(
+        not 0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=True)
+    ):
+        raise ValueError(f"buffer_seq_dims must name a dimension of each of {shapes}, got {dims}")
+    if len({id(buffer) for buffer in buffers}) < len(shapes):
         raise ValueError("buffers must not have the same tensor twice")
-    tokens = set()
-    for buffer, dim in zip(buffers, dims, strict=True):
-        if buffer.requires_grad:
-            raise ValueError("buffers must not require a gradient")
-        whole_number(dim, "buffer_seq_dims", 0)
-        if dim >= buffer.dim():
-            raise ValueError(f"buffer_seq_dims: {dim} is none of {tuple(buffer.shape)}")
-        tokens.add(buffer.shape[dim])
+    if any(buffer.requires_grad for buffer in buffers):
+        raise ValueError("buffers must not require a gradient")
+    tokens = {shape[dim] for dim, shape in zip(dims, shapes, strict=True)}
     if len(tokens) > 1:
         raise ValueError(f"buffers must have the same number of tokens, got {sorted(tokens)}")
-    if not tokens:
-        return None
-    (n,) = tokens
-    return tuple(n * (rank + 1) // ranks - n * rank // ranks for rank in range(ranks))
+    return next((
+        tuple(n * (rank + 1) // ranks - n * rank // ranks for rank in range(ranks)) for n in tokens
+    ), None)  # fmt: skip
 
 
 def _become(buffer: torch.Tensor, other: torch.Tensor) -> None:
