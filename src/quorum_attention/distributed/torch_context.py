@@ -126,7 +126,8 @@ def _become(buffer: torch.Tensor, other: torch.Tensor) -> None:
     """Make a tensor one of other elements. Its own are left alone: others may be views of them, as
     inputs and labels are of one batch."""
     with torch.no_grad():
-        buffer.set_(other)
+        storage, start = other.untyped_storage(), int(other.storage_offset())
+        buffer.set_(storage, start, other.size(), other.stride())
 
 
 __all__ = ["context_parallel"]
