@@ -101,4 +101,3 @@ def test_masks_made_again_have_the_same_code() -> None:
     )
     assert window == other
     assert window != ids
-    assert codes(None) == ()

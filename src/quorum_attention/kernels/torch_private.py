@@ -211,15 +211,6 @@ def lock_pages_with_threads() -> None:
         change(f"{current},{ours}" if current else ours)
 
 
-@functools.cache
-def operator_arguments(name: str) -> tuple[str, ...] | None:
-    """Argument names of ``torch.ops.aten.<name>``, in order; None if there is no such operator."""
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return None
-    return tuple(argument.name for argument in packet.default._schema.arguments)
-
-
 def flash_implementation() -> str | None:
     """What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from
     torch 2.11 or so on), by its name; None: they are torch's own."""
@@ -231,7 +222,7 @@ def flash_implementation() -> str | None:
 def operator_reason(*names: str) -> str | None:
     """Why these operators cannot be called here, in words; None if torch has all of them."""
     for name in names:
-        if operator_arguments(name) is None:
+        if not hasattr(torch.ops.aten, name):
             return f"this torch ({torch.__version__}) has no operator {name}"
     return None
 

@@ -2,9 +2,8 @@
 
 The modifications get the positions of a task's tokens in the whole sequence. By default on CUDA
 compiled FlexAttention runs them, one call for a whole task; otherwise the reference, on any device.
-Block lists (``block_table.py``) say which blocks of the task are run. Compiled, both passes get
-only the range of queries and keys from the first to the last listed block; the backward runs the
-part's forward again, because torch has no function that takes the whole rows' results.
+Block lists (``block_table.py``) say which blocks of the task are run. A compiled backward runs the
+task's forward again, because torch has no function that takes the whole rows' results.
 """
 
 from __future__ import annotations
@@ -234,43 +233,23 @@ def has_diagonal(task: TaskTensors) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call: the part of a task between the first and the last listed block.
+    """One call for a whole task.
 
     Attributes:
-        entries, heads: numbers of the batch entries and query heads in the whole call; int32 on the
-            device, like ``queries`` and ``keys``, their global positions.
-        sent: the lists on the device.
+        sent: the block lists on the device.
         mask_mod: the mask of partial blocks, by local indices; there are few kinds: each is
             compiled.
+        score_mod: the score modification, by local indices.
 
     All its tensors are detached: torch.compile also looks at the base of a view, and would compile
     again for every kind of view.
     """
 
-    lists: BlockLists
     inputs: Three
-    entries: torch.Tensor
-    heads: torch.Tensor
-    queries: torch.Tensor
-    keys: torch.Tensor
     sent: list[torch.Tensor]
     mask_mod: MaskMod
+    score_mod: ScoreMod | None
     scale: float
-
-    def score(self, score_mod: ScoreMod | None) -> ScoreMod | None:
-        """The score modification, by local indices."""
-        if score_mod is None:
-            return None
-        entries, heads, queries, keys = self.entries, self.heads, self.queries, self.keys
-        return lambda score, b, h, q, k: score_mod(score, entries[b], heads[h], queries[q], keys[k])
-
-    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The queries' part of (b, h, nq, ...), a view."""
-        return tensor[:, :, self.lists.rows]
-
-    def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The keys' part of (b, hk, nk, ...), a view."""
-        return tensor[:, :, self.lists.columns]
 
     @property
     def in_blocks(self) -> bool:
@@ -278,12 +257,13 @@ class Launch:
         return all(t.shape[2] % BLOCK == 0 for t in self.inputs)
 
     def kind(self, needs_grad: bool) -> Hashable:
-        """All that needs code of its own, so that calls of one kind are compiled once."""
+        """All that needs code of its own, so that calls of one kind are compiled once. If the
+        functions in a closure change later, torch notices and compiles again."""
         query, key, value = self.inputs
         return (
             query.device, query.dtype, query.shape[0] == 1, query.shape[1], key.shape[1],
-            query.shape[3], value.shape[3], codes(self.mask_mod), self.in_blocks,
-            tuple(layout(t) for t in self.inputs),
+            query.shape[3], value.shape[3], codes(self.mask_mod), codes(self.score_mod),
+            self.in_blocks, tuple(layout(t) for t in self.inputs),
             tuple(size == 1 for t in (self.sent[0], self.sent[4]) for size in t.shape), needs_grad,
         )  # fmt: skip
 
@@ -297,24 +277,30 @@ class Launch:
         return make(sizes, *self.sent[:8], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=self.mask_mod)
 
 
-def launch(task: TaskTensors, lists: BlockLists, geometry: Geometry) -> Launch:
+def launch(
+    task: TaskTensors, lists: BlockLists, geometry: Geometry, score_mod: ScoreMod | None
+) -> Launch:
     """The call for ``task`` with its block lists."""
-    device, rows, columns = task.query.device, lists.rows, lists.columns
-    query = laid_out(task.query[:, :, rows])
-    key, value = (laid_out(t[:, :, columns]) for t in (task.key, task.value))
+    device, first = task.query.device, task.first_head
     entries = _numbers(task.entries, device)
-    first = task.first_head
     heads = _numbers(tuple(range(first, first + task.query.shape[1])), device)
-    queries = positions(task.task, rows.start, rows.stop, device, torch.int32)
-    keys = positions(task.task, columns.start, columns.stop, device, torch.int32)
+    queries = positions(task.task, 0, task.query.shape[2], device, torch.int32)
+    keys = positions(task.task, 0, task.key.shape[2], device, torch.int32)
     sent, keeps = lists.on(device), geometry.mask_mod(device)
 
-    def local(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def masks(b: Any, h: Any, q: Any, k: Any) -> Any:
         return keeps(entries[b], heads[h], queries[q], keys[k])
 
-    mask_mod = _in_pieces(local, *sent[8:]) if lists.in_pieces else local
-    inputs = (query, key, value)
-    return Launch(lists, inputs, entries, heads, queries, keys, sent, mask_mod, task.scale)
+    def change(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score_mod(score, entries[b], heads[h], queries[q], keys[k])  # type: ignore[misc]
+
+    return Launch(
+        (laid_out(task.query), laid_out(task.key), laid_out(task.value)),
+        sent,
+        _in_pieces(masks, *sent[8:]) if lists.in_pieces else masks,
+        None if score_mod is None else change,
+        task.scale,
+    )
 
 
 def _in_pieces(
@@ -442,8 +428,6 @@ class FlexKernel(ScoreModKernel):
         rows = extent.batch * extent.query_heads * extent.n_tokens
         # The output, and lse in base 2 and base e.
         own = rows * (call.value_dim * call.dtype.itemsize + 8)
-        if extent.direct and self.mask_mod is not None:
-            own *= 2  # results of all rows, into which those of the listed rows are copied
         return own + _copied_bytes(call, extent) + self._common_bytes(extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -456,8 +440,6 @@ class FlexKernel(ScoreModKernel):
         lanes = extent.batch * extent.query_heads
         rows = lanes * by_query + extent.batch * extent.key_heads * by_key
         own = rows * extent.n_tokens + _copied_bytes(call, extent)
-        if extent.direct and self.mask_mod is not None:
-            own += _copied_bytes(call, extent)  # gradients of all rows, as in the forward
         return own + self._common_bytes(extent)
 
     def _common_bytes(self, extent: Extent) -> int:
@@ -482,12 +464,11 @@ class FlexKernel(ScoreModKernel):
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         made = self._launch(task)
-        if made is None:
-            return
-        # Rows that keep nothing come back as out 0 and lse -inf.
-        out, lse = self._run_forward(made)
-        with task.timed("merge"):
-            merge_(made.of_rows(state.out), made.of_rows(state.lse), out, lse)
+        if made is not None:
+            # Rows that keep nothing come back as out 0 and lse -inf.
+            out, lse = self._run_forward(made)
+            with task.timed("merge"):
+                merge_(state.out, state.lse, out, lse)
 
     def _run_forward(self, made: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -499,18 +480,12 @@ class FlexKernel(ScoreModKernel):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         made = self._launch(task)
-        if made is None:
-            return
-        saved = Saved(grads.grad_out, grads.out, grads.lse)
-        found = self._gradients(made, saved.mapped(made.of_rows))
-        targets = (
-            made.of_rows(grads.grad_query),
-            made.of_columns(grads.grad_key),
-            made.of_columns(grads.grad_value),
-        )
-        with task.timed("merge"):
-            for target, part in zip(targets, found, strict=True):
-                add_(target, part)
+        if made is not None:
+            found = self._gradients(made, Saved(grads.grad_out, grads.out, grads.lse))
+            targets = grads.grad_query, grads.grad_key, grads.grad_value
+            with task.timed("merge"):
+                for target, part in zip(targets, found, strict=True):
+                    add_(target, part)
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -520,32 +495,20 @@ class FlexKernel(ScoreModKernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
-        query, value = call.query, call.value
         made = self._launch(reference.whole_task(call))
-        if made is not None and made.of_rows(query).shape == query.shape:
-            return self._run_forward(made)
-        # Some rows keep nothing and are not run.
-        shape = (*query.shape[:3], value.shape[-1])
-        out = torch.zeros(shape, dtype=query.dtype, device=query.device)
-        lse = torch.full(shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
         if made is not None:
-            part, part_lse = self._run_forward(made)
-            made.of_rows(out).copy_(part)
-            made.of_rows(lse).copy_(part_lse)
-        return out, lse
+            return self._run_forward(made)
+        shape = (*call.query.shape[:3], call.value.shape[-1])
+        lse = torch.full(shape[:3], -torch.inf, dtype=torch.float32, device=call.query.device)
+        return call.query.new_zeros(shape), lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
-        query, key, value = call.inputs
         made = self._launch(reference.whole_task(call))
-        if made is None:
-            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        found = self._gradients(made, saved.mapped(made.of_rows))
-        return (
-            _in_place(found[0], made.of_rows, query),
-            _in_place(found[1], made.of_columns, key),
-            _in_place(found[2], made.of_columns, value),
-        )
+        if made is not None:
+            return self._gradients(made, saved)
+        query, key, value = map(torch.zeros_like, call.inputs)
+        return query, key, value
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
@@ -560,29 +523,26 @@ class FlexKernel(ScoreModKernel):
         return gradients_by_autograd(run, made.inputs, saved)
 
     def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
-        # If the functions in a closure change later, torch notices and compiles again.
-        kind = made.kind(needs_grad), codes(self.score_mod)
-        call = self._compiled.get(kind, lambda: compiled_flex(in_blocks=made.in_blocks))
-        return partial(call, score_mod=made.score(self.score_mod), scale=made.scale)
+        make = partial(compiled_flex, in_blocks=made.in_blocks)
+        call = self._compiled.get(made.kind(needs_grad), make)
+        return partial(call, score_mod=made.score_mod, scale=made.scale)
 
     def _launch(self, task: TaskTensors) -> Launch | None:
-        lists = self._listed(task) if _has_rows(task) else None
-        return None if lists is None else launch(task, lists, self._under(has_diagonal(task)))
-
-    def _listed(self, task: TaskTensors) -> BlockLists | None:
-        geometry, rectangles = self._under(has_diagonal(task)), tuple(task.rectangles)
+        """The call for a task; None if it keeps no pair."""
+        sizes = task.query.shape[2], task.key.shape[2]
+        if 0 in (*task.query.shape[:3], *task.key.shape[1:3]):
+            return None
+        is_causal, rectangles = has_diagonal(task), tuple(task.rectangles)
+        geometry = self._under(is_causal)
 
         def make() -> BlockLists | None:
-            pairs = TaskPairs(task.task, rectangles)
+            pairs = TaskPairs(task.task, rectangles, sizes)
             listed = listed_blocks(geometry, task, pairs, _EVALUATED_BYTES, by_lane=True)
             return block_lists(pairs, *listed, pinned=task.query.is_cuda)
 
-        key = has_diagonal(task), *blocks_key(geometry, task, rectangles)
-        return self._lists.get(key, make)
-
-
-def _has_rows(task: TaskTensors) -> bool:
-    return 0 not in task.query.shape[:3] and 0 not in task.key.shape[1:3]
+        key = is_causal, sizes, *blocks_key(geometry, task, rectangles)
+        lists = self._lists.get(key, make)
+        return None if lists is None else launch(task, lists, geometry, self.score_mod)
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:
@@ -596,17 +556,6 @@ def _copied_bytes(call: CallShape, extent: Extent) -> int:
     by_query = extent.query_heads * call.head_dim
     by_key = extent.key_heads * (call.head_dim + call.value_dim)
     return extent.batch * extent.n_tokens * (by_query + by_key) * call.dtype.itemsize
-
-
-def _in_place(
-    part: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
-) -> torch.Tensor:
-    """Zeros like ``like`` with ``part`` at ``take`` of them; ``part`` itself if that is all."""
-    if part.shape == like.shape:
-        return part
-    found = torch.zeros_like(like)
-    take(found).copy_(part)
-    return found
 
 
 def from_score_mod(

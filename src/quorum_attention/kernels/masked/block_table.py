@@ -42,10 +42,11 @@ Nodes = Ints
 
 
 class TaskPairs:
-    """The pairs of a task, before any mask; tokens beyond all rectangles are left out.
+    """The pairs of a task, before any mask.
 
     Args:
         rectangles: disjoint, in local positions.
+        sizes: queries and keys; None: up to the last of a rectangle.
 
     Attributes:
         queries, keys: (nq,) and (nk,) global positions, ascending.
@@ -53,7 +54,12 @@ class TaskPairs:
         table: (query pieces, key pieces) bool: whether a rectangle holds the piece between edges.
     """
 
-    def __init__(self, task: Task, rectangles: Sequence[Rectangle]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        rectangles: Sequence[Rectangle],
+        sizes: tuple[int, int] | None = None,
+    ) -> None:
         runs = [np.arange(first, last, dtype=np.int64) for first, last, _ in task.runs]
         tokens = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
         kept = [r for r in rectangles if r.n_queries and r.n_keys]
@@ -64,8 +70,9 @@ class TaskPairs:
                 [(r.key_start, r.key_stop) for r in kept],
             )
         ]
-        self.queries, self.keys = (tokens[: side.max(initial=0)] for side in sides)
-        self.edges = [np.unique(np.append(side, (0, side.max(initial=0)))) for side in sides]
+        lengths = sizes or [int(side.max(initial=0)) for side in sides]
+        self.queries, self.keys = (tokens[:n] for n in lengths)
+        self.edges = [np.unique(np.append(e, (0, n))) for e, n in zip(sides, lengths, strict=True)]
         self.table = np.zeros([len(edges) - 1 for edges in self.edges], dtype=np.bool_)
         rows, columns = map(np.searchsorted, self.edges, sides)
         for (top, bottom), (left, right) in zip(rows, columns, strict=True):
@@ -334,8 +341,6 @@ class BlockLists:
     """A task's block lists on the host, in one buffer, which is sent to the device in one copy.
 
     Attributes:
-        rows, columns: the local queries and keys from the first to the last listed block; the lists
-            count from there.
         buffer: int32, on the host.
         shapes: of every list; each begins at a multiple of ``_ALIGNED``. The lists are counts and
             indices of partial blocks by query, of full blocks by query, then both by key. If
@@ -343,8 +348,6 @@ class BlockLists:
             every key, and ``TaskPairs.table``.
     """
 
-    rows: slice
-    columns: slice
     buffer: torch.Tensor
     shapes: tuple[tuple[int, ...], ...]
 
@@ -368,7 +371,7 @@ def block_lists(
     lanes: tuple[int, int] = (1, 1),
     pinned: bool = False,
 ) -> BlockLists | None:
-    """The block lists of disjoint nodes, cropped to their range; None without any.
+    """The block lists of disjoint nodes; None without any.
 
     Args:
         pairs: the task's pairs.
@@ -380,20 +383,15 @@ def block_lists(
     """
     full, edge = _without_edge(full, len(pairs.queries), len(pairs.keys))
     partial = joined([partial, edge])
-    every = joined([full, partial])
-    if not len(every):
+    if not len(full) + len(partial):
         return None
-    (_, top, _, left, _), (_, _, bottom, _, right) = every.min(axis=0), every.max(axis=0)
-    rows = slice(int(top) * BLOCK, min(int(bottom) * BLOCK, len(pairs.queries)))
-    columns = slice(int(left) * BLOCK, min(int(right) * BLOCK, len(pairs.keys)))
-    shift = np.array([0, top, top, left, left], dtype=np.int64)
     heights, widths = slice(1, 3), slice(3, 5)
     arrays: list[NDArray[Any]] = []
-    for size, along, across in ((bottom - top, heights, widths), (right - left, widths, heights)):
+    for size, along, across in zip(pairs.grid, (heights, widths), (widths, heights), strict=True):
         lines = size * math.prod(lanes)
         kinds = [
             _listed(nodes[:, 0] * size, nodes[:, along], nodes[:, across], lines)
-            for nodes in (partial - shift, full - shift)
+            for nodes in (partial, full)
         ]
         # All tables have the width of the longest line, because torch's kernel uses the row stride
         # of the first for both; and at least 2: torch.compile specialises code to sizes of 1.
@@ -403,17 +401,16 @@ def block_lists(
             table[np.arange(width) < counts[:, None]] = entries
             arrays += [counts.reshape(*lanes, size), table.reshape(*lanes, size, width)]
     pieces = pairs.pieces
-    if pieces is not None and _cut_within_blocks(pairs, rows, columns):
-        of_rows, of_columns, table = pieces
+    if pieces is not None and any((edges[:-1] % BLOCK).any() for edges in pairs.edges):
+        *of_sides, held = pieces
         # At least 2 x 2, as above.
-        table = np.pad(table, [(0, max(0, 2 - size)) for size in table.shape])
-        arrays += [of_rows[rows], of_columns[columns], table]
+        arrays += [*of_sides, np.pad(held, [(0, max(0, 2 - size)) for size in held.shape])]
     shapes = tuple(array.shape for array in arrays)
     with outside():  # because it is cached
         buffer = torch.zeros(
             sum(map(_padded_size, shapes)), dtype=torch.int32, pin_memory=pinned, device="cpu"
         )
-    lists = BlockLists(rows, columns, buffer, shapes)
+    lists = BlockLists(buffer, shapes)
     for there, array in zip(lists.on(buffer.device), arrays, strict=True):
         there.numpy()[:] = array
     return lists
@@ -452,10 +449,3 @@ def _ranges(starts: Ints, lengths: Ints) -> NDArray[Any]:
     found = np.repeat((starts - before).astype(np.int32), lengths)
     found += np.arange(len(found), dtype=np.int32)
     return found
-
-
-def _cut_within_blocks(pairs: TaskPairs, rows: slice, columns: slice) -> bool:
-    sides = zip(pairs.edges, (rows, columns), strict=True)
-    return any(
-        (edges[(edges > part.start) & (edges < part.stop)] % BLOCK).any() for edges, part in sides
-    )

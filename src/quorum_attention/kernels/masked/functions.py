@@ -56,19 +56,7 @@ class TensorVersion:
 def tensors(functions: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors in closures, default arguments, arguments of ``functools.partial`` and named
     attributes of ``functions``, each once."""
-    waiting = [(function, 0, _Names()) for function in reversed(functions)]
-    found: dict[int, torch.Tensor] = {}
-    met = set[int]()
-    for _ in range(_MOST):
-        if not waiting:
-            break
-        thing, depth, names = waiting.pop()
-        if isinstance(thing, torch.Tensor):
-            found[id(thing)] = thing
-        elif depth < _DEEPEST and id(thing) not in met:
-            met.add(id(thing))
-            waiting += [(part, depth + 1, own) for part, own in _parts(thing, names)]
-    return list(found.values())
+    return [thing for thing in _held_by(functions) if isinstance(thing, torch.Tensor)]
 
 
 def versions(*functions: Any) -> Hashable:
@@ -77,19 +65,24 @@ def versions(*functions: Any) -> Hashable:
 
 
 def codes(value: Any) -> tuple[Hashable, ...]:
-    """The code of a function and of the functions in its closure; the type of anything else."""
-    found: list[Hashable] = []
-    waiting = [] if value is None else [value]
+    """The type of a function, and the code of all functions that it holds."""
+    held = _held_by([value])
+    return type(value), *(f.__code__ for f in held if isinstance(f, types.FunctionType))
+
+
+def _held_by(functions: Sequence[Any]) -> Iterator[Any]:
+    """The functions, and what they hold, each once."""
+    waiting = [(function, 0, _Names()) for function in reversed(functions)]
+    met = set[int]()
     for _ in range(_MOST):
         if not waiting:
-            break
-        thing = waiting.pop()
-        if isinstance(thing, types.FunctionType):
-            found.append(thing.__code__)
-            waiting += _closed_over(thing)
-        elif isinstance(thing, (list, tuple)):
-            waiting += thing
-    return tuple(found or ([] if value is None else [type(value)]))
+            return
+        thing, depth, names = waiting.pop()
+        if id(thing) not in met:
+            met.add(id(thing))
+            yield thing
+            if depth < _DEEPEST and not isinstance(thing, torch.Tensor):
+                waiting += [(part, depth + 1, own) for part, own in _parts(thing, names)]
 
 
 def _parts(thing: Any, names: _Names) -> Iterator[tuple[Any, _Names]]:

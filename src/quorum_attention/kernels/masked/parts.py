@@ -353,18 +353,14 @@ def _local(part: Part, queries: Rows, keys: Rows, causal: object) -> Rectangle:
 
 
 def _cut(triangle: Part) -> Iterator[Part]:
-    """A triangle as plain parts, and ragged ones along its edge."""
-    q0, q1, k0, k1 = (
-        triangle.query_start, triangle.query_stop, triangle.key_start, triangle.key_stop
-    )  # fmt: skip
-    if q1 - q0 <= _LEAF:
-        yield Part(q0, q1, k0, k1, "ragged")
-        return
-    half = -(-(q1 - q0) // (2 * _LEAF)) * _LEAF
-    q, k = q0 + half, k0 + half
-    yield from _cut(Part(q0, q, k0, k, triangle.kind))
-    yield from _cut(Part(q, q1, k, k1, triangle.kind))
-    yield Part(q0, q, k, k1) if triangle.kind == "upper" else Part(q, q1, k0, k)
+    """A triangle as plain parts, and ragged squares along its edge."""
+    q, k, side = triangle.query_start, triangle.key_start, triangle.n_queries
+    for a in range(0, side, _LEAF):
+        b = min(a + _LEAF, side)
+        yield Part(q + a, q + b, k + a, k + b, "ragged")
+        first, last = (b, side) if triangle.kind == "upper" else (0, a)
+        if first < last:
+            yield Part(q + a, q + b, k + first, k + last)
 
 
 def _turned_calls(
