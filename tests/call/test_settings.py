@@ -39,13 +39,6 @@ def asked(**call: object) -> tuple[int, ...]:
     return levels(report), levels(report, "backward")
 
 
-def test_nothing_is_set_outside() -> None:
-    assert current() is None
-    with qa.using(depth=1):
-        assert current() is not None
-    assert current() is None
-
-
 def test_a_call_s_own_arguments_win_and_inner_blocks_do() -> None:
     assert asked() == (0, 0)
     with qa.using(depth=1, kernel="dense"):
@@ -108,7 +101,9 @@ def test_a_budget_holds_and_is_checked_where_it_is_written() -> None:
         ({"depth": -1}, "depth"),
         ({"kernel": "none of these"}, "no kernel is named"),
         ({"kernel": object()}, "kernel must be"),
+        # A recomputation outside of the block would have the gradient of another function.
         ({"kernel": qa.LongNetKernel([(30, 1)])}, "settings say how calls are run"),
+        ({"kernel": qa.NativeKernel(window=(3, 0))}, "exact attention"),
         ({"accumulator": "disk"}, "accumulator"),
         ({"devices": "mars"}, "devices"),
         ({"progress": 3}, "progress"),
@@ -121,24 +116,7 @@ def test_nonsense_is_refused_by_name_before_the_block(bad: dict[str, object], sa
     assert current() is None
 
 
-def test_kernels_that_change_the_scores_are_refused_too() -> None:
-    """A checkpoint that is recomputed outside of the block would have the gradient of another
-    function, without a word."""
-    with pytest.raises(ValueError, match="exact attention"):
-        qa.using(kernel=qa.NativeKernel(window=(3, 0)))
-    with qa.using(kernel=qa.NativeKernel()):
-        pass
-
-
-def test_after_an_error_everything_is_as_before() -> None:
-    with qa.using(depth=1):
-        with pytest.raises(RuntimeError, match="mine"), qa.using(depth=2):
-            raise RuntimeError("mine")
-        assert current()["depth"] == 1
-    assert current() is None
-
-
-def test_as_a_decorator_and_within_itself() -> None:
+def test_as_a_decorator_of_functions_and_generators() -> None:
     @qa.using(depth=1)
     def deep(times: int) -> None:
         assert current()["depth"] == 1
@@ -146,36 +124,15 @@ def test_as_a_decorator_and_within_itself() -> None:
             deep(times - 1)
         assert current()["depth"] == 1
 
-    deep(3)
-    assert current() is None
-
-
-def test_as_a_decorator_of_what_runs_later() -> None:
-    """A generator does all of its work after the call that makes it."""
-
     @qa.using(depth=2)
     def generator() -> Iterator[int]:
-        for _ in range(3):
-            try:
-                given = yield current()["depth"]
-                assert given is None or given == "sent"
-            except KeyError:
-                yield -current()["depth"]
-        assert current()["depth"] == 2
-        return "done"
+        for _ in range(2):
+            yield current()["depth"]
 
-    made = generator()
-    assert next(made) == 2
-    assert current() is None, "between its steps the caller has its own settings"
-    assert made.throw(KeyError()) == -2
-    assert made.send("sent") == 2
-    assert next(made) == 2
-    with pytest.raises(StopIteration, match="done"):
-        next(made)
-    closed = generator()
-    next(closed)
-    closed.close()
-    assert current() is None
+    deep(3)
+    for depth in generator():
+        assert depth == 2
+        assert current() is None, "between its steps the caller has its own settings"
     with pytest.raises(TypeError, match="asynchronous function"):
 
         @qa.using(depth=1)
@@ -183,15 +140,11 @@ def test_as_a_decorator_of_what_runs_later() -> None:
             yield 1
 
 
-def test_threads_begin_without_and_take_a_context_that_they_are_given() -> None:
-    seen: list[object] = []
-    with qa.using(depth=1):
-        for target in (lambda: seen.append(current()), contextvars.copy_context().run):
-            args = () if not seen else (lambda: seen.append(current()["depth"]),)
-            thread = threading.Thread(target=target, args=args)
-            thread.start()
-            thread.join()
-    assert seen == [None, 1]
+def test_a_thread_begins_without_and_takes_a_context_that_it_is_given() -> None:
+    with qa.using(depth=1), ThreadPoolExecutor(1) as pool:
+        context = contextvars.copy_context()
+        assert pool.submit(current).result() is None
+        assert pool.submit(context.run, current).result() == {"depth": 1}
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -224,22 +177,6 @@ def test_tasks_of_asyncio_take_those_of_where_they_were_made() -> None:
             assert "depth" not in current()
 
     asyncio.run(outer())
-    assert current() is None
-
-
-def test_a_generator_s_block_ends_where_it_ends() -> None:
-    def generator(depth: int):  # type: ignore[no-untyped-def]
-        with qa.using(depth=depth):
-            yield
-            yield
-
-    one, two = generator(1), generator(2)
-    next(one)
-    next(two)
-    assert current()["depth"] == 2
-    one.close()
-    assert current()["depth"] == 2
-    two.close()
     assert current() is None
 
 
