@@ -165,13 +165,9 @@ def test_empty_sequences(n_queries, n_keys, depth, is_causal) -> None:
     assert bool((lse == -torch.inf).all())
     out.sum().backward()
     assert not any(t.grad.any() for t in given.three)
-
-
-@pytest.mark.parametrize(("batch", "heads"), [((0,), 2), ((1,), 0), ((2, 0), 3), ((), 0)])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_no_heads_and_no_batch(batch, heads, depth) -> None:
-    given = inputs(20, batch=batch, heads=heads)
-    assert qa.attention(*given.three, depth=depth).shape == given.query.shape
+    for batch, heads in (((0,), 2), ((1,), 0), ((2, 0), 3), ((), 0)):
+        given = inputs(20, batch=batch, heads=heads)
+        assert qa.attention(*given.three, depth=depth).shape == given.query.shape
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, -1.0, 0.0])
@@ -312,6 +308,7 @@ def test_a_report_says_what_happened(depth: int) -> None:
 
 Q = torch.zeros(1, 2, 50, 8)
 MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
+PLAN = qa.plan(50, heads=2, head_dim=8, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +346,9 @@ MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
         ({"dropout_p": 1.1}, ValueError, "dropout_p must be from 0 to 1, got 1.1"),
         ({"depth": -1}, ValueError, "depth must be 'auto' or a whole number from 0, got -1"),
         ({"depth": True}, ValueError, "depth must be"),
+        # Seven times the tasks with every level, and each as large as before: it would never end.
+        ({"depth": 10}, ValueError, r"at most . for 50 tokens.*more levels make no"),
+        ({"depth": 1, "plan": PLAN}, ValueError, "plan and depth cannot both be given"),
         ({"depth": 1.0}, ValueError, "depth must be"),
         ({"accumulator": "disk"}, ValueError, "accumulator must be .* got 'disk'"),
         ({"out_dtype": torch.int8}, TypeError, "out_dtype must be None or one of .*int8"),
@@ -384,13 +384,6 @@ def test_what_does_not_fit_is_refused_by_name_before_any_work(change, kind, says
         qa.attention(**given)
 
 
-def test_a_depth_at_which_nothing_gets_smaller_is_refused() -> None:
-    """Seven times the tasks with every level, and each as large as before: it would never end."""
-    given = inputs(300)
-    with pytest.raises(ValueError, match=r"at most 3 for 300 tokens.*more levels make no"):
-        qa.attention(*given.three, depth=10)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -410,25 +403,3 @@ def test_a_plan_of_another_call_is_refused(change, says) -> None:
     plan = qa.plan(sizes.pop("n_tokens"), **sizes)
     with pytest.raises(ValueError, match=says):
         qa.attention(Q, Q, Q, plan=plan)
-
-
-def test_a_plan_and_a_depth_exclude_each_other() -> None:
-    plan = qa.plan(50, heads=2, head_dim=8, dtype=torch.float32)
-    with pytest.raises(ValueError, match="plan and depth cannot both be given"):
-        qa.attention(Q, Q, Q, plan=plan, depth=1)
-
-
-def test_a_progress_callable_that_raises_ends_the_call() -> None:
-    def stop(*now: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        qa.attention(*inputs(300).three, depth=1, progress=stop)
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_a_result_over_an_input_is_refused(name: str) -> None:
-    """Rows of an input are read again after results have been written."""
-    tensors = {n: torch.randn(1, 2, 40, 8) for n in ("query", "key", "value")}
-    with pytest.raises(ValueError, match=f"out must not share memory with {name}"):
-        qa.attention(**tensors, out=tensors[name])

@@ -126,22 +126,6 @@ def test_an_unrounded_output_of_16_bit_inputs(depth: int) -> None:
         assert_close(leaf.grad, expected, GRADIENT_TOLERANCE[torch.bfloat16])
 
 
-@pytest.mark.parametrize("kind", ["boolean", "additive", "additive-half"])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_mask_changed_before_the_backward_is_torchs_error(kind: str, depth: int) -> None:
-    """All that the backward reads is a saved tensor: the mask as well as the inputs."""
-    plain = inputs(60)
-    mask = {
-        "boolean": torch.rand(60, 60) > 0.4,
-        "additive": torch.randn(60, 60),
-        "additive-half": torch.randn(60, 60).half(),
-    }[kind]
-    out = qa.attention(*leaves(plain).three, mask, depth=depth)
-    mask.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward(plain.grad_out)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="no such call goes to torch's operator")
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_so_it_is_in_a_small_call_or_has_no_effect(kind: str) -> None:
@@ -162,48 +146,44 @@ def test_so_it_is_in_a_small_call_or_has_no_effect(kind: str) -> None:
         assert_close(mine, right, GRADIENT_TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("which", ["query", "key", "value", "out", "lse"])
-def test_anything_else_that_the_backward_reads_is_watched_too(which: str) -> None:
-    plain = inputs(60)
-    given = leaves(plain)
-    out, lse = qa.attention_with_lse(*given.three)
-    changed = {"out": out, "lse": lse}.get(which, getattr(given, which, None))
-    with torch.no_grad():
-        changed.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward(plain.grad_out)
-
-
-def _lse_function(bias: torch.Tensor):  # type: ignore[no-untyped-def]
-    def biased(query, key, value, *, is_causal, scale, key_positions):  # type: ignore[no-untyped-def]
+def biased(bias: torch.Tensor):  # type: ignore[no-untyped-def]
+    def function(query, key, value, *, is_causal, scale, key_positions):  # type: ignore[no-untyped-def]
         scores = scale * query @ key.mT + bias[key_positions]
         if is_causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
-    return qa.from_lse_function(biased)
+    return function
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        _lse_function,
-        lambda bias: qa.from_score_mod(lambda s, b, h, q, k: s + bias[k], compiled=False),
-        lambda bias: qa.from_score_mod(
-            mask_mod=lambda b, h, q, k: (bias[k] > 0) | (q == k), compiled=False
-        ),
-    ],
-    ids=["function", "score", "mask"],
-)
+CALLS = {
+    "a boolean mask": lambda t: {"attn_mask": t > 0},
+    "an additive mask": lambda t: {"attn_mask": t},
+    "a mask in 16 bits": lambda t: {"attn_mask": t.half()},
+    "a function": lambda t: {"kernel": qa.from_lse_function(biased(t[0]))},
+    "a score": lambda t: {
+        "kernel": qa.from_score_mod(lambda s, b, h, q, k: s + t[0][k], compiled=False)
+    },
+    "a rule": lambda t: {
+        "kernel": qa.from_score_mod(
+            mask_mod=lambda b, h, q, k: (t[0][k] > 0) | (q == k), compiled=False
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value", "out", "lse", *CALLS])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_tensor_that_a_kernel_closes_over_is_watched_too(make, depth) -> None:
-    plain = inputs(60)
-    bias = torch.randn(60)
-    kernel = make(bias)
-    given = leaves(plain)
-    qa.attention(*given.three, kernel=kernel, depth=depth).backward(plain.grad_out)
-    out = qa.attention(*given.three, kernel=kernel, depth=depth)
-    bias.zero_()
+def test_what_the_backward_reads_and_is_changed_before_is_torchs_error(which, depth) -> None:
+    """All of it are saved tensors: inputs, results, masks, and what a kernel closes over."""
+    plain, tensor = inputs(60), torch.randn(60, 60)
+    given, call = leaves(plain), CALLS.get(which, lambda t: {})(tensor)
+    qa.attention(*given.three, **call, depth=depth).backward(plain.grad_out)
+    out, lse = qa.attention_with_lse(*given.three, **call, depth=depth)
+    changed = call.get("attn_mask", tensor)
+    changed = {"out": out, "lse": lse}.get(which, getattr(given, which, changed))
+    with torch.no_grad():
+        changed.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(plain.grad_out)
 
@@ -244,18 +224,17 @@ def test_a_parameter_as_a_mask_where_nothing_is_recorded() -> None:
     assert not out.requires_grad
 
 
-def test_a_second_derivative_is_refused_in_words() -> None:
-    given = leaves(inputs(20))
-    out = qa.attention(*given.three)
-    first = torch.autograd.grad(out.square().sum(), given.query, create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match=r"second derivatives .* not supported"):
-        first.sum().backward()
-
-
-def test_a_second_derivative_with_a_mask_is_refused_in_words() -> None:
-    given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
-    out = qa.attention(*given.three, mask)
-    first = torch.autograd.grad(out.square().sum(), mask, create_graph=True)[0]
+@pytest.mark.parametrize("what", ["out", "mask", "lse"])
+def test_create_graph_works_and_a_second_derivative_is_refused_in_words(what: str) -> None:
+    plain, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
+    given = leaves(plain)
+    out, lse = qa.attention_with_lse(*given.three, mask if what == "mask" else None)
+    grads = torch.autograd.grad(out, given.three, plain.grad_out, create_graph=True)
+    wanted = exact(plain, mask=mask.detach() if what == "mask" else None, gradients=True)
+    for actual, expected in zip(grads, wanted.grads, strict=True):
+        assert_close(actual, expected, 5e-5)
+    result, leaf = (lse if what == "lse" else out), (mask if what == "mask" else given.query)
+    first = torch.autograd.grad(result.square().sum(), leaf, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match=r"second derivatives .* not supported"):
         first.sum().backward()
 
@@ -270,15 +249,6 @@ def test_gradients_in_batches_are_refused_in_words(call: dict[str, int]) -> None
             torch.autograd.grad(result, given, many, is_grads_batched=True, retain_graph=True)
 
 
-def test_create_graph_alone_works() -> None:
-    plain = inputs(20)
-    given = leaves(plain)
-    out = qa.attention(*given.three)
-    grads = torch.autograd.grad(out, given.three, plain.grad_out, create_graph=True)
-    for actual, expected in zip(grads, exact(plain, gradients=True).grads, strict=True):
-        assert_close(actual, expected, 5e-5)
-
-
 def test_a_graph_that_is_kept_can_be_run_twice() -> None:
     plain = inputs(300)
     given = leaves(plain)
@@ -291,34 +261,17 @@ def test_a_graph_that_is_kept_can_be_run_twice() -> None:
         torch.autograd.grad(out, given.three, plain.grad_out)
 
 
-def test_gradients_flow_through_the_lse() -> None:
-    given = leaves(inputs(20))
-    out, lse = qa.attention_with_lse(*given.three)
-    assert out.requires_grad
-    assert lse.requires_grad
-    first = torch.autograd.grad(lse.square().sum(), given.query, create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match=r"second derivatives .* not supported"):
-        first.sum().backward()
-
-
-def test_a_preallocated_output_takes_part_in_autograd() -> None:
-    plain = inputs(300)
-    given = leaves(plain)
-    room = torch.empty_like(plain.grad_out)
-    out = qa.attention(*given.three, depth=1, out=room)
-    assert out.data_ptr() == room.data_ptr()
-    assert out.requires_grad
-    out.backward(plain.grad_out)
-    assert_close(given.query.grad, exact(plain, gradients=True).grads[0], 5e-5)
-
-
 def test_a_preallocated_output_serves_step_after_step() -> None:
     """The graph is the returned tensor's; the one that was given stays as it was."""
     room = torch.empty(1, 2, 300, 8)
     for _ in range(3):
         plain = inputs(300)
         given = leaves(plain)
+        assert qa.attention(*plain.three, out=room) is room
+        with torch.no_grad():
+            assert qa.attention(*given.three, out=room) is room
         out = qa.attention(*given.three, depth=1, out=room)
+        assert out.data_ptr() == room.data_ptr()
         assert not room.requires_grad
         assert room.is_leaf
         out.backward(plain.grad_out)
@@ -341,14 +294,6 @@ def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(h
         out.backward(plain.grad_out)
 
 
-def test_without_gradients_the_given_output_is_what_is_returned() -> None:
-    plain = inputs(60)
-    room = torch.empty_like(plain.grad_out)
-    assert qa.attention(*plain.three, out=room) is room
-    with torch.no_grad():
-        assert qa.attention(*leaves(plain).three, out=room) is room
-
-
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}])
 @pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 8), (4, 5), (2, 24)])
 def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
@@ -361,6 +306,10 @@ def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
     assert torch.equal(out, 2 * before)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(plain.grad_out)
+    out = qa.attention(*given.three, enable_gqa=True, **call)
+    out[:, :, ::2].zero_()
+    out[0][1, 3] = 1.0
+    assert out.grad_fn is not None
     more = torch.ones((), requires_grad=True)
     for made in qa.attention_with_lse(*plain.three, enable_gqa=True, **call):
         made += more
@@ -371,14 +320,6 @@ def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
     ):
         grad += more
     assert more.grad is not None
-
-
-def test_views_of_results_can_be_written_to() -> None:
-    plain = inputs(60, value_dim=5)
-    out = qa.attention(*leaves(plain).three)
-    out[:, :, ::2].zero_()
-    out[0][1, 3] = 1.0
-    assert out.grad_fn is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -397,32 +338,3 @@ def test_gradients_into_memory_mapped_files(tmp_path: Path, dtype, depth) -> Non
     for file, tensor, expected in zip(files, returned, reference.grads, strict=True):
         assert tensor.data_ptr() == file.ctypes.data
         assert_close(torch.from_numpy(np.array(file)), expected, GRADIENT_TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "says"),
-    [
-        ({"grad_out": torch.zeros(1, 2, 49, 8)}, ValueError, r"grad_out must have shape"),
-        ({"out": torch.zeros(1, 2, 50, 9)}, ValueError, r"out must have shape"),
-        ({"lse": torch.zeros(1, 2, 50, 1)}, ValueError, r"lse must have shape \(1, 2, 50\)"),
-        ({"grads": (torch.zeros(1),)}, TypeError, "grads must be three tensors"),
-        (
-            {"grads": tuple(torch.zeros(1, 2, n, 8) for n in (50, 50, 49))},
-            ValueError,
-            r"grads\[2\] must have shape",
-        ),
-        (
-            {"grads": tuple(torch.zeros(1, 2, 50, 8, dtype=t) for t in
-                            (torch.float32, torch.float64, torch.float32))},
-            TypeError,
-            r"grads\[1\] must be torch.float32, got torch.float64",
-        ),
-        ({"lse": [1]}, TypeError, "lse must be a torch.Tensor"),
-    ],
-)  # fmt: skip
-def test_arguments_of_the_backward_are_checked(change, kind, says) -> None:
-    plain = inputs(50)
-    out, lse = qa.attention_with_lse(*plain.three)
-    given = {"grad_out": plain.grad_out, "out": out, "lse": lse, **change}
-    with pytest.raises(kind, match=says):
-        qa.attention_backward(query=plain.query, key=plain.key, value=plain.value, **given)

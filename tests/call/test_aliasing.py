@@ -209,8 +209,16 @@ def test_gradients_over_anything_are_refused_before_any_work(change, says) -> No
         ({"grad_out": torch.ones(SHAPE).to_sparse()}, NotImplementedError, "grad_out must be a de"),
         ({"grads": (torch.zeros(SHAPE),) * 2}, TypeError, "grads must be three tensors"),
         ({"grads": 3}, TypeError, "grads must be three tensors, got 3"),
+        ({"grads": (torch.zeros(SHAPE),) * 2 + (torch.zeros(1, H, N, 9),)}, ValueError,
+         r"grads\[2\] must have shape"),
+        ({"grads": (torch.zeros(SHAPE), torch.zeros(SHAPE).double(), torch.zeros(SHAPE))},
+         TypeError, r"grads\[1\] must be torch.float32, got torch.float64"),
+        ({"grad_out": torch.zeros(1, H, N - 1, D)}, ValueError, r"grad_out must have shape"),
+        ({"out": torch.zeros(1, H, N, 9)}, ValueError, r"out must have shape"),
+        ({"lse": torch.zeros(1, H, N, 1)}, ValueError, r"lse must have shape \(1, 2, 40\)"),
+        ({"lse": [1]}, TypeError, "lse must be a torch.Tensor"),
     ],
-)
+)  # fmt: skip
 def test_what_a_backward_reads_has_to_be_what_a_forward_returns(change, kind, says) -> None:
     with pytest.raises(kind, match=says):
         backward_with(lambda tensors, grads: change)
