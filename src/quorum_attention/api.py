@@ -186,11 +186,8 @@ def _traced(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is traced: as an operator, if one can be called so."""
-    if not several(call.written.devices):
-        found = as_operator(query, key, value, call)
-        if found is not None:
-            return found
-    return _outside_of_graphs(query, key, value, call)
+    found = None if several(call.written.devices) else as_operator(query, key, value, call)
+    return _outside_of_graphs(query, key, value, call) if found is None else found
 
 
 @uncompiled
@@ -228,8 +225,7 @@ def attention_backward(
     Args:
         grad_out: upstream gradient, shape of ``out``; fp16, bf16, fp32 or fp64.
         query, key, value, attn_mask, is_causal, scale, enable_gqa: as in the forward.
-        out, lse: as ``attention_with_lse`` returned them. With a kernel or a mask of users'
-            functions they are held against a few rows, computed again from the keys given.
+        out, lse: as ``attention_with_lse`` returned them.
         dropout_p, dropout_seed: those of the forward; with dropout the seed has to be given.
         grads: (grad_query, grad_key, grad_value) to fill, one dtype, any residency (so that
             gradients larger than memory can go to memory-mapped files). They share no memory with

@@ -24,13 +24,8 @@ from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.passes import run_backward, run_forward
 
-SECOND = (
-    "second derivatives of quorum_attention.attention are not supported; "
-    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
-)
-FORWARD_MODE = (
-    "forward-mode derivatives of quorum_attention.attention (torch.func.jvp, jacfwd and hessian, "
-    "dual tensors) are not supported; "
+_REFUSED = (
+    "{} derivatives of quorum_attention.attention are not supported; "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
 
@@ -99,7 +94,7 @@ class _Quick(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(FORWARD_MODE)
+        raise NotImplementedError(_REFUSED.format("forward-mode"))
 
 
 class Attention(_Quick):
@@ -168,7 +163,7 @@ class Gradients(_Quick):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         """Refused in words."""
-        raise NotImplementedError(SECOND)
+        raise NotImplementedError(_REFUSED.format("second"))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

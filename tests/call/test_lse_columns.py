@@ -35,65 +35,51 @@ def upstream_of(given: Inputs, size: float = 1.0) -> torch.Tensor:
     return size * torch.randn(given.query.shape[:-1], generator=fresh_generator(), dtype=dtype)
 
 
+def check(
+    given: Inputs, size: float = 1.0, *, out_too: bool = True, causal: bool = False, **call
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of a call, held against float64."""
+    grad_lse, dtype = upstream_of(given, size), given.query.dtype
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    out, lse = qa.attention_with_lse(*leaves, is_causal=causal, enable_gqa=True, **call)
+    if out_too:
+        found = torch.autograd.grad((out, lse), leaves, (given.grad_out, grad_lse))
+    else:
+        found = torch.autograd.grad(lse, leaves, grad_lse)
+    for mine, exact in zip(
+        found, wanted(given, grad_lse, causal=causal, out_too=out_too), strict=True
+    ):
+        assert mine.dtype == dtype
+        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"depth": 2}, {"budget": "9 MiB"}], ids=str)
 def test_every_dtype_kernel_and_route(dtype: torch.dtype, kernel: str, call: dict) -> None:
     given = inputs(150, 170, batch=(2,), heads=4, kv_heads=2, value_dim=5, dtype=dtype)
-    grad_lse = upstream_of(given)
-    leaves = [t.clone().requires_grad_() for t in given.three]
     report = qa.Report()
-    results = qa.attention_with_lse(
-        *leaves, is_causal=True, enable_gqa=True, kernel=kernel, report=report, **call
-    )
-    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+    check(given, causal=True, kernel=kernel, report=report, **call)
     assert report.backward.kernel == kernel
-    for mine, exact in zip(found, wanted(given, grad_lse, causal=True), strict=True):
-        assert mine.dtype == dtype
-        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("planned", [False, True])
-def test_few_pairs(dtype: torch.dtype, planned: bool) -> None:
-    """Their gradients in 16 bits may come from materialised scores, or from a carrier of delta."""
-    given = inputs(12, 17, batch=(2,), heads=4, kv_heads=2, value_dim=5, dtype=dtype)
-    grad_lse = upstream_of(given)
-    leaves = [t.clone().requires_grad_() for t in given.three]
-    report = qa.Report() if planned else None
-    results = qa.attention_with_lse(*leaves, enable_gqa=True, report=report)
-    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
-    for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
-        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+def test_few_pairs_and_the_log_sum_exp_alone(dtype: torch.dtype) -> None:
+    """Gradients of few pairs in 16 bits may come from materialised scores, or from a carrier of
+    delta. Where nothing arrives at the output, values get 0."""
+    for report in (None, qa.Report()):
+        given = inputs(12, 17, batch=(2,), heads=4, kv_heads=2, value_dim=5, dtype=dtype)
+        check(given, report=report)
+    assert not check(inputs(60, dtype=dtype), out_too=False, depth=1)[2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_one_much_larger_or_smaller_than_the_outputs(dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_one_much_larger_or_smaller_than_the_outputs(dtype, size: float, depth: int) -> None:
     """Also where a scaled backward divides it (fp16)."""
-    for depth in (0, 1):
-        given = inputs(300, dtype=dtype)
-        grad_lse = upstream_of(given, size)
-        leaves = [t.clone().requires_grad_() for t in given.three]
-        results = qa.attention_with_lse(*leaves, depth=depth, kernel="cpu")
-        found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
-        for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
-            assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_log_sum_exp_alone(dtype: torch.dtype) -> None:
-    """Nothing arrives at the output: values get 0."""
-    given = inputs(60, dtype=dtype)
-    grad_lse = upstream_of(given)
-    leaves = [t.clone().requires_grad_() for t in given.three]
-    out, lse = qa.attention_with_lse(*leaves, depth=1)
-    assert out.requires_grad
-    assert lse.requires_grad
-    found = torch.autograd.grad(lse, leaves, grad_lse)
-    for mine, exact in zip(found, wanted(given, grad_lse, out_too=False), strict=True):
-        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
-    assert not found[2].any()
+    check(inputs(300, dtype=dtype), size, depth=depth, kernel="cpu")
 
 
 def test_functions_of_users_too() -> None:
@@ -101,15 +87,9 @@ def test_functions_of_users_too() -> None:
         scores = scale * query @ key.mT
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
-    given = inputs(60, dtype=torch.float64)
-    grad_lse = upstream_of(given)
     scores = qa.from_score_mod(lambda score, b, h, i, j: score)
     for kernel in (qa.from_lse_function(function), scores):
-        leaves = [t.clone().requires_grad_() for t in given.three]
-        results = qa.attention_with_lse(*leaves, kernel=kernel, depth=1)
-        found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
-        for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
-            assert_close(mine, exact, 1e-11)
+        check(inputs(60, dtype=torch.float64), kernel=kernel, depth=1)
 
 
 def test_rows_without_keys_pass_nothing_on() -> None:
