@@ -20,7 +20,6 @@ from torch.utils.checkpoint import (
 )
 
 import quorum_attention as qa
-from quorum_attention import operator as module
 from quorum_attention.kernels import DenseKernel, registry
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,27 +156,56 @@ def test_an_object_that_is_made_in_the_compiled_code_is_the_one_that_is_used() -
         compiled(lambda q: qa.attention(q, q, q, kernel=Named("mine")))(q)
 
 
-def test_shapes_of_every_kind() -> None:
-    agree(lambda q, k, v: qa.attention(q[0, 0], k[0, 0], v[0, 0]),
-          lambda q, k, v: sdpa(q[0, 0], k[0, 0], v[0, 0]))  # fmt: skip
-    agree(lambda q, k, v: qa.attention(q, k[:1, :1], v[:1, :1]),
-          lambda q, k, v: sdpa(q, k[:1, :1], v[:1, :1]))  # fmt: skip
-    agree(lambda q, k, v: ours(q.mT.contiguous().mT, k.mT.contiguous().mT, v),
-          torchs)  # fmt: skip
+def kept(q: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(q.shape[-2])
+    return at[:, None] >= at - 3
+
+
+def ahead(k: torch.Tensor, q: torch.Tensor) -> qa.Mask:
+    return qa.Mask(causal=True, offset=k.shape[-2] - q.shape[-2] + 7)
+
+
+CALLS: dict[str, tuple[Function, Function]] = {
+    "two dimensions": (
+        lambda q, k, v: qa.attention(q[0, 0], k[0, 0], v[0, 0]),
+        lambda q, k, v: sdpa(q[0, 0], k[0, 0], v[0, 0]),
+    ),
+    "broadcast": (
+        lambda q, k, v: qa.attention(q, k[:1, :1], v[:1, :1]),
+        lambda q, k, v: sdpa(q, k[:1, :1], v[:1, :1]),
+    ),
+    "strides": (lambda q, k, v: ours(q.mT.contiguous().mT, k.mT.contiguous().mT, v), torchs),
+    "a boolean mask": (
+        lambda q, k, v: ours(q, k, v, kept(q)),
+        lambda q, k, v: torchs(q, k, v, attn_mask=kept(q)),
+    ),
+    "a learned mask": (
+        lambda q, k, v: ours(q, k, v, (q @ q.mT)[:, :1], depth=1),
+        lambda q, k, v: torchs(q, k, v, attn_mask=(q @ q.mT)[:, :1]),
+    ),
+    "a number that varies": (
+        lambda q, k, v: ours(q[:, :, 7:], k, v, ahead(k, q)),
+        lambda q, k, v: torchs(q, k, v, is_causal=True)[:, :, 7:],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_shapes_and_masks_of_every_kind(what: str) -> None:
+    agree(*CALLS[what])
+
+
+def test_dtypes_are_those_of_where_the_call_stands() -> None:
+    def low(*given: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = ours(*given)
+            assert out.dtype == torch.bfloat16
+            return out.float()
+
+    given = [t.float().detach() for t in three()]
+    assert_close(compiled(low)(*given), low(*given), 1e-12)
     agree(lambda q, k, v: ours(q, k, v, out_dtype=torch.float32).double(),
           lambda q, k, v: torchs(q, k, v).float().double(), tolerance=1e-6)  # fmt: skip
-
-
-def test_masks_and_their_gradient() -> None:
-    def kept(q: torch.Tensor) -> torch.Tensor:
-        at = torch.arange(q.shape[-2])
-        return at[:, None] >= at - 3
-
-    agree(
-        lambda q, k, v: ours(q, k, v, kept(q)), lambda q, k, v: torchs(q, k, v, attn_mask=kept(q))
-    )
-    agree(lambda q, k, v: ours(q, k, v, (q @ q.mT)[:, :1], depth=1),
-          lambda q, k, v: torchs(q, k, v, attn_mask=(q @ q.mT)[:, :1]))  # fmt: skip
 
 
 def test_masks_that_are_described() -> None:
@@ -225,13 +253,6 @@ def test_a_function_of_a_mask_that_is_made_in_the_compiled_code(function: Functi
         of_found, of_wanted = (torch.autograd.grad(t.square().sum(), q)[0] for t in (found, wanted))
         assert_close(found, wanted, 1e-12)
         assert_close(of_found, of_wanted, 1e-12)
-
-
-def test_a_number_of_a_mask_may_vary() -> None:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ours(q[:, :, 7:], k, v, qa.Mask(causal=True, offset=k.shape[-2] - q.shape[-2] + 7))
-
-    agree(call, lambda q, k, v: torchs(q, k, v, is_causal=True)[:, :, 7:])
 
 
 def test_sinks_and_bias_and_log_sum_exp_get_their_gradients() -> None:
@@ -291,20 +312,6 @@ def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(kind: str) -> 
         assert_close(one, two, 1e-10)
 
 
-def test_autocast_is_that_of_where_the_call_stands() -> None:
-    def low(function: Function) -> Function:
-        def call(*given: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                out = function(*given)
-                assert out.dtype == torch.bfloat16
-                return out.float()
-
-        return call
-
-    given = [t.float().detach() for t in three()]
-    assert_close(compiled(low(ours))(*given), low(ours)(*given), 1e-12)
-
-
 def test_transformations_inside_of_a_graph() -> None:
     def gradient(function: Function) -> Function:
         return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2))
@@ -344,31 +351,29 @@ def test_a_graph_s_own_gradient_of_what_torch_func_sees_as_a_constant() -> None:
         ).sum().backward()
 
 
-@pytest.mark.parametrize("transform", ["jvp", "grad of grad", "jacfwd"])
+@pytest.mark.parametrize("transform", ["jvp", "grad of grad", "jacfwd", "backward of backward"])
 def test_what_is_refused_in_a_graph_is_refused(transform: str) -> None:
     q, k, v = three(10, grad=False)
 
     def f(t: torch.Tensor) -> torch.Tensor:
         return ours(t, k, v)
 
-    ask = {
-        "jvp": lambda t: torch.func.jvp(f, (t,), (t,))[1],
-        "jacfwd": torch.func.jacfwd(f),
-        "grad of grad": torch.func.grad(
-            lambda t: torch.func.grad(lambda u: f(u).square().sum())(t).sum()
+    def twice(t: torch.Tensor) -> None:
+        leaf = t.clone().requires_grad_()
+        out = compiled(f)(leaf).square().sum()
+        torch.autograd.grad(out, leaf, create_graph=True)[0].sum().backward()
+
+    ask: dict[str, Callable[..., Any]] = {
+        "jvp": compiled(lambda t: torch.func.jvp(f, (t,), (t,))[1]),
+        "jacfwd": compiled(torch.func.jacfwd(f)),
+        "grad of grad": compiled(
+            torch.func.grad(lambda t: torch.func.grad(lambda u: f(u).square().sum())(t).sum())
         ),
-    }[transform]
-    says = "second derivatives" if "of" in transform else "forward-mode"
+        "backward of backward": twice,
+    }
+    says = r"double backward|second derivatives" if "of" in transform else "forward-mode"
     with pytest.raises(Exception, match=says):
-        compiled(ask)(q)
-
-
-def test_the_compiler_s_own_second_derivative_is_refused() -> None:
-    given = three(20)
-    out = compiled(ours)(*given)
-    (first,) = torch.autograd.grad(out.square().sum(), given[:1], create_graph=True)
-    with pytest.raises(Exception, match=r"double backward|second derivatives"):
-        first.sum().backward()
+        ask[transform](q)
 
 
 def test_settings_are_those_of_the_moment_and_go_to_the_backward() -> None:
@@ -382,22 +387,6 @@ def test_settings_are_those_of_the_moment_and_go_to_the_backward() -> None:
     assert (inside.total.forwards, inside.total.backwards, inside.total.cut) == (1, 1, 2)
     assert outside.total.backwards == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "no recompilation"
-
-
-def test_settings_that_have_been_forgotten_are_those_of_the_moment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_MOST", 2)
-    report, given = qa.Report(), three()
-    call = compiled(ours)
-    with qa.using(depth=1, report=report):
-        out = call(*given)
-    for depth in (0, 1, 2):
-        with qa.using(depth=depth):
-            call(*given)
-    assert len(module._kept) == 2
-    out.sum().backward()
-    assert (report.total.forwards, report.total.backwards) == (1, 0)
 
 
 def test_a_block_of_settings_inside_of_compiled_code() -> None:
@@ -436,10 +425,8 @@ def test_export_with_lengths_that_vary_saved_and_loaded(strict: bool) -> None:
         assert_close(loaded(*given), torchs(*given, is_causal=True), 1e-10)
 
 
-@pytest.mark.parametrize("through", ["eager", "compiled"])
-def test_hooks_on_saved_tensors_see_what_the_backward_reads(through: str) -> None:
-    function = functools.partial(ours, is_causal=True, depth=1)
-    call = compiled(function) if through == "compiled" else function
+def test_hooks_on_saved_tensors_see_what_the_backward_reads() -> None:
+    call = compiled(functools.partial(ours, is_causal=True, depth=1))
     given, seen = three(), []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -190,34 +190,6 @@ def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: s
     assert done.stdout.splitlines()[-1] == "right"
 
 
-def test_compiled_code_is_one_graph_and_says_nothing() -> None:
-    """No break of the graph, one recompilation for any lengths, no warning."""
-    done = run_python(
-        _BEGIN
-        + textwrap.dedent("""
-        from torch._dynamo.utils import counters
-        from torch._dynamo.testing import CompileCounter
-        backend = CompileCounter()
-        @torch.compile(backend=backend)
-        def model(q, k, v):
-            out = qa.attention(q * 2, k, v, is_causal=True, budget="64MiB")
-            return out + 1
-        for n in (300, 300, 200, 110, 290, 30):
-            three = q[:, :, :n], k[:, :, :n], v[:, :, :n]
-            out = model(*three)
-            torch.testing.assert_close(
-                out, 1 + torch.nn.functional.scaled_dot_product_attention(
-                    2 * three[0], *three[1:], is_causal=True),
-            )
-        assert not counters["graph_break"], counters["graph_break"]
-        assert backend.frame_count == 2, "one of the first length, one of all others"
-        """)
-        + _AFTER
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-
-
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")
 def test_inductor_compiles_a_model_in_one_graph_and_says_nothing() -> None:
     """torch.compile as users call it, a step of training: the graph that it makes code of, forward
