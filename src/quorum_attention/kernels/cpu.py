@@ -23,8 +23,6 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import (
     RectangleSizes,
-    backward_bytes,
-    forward_bytes,
     operator_refusal,
     round_up,
     signed,
@@ -192,9 +190,9 @@ class CpuKernel(reference.ReferenceDropout):
         if call.dropout:
             return reference.forward_bytes(call, extent)
         sizes = _sizes(call, extent)
-        shared = sizes.heads // max(1, sizes.key_heads)
+        shared = sizes.shared
         width = max(call.head_dim, call.value_dim)
-        tile_queries, tile_keys = _tile(sizes)
+        tile_queries, tile_keys = _tile(extent)
         # For each thread: scores, row maxima and sums, and output of one tile. For 16-bit inputs
         # also the probabilities and operands in 16 bits.
         tiles = tile_queries * (tile_keys + 2 + width) * sizes.work
@@ -203,7 +201,7 @@ class CpuKernel(reference.ReferenceDropout):
             tiles += (tile_queries * tile_keys + (tile_queries + tile_keys) * width) * 2
             if "AVX512" in torch.backends.cpu.get_cpu_capability():
                 # Here torch may repack all keys and values for the matrix units.
-                packed = 2 * sizes.batch * sizes.key_heads * round_up(sizes.keys, _TILE_KEYS)
+                packed = 2 * extent.batch * extent.key_heads * round_up(extent.max_keys, _TILE_KEYS)
                 packed *= round_up(width, 64) * 2
         inside = torch.get_num_threads() * tiles + packed
         if call.head_dim < width:
@@ -212,46 +210,48 @@ class CpuKernel(reference.ReferenceDropout):
             inside += sizes.key_rows * width * sizes.item
         if shared > 1:
             # Copies of the queries by group, and of the results in the order of the heads.
-            inside += 2 * sizes.rows * width * sizes.item + sizes.lse_bytes
+            inside += sizes.rows * (2 * width * sizes.item + sizes.work)
         # Weights of the rows, and what mends odd rows, one head after the other.
         merging = min(MERGE_WORKSPACE_BYTES, sizes.rows * (3 * sizes.work + 2))
-        merging += MEND_WORKSPACE_BYTES + sizes.queries * MEND_ROW_BYTES
+        merging += MEND_WORKSPACE_BYTES + extent.max_queries * MEND_ROW_BYTES
         merging += _widened(sizes, sizes.rows * call.value_dim)
-        return max(_TRIAL_BYTES, forward_bytes(sizes, width, inside, merging))
+        return max(_TRIAL_BYTES, sizes.forward_bytes(width, inside, merging))
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         if call.dropout:
             return reference.backward_bytes(call, extent)
         sizes = _sizes(call, extent)
-        shared = sizes.heads // max(1, sizes.key_heads)
+        shared = sizes.shared
         width = max(call.head_dim, call.value_dim)
-        tile_queries, tile_keys = _tile(sizes)
+        tile_queries, tile_keys = _tile(extent)
         tiles = tile_queries * (2 * tile_keys + 1) * sizes.work
         if sizes.item == 2:
             # Probabilities and their gradients once more in 16 bits, and the reordered operands
             # of a matrix product.
             tiles += 4 * tile_queries * tile_keys * 2
             tiles += (tile_queries + tile_keys) * width * 8
-        parts = 1 if call.mask is not None else self.backward_parts(sizes.batch * sizes.heads)
+        parts = 1 if call.mask is not None else self.backward_parts(sizes.lanes)
         gradients = (sizes.rows + 2 * parts * sizes.key_rows) * width * sizes.item
         if shared > 1:
             # Key gradients of every query head before they are summed; copies of the rows by
             # group, and of the results in the order of the heads.
             gradients += 2 * sizes.shared_key_rows * width * sizes.item
-            gradients += 4 * sizes.rows * width * sizes.item + 2 * sizes.lse_bytes
+            gradients += sizes.rows * (4 * width * sizes.item + 2 * sizes.work)
         # The operator copies a grad_out that is not token-major.
         inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
         if _quicker_widened(call.dtype, grouped=shared > 1):
-            widths, lanes = (call.head_dim, call.value_dim), sizes.batch * sizes.key_heads
-            one = _bytes_widened(shared, sizes.queries, sizes.keys, widths, call.mask is not None)
+            widths, lanes = (call.head_dim, call.value_dim), extent.batch * extent.key_heads
+            one = _bytes_widened(
+                shared, extent.max_queries, extent.max_keys, widths, call.mask is not None
+            )
             inside += min(_WIDENED_BYTES, lanes * one)
         if call.head_dim < width:
             inside += (sizes.rows + sizes.key_rows) * width * sizes.item
         if call.value_dim < width:
             inside += (2 * sizes.rows + sizes.key_rows) * width * sizes.item
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
-        return max(_TRIAL_BYTES, backward_bytes(sizes, gradients, inside, adding))
+        return max(_TRIAL_BYTES, sizes.backward_bytes(gradients, inside, adding))
 
 
 def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,9 +262,8 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
-    sizes = RectangleSizes.of(call, extent, extent.direct)
     split = call.dtype == torch.float32 and not call.exact_scale
-    return replace(sizes, signed_query=True) if split else sizes
+    return RectangleSizes(call, extent, extent.direct, split)
 
 
 def _widened(sizes: RectangleSizes, numbers: int) -> int:
@@ -274,8 +273,8 @@ def _widened(sizes: RectangleSizes, numbers: int) -> int:
     return min(MERGE_WORKSPACE_BYTES, 3 * numbers * sizes.work)
 
 
-def _tile(sizes: RectangleSizes) -> tuple[int, int]:
-    return min(_TILE_QUERIES, sizes.queries), min(_TILE_KEYS, sizes.keys)
+def _tile(extent: Extent) -> tuple[int, int]:
+    return min(_TILE_QUERIES, extent.max_queries), min(_TILE_KEYS, extent.max_keys)
 
 
 # Gradients of a short 16-bit call in fp32.

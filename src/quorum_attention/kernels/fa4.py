@@ -26,8 +26,6 @@ from quorum_attention.kernels.rectangles import (
     UNSPLIT_BYTES,
     RectangleKernel,
     RectangleSizes,
-    backward_bytes,
-    forward_bytes,
     operator_refusal,
     round_up,
 )
@@ -161,28 +159,28 @@ class Fa4Kernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes(call, extent)
         # What finds the rows that are not finite.
-        return forward_bytes(sizes, call.value_dim, 0) + _held(*[sizes.rows] * 3)
+        return sizes.forward_bytes(call.value_dim, 0) + _held(*[sizes.rows] * 3)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes(call, extent)
         widths = call.head_dim + call.value_dim
         gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse; so are the
         # gradients of keys that query heads share.
         unit = 64 if call.head_dim > 128 else 32
         width, value_width = round_up(call.head_dim, unit), round_up(call.value_dim, unit)
-        rows = sizes.batch * sizes.heads * round_up(sizes.queries, _TILE)
-        keys = sizes.batch * sizes.key_heads * round_up(sizes.keys, _TILE)
+        rows = sizes.lanes * round_up(extent.max_queries, _TILE)
+        keys = extent.batch * extent.key_heads * round_up(extent.max_keys, _TILE)
         inside = _held(4 * rows * width, 4 * rows, 4 * rows, rows // 8)
-        if sizes.heads != sizes.key_heads:
+        if sizes.shared > 1:
             inside += _held(4 * keys * width, 4 * keys * value_width, keys // 4, keys // 4)
         if extent.direct:
             # Copies of an output and of its gradient that do not lie as its loads ask for.
             inside += 2 * sizes.rows * call.value_dim * sizes.item
-        return backward_bytes(sizes, gradients, inside)
+        return sizes.backward_bytes(gradients, inside)
 
 
 def _by_token(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -17,30 +17,10 @@ import triton.language as tl
     ]
 )  # fmt: skip
 def _merge_kernel(
-    out,
-    lse,
-    out_i,
-    lse_i,
-    heads,
-    rows,
-    blocks,
-    out_b,
-    out_h,
-    out_r,
-    out_i_b,
-    out_i_h,
-    out_i_r,
-    lse_b,
-    lse_h,
-    lse_r,
-    lse_i_b,
-    lse_i_h,
-    lse_i_r,
-    UNIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
+    out, lse, out_i, lse_i, heads, rows, blocks, out_b, out_h, out_r, out_i_b, out_i_h, out_i_r,
+    lse_b, lse_h, lse_r, lse_i_b, lse_i_h, lse_i_r, UNIT: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
     # Offsets have 64 bits: a tensor may hold more than 2**31 elements.
     lane = tl.program_id(0) // blocks
     b = (lane // heads).to(tl.int64)
@@ -81,30 +61,11 @@ def _merge_kernel(
     ]
 )  # fmt: skip
 def _add_kernel(
-    target,
-    source,
-    unscale,
-    overflow,
-    alpha,
-    heads,
-    rows,
-    blocks,
-    target_b,
-    target_h,
-    target_r,
-    source_b,
-    source_h,
-    source_r,
-    unscale_b,
-    unscale_h,
-    shared,
-    SCALED: tl.constexpr,
-    CHECKED: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    target, source, unscale, overflow, alpha, heads, rows, blocks, target_b, target_h, target_r,
+    source_b, source_h, source_r, unscale_b, unscale_h, shared, SCALED: tl.constexpr,
+    CHECKED: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     lane = tl.program_id(0) // blocks
     b = (lane // heads).to(tl.int64)
     h = (lane % heads).to(tl.int64)
@@ -133,14 +94,9 @@ def _add_kernel(
 # Nor are pointers to a few numbers, whose alignment changes.
 @triton.jit(do_not_specialize=["largest", "programs"])
 def _norm_kernel(
-    tensor,
-    largest,
-    rows,
-    programs,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    tensor, largest, rows, programs, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     group = tl.program_id(0) // programs
     # 64 bits: the query heads of a key head are one long run of rows.
     first = (tl.program_id(0) % programs).to(tl.int64) * BLOCK_ROWS
@@ -162,17 +118,9 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=["norms", "unscale", "groups", "shift", "programs"])
 def _divide_kernel(
-    tensor,
-    norms,
-    unscale,
-    groups,
-    shift,
-    rows,
-    programs,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
+    tensor, norms, unscale, groups, shift, rows, programs, WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
     group = tl.program_id(0) // programs
     bound = tl.load(norms + group) * tl.maximum(2 * tl.load(norms + groups + group), 2.0)
     usable = (bound > 0) & (bound < float("inf"))

@@ -25,17 +25,21 @@ import torch
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.kernels.cache import load, remembered, store
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.merge import by_torch, empty_
+from quorum_attention.kernels.merge import by_torch
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
-    Gradients,
     InnerKernel,
     MaskShape,
-    Statistics,
+    Saved,
     is_bare,
 )
-from quorum_attention.kernels.reference import DenseKernel, whole_task, work_dtype
+from quorum_attention.kernels.reference import (
+    DenseKernel,
+    backward_by_task,
+    forward_by_task,
+    work_dtype,
+)
 from quorum_attention.kernels.tensors import Pick
 from quorum_attention.kernels.torch_private import capturing, outside
 
@@ -177,22 +181,15 @@ def _run(
         to: brings a tensor to the device and the dtype to compute in.
     """
     call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
-    task, grad_out, work = whole_task(call), to(grad_out), work_dtype(call.query)
-
-    def zeros(like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=work, device=like.device)
-
-    out = zeros(grad_out)
-    state = Statistics(out, out[..., 0].clone())
-    empty_(state.out, state.lse)
-    kernel.forward(task, state)
-    results = {"out": state.out, "lse": state.lse}
+    # Results as they are computed, not rounded to what the inputs are.
+    call = replace(call, stored=work_dtype(call.query))
+    out, lse = forward_by_task(kernel.forward, call)
+    results = {"out": out, "lse": lse}
     if needs_grad:
-        sums = (zeros(call.query), zeros(call.key), zeros(call.value))
-        rounded = state.out.to(call.query.dtype)
-        kernel.backward(task, Gradients(grad_out, rounded, state.lse, *sums))
+        saved = Saved(to(grad_out), out.to(call.query.dtype), lse)
         names = ("the gradient of query", "the gradient of key", "the gradient of value")
-        results |= dict(zip(names, sums, strict=True))
+        gradients = backward_by_task(kernel.backward, call, saved)
+        results |= dict(zip(names, gradients, strict=True))
     return results
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -42,40 +43,16 @@ from quorum_attention.kernels.tensors import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSizes:
-    """What the calls of a task depend on, besides its rectangles.
+class TaskSizes(NamedTuple):
+    """What the calls of a task depend on, besides its rectangles; the limits as in
+    ``TaskTensors``."""
 
-    Attributes:
-        batch: batch entries.
-        query_lanes, key_lanes: batch entries times heads.
-        row_bytes: bytes of a key and its value.
-        device: where the task runs.
-        max_queries, max_keys: as in ``TaskTensors``.
-    """
-
-    batch: int
-    query_lanes: int
-    key_lanes: int
-    row_bytes: int
+    query: torch.Size
+    value: torch.Size
+    item: int
     device: torch.device
     max_queries: int
     max_keys: int
-
-    @classmethod
-    def of(cls, task: TaskTensors) -> TaskSizes:
-        """The sizes of ``task``."""
-        query, value = task.query, task.value
-        batch = query.shape[0]
-        return cls(
-            batch=batch,
-            query_lanes=batch * query.shape[1],
-            key_lanes=batch * value.shape[1],
-            row_bytes=(query.shape[-1] + value.shape[-1]) * query.element_size(),
-            device=query.device,
-            max_queries=task.max_queries,
-            max_keys=task.max_keys,
-        )
 
 
 class RectangleKernel(Kernel):
@@ -251,12 +228,14 @@ class RectangleKernel(Kernel):
             cuts = rectangles if limit is None else cut(rectangles, limit, limit)
             yield from (Batch(r) for r in cuts)
             return
-        yield from _planned_calls(self, TaskSizes.of(task), tuple(rectangles), backward)
+        query, value, limits = task.query, task.value, (task.max_queries, task.max_keys)
+        sizes = TaskSizes(query.shape, value.shape, query.element_size(), query.device, *limits)
+        yield from _planned_calls(self, sizes, tuple(rectangles), backward)
 
     def _bounded(self, batch: Batch, sizes: TaskSizes) -> Iterator[Batch]:
         """``batch`` in parts, each with as many rectangles as the workspace bound allows."""
         most, first = 1, batch.first
-        if sizes.max_queries and sizes.batch == 1:
+        if sizes.max_queries and sizes.query[0] == 1:
             rows = round_up(first.n_queries, self.row_unit)
             columns = round_up(first.n_keys, self.row_unit)
             most = max(1, min(sizes.max_queries // rows, sizes.max_keys // columns))
@@ -436,117 +415,108 @@ def multiprocessors() -> int:
     return max(counts, default=160)
 
 
+def mask_bytes(call: CallShape, extent: Extent, multiple: int = 1) -> int:
+    """Bytes of the mask of one rectangle; ``multiple``: what its rows are padded to, in bytes."""
+    mask, item = call.mask, call.dtype.itemsize
+    if mask is None:
+        return 0
+    size = (extent.batch if mask.batch else 1) * (extent.query_heads if mask.heads else 1)
+    size *= extent.max_queries if mask.rows else 1
+    return size * round_up((extent.max_keys if mask.columns else 1) * item, multiple)
+
+
 @dataclass(frozen=True, slots=True)
 class RectangleSizes:
-    """Sizes of the largest operator call a kernel makes.
+    """Sizes of the largest operator call a kernel makes, and bounds of the bytes it takes.
 
     Attributes:
-        heads: query heads of one call.
-        item: bytes of an element of the inputs.
-        work: bytes of an element of the statistics (4, or 8 for float64).
-        bias_bytes: bytes of the mask of one rectangle, as the task hands it over.
-        aligned_bias_bytes: bytes of a copy of it from ``aligned_bias``.
-        dead_bytes: bytes that ``dead_rows`` takes.
-        task_rows: query rows of a whole task, all heads and batch entries together.
-        signed_query: whether the queries may be copied to multiply them by a part of the scale.
+        grouped: whether the operator takes fewer key heads than query heads.
+        splits_scale: whether queries are copied to multiply them by a part of the scale, whatever
+            that is (``signed``).
     """
 
-    batch: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    head_dim: int
-    value_dim: int
-    item: int
-    work: int
-    bias_bytes: int
-    aligned_bias_bytes: int
-    dead_bytes: int
-    task_rows: int
-    signed_query: bool = False
+    call: CallShape
+    extent: Extent
+    grouped: bool = True
+    splits_scale: bool = False
 
-    @classmethod
-    def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
-        """Sizes of a call; ``grouped``: the operator takes fewer key heads than query heads."""
-        heads = extent.query_heads if grouped else extent.key_heads
-        item = call.dtype.itemsize
-        bias = aligned = dead = 0
-        if call.mask is not None:
-            bias_batch = extent.batch if call.mask.batch else 1
-            bias_heads = extent.query_heads if call.mask.heads else 1
-            bias_rows = extent.max_queries if call.mask.rows else 1
-            bias_columns = extent.max_keys if call.mask.columns else 1
-            bias = bias_batch * bias_heads * bias_rows * bias_columns * item
-            columns = round_up(extent.max_keys, max(1, 16 // item))
-            aligned = bias_batch * bias_heads * bias_rows * columns * item
-            dead = dead_rows_bytes(
-                bias_batch, heads, extent.max_queries, extent.max_keys, call.is_causal
-            )
-        return cls(
-            batch=extent.batch,
-            heads=heads,
-            key_heads=extent.key_heads,
-            queries=extent.max_queries,
-            keys=extent.max_keys,
-            head_dim=call.head_dim,
-            value_dim=call.value_dim,
-            item=item,
-            work=8 if call.dtype == torch.float64 else 4,
-            bias_bytes=bias,
-            aligned_bias_bytes=aligned,
-            dead_bytes=dead,
-            task_rows=extent.batch * extent.query_heads * extent.n_tokens,
-            signed_query=not call.positive_scale or call.dtype == torch.float64,
-        )
+    @property
+    def heads(self) -> int:
+        """Query heads of one call."""
+        return self.extent.query_heads if self.grouped else self.extent.key_heads
+
+    @property
+    def shared(self) -> int:
+        """Query heads of a key head."""
+        return self.heads // max(1, self.extent.key_heads)
+
+    @property
+    def lanes(self) -> int:
+        """Batch entries times query heads of one call."""
+        return self.extent.batch * self.heads
 
     @property
     def rows(self) -> int:
         """Query rows of one call."""
-        return self.batch * self.heads * self.queries
+        return self.lanes * self.extent.max_queries
 
     @property
     def key_rows(self) -> int:
         """Key rows of one call."""
-        return self.batch * self.key_heads * self.keys
+        return self.extent.batch * self.extent.key_heads * self.extent.max_keys
 
     @property
     def shared_key_rows(self) -> int:
         """Key rows of one call if every query head had its own."""
-        return self.batch * self.heads * self.keys
+        return self.lanes * self.extent.max_keys
 
     @property
-    def signed_bytes(self) -> int:
-        """Bytes of the queries of one call times a part of its scale (``signed``)."""
-        return self.rows * self.head_dim * self.item if self.signed_query else 0
+    def item(self) -> int:
+        """Bytes of an element of the inputs."""
+        return self.call.dtype.itemsize
 
     @property
-    def lse_bytes(self) -> int:
-        """Bytes of the lse of one call."""
-        return self.rows * self.work
+    def work(self) -> int:
+        """Bytes of an element of the statistics."""
+        return 8 if self.call.dtype == torch.float64 else 4
 
     @property
-    def shifted_lse_bytes(self) -> int:
-        """Bytes of a task's shifted lse, the flags of its empty rows, and two copies for a call."""
-        return self.task_rows * (self.work + 1) + 2 * self.rows * self.work
+    def aligned_bias_bytes(self) -> int:
+        """Of a copy of the mask from ``aligned_bias``, every row at its full length."""
+        mask = self.call.mask
+        if mask is None:
+            return 0
+        whole = replace(self.call, mask=replace(mask, columns=True))
+        return mask_bytes(whole, self.extent, 16)
 
+    @property
+    def _held(self) -> int:
+        """The mask, and the queries of one call times a part of its scale."""
+        call = self.call
+        split = self.splits_scale or not call.positive_scale or self.work == 8
+        signed = self.rows * call.head_dim * self.item if split else 0
+        return mask_bytes(call, self.extent) + signed + SLACK_BYTES
 
-def forward_bytes(
-    sizes: RectangleSizes, out_width: int, inside: int, merging: int = MERGE_WORKSPACE_BYTES
-) -> int:
-    """Bound of a forward whose operator holds ``inside`` bytes until it returns (out, lse), which
-    are merged with ``merging`` bytes."""
-    results = sizes.rows * out_width * sizes.item + sizes.lse_bytes
-    held = sizes.bias_bytes + sizes.signed_bytes + results
-    # Temporaries after the operator has returned: rows without keys, merge.
-    after = max(sizes.dead_bytes, merging) + sizes.dead_bytes
-    return held + max(inside, after) + SLACK_BYTES
+    def forward_bytes(
+        self, out_width: int, inside: int, merging: int = MERGE_WORKSPACE_BYTES
+    ) -> int:
+        """Bound of a forward whose operator holds ``inside`` bytes until it returns (out, lse),
+        which are merged with ``merging`` bytes."""
+        call, extent, dead = self.call, self.extent, 0
+        if call.mask is not None:
+            batch = extent.batch if call.mask.batch else 1
+            sides = extent.max_queries, extent.max_keys
+            dead = dead_rows_bytes(batch, self.heads, *sides, call.is_causal)
+        results = self.rows * (out_width * self.item + self.work)
+        # Temporaries after the operator has returned: rows without keys, merge.
+        return self._held + results + max(inside, max(dead, merging) + dead)
 
-
-def backward_bytes(
-    sizes: RectangleSizes, gradients: int, inside: int, adding: int = MERGE_WORKSPACE_BYTES
-) -> int:
-    """Bound of a backward that returns ``gradients`` bytes and holds ``inside`` until it does, and
-    whose gradients are added with ``adding`` bytes."""
-    held = sizes.bias_bytes + sizes.signed_bytes + sizes.shifted_lse_bytes + gradients
-    return held + max(inside, adding) + SLACK_BYTES
+    def backward_bytes(
+        self, gradients: int, inside: int, adding: int = MERGE_WORKSPACE_BYTES
+    ) -> int:
+        """Bound of a backward that returns ``gradients`` bytes and holds ``inside`` until it does,
+        and whose gradients are added with ``adding`` bytes."""
+        task_rows = self.extent.batch * self.extent.query_heads * self.extent.n_tokens
+        # The shifted lse, the flags of its empty rows, and two copies for a call.
+        lse = task_rows * (self.work + 1) + 2 * self.rows * self.work
+        return self._held + lse + gradients + max(inside, adding)

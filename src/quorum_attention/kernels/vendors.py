@@ -13,8 +13,6 @@ from quorum_attention.kernels.rectangles import (
     RectangleKernel,
     RectangleSizes,
     TaskSizes,
-    backward_bytes,
-    forward_bytes,
     multiprocessors,
     operator_refusal,
     round_up,
@@ -85,30 +83,30 @@ class FlashKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes(call, extent)
         # If the query tiles are too few to fill the GPU, the keys are split, and each split has its
         # own fp32 statistics. There are at most about two waves of 128-row tiles.
         split_rows = 2 * 2 * multiprocessors() * 128
         inside = split_rows * (_padded_dim(call.head_dim) + 1) * 4
-        return forward_bytes(sizes, call.value_dim, inside)
+        return sizes.forward_bytes(call.value_dim, inside)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes(call, extent)
         dim = call.head_dim
         gradients = (sizes.rows + 2 * sizes.key_rows) * dim * sizes.item
         # Token-major copies of grad_out and out; dQ summed in fp32 over padded rows, and delta; the
         # gradients of grouped keys for every query head.
         inside = 2 * sizes.rows * dim * sizes.item
-        padded_rows = sizes.batch * sizes.heads * round_up(sizes.queries, 128)
+        padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, 128)
         copies = 1
         if torch.are_deterministic_algorithms_enabled():
-            copies = -(-multiprocessors() // max(1, sizes.batch * sizes.heads))
+            copies = -(-multiprocessors() // max(1, sizes.lanes))
         # A few blocks hold a second copy of the row statistics.
         inside += padded_rows * (copies * _padded_dim(dim) + 4) * 4 + _FLASH_BYTES
-        if sizes.heads != sizes.key_heads:
+        if sizes.shared > 1:
             inside += 2 * sizes.shared_key_rows * dim * sizes.item
-        return backward_bytes(sizes, gradients, inside)
+        return sizes.backward_bytes(gradients, inside)
 
 
 def _padded_dim(head_dim: int) -> int:
@@ -183,38 +181,38 @@ class EfficientKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, self._limited(call, extent), self.grouped)
+        sizes = RectangleSizes(call, self._limited(call, extent), grouped=False)
         value_dim = _aligned(call.value_dim, sizes.item)
         inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=False)
         if sizes.item == 2 and value_dim > 64:
             inside += sizes.rows * value_dim * 4  # the output is summed in fp32
-        inside += sizes.batch * sizes.heads * _LSE_ROWS * 4
-        return forward_bytes(sizes, value_dim, inside)
+        inside += sizes.lanes * _LSE_ROWS * 4
+        return sizes.forward_bytes(value_dim, inside)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, self._limited(call, extent), self.grouped)
+        sizes = RectangleSizes(call, self._limited(call, extent), grouped=False)
         head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
         widths = head_dim + value_dim
         gradients = (sizes.rows * head_dim + sizes.key_rows * widths) * sizes.item
         # grad_out and out token-major; lse padded.
         inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=True)
         inside += 2 * sizes.rows * value_dim * sizes.item
-        inside += sizes.batch * sizes.heads * round_up(sizes.queries, _LSE_ROWS) * 8
+        inside += sizes.lanes * round_up(sizes.extent.max_queries, _LSE_ROWS) * 8
         if sizes.item == 4:
             inside += sizes.rows * (value_dim + 2) * 4  # torch computes delta out of place
         # dQ of all query tiles, in fp32.
-        batch_heads = max(1, sizes.batch * sizes.heads)
-        workspace = round_up(sizes.queries, 128) * round_up(head_dim, 128)
+        batch_heads = max(1, sizes.lanes)
+        workspace = round_up(sizes.extent.max_queries, 128) * round_up(head_dim, 128)
         if sizes.item == 2 and max(head_dim, value_dim) > 128:
             # dK and dV are too wide for registers: an fp32 copy for each split of the keys.
-            splits = max(1, min(-(-sizes.keys // 64), 200 // batch_heads))
+            splits = max(1, min(-(-sizes.extent.max_keys // 64), 200 // batch_heads))
             if torch.are_deterministic_algorithms_enabled():
                 splits = 1
             padded = round_up(head_dim, 128) + round_up(value_dim, 128)
-            workspace += splits * round_up(sizes.keys, 128) * padded
+            workspace += splits * round_up(sizes.extent.max_keys, 128) * padded
         inside += batch_heads * (workspace + 4096) * 4
-        return backward_bytes(sizes, gradients, inside)
+        return sizes.backward_bytes(gradients, inside)
 
     def _limited(self, call: CallShape, extent: Extent) -> Extent:
         if call.mask is None:
@@ -344,33 +342,35 @@ class CudnnKernel(RectangleKernel):
         start and an end at which the device is partly idle.
         """
         # Heads run one after another, in a backward two at a time.
-        rows = _whole_tiles(_cache_bytes(sizes.device) // 3 // sizes.row_bytes)
+        (batch, heads, _, head_dim), (_, key_heads, _, value_dim) = sizes.query, sizes.value
+        row_bytes = (head_dim + value_dim) * sizes.item
+        rows = _whole_tiles(_cache_bytes(sizes.device) // 3 // row_bytes)
         fills = _FILLING_ROWS * multiprocessors()
-        if not backward and r.n_queries * sizes.query_lanes >= fills:
+        if not backward and r.n_queries * batch * heads >= fills:
             return r.n_queries, min(r.n_keys, rows)
-        if backward and r.n_keys * sizes.key_lanes >= fills // 2:
-            return min(r.n_queries, _whole_tiles(rows // min(sizes.query_lanes, 2))), r.n_keys
+        if backward and r.n_keys * batch * key_heads >= fills // 2:
+            return min(r.n_queries, _whole_tiles(rows // min(batch * heads, 2))), r.n_keys
         return r.n_queries, r.n_keys
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, _padded(extent, _SHORTEST), self.grouped)
-        return forward_bytes(sizes, call.value_dim, _CUDNN_BYTES + sizes.aligned_bias_bytes)
+        sizes = RectangleSizes(call, _padded(extent, _SHORTEST))
+        return sizes.forward_bytes(call.value_dim, _CUDNN_BYTES + sizes.aligned_bias_bytes)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, _padded(extent, _WHOLE_TILE), self.grouped)
+        sizes = RectangleSizes(call, _padded(extent, _WHOLE_TILE))
         widths = call.head_dim + call.value_dim
         gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         copies = 2 * sizes.rows * call.value_dim * sizes.item
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse. The gradients of
         # grouped keys are first computed for every query head.
-        padded_rows = sizes.batch * sizes.heads * round_up(sizes.queries, 128)
+        padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, 128)
         internal = padded_rows * (round_up(call.head_dim, 32) + 2) * 4 + _CUDNN_BYTES
-        if sizes.heads != sizes.key_heads:
+        if sizes.shared > 1:
             internal += sizes.shared_key_rows * widths * sizes.item
         inside = copies + internal + sizes.aligned_bias_bytes
-        return backward_bytes(sizes, gradients, inside)
+        return sizes.backward_bytes(gradients, inside)
 
 
 def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:

@@ -45,7 +45,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
+from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES, mask_bytes
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
@@ -219,7 +219,7 @@ class NativeKernel(Kernel):
         # The output may be asked for in fp32; with rules there is one in fp32 beside it.
         results = rows * (call.value_dim * 4 * self._copies + 4) + 3 * UNSPLIT_BYTES
         tables = self._table_bytes(call, extent) + self._room_bytes(call, extent)
-        return tables + results * extent.direct + _bias_bytes(call, extent)
+        return tables + results * extent.direct + mask_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
@@ -233,7 +233,7 @@ class NativeKernel(Kernel):
             results = rows * call.head_dim * item + 3 * UNSPLIT_BYTES * self._copies
             results += key_rows * (call.head_dim + call.value_dim) * item
         tables += self._room_bytes(call, extent)
-        return tables + 4 * rows + results + _bias_bytes(call, extent)
+        return tables + 4 * rows + results + mask_bytes(call, extent)
 
     @property
     def _copies(self) -> int:
@@ -479,17 +479,6 @@ def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels in Python on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _bias_bytes(call: CallShape, extent: Extent) -> int:
-    """Bytes of the mask of one rectangle."""
-    mask = call.mask
-    if mask is None:
-        return 0
-    size = (extent.batch if mask.batch else 1) * (extent.query_heads if mask.heads else 1)
-    size *= extent.max_queries if mask.rows else 1
-    size *= extent.max_keys if mask.columns else 1
-    return size * call.dtype.itemsize
 
 
 __all__ = ["NativeKernel", "interpreted"]
