@@ -72,6 +72,8 @@ def test_states(dtype: torch.dtype, tmp_path: Path) -> None:
         job.leave(Unit("task", 0, 0, number), 3, state)
         for one, other in zip(job.read_state(Unit("merge", 0, 0, 3), number), state, strict=True):
             assert torch.equal(one, other)
+    job.leave(Unit("task", 0, 0, 9), 3, [])
+    assert job.read_state(Unit("merge", 0, 0, 3), 9) == []
 
 
 def test_rows_are_written_only_into_the_files_of_a_call_that_runs(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from quorum_attention.call.block import WholeCall
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.ray.units import Cut, Schedule, cut_of
+from quorum_attention.ray.units import Cut, cut_of
 
 
 def call_of(batch: int, heads: int, kv_heads: int, n: int, m: int, causal: bool) -> WholeCall:
@@ -74,35 +74,6 @@ def test_every_worker_has_something_to_do(seed: int) -> None:
     if shortest >= 183 * 256:
         assert heads * cut.chunks >= min(10 * workers, 183 * heads)
     assert cut.chunks == 1 or shortest >= 256 * cut.chunks
-
-
-@pytest.mark.parametrize("chunks", [1, 3, 7, 13])
-def test_a_chunk_is_merged_after_its_tasks_and_a_head_is_complete_after_its_merges(
-    chunks: int,
-) -> None:
-    draw = random.Random(chunks)
-    heads = {(entry, head) for entry in range(2) for head in range(3) if (entry, head) != (1, 1)}
-    cut = Cut(call_of(2, 3, 3, 999, 999, True), chunks)
-    schedule = Schedule(cut, heads)
-    complete, done, without = [], set(), {unit for unit in schedule.waiting if draw.random() < 0.2}
-    while schedule.waiting:
-        schedule.waiting.rotate(draw.randint(0, 9))
-        unit = schedule.waiting.popleft()
-        head = unit.entry, unit.head
-        if unit.kind == "merge":
-            tasks = {unit._replace(kind="task", number=n) for n in cut.tasks(unit.number)}
-            assert tasks <= done
-            left = schedule.states(unit)
-            assert left == sorted(one.number for one in tasks - without)
-        found = schedule.done(unit, () if unit in without else cut.quorum(unit.number))
-        assert unit not in done
-        done.add(unit)
-        if found is not None:
-            assert found == head
-            complete.append(found)
-            assert sum((one.entry, one.head) == head for one in done) == schedule.count / len(heads)
-    assert len(done) == schedule.count == len(heads) * (1 if chunks == 1 else 2 * chunks)
-    assert sorted(complete) == sorted(heads)
 
 
 def test_large_heads_are_cut_though_there_are_many() -> None:

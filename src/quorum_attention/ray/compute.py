@@ -87,7 +87,7 @@ class Job:
         os.replace(made, path)
 
     def read_state(self, merge: Unit, task: int) -> list[torch.Tensor]:
-        """The partial state of the merged chunk that a task has left."""
+        """The partial state of the merged chunk that a task has left; [] if it had no pair."""
         found = load_file(self.state_path(merge, task, merge.number))
         return [found[str(number)] for number in range(len(found))]
 
@@ -128,41 +128,33 @@ class Done(NamedTuple):
     Attributes:
         where: it ran.
         seconds: that it took.
-        chunks: of which it left partial states.
         report: of its calls.
     """
 
     where: str
     seconds: float
-    chunks: tuple[int, ...]
     report: Report
 
 
-def compute(job: Job, unit: Unit, tasks: Sequence[int] = ()) -> Done:
-    """Compute a unit. Its results or states are in the files when this returns.
-
-    Args:
-        tasks: of a merge, those that have left a state of its chunk.
-    """
+def compute(job: Job, unit: Unit) -> Done:
+    """Compute a unit. Its results or states are in the files when this returns."""
     begun, report = time.perf_counter(), Report()
     device = _device(job, unit)
     backend = backend_of(device)
     with backend.current(device), torch.no_grad():
         work = _Work(job, unit, device, report)
-        chunks: tuple[int, ...] = ()
-        if unit.kind == "head":
-            job.write(work.block(), work.head())
-        elif unit.kind == "task":
-            chunks = work.task()
+        if unit.kind == "task":
+            work.task()
         else:
-            job.write(work.block(unit.number, unit.number), work.merge(tasks))
+            made = work.head() if unit.kind == "head" else work.merge()
+            job.write(work.block(unit.number, unit.number), made)
         backend.synchronize(device)
     kind = "cpu"
     if not on_host(device):
         backend.give_back_cached()  # the next task here may be given another GPU
         kind = f"{backend.model(device)} {device.index}"
     where = f"{socket.gethostname()} {kind}"
-    return Done(where, time.perf_counter() - begun, chunks, report)
+    return Done(where, time.perf_counter() - begun, report)
 
 
 def _device(job: Job, unit: Unit) -> torch.device:
@@ -199,20 +191,20 @@ class _Work:
             free = backend_of(device).free_bytes(device)
             self._left = int(free * _OF_FREE * min(1.0, job.gpus))
 
-    def block(self, queries: int | None = None, keys: int | None = None) -> Block:
+    def block(self, queries: int, keys: int) -> Block:
         """A block of the unit's head, as ``Cut.block`` has it."""
         return self._cut.block(self._unit, queries, keys)
 
-    def head(self) -> tuple[torch.Tensor, ...]:
+    def head(self) -> Sequence[torch.Tensor]:
         """The results of a whole head, by one call."""
-        block = self.block()
+        block = self.block(0, 0)  # there is one chunk
         return self._computed(block, self._read(block, self._inputs), self._job.dtype)
 
-    def task(self) -> tuple[int, ...]:
-        """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk that
-        has a pair, and returns these chunks."""
+    def task(self) -> None:
+        """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk, an
+        empty one of those without a pair."""
         job, pairs = self._job, self._pairs()
-        used = tuple(sorted({chunk for pair in pairs for chunk in pair}))
+        used = sorted({chunk for pair in pairs for chunk in pair})
         place = self._placed(used)
         of_keys = {n: self._read(self.block(n, n), _OF_KEYS, place) for n in used}
         states = {n: self._empty(n, place) for n in used if job.backward}
@@ -226,18 +218,20 @@ class _Work:
                     self._add([state[0], *states[other][1:]] if job.backward else state, made)
             if not job.backward:
                 job.leave(self._unit, own, state)
+        for chunk in set(self._cut.quorum(self._unit.number)) - set(used):
+            states[chunk] = []
         for chunk, state in states.items():
             job.leave(self._unit, chunk, state)
-        return used
 
-    def merge(self, tasks: Sequence[int]) -> list[torch.Tensor]:
+    def merge(self) -> Sequence[torch.Tensor]:
         """The results of a chunk, from the states that tasks have left."""
         chunk = self._unit.number
         total = self._empty(chunk, _HOST)
         if self._sinks is not None and not self._job.backward:
-            total[1].copy_(self._sinks[slice(*self.block().heads)][:, None])
-        for task in tasks:
-            self._add(total, self._job.read_state(self._unit, task))
+            total[1].copy_(self._sinks[slice(*self.block(chunk, chunk).heads)][:, None])
+        for task in sorted(self._cut.tasks(chunk)):
+            if state := self._job.read_state(self._unit, task):
+                self._add(total, state)
         return total
 
     def _pairs(self) -> dict[tuple[int, int], _Masked]:

@@ -6,16 +6,16 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
@@ -27,7 +27,7 @@ from quorum_attention.files.call import GRADIENTS, FileCall, file_call, written_
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.ray.compute import Job, compute
-from quorum_attention.ray.units import Head, Schedule, Unit, cut_of
+from quorum_attention.ray.units import Head, Unit, cut_of
 from quorum_attention.sizes import parse_bytes
 
 _Value = TypeVar("_Value")
@@ -169,13 +169,12 @@ class Farm:
             NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
             RuntimeError: a unit has lost four workers.
         """
-        call = _call(
-            {"query": query, "key": key, "value": value}, attn_mask,
+        results = {"out": _given(out, "out")} | ({} if lse is None else {"lse": lse})
+        self._all(
+            {"query": query, "key": key, "value": value}, attn_mask, results, chunks, report,
             CallOptions(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
-        results = {"out": _given(out, "out")} | ({} if lse is None else {"lse": lse})
-        self._all(call, results, chunks, report)
         return results["out"]
 
     def attention_with_lse(
@@ -215,32 +214,39 @@ class Farm:
             grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
             attn_mask and so on: as in ``attention``.
         """
-        call = _call(
+        results = dict(zip(GRADIENTS, _given(grads, "grads"), strict=True))
+        self._all(
             {"query": query, "key": key, "value": value, "grad_out": grad_out, "out": out,
-             "lse": lse}, attn_mask,
+             "lse": lse}, attn_mask, results, chunks, report,
             CallOptions(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
-        grads = _given(grads, "grads")
-        self._all(call, dict(zip(GRADIENTS, grads, strict=True)), chunks, report)
-        return grads
+        return results["dq"], results["dk"], results["dv"]
 
     def _all(
         self,
-        call: FileCall,
+        tensors: Mapping[str, torch.Tensor],
+        mask: torch.Tensor | Mask | None,
         results: dict[str, torch.Tensor],
         chunks: int | None,
         report: PoolReport | None,
+        written: CallOptions,
+        **said: Any,
     ) -> None:
-        ran, work = PoolPass(), call.work
+        """Compute all heads of a call, whose results are checked first."""
+        check_options(written)
+        given = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
+        # This process computes nothing of it.
+        call = file_call(given, mask, CallOptions(depth=written.depth, devices="cpu"), **said)
+        call, ran, work = replace(call, written=written), PoolPass(), call.work
         if report is not None:
             setattr(report, "backward" if call.backward else "forward", ran)
         results = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         for name, (shape, dtype) in call.results(lse="lse" in results).items():
             home, exact = call.tensors["query"].device, dtype if name == "lse" else None
             check_tensor(results[name], shape, name, home, exact, written=True)
-        mask = call.whole.mask
-        bias = mask.bias if isinstance(mask, Mask) else mask
+        bias = call.whole.mask
+        bias = bias.bias if isinstance(bias, Mask) else bias
         check_apart(results, {**call.tensors, "attn_mask": bias})
         heads = list(product(range(work.batch), range(work.kv_heads)))
         for _ in self.by_heads(call, written_as(call, results), heads, chunks=chunks, report=ran):
@@ -274,25 +280,25 @@ class Farm:
             name: _located(name, tensor, mappings, False) if tensor.numel() else tensor
             for name, tensor in call.tensors.items()
         }
-        files = {
-            name: _located(name, tensor, mappings, True)
-            for name, tensor in results.items()
-            if tensor.numel()
-        }
-        whole, bias, sinks = _sent(call.whole)
-        if bias is not None:
-            inputs["bias"] = in_file(bias, mappings, written=False) or bias.clone()
+        files = {n: _located(n, t, mappings, True) for n, t in results.items() if t.numel()}
+        mask = call.whole.mask if isinstance(call.whole.mask, Mask) else None
+        bias = call.whole.mask if mask is None else mask.bias
+        if isinstance(bias, torch.Tensor):  # sent by itself: it may be in a file
+            inputs["bias"] = in_file(bias.detach(), mappings, written=False) or bias.detach()
+        if mask is not None:
+            mask = map_tensors(replace(mask, bias=None), lambda t, name: t.detach().cpu())
         torch.autograd.graph.increment_version(list(results.values()))
         if not heads:
             return
         if not work.n_queries * work.n_keys or not files:
             for name, tensor in results.items():
                 tensor.fill_(-torch.inf if name == "lse" else 0.0)
-            if "lse" in results and sinks is not None:
-                results["lse"].copy_(sinks[:, None])
+            if "lse" in results and mask is not None and mask.sinks is not None:
+                results["lse"].copy_(mask.sinks[:, None])
             yield from heads
             return
         head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
+        whole = replace(call.whole, mask=mask)
         cut = cut_of(whole, len(heads), self._workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
@@ -318,29 +324,40 @@ class Farm:
             RuntimeError: a unit was begun too often.
             Exception: what a unit raised.
         """
-        schedule, begun, ray = Schedule(job.cut, heads), time.perf_counter(), self._ray
-        report.parts = schedule.count
+        cut, begun, ray = job.cut, time.perf_counter(), self._ray
+        first: Literal["head", "task"] = "head" if cut.chunks == 1 else "task"
+        every = [Unit(first, *head, n) for head in sorted(heads) for n in range(cut.chunks)]
+        waiting, report.parts = deque(every), len(every) * (1 if cut.chunks == 1 else 2)
+        # Units that give results and are not done, by head; states that exist, by their merge.
+        left, states = dict.fromkeys(heads, cut.chunks), Counter[Unit]()
         sent, running = ray.put(job), dict[Any, Unit]()
         merge, other = self._remote(max(1, self._cpus), 0), self._remote(self._cpus, self._gpus)
         try:
-            while schedule.waiting or running:
+            while waiting or running:
                 # Twice as many as are computed at once: none of them waits for this process.
-                while schedule.waiting and len(running) < (self._most or 2 * self._workers):
-                    unit = schedule.waiting.popleft()
-                    remote = merge if unit.kind == "merge" else other
-                    running[remote.remote(sent, unit, schedule.states(unit))] = unit
+                while waiting and len(running) < (self._most or 2 * self._workers):
+                    unit = waiting.popleft()
+                    running[(merge if unit.kind == "merge" else other).remote(sent, unit)] = unit
                 for ref in ray.wait(list(running))[0]:
-                    done = self._answer(ref, running[ref], report)
-                    unit, now = running.pop(ref), time.perf_counter() - begun
+                    unit, now = running[ref], time.perf_counter() - begun
+                    done = self._answer(ref, unit, report)
+                    del running[ref]
                     if done.where not in report.devices:
                         report.devices.append(done.where)
-                    device, spent = report.devices.index(done.where), done.seconds
-                    index = len(report.ran)
-                    report.ran.append(Ran(device, index, now - spent, now, done.report, spent))
-                    head = schedule.done(unit, done.chunks)
+                    device, start = report.devices.index(done.where), now - done.seconds
+                    ran = Ran(device, len(report.ran), start, now, done.report, done.seconds)
+                    report.ran.append(ran)
+                    if unit.kind == "task":
+                        for chunk in cut.quorum(unit.number):
+                            states[of := unit._replace(kind="merge", number=chunk)] += 1
+                            if states[of] == len(cut.tasks(chunk)):
+                                waiting.appendleft(of)
+                        continue
                     if unit.kind == "merge":
                         job.remove_states(unit)
-                    if head is not None:
+                    head = unit.entry, unit.head
+                    left[head] -= 1
+                    if not left[head]:
                         yield head
         finally:
             report.seconds = time.perf_counter() - begun
@@ -412,26 +429,6 @@ def _check_there(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
-
-
-def _call(
-    tensors: Mapping[str, Any], mask: torch.Tensor | Mask | None, written: CallOptions, **said: Any
-) -> FileCall:
-    """A call of ``Farm.attention``. This process computes nothing of it."""
-    check_options(written)
-    given = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
-    here = CallOptions(depth=written.depth, devices="cpu")
-    return replace(file_call(given, mask, here, **said), written=written)
-
-
-def _sent(whole: WholeCall) -> tuple[WholeCall, torch.Tensor | None, torch.Tensor | None]:
-    """A call as it is sent, its tensors in memory of their own; its bias, which may be in a file;
-    its sinks."""
-    if not isinstance(whole.mask, Mask):
-        return replace(whole, mask=None), whole.mask, None
-    bias, sinks = whole.mask.bias, whole.mask.sinks
-    mask = map_tensors(replace(whole.mask, bias=None), lambda t, name: t.detach().cpu())
-    return replace(whole, mask=mask), None if bias is None else bias.detach(), sinks
 
 
 def _given(value: _Value | None, name: str) -> _Value:

@@ -7,8 +7,6 @@ gradients. A chunk is merged when the states of the ``l`` tasks that hold it exi
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -82,13 +80,11 @@ class Cut:
         """The key rows of a chunk."""
         return self._rows(chunk, self.call.n_keys)
 
-    def block(self, unit: Unit, queries: int | None, keys: int | None) -> Block:
-        """A chunk of queries and one of keys of a unit's head; None: all of them."""
-        of, share = self.call, self.call.heads // self.call.kv_heads
-        rows = Interval(0, of.n_queries) if queries is None else self.queries(queries)
-        columns = Interval(0, of.n_keys) if keys is None else self.keys(keys)
+    def block(self, unit: Unit, queries: int, keys: int) -> Block:
+        """A chunk of queries and one of keys of a unit's head."""
+        share, entries = self.call.heads // self.call.kv_heads, Interval(unit.entry, unit.entry + 1)
         heads = Interval(unit.head * share, (unit.head + 1) * share)
-        return Block(Interval(unit.entry, unit.entry + 1), heads, rows, columns)
+        return Block(entries, heads, self.queries(queries), self.keys(keys))
 
     def _rows(self, chunk: int, n: int) -> Interval:
         of = self.call
@@ -147,45 +143,3 @@ def cut_of(call: WholeCall, heads: int, workers: int, head_bytes: int, chunks: i
             break
     # Three chunks in three tasks of two: as many rows as two heads, so no cut is worth less.
     return Cut(call, best if best > 3 else 1)
-
-
-class Schedule:
-    """Which units of a pass wait. A chunk's merge waits from when its last task is done.
-
-    Attributes:
-        waiting: units, the next one first.
-        count: of all units.
-    """
-
-    def __init__(self, cut: Cut, heads: Collection[Head]) -> None:
-        whole, every = cut.chunks == 1, sorted(heads)
-        kind: Literal["head", "task"] = "head" if whole else "task"
-        numbers = range(cut.chunks)
-        self.waiting = deque(Unit(kind, *head, number) for head in every for number in numbers)
-        self.count = len(self.waiting) * (1 if whole else 2)
-        self._cut, self._left = cut, dict.fromkeys(every, cut.chunks)
-        self._tasks_done: Counter[Unit] = Counter()
-        self._states: defaultdict[Unit, list[int]] = defaultdict(list)
-
-    def states(self, unit: Unit) -> list[int]:
-        """The tasks that have left a state for a merge, ascending."""
-        return sorted(self._states.pop(unit, []))
-
-    def done(self, unit: Unit, chunks: Collection[int]) -> Head | None:
-        """A unit is done; returns its head if that is complete.
-
-        Args:
-            chunks: of which it has left a state.
-        """
-        head = unit.entry, unit.head
-        if unit.kind != "task":
-            self._left[head] -= 1
-            return None if self._left[head] else head
-        for chunk in self._cut.quorum(unit.number):
-            merge = Unit("merge", *head, chunk)
-            if chunk in chunks:
-                self._states[merge].append(unit.number)
-            self._tasks_done[merge] += 1
-            if self._tasks_done[merge] == len(self._cut.tasks(chunk)):
-                self.waiting.appendleft(merge)
-        return None
