@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import quorum_attention as qa
 from quorum_attention.cli import main
 
 
@@ -48,15 +46,6 @@ def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert said.startswith("quorum-attention: ")
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", [["recover", "--qkv"], ["bench", "--output"]])
-def test_an_empty_name_is_no_option_left_out(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([*arguments, ""])
-    assert f"argument {arguments[1]}: must be a name" in capsys.readouterr().err
 
 
 MODULE = """
@@ -128,24 +117,7 @@ def test_check_shows_the_users_own_frames_of_a_failure(
     assert ("in inner" in said) == (name != "refuses")
 
 
-def test_a_module_that_fails_is_shown_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "my_broken.py").write_text("x = 1\nx.missing\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["check", "my_broken:f", "--device", "cpu"]) == 2
-    said = capsys.readouterr().err
-    assert "my_broken.py" in said
-    assert "AttributeError" in said
-
-
 def test_nobody_has_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python has no stdout where it was closed (``>&-``)."""
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["plan", "--tokens", "100", "--device", "cpu", "--json"]) == 0
-
-
-def test_the_package_runs_as_a_program() -> None:
-    command = [sys.executable, "-m", "quorum_attention", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == qa.__version__

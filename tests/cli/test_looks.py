@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
 from helpers_processes import run_python
 from helpers_terminal import in_a_terminal
 
@@ -52,54 +49,6 @@ def test_the_version_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == qa.__version__
-
-
-def test_commands_speak_of_causality_alike() -> None:
-    for name, command in parsers():
-        actions = {option: a for a in command._actions for option in a.option_strings}
-        if name in ("plan", "estimate", "recover", "run"):
-            assert actions["--causal"].default is False
-            assert "default: not causal" in str(actions["--causal"].help)
-            assert command.parse_args([*arguments_of(name), "--no-causal"]).causal is False
-            assert command.parse_args([*arguments_of(name), "--causal"]).causal is True
-        if name == "bench":
-            assert "causal" in str(command.description)
-        assert "--picture" not in actions
-    for name in ("plan", "recover", "run"):
-        assert "--draw" in dict(parsers())[name].format_help()
-
-
-def arguments_of(command: str) -> list[str]:
-    return {"run": ["in", "out"], "recover": []}.get(command, ["--tokens", "5"])
-
-
-@pytest.mark.parametrize("asked", [None, "--causal", "--no-causal"])
-def test_run_says_which_keys_it_takes_and_takes_them(
-    asked: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tensors = {name: torch.randn(1, 2, 40, 8) for name in ("query", "key", "value")}
-    files = [str(tmp_path / name) for name in ("in", "out")]
-    safetensors.torch.save_file(tensors, files[0])
-    command = ["run", *files, "--device", "cpu", *([asked] if asked else [])]
-    causal = asked == "--causal"
-    said = "causal" if causal else "not causal"
-    assert main(command) == 0
-    assert f", float32, {said}, " in capsys.readouterr().out
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["is_causal"] is causal
-    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors.values(), is_causal=causal)
-    torch.testing.assert_close(safetensors.torch.load_file(files[1])["out"], wanted)
-
-
-@pytest.mark.parametrize("columns", ["60", "80", "200", "0", "\u00b2", "-1", "", None])
-def test_no_sentence_is_broken_in_a_pipe(
-    columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
-    say(SENTENCE)
-    assert capsys.readouterr().out == SENTENCE + "\n"
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
@@ -142,19 +91,6 @@ def wrong(query, key, value, *, is_causal, scale):
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
     return torch.softmax(scores, -1) @ value, 0 * torch.logsumexp(scores, -1)
 """
-
-
-def test_a_failing_check_says_its_verdict_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a_wrong_attention.py").write_text(WRONG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["check", "a_wrong_attention:wrong", "--device", "cpu", "--forward-only"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out.count("not exact") == 1
-    assert len(printed.out.splitlines()) < 25
-    assert printed.err == ""
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:

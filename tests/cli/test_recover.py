@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,7 +18,7 @@ from helpers_processes import run_python
 
 from quorum_attention.bench import child
 from quorum_attention.cli import main, recover
-from quorum_attention.limits import PeakMemory, ran_out
+from quorum_attention.limits import ran_out
 
 SIZES = ["--tokens", "2048", "--heads", "8", "--device", "cpu", "--causal"]
 PROCESS = recover._PROCESS_BYTES
@@ -153,41 +153,6 @@ def test_whatever_a_limited_process_raises_is_a_verdict(
     assert answer.stage == "forward", "it failed inside the call"
 
 
-class Recorded(child.Method):
-    """Says what is done, in order, and where a limit begins."""
-
-    done: ClassVar[list[str]] = []
-
-    def forward(self, call: child.Call) -> Any:
-        self.done.append("forward")
-        return super().forward(call)
-
-    def backward(self, call: child.Call, state: Any) -> list[torch.Tensor]:
-        self.done.append("backward")
-        return super().backward(call, state)
-
-
-def test_what_torch_reads_is_in_place_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it fails, where it fails, inside the attention call; and times are of the call."""
-    monkeypatch.setattr(Recorded, "done", [])
-    monkeypatch.setitem(child.METHODS, "sdpa", Recorded())
-
-    class Limited(PeakMemory):
-        def limit(self, extra_bytes: int) -> None:
-            Recorded.done.append("limit")
-
-    drawn = child._drawn
-    monkeypatch.setattr(child, "PeakMemory", Limited)
-    monkeypatch.setattr(
-        child, "_drawn", lambda *given: Recorded.done.append("drawn") or drawn(*given)
-    )
-    answer = child.measure(spec_for("sdpa", 1 << 30))
-    twice = ["forward", "backward"] * 2
-    assert Recorded.done == ["drawn", *twice, "drawn", "limit", *twice]
-    assert len(answer.first_seconds) == 2
-    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 1
-
-
 @pytest.mark.parametrize("of_a_file", [False, True])
 def test_results_are_right_and_both_methods_get_the_same_inputs(
     of_a_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,21 +177,6 @@ def test_results_are_right_and_both_methods_get_the_same_inputs(
     errors = child.measure(spec).errors
     assert errors["out"][0] < 1e-5
     assert errors["grad_key"][0] == pytest.approx(0.1, rel=0.1)
-
-
-def test_who_waited_long_for_the_first_call_gets_no_second(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer = child.measure(replace(spec_for("quorum", None), patience=0.0))
-    assert answer.status == "ok"
-    assert len(answer.first_seconds) == 2
-    assert not answer.forward_seconds
-    answer.errors["out"] = [float("nan")]
-    monkeypatch.setattr(recover, "run_child", lambda spec: answer)
-    assert main(["recover", *SIZES, "--budget", "10MiB"]) == 1
-    printed = capsys.readouterr().out
-    assert re.search(r"│ backward, second call +│ +- ", printed)
-    assert "sampled rows: NO." in printed
 
 
 def test_a_process_that_dies_is_a_verdict_too() -> None:
@@ -260,16 +210,3 @@ with PeakMemory(torch.device("cpu")) as peak:
 after = torch.empty(200 << 20, dtype=torch.uint8)
 print(json.dumps([peak.peak_bytes, limit]))
 """
-
-
-def test_brackets_are_printed_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = child.Answer(status="failed", reason="an [error] said :smile:")
-    monkeypatch.setattr(recover, "run_child", lambda spec: answer)
-    monkeypatch.setattr(recover, "_draw", lambda *_: None)
-    sizes = ["--tokens", "256", "--heads", "1", "--device", "cpu", "--budget", "64MiB"]
-    assert main(["recover", *sizes, "--forward-only"]) == 1
-    said = capsys.readouterr().out
-    assert 'pip install "quorum-attention[draw]"' in said
-    assert "an [error] said :smile:" in said

@@ -108,27 +108,6 @@ def test_a_refused_call_leaves_the_earlier_output(
     assert said in error
 
 
-@pytest.mark.usefixtures("nothing_changes")
-@pytest.mark.parametrize(
-    "arguments",
-    [["--depth", "x"], ["--depth", "-1"], ["--scale", "nan"], ["--scale", "x"], ["--budget", "x"]],
-)
-def test_an_option_without_sense_leaves_the_earlier_output(
-    inputs: Path, earlier: Path, arguments: list[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(inputs), str(earlier), *CPU, f"{arguments[0]}={arguments[1]}"])
-    assert ended.value.code == 2
-
-
-@pytest.mark.usefixtures("nothing_changes")
-def test_no_matplotlib_is_said_before_any_work(
-    inputs: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["run", str(inputs), str(earlier), *CPU, "--draw", "picture.png"]) == 2
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -259,18 +238,6 @@ def test_a_signal_leaves_the_earlier_output(
     assert "Traceback" not in said
 
 
-def test_a_kill_leaves_the_earlier_output(inputs: Path, earlier: Path) -> None:
-    before = in_folder(inputs)
-    process = started(inputs, earlier)
-    process.kill()
-    process.communicate(timeout=60)
-    assert in_folder(inputs) == before
-    # The next one takes away what is left.
-    assert main(["run", str(inputs), str(earlier), *CPU]) == 0
-    assert in_folder(inputs).keys() == before.keys()
-    assert not list(inputs.parent.glob("*.run"))
-
-
 def full(handle: int, start: int, n_bytes: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -329,16 +296,6 @@ def test_the_new_output_has_the_place_and_the_permissions_of_the_old(
     assert json.loads(metadata["arguments"])["causal"] is True
 
 
-def test_a_file_that_may_not_be_written_stays(
-    inputs: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = in_folder(inputs)
-    # Root may write everything.
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != earlier)
-    assert main(["run", str(inputs), str(earlier), *CPU]) == 2
-    assert in_folder(inputs) == before
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_results_of_odd_length_are_written(tmp_path: Path, dtype: torch.dtype) -> None:
     """A float32 log-sum-exp behind an odd number of 16-bit ones lies at no multiple of four."""
@@ -371,25 +328,6 @@ def test_a_mask_in_the_file_is_taken(
     assert "has a mask" in capsys.readouterr().err
 
 
-def test_tensors_without_a_use_are_named(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tensors = {**safetensors.torch.load_file(inputs), "sinks": torch.zeros(4)}
-    safetensors.torch.save_file(tensors, tmp_path / "more")
-    assert main(["run", str(tmp_path / "more"), str(tmp_path / "out"), *CPU, "--json"]) == 0
-    printed = capsys.readouterr()
-    assert "also has sinks" in printed.err
-    assert json.loads(printed.out)["unknown"] == ["sinks"]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
-def test_a_pipe_is_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It would be waited for without end."""
-    os.mkfifo(tmp_path / "pipe")
-    assert main(["run", str(tmp_path / "pipe"), str(tmp_path / "out"), *CPU]) == 2
-    assert "is not a regular file" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "order",
     [
@@ -410,25 +348,6 @@ def test_options_stand_anywhere_between_names(
     assert main(["run", *(w.replace("OUT", "out/") for w in words), *CPU]) == 0
     assert (tmp_path / "out" / "out.npy").exists()
     assert (tmp_path / "out" / "lse.npy").exists() == ("--lse" in order)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["q.npy", "--nonsense", "out"], "unrecognized arguments: --nonsense"),
-        (["q.npy"], "required: output"),
-        (["--causal"], "required: input, output"),
-        (["--resume", "q.npy", "--restart", "out"], "not allowed with argument"),
-        (["q.npy", "--scale", "x", "out"], "must be a finite number"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", *arguments])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("nothing_changes")
@@ -460,22 +379,3 @@ def test_an_output_behind_another_users_link_is_refused_before_any_work(
     assert "is a link of user 12345" in capsys.readouterr().err
     assert list(mine.iterdir()) == [] if what == "folder" else mine.read_bytes() == b"mine"
     assert not out.exists()
-
-
-def test_a_signal_that_an_import_takes_for_an_error_stops_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Python's import raises TypeError("expected a message argument") where one comes in it."""
-    from quorum_attention.cli import doctor
-
-    def interrupted(options: object) -> int:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-        except KeyboardInterrupt:
-            raise TypeError("expected a message argument") from None
-        return 0
-
-    monkeypatch.setattr(doctor, "_run", interrupted)
-    assert main(["doctor"]) == 128 + signal.SIGINT
-    assert "stopped by SIGINT" in capsys.readouterr().err

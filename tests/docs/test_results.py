@@ -62,18 +62,3 @@ def test_every_raw_file_is_read_or_linked(tables: ModuleType) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for file in tables.RESULTS.iterdir():
         assert file.name in text or file.name.endswith("-random-calls.json"), file.name
-
-
-def test_calls_measured_anew_take_the_place_of_earlier_ones(
-    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = '{"fa2": [[9, 9], [2, 4]], "cudnn": [[9, 9], [4, 4]], "now": [[9, 9], [1, 2]]'
-    (tmp_path / "h200-plain.json").write_text(
-        f'{{"cases": {{"1048576": {calls}, "peak_bytes": 104857600}}}}}}'
-    )
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    found, source = tables.plain_calls()
-    assert source == "h200-plain.json"
-    assert found["1048576"]["peak"] == 104857600
-    assert tables.over(found["1048576"], "fa2") == "0.50; 0.50"
-    assert tables.over(found["1048576"], "cudnn") == "0.25; 0.38"

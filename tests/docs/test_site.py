@@ -145,11 +145,3 @@ def test_the_site_builds_and_its_links_lead_somewhere(site: Path) -> None:
                 known = pages[there].anchors | {"", "__skip"}
                 assert unquote(parts.fragment) in known, (page, target)
     assert followed > 100
-
-
-def test_pages_of_the_site_have_what_they_are_for(site: Path) -> None:
-    calls = (site / "reference" / "calls.html").read_text(encoding="utf-8")
-    assert "never expanded beyond one rectangle" in calls, "docstrings are on the page"
-    assert calls.count('<span class="gp">&gt;&gt;&gt; </span>') > 10, "and their examples, as code"
-    assert (site / "images" / "coverage.png").exists()
-    assert not (site / "data").exists()

@@ -172,13 +172,3 @@ def test_what_npy_files_cannot_have_is_said_before_any_work(
     assert "give another --out-dtype" in said(str(tmp_path / "half"), out)
     np.save(tmp_path / "call" / "mask.npy", np.ones((40, 40), bool))
     assert "is the input" in said(call, str(tmp_path / "call" / "mask.npy"))
-
-
-def test_results_in_the_folder_of_the_inputs_are_replaced(
-    tmp_path: Path, arrays: dict[str, np.ndarray]
-) -> None:
-    """They are no inputs of a forward, though they lie beside them."""
-    call = f"{tmp_path / 'call'}/"
-    np.save(tmp_path / "call" / "out.npy", np.zeros(3))
-    assert main(["run", call, call, *CPU]) == 0
-    assert np.load(tmp_path / "call" / "out.npy").shape == (2, 3, 40, 8)

@@ -3,18 +3,15 @@ leave nothing behind."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers_terminal import in_a_terminal, screen
-from rich.console import Console
 
 import quorum_attention as qa
 from quorum_attention.progress import bars, progress_bar
@@ -74,18 +71,6 @@ def test_work_goes_on_when_the_terminal_is_gone() -> None:
     assert program.returncode == 0
 
 
-@pytest.mark.parametrize("size", ["0", "\u00b2"])
-def test_sizes_of_a_screen_that_are_none(size: str) -> None:
-    code = (
-        f"import os; os.environ['COLUMNS'] = {size!r}\n{START}"
-        "with progress_bar() as update:\n"
-        "    for done in range(5):\n"
-        "        update(done + 1, 5, 'forward')\n"
-        "        time.sleep(0.15)\n"
-    )
-    assert "━" in in_a_terminal(code, 80)
-
-
 def test_a_terminal_shows_a_bar_and_keeps_nothing_of_it() -> None:
     code = (
         f"{START}print('before')\n"
@@ -138,23 +123,6 @@ def test_bars_inside_a_bar_stand_below_it() -> None:
     assert "recomputed" in shown
     assert ["backward", "recomputed"] in frames(shown)
     assert screen(shown) == ["said meanwhile", "said meanwhile", "after", ""]
-
-
-def test_bars_of_two_threads_share_the_terminal() -> None:
-    code = (
-        f"{START}def work(label, pause):\n"
-        "    with progress_bar() as update:\n"
-        f"        {WAIT}"
-        "        for done in range(3):\n"
-        "            update(done, 3, label)\n"
-        "            time.sleep(pause)\n"
-        "both = [threading.Thread(target=work, args=a) for a in (('one', 0.1), ('two', 0.2))]\n"
-        "[t.start() for t in both]; [t.join() for t in both]\n"
-        f"{ALONE}print('after', threading.active_count())\n"
-    )
-    shown = in_a_terminal(code, 80)
-    assert any(sorted(labels) == ["one", "two"] for labels in frames(shown))
-    assert screen(shown) == ["after 1", ""]
 
 
 def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,26 +183,3 @@ def test_a_call_tells_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     qa.attention(q, q, q, plan=plan, progress=True)
     assert len(seen) == plan.n_tasks * plan.n_groups
-
-
-def test_what_is_printed_to_a_file_meanwhile_gets_there(tmp_path: Path) -> None:
-    code = (
-        f"{START}with progress_bar() as update:\n"
-        f"    {WAIT}"
-        "    update(1, 3, 'forward')\n"
-        "    print('a result')\n"
-    )
-    shown = in_a_terminal(code, 80, stdout=str(tmp_path / "out.txt"))
-    assert "1/3" in shown
-    assert (tmp_path / "out.txt").read_text() == "a result\n"
-
-
-def test_a_notebook_without_widgets_gets_lines(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with progress_bar() as update:
-        clock[0] += 3
-        update(1, 2, "forward")
-    assert capsys.readouterr().err == "forward: 1 of 2 after 3 s\n"
