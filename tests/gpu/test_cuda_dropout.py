@@ -108,24 +108,15 @@ def test_runs_that_begin_anywhere() -> None:
         assert_close(found[0], found[1].double(), 4e-3)
 
 
-@pytest.mark.parametrize("budget", ["24 MiB", "64 MiB"])
-def test_a_budget_holds(budget: str) -> None:
-    three = [
-        torch.randn(1, 8, 16_384, 64, dtype=torch.float16, device="cuda", requires_grad=True)
-        for _ in range(3)
-    ]
-    room = torch.empty(1, 8, 16_384, 64, dtype=torch.float16, device="cuda")
-    report = qa.Report()
-    out = qa.attention(
-        *three, dropout_p=0.1, dropout_seed=SEED, is_causal=True, budget=budget, out=room,
-        report=report,
-    ) if budget != "24 MiB" else qa.attention(
-        *(t.detach() for t in three), dropout_p=0.1, dropout_seed=SEED, is_causal=True,
-        budget=budget, out=room, report=report,
-    )  # fmt: skip
+@pytest.mark.parametrize(("budget", "trains"), [("24 MiB", False), ("64 MiB", True)])
+def test_a_budget_holds(budget: str, trains: bool) -> None:
+    sizes: dict[str, Any] = {"dtype": torch.float16, "device": "cuda"}
+    three = [torch.randn(1, 8, 16_384, 64, **sizes).requires_grad_(trains) for _ in range(3)]
+    call: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": SEED, "is_causal": True}
+    report, room = qa.Report(), torch.empty(1, 8, 16_384, 64, **sizes)
+    out = qa.attention(*three, **call, budget=budget, out=room, report=report)
     assert report.forward.peak_bytes <= report.forward.budget_bytes
-    whole = qa.attention(*(t.detach() for t in three), dropout_p=0.1, dropout_seed=SEED,
-                         is_causal=True)  # fmt: skip
+    whole = qa.attention(*(t.detach() for t in three), **call)
     assert_close(out, whole.double(), 4e-3)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers_attention import Inputs
+from helpers_cuda import both
 from helpers_score_mods import cases, reference
 
 import quorum_attention as qa
@@ -16,7 +18,6 @@ from quorum_attention.kernels.kit import from_score_mod, sliding_window
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N, HEADS, WIDTH = 700, 2, 64
-NAMES = ("out", "query", "key", "value")
 # Of the norm; and of the undivided call's own error.
 TINY = {torch.float16: 3e-4, torch.bfloat16: 3e-3, torch.float32: 2e-6}
 LEVELS = ((), (7,), (3, 3))
@@ -30,32 +31,27 @@ def random(n: int, dtype: torch.dtype, kv_heads: int = HEADS, heads: int = HEADS
     ]
 
 
-def run(kernel, tensors, is_causal: bool, **plan) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
-    """out and gradients, in this order."""
-    q, k, v, grad = tensors
-    common = {
-        "is_causal": is_causal, "kernel": kernel, "devices": "cuda", "enable_gqa": True,
-    }  # fmt: skip
-    plans = [
-        qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=WIDTH, dtype=q.dtype,
-                is_causal=is_causal, kernel=kernel, backward=backward, device="cuda",
-                inputs="device", **plan)
+def run(kernel, tensors, is_causal: bool, **plan):  # type: ignore[no-untyped-def]
+    q, k, *_ = tensors
+    pins = [
+        {"plan": qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=WIDTH,
+                         dtype=q.dtype, is_causal=is_causal, kernel=kernel, backward=backward,
+                         device="cuda", inputs="device", **plan)}
         for backward in (False, True)
     ]  # fmt: skip
-    out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
-    grads = qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
-    return [out, *grads]
+    return both(Inputs(*tensors), pins, is_causal=is_causal, kernel=kernel)
 
 
 def errors(found, tensors, case) -> dict[str, float]:  # type: ignore[no-untyped-def]
     right = [t.double().requires_grad_() for t in tensors[:3]]
     expected, _ = reference(*right, case)
     expected.backward(tensors[3].double())
-    wanted = [expected.detach(), *(t.grad for t in right)]
-    assert all(bool(t.isfinite().all()) for t in found)
+    assert all(bool(t.isfinite().all()) for t in found.values())
     return {
         name: float((mine.double() - exact).norm() / exact.norm())
-        for name, mine, exact in zip(NAMES, found, wanted, strict=True)
+        for (name, mine), exact in zip(
+            found.items(), (expected.detach(), *(t.grad for t in right)), strict=True
+        )
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from helpers_masks import RULES, exact, off, random_mask
 
 import quorum_attention as qa
-from quorum_attention import Mask
+from quorum_attention import Mask, direct
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import version
 from quorum_attention.kernels.native.blocks import Room
@@ -21,46 +22,92 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bfloat16: (4e-2, 0.1)}
 
 
-@pytest.mark.parametrize("inputs", ["cuda", "cpu"])
-@pytest.mark.parametrize("seed", range(24))
-def test_random_masks_against_float64(seed: int, inputs: str) -> None:
+class Drawn:
+    """Sizes and dtype of a random call."""
+
+    def __init__(self, draw: random.Random, queries: Sequence[int], keys: Sequence[int]) -> None:
+        self.batch, self.kv_heads = draw.choice([1, 2]), draw.choice([1, 2])
+        self.heads = self.kv_heads * draw.choice([1, 3])
+        self.n_queries = draw.choice(queries)
+        self.n_keys = self.n_queries if draw.random() < 0.5 else draw.choice(keys)
+        self.dtype, self.dim = draw.choice(list(TOLERANCE)), draw.choice([64, 64, 128, 40])
+        self.of_mask = (self.batch, self.heads, self.n_queries, self.n_keys)
+        self.options: dict[str, Any] = {"enable_gqa": True, "scale": 0.125, "devices": "cuda"}
+        if draw.random() < 0.5 and max(self.n_queries, self.n_keys) >= 256:
+            self.options["depth"] = draw.choice([1, 2])
+        print(vars(self))
+
+    def check(
+        self, home: str, rules: Mask, given: Mask | None, dropout: Any = None, even: bool = False
+    ) -> None:
+        """Results and gradients of ``given`` against those of ``rules`` in float64.
+
+        Args:
+            even: the gradient is one number, of stride 0.
+        """
+        heads, kv_heads, n, m = self.heads, self.kv_heads, self.n_queries, self.n_keys
+        q, k, v, grad_out = (
+            torch.randn(self.batch, h, length, self.dim).to(self.dtype)
+            for h, length in ((heads, n), (kv_heads, m), (kv_heads, m), (heads, n))
+        )
+        if even:
+            grad_out = torch.full((), 0.5, dtype=self.dtype).expand(grad_out.shape)
+        want = exact(q, k, v, grad_out, rules, 0.125, dropout=dropout)
+        learned = [t.to(home).requires_grad_() for t in (q, k, v)]
+        out, lse = qa.attention_with_lse(*learned, attn_mask=given, **self.options)
+        if given is not None and given.sinks is not None:
+            learned.append(given.sinks)
+        grads = torch.autograd.grad(out, learned, grad_out.to(home))
+        of_results, of_grads = TOLERANCE[self.dtype]
+        size = 1.0 if dropout is None else dropout.rescale
+        assert off(out, want.out) <= size * of_results
+        assert off(lse, want.lse) <= of_results
+        for grad, wanted in zip(grads, want.grads, strict=True):
+            assert off(grad, wanted) <= size * of_grads
+        with torch.no_grad():
+            alone = qa.attention(*learned[:3], given, **self.options)
+        assert off(alone, want.out) <= size * of_results
+
+
+PLAIN = (
+    None,
+    Mask(causal=True, window=100),
+    Mask(causal="lower_right"),
+    Mask(window=(40, 7), offset=3),
+    Mask(chunk=128, causal=True),
+)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls_again_and_again_against_float64(seed: int) -> None:
+    """The second and third time they are what they were the first."""
     draw = random.Random(random.random() + seed)
-    batch, kv_heads = draw.choice([1, 2, 3]), draw.choice([1, 2])
-    heads = kv_heads * draw.choice([1, 2])
-    n_queries = draw.choice([5, 257, 700, 1500])
-    n_keys = n_queries if draw.random() < 0.5 else draw.choice([3, 128, 900])
-    dtype = draw.choice(list(TOLERANCE))
-    shapes = ((heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys), (heads, n_queries))
-    q, k, v, grad_out = (torch.randn(batch, h, n, 64).to(dtype) for h, n in shapes)
-    rules_on_host = random_mask(draw, batch, heads, n_queries, n_keys)
-    mask = replace(
-        rules_on_host,
-        softcap=draw.choice([None, None, 5.0]),
-        sinks=draw.choice([None, torch.randn(heads)]),
-    )
-    options: dict[str, Any] = {"enable_gqa": True, "scale": 0.125, "devices": "cuda"}
+    direct.forget_all()
+    drawn, mask = Drawn(draw, [64, 300, 1024], [5, 200, 900]), draw.choice(PLAIN)
+    drawn.options.pop("depth", None)
+    rules = mask or Mask()
+    if mask is None and drawn.n_queries == drawn.n_keys and draw.random() < 0.7:
+        drawn.options["is_causal"], rules = True, Mask(causal=True)
+    for time in range(3):
+        drawn.check("cuda", rules, mask, even=time == 2)
+
+
+@pytest.mark.parametrize("home", ["cuda", "cpu"])
+@pytest.mark.parametrize("seed", range(24))
+def test_random_masks_against_float64(seed: int, home: str) -> None:
+    draw = random.Random(random.random() + seed)
+    drawn = Drawn(draw, [5, 257, 700, 1500], [3, 128, 900])
+    sinks = draw.choice([None, torch.randn(drawn.heads, requires_grad=True)])
+    softcap = draw.choice([None, None, 5.0])
+    mask = replace(random_mask(draw, *drawn.of_mask), softcap=softcap, sinks=sinks)
     dropout = None
     if seed % 3 == 0:
         dropout = Dropout(draw.choice([0.1, 0.5]), draw.randrange(2**63))
-        options |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
-    want = exact(q, k, v, grad_out, mask, 0.125, dropout=dropout)
-    if draw.random() < 0.5 and max(n_queries, n_keys) >= 256:
-        options["depth"] = draw.choice([1, 2])
-    plain = mask.softcap is None and dropout is None
-    if plain and dtype != torch.float32 and draw.random() < 0.4:
-        options["kernel"] = draw.choice(["cudnn", "flash", *(["fa4"] if version() else [])])
-    tensors = [t.to(inputs).requires_grad_() for t in (q, k, v)]
-    placed = replace(mask, sinks=None if mask.sinks is None else mask.sinks.requires_grad_())
-    print(options, mask)
-    out, lse = qa.attention_with_lse(*tensors, attn_mask=placed, **options)
-    learned = tensors if placed.sinks is None else [*tensors, placed.sinks]
-    grads = torch.autograd.grad(out, learned, grad_out.to(inputs))
-    of_results, of_grads = TOLERANCE[dtype]
-    size = 1.0 if dropout is None else dropout.rescale
-    assert off(out, want.out) <= size * of_results
-    assert off(lse, want.lse) <= of_results
-    for grad, wanted in zip(grads, want.grads, strict=True):
-        assert off(grad, wanted) <= size * of_grads
+        drawn.options |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
+    plain = softcap is None and dropout is None
+    if plain and drawn.dtype != torch.float32 and draw.random() < 0.4:
+        drawn.options["kernel"] = draw.choice(["cudnn", "flash", *(["fa4"] if version() else [])])
+    drawn.check(home, mask, mask, dropout)
 
 
 def test_a_window_takes_no_more_memory_than_its_tokens() -> None:
@@ -79,33 +126,26 @@ def test_a_window_takes_no_more_memory_than_its_tokens() -> None:
     assert torch.cuda.max_memory_allocated() - before < 8 * q.nbytes
 
 
-@pytest.mark.parametrize("inputs", ["cuda", "cpu"])
+@pytest.mark.parametrize("home", ["cuda", "cpu"])
 @pytest.mark.parametrize("seed", range(8))
 def test_rules_that_are_tried_against_float64(
-    seed: int, inputs: str, monkeypatch: pytest.MonkeyPatch
+    seed: int, home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """User's functions and masks of which any may keep a pair, by a table of blocks; with room for
     few blocks, in many launches."""
     draw = random.Random(random.random() + seed)
-    batch, heads = draw.choice([1, 2]), draw.choice([1, 2, 4])
-    n_queries = draw.choice([5, 257, 700, 1500])
-    n_keys = n_queries if draw.random() < 0.5 else draw.choice([3, 128, 900])
-    dtype = draw.choice(list(TOLERANCE))
-    shapes = ((heads, n_queries), (1, n_keys), (1, n_keys), (heads, n_queries))
-    q, k, v, grad_out = (torch.randn(batch, h, n, 64).to(dtype) for h, n in shapes)
-    table = torch.rand(n_keys + 1) < 0.7
-    rules_on_host, placed = random_mask(draw, batch, heads, n_queries, n_keys), None
+    drawn = Drawn(draw, [5, 257, 700, 1500], [3, 128, 900])
+    rules = random_mask(draw, *drawn.of_mask)
     if seed % 2:
-        of_two = tuple(
-            random_mask(draw, batch, heads, n_queries, n_keys, inner=True) for _ in range(2)
-        )
-        rules_on_host = replace(rules_on_host, either=of_two)
+        of_two = tuple(random_mask(draw, *drawn.of_mask, inner=True) for _ in range(2))
+        rules = given = replace(rules, either=of_two)
     elif seed % 4:
-        rules_on_host = replace(rules_on_host, keeps=draw.choice(RULES))
+        rules = given = replace(rules, keeps=draw.choice(RULES))
     else:
+        table = torch.rand(drawn.n_keys + 1) < 0.7
         there = table.cuda()
-        placed = replace(rules_on_host, keeps=lambda b, h, q, k: there[k] | (q == k))
-        rules_on_host = replace(rules_on_host, keeps=lambda b, h, q, k: table[k] | (q == k))
+        given = replace(rules, keeps=lambda b, h, q, k: there[k] | (q == k))
+        rules = replace(rules, keeps=lambda b, h, q, k: table[k] | (q == k))
     if draw.random() < 0.5:
         few = draw.choice([1, 3])
 
@@ -113,20 +153,7 @@ def test_rules_that_are_tried_against_float64(
             return Room(few * 2048 * lanes, lanes, n, m)
 
         monkeypatch.setattr(Room, "of", staticmethod(room))
-    want = exact(q, k, v, grad_out, rules_on_host, 0.125)
-    options: dict[str, Any] = {"enable_gqa": True, "scale": 0.125, "devices": "cuda"}
-    if draw.random() < 0.5 and max(n_queries, n_keys) >= 256:
-        options["depth"] = draw.choice([1, 2])
-    tensors = [t.to(inputs).requires_grad_() for t in (q, k, v)]
-    options["attn_mask"] = placed or rules_on_host
-    print(options, batch, heads, n_queries, n_keys, dtype)
-    out, lse = qa.attention_with_lse(*tensors, **options)
-    grads = torch.autograd.grad(out, tensors, grad_out.to(inputs))
-    of_results, of_grads = TOLERANCE[dtype]
-    assert off(out, want.out) <= of_results
-    assert off(lse, want.lse) <= of_results
-    for grad, wanted in zip(grads, want.grads, strict=True):
-        assert off(grad, wanted) <= of_grads
+    drawn.check(home, rules, given)
 
 
 @pytest.mark.parametrize("budget", [None, "256MiB"])

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from helpers_attention import Inputs, exact, inputs
+from helpers_cuda import both, errors
 from helpers_fa4 import FA4
 from helpers_plans import passing
 
@@ -25,19 +26,9 @@ def plan(work, kernel: str, queries: int, keys: int, group: int, *, backward: bo
     return passing(made, queries, keys, group=group)
 
 
-def both(given, plans, report=None, **call):  # type: ignore[no-untyped-def]
-    call = {"is_causal": True, "enable_gqa": True, "devices": "cuda", "report": report, **call}
-    out, lse = qa.attention_with_lse(*given.three, plan=plans[0], **call)
-    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, plan=plans[1], **call)
-    return out, *grads
-
-
-def check(found, given, *, is_causal: bool, dtype) -> None:  # type: ignore[no-untyped-def]
-    wanted = exact(given, is_causal=is_causal, gradients=True)
-    assert wanted.grads is not None
-    for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
-        error = (mine.double() - right).norm() / right.norm()
-        assert float(error) < ERRORS[dtype]
+def cut_so(given: Inputs, plans, report=None, is_causal: bool = True):  # type: ignore[no-untyped-def]
+    pins = [{"plan": made} for made in plans]
+    return both(given, pins, is_causal=is_causal, report=report)
 
 
 @pytest.mark.parametrize("kernel", [FA4, "cudnn", "flash", "efficient"])
@@ -52,11 +43,9 @@ def test_it_is_exact_and_within_its_plan(kernel, dtype, is_causal) -> None:
         plan(work, kernel, 200, 512, 2, backward=True),
     ]
     report = qa.Report()
-    found = both(given, plans, report, is_causal=is_causal)
-    check(found, given, is_causal=is_causal, dtype=dtype)
+    found = cut_so(given, plans, report, is_causal)
+    assert max(errors(found, given, is_causal=is_causal).values()) < ERRORS[dtype]
     for part in (report.forward, report.backward):
-        assert part is not None
-        assert part.peak_bytes is not None
         assert not part.recoveries
         assert part.peak_bytes <= part.planned_peak_bytes
 
@@ -65,22 +54,15 @@ def test_a_tight_budget_is_planned_so() -> None:
     n, sizes = 1 << 17, {"heads": 2, "kv_heads": 2, "head_dim": 64}
     given = inputs(n, dtype=torch.float16, **sizes)
     report = qa.Report()
-    call = {"is_causal": True, "devices": "cuda"}
-    out, lse = qa.attention_with_lse(*given.three, budget="48MiB", report=report, **call)
-    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, budget="48MiB",
-                                  report=report, **call)  # fmt: skip
+    found = both(given, is_causal=True, budget="48MiB", report=report)
     made = qa.plan(n, heads=2, head_dim=64, dtype=torch.float16, is_causal=True, budget="48MiB",
                    backward=True)  # fmt: skip
     assert isinstance(made.schedule.route, Streaming)
     for part in (report.forward, report.backward):
-        assert part is not None
-        assert part.peak_bytes is not None
         assert part.peak_bytes <= 48 << 20
         assert not part.recoveries
-    usual, lse = qa.attention_with_lse(*(t.cuda() for t in given.three), is_causal=True)
-    others = qa.attention_backward(given.grad_out.cuda(), *(t.cuda() for t in given.three), usual,
-                                   lse, is_causal=True)  # fmt: skip
-    for mine, theirs in zip((out, *grads), (usual, *others), strict=True):
+    usual = both(Inputs(*(t.cuda() for t in (*given.three, given.grad_out))), is_causal=True)
+    for mine, theirs in zip(found.values(), usual.values(), strict=True):
         error = (mine.cuda().double() - theirs.double()).norm() / theirs.double().norm()
         assert float(error) < 1.5e-2  # of the uncut call: fp16 loses digits in its dV
 
@@ -104,21 +86,19 @@ def test_an_overflow_is_scaled_down_and_rows_that_are_not_finite_go_through_slot
              for b, blocks in ((False, (512, 256)), (True, (512, 512)))]  # fmt: skip
     given = sink(n, 2)
     report = qa.Report()
-    found = both(given, plans, report, is_causal=is_causal)
+    found = cut_so(given, plans, report, is_causal)
     wanted = exact(given, is_causal=is_causal, gradients=True)
     assert wanted.grads is not None
-    for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
+    for mine, right in zip(found.values(), (wanted.out, *wanted.grads), strict=True):
         torch.testing.assert_close(mine.double(), right, atol=2e-3, rtol=0)
-    assert report.backward is not None
     assert report.backward.repeated_units > 0
     assert not report.backward.recoveries
     # Head 0 holds a number that is not finite; head 1 comes out right.
     given.query[0, 0, 100, 3] = float("nan")
     report = qa.Report()
-    found = both(given, plans, report, is_causal=is_causal)
-    assert report.backward is not None
-    assert not bool(found[1][0, 0].isfinite().all())
-    for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
+    found = cut_so(given, plans, report, is_causal)
+    assert not bool(found["query"][0, 0].isfinite().all())
+    for mine, right in zip(found.values(), (wanted.out, *wanted.grads), strict=True):
         torch.testing.assert_close(mine[:, 1:].double(), right[:, 1:], atol=2e-3, rtol=0)
 
 
@@ -141,10 +121,9 @@ def test_running_out_of_memory_goes_on_through_slots(monkeypatch) -> None:
 
         monkeypatch.setattr(type(kernel), name, failing)
     report = qa.Report()
-    found = both(given, plans, report)
-    check(found, given, is_causal=True, dtype=torch.float16)
+    found = cut_so(given, plans, report)
+    assert max(errors(found, given, is_causal=True).values()) < 3e-3
     for part in (report.forward, report.backward):
-        assert part is not None
         assert len(part.recoveries) == 1
         assert "through slots" in part.recoveries[0]
 
@@ -198,5 +177,5 @@ def test_a_default_device_of_the_program_changes_nothing(route: str) -> None:
             for b in (False, True)
         ]  # fmt: skip
     with torch.device("cuda"):
-        found = both(given, made)
-    check(found, given, is_causal=True, dtype=torch.float16)
+        found = cut_so(given, made)
+    assert max(errors(found, given, is_causal=True).values()) < 3e-3
