@@ -65,14 +65,14 @@ def attend(
     mask, seen = _mask(module, query, key, attention_mask, is_causal, sliding_window)
     if packed:
         mask = mask & Mask(documents=_packed(query, key, cu_seq_lens_q, cu_seq_lens_k, mask))
-    if seen < key.shape[2] and _only_numbers(mask):
+    if seen < key.shape[2] and says_only(mask, "causal", "offset", "window", "chunk"):
         key, value = key[:, :, :seen], value[:, :, :seen]
     if position_bias is not None:
         mask = _biased(mask, position_bias[..., : key.shape[2]])
     if softcap is not None or s_aux is not None:
         mask = replace(mask, softcap=softcap, sinks=s_aux)
     square = mask.offset in (None, 0) and query.shape[2] == key.shape[2]
-    plain = _plain(mask) and (square or not mask.causal)
+    plain = says_only(mask, "causal", "offset") and (square or not mask.causal)
     rest = (dropout, plain and bool(mask.causal), scaling, query.shape[1] != key.shape[1])
     if plain and query.shape[2] < options.shortest:
         sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -159,16 +159,9 @@ def _packed(
     return ids[0], ids[1]
 
 
-def _only_numbers(mask: Mask) -> bool:
-    """Whether the mask holds nothing that goes key by key."""
-    tensors = (mask.documents, mask.key_padding, mask.key_lengths, mask.bias, mask.keeps)
-    return not any(each is not None for each in tensors) and not (mask.either or mask.every)
-
-
-def _plain(mask: Mask) -> bool:
-    """Whether the mask is causal at most."""
-    scores = (mask.softcap, mask.sinks, mask.window, mask.chunk)
-    return _only_numbers(mask) and not any(each is not None for each in scores)
+def says_only(mask: Mask, *fields: str) -> bool:
+    """Whether a mask has no other fields than these."""
+    return all(name in fields for name in mask.said())
 
 
 def _biased(mask: Mask, bias: torch.Tensor) -> Mask:
@@ -236,4 +229,4 @@ def _one_query(
     return out.reshape(batch, heads, 1, -1).transpose(1, 2).contiguous()
 
 
-__all__ = ["attend", "causal_of"]
+__all__ = ["attend", "causal_of", "says_only"]

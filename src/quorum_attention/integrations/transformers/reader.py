@@ -405,14 +405,6 @@ def _in_the_call(function: MaskFunction, sizes: Sizes) -> MaskFunction:
 
 
 __all__ = [
-    "Equal",
-    "Kept",
-    "MaskFunction",
-    "Near",
-    "Numbers",
-    "Sizes",
-    "UnknownError",
-    "conditions_of",
-    "described",
+    "Equal", "MaskFunction", "Near", "Sizes", "UnknownError", "conditions_of", "described",
     "mask_of",
 ]  # fmt: skip

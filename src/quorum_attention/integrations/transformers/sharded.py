@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import Arguments, alive, compare
-from quorum_attention.integrations.transformers.attending import causal_of
+from quorum_attention.integrations.transformers.attending import causal_of, says_only
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
@@ -299,10 +299,7 @@ def attend_sharded(
     mask, lengths = attention_mask.whole(group, position_ids, query.device)
     if softcap is not None or s_aux is not None:
         mask = replace(mask, softcap=softcap, sinks=s_aux)
-    plain = not any(
-        part is not None
-        for part in (mask.window, mask.chunk, mask.documents, mask.key_padding, softcap, s_aux)
-    )
+    plain = says_only(mask, "causal")
     out = distributed.attention(
         query, key, value, None if plain else mask, group=group, lengths=lengths,
         is_causal=plain and bool(mask.causal), scale=scaling, dropout_p=dropout,
@@ -338,10 +335,4 @@ def _check_layers(module: torch.nn.Module) -> None:
         )
 
 
-__all__ = [
-    "Asked",
-    "ShardedMask",
-    "asked_of",
-    "attend_sharded",
-    "sharded_mask",
-]
+__all__ = ["attend_sharded", "sharded_mask"]
