@@ -7,6 +7,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,14 +47,14 @@ def tokens(requires_grad: bool = False) -> Tensor:
     return torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=requires_grad)
 
 
-def gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
-    return {name: weight.grad for name, weight in model.named_parameters()}
-
-
-def same(plain: torch.nn.Module, tiled: torch.nn.Module, **room: float) -> None:
-    """The same weights have gradients, and the same ones."""
-    for (name, own), ours in zip(gradients(plain).items(), gradients(tiled).values(), strict=True):
-        torch.testing.assert_close(ours, own, **room, msg=lambda said, name=name: f"{name}: {said}")
+def same(plain: torch.nn.Module, tiled: torch.nn.Module, run: Any = None, **room: float) -> None:
+    """The same weights have gradients, and the same ones, after ``run`` of each."""
+    for model in (plain, tiled) if run is not None else ():
+        run(model)
+    for (name, own), ours in zip(plain.named_parameters(), tiled.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours.grad, own.grad, **room, msg=lambda said, name=name: f"{name}: {said}"
+        )
 
 
 X = tokens()
@@ -77,10 +78,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients(loss: str) -> None:
-    plain, tiled = two()
-    for model in (plain, tiled):
-        LOSSES[loss](model, X.clone().requires_grad_()).backward()
-    same(plain, tiled)
+    same(*two(), lambda model: LOSSES[loss](model, X.clone().requires_grad_()).backward())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -89,22 +87,21 @@ def test_a_checkpoint_within_the_mlp(reentrant: bool) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=reentrant)
 
-    plain, tiled = two(kind=Within)
-    for model in (plain, tiled):
-        model(X.clone().requires_grad_()).square().sum().backward()
-    same(plain, tiled)
+    loss = LOSSES["plain"]
+    same(*two(kind=Within), lambda model: loss(model, X.clone().requires_grad_()).backward())
 
 
 def test_a_short_call_after_a_long_one_in_one_region_of_autocast() -> None:
     """A cast made without gradients is not handed on: the short call's would be missing."""
-    plain, tiled = two(torch.float32)
     x = X.float().requires_grad_()
-    for model in (plain, tiled):
+
+    def run(model: Gated) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             long, short = model(x), model(x[:1, :3])
         assert long.dtype == torch.bfloat16
         (long.float().square().sum() * 0.1 + short.float().square().sum()).backward()
-    same(plain, tiled, rtol=0.02, atol=0.02)
+
+    same(*two(torch.float32), run, rtol=0.02, atol=0.02)
 
 
 def test_dropout_drops_the_same_in_the_backward() -> None:
@@ -137,20 +134,24 @@ def test_dropout_drops_the_same_in_the_backward() -> None:
     assert (weight.grad * way).sum().item() == pytest.approx(slope, rel=1e-5)
 
 
-def test_an_mlp_of_another_kind_is_left_alone() -> None:
-    model = Gated()
-    model.gate_proj = torch.nn.Identity()  # type: ignore[assignment]
-    assert not tile_mlps(model, 4).done
-
-
-def test_an_mlp_that_mixes_the_tokens_of_a_text_is_left_alone() -> None:
+class Mixing(Gated):
     """Two dimensions, as tiles have, would not show it."""
 
-    class Mixing(Gated):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x - x.mean(1, keepdim=True))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
 
-    assert "other results" in str(tile_mlps(Mixing(), 4))
+
+class Without(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Identity()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Mixing, "other results"), (Without, "other results")])
+def test_an_mlp_of_another_kind_is_left_alone(kind: type[Gated], why: str) -> None:
+    done = tile_mlps(kind(), 4)
+    assert not done.done
+    assert why in str(done)
 
 
 @pytest.mark.parametrize("of_input", [False, True])
@@ -190,10 +191,7 @@ def test_tied_weights_get_the_sum() -> None:
     plain = Tied()
     tiled = copy.deepcopy(plain)
     assert tile_mlps(tiled, 4).done
-    x = tokens()
-    for model in (plain, tiled):
-        model(x).square().sum().backward()
-    same(plain, tiled)
+    same(plain, tiled, lambda model: model(X).square().sum().backward())
     assert tiled.mlp.up_proj.weight is tiled.head.weight
 
 

@@ -9,7 +9,6 @@ host memory, copied beside the computation. What fits nowhere is computed again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import Token
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,8 +82,16 @@ class LayerCheckpoints:
             step = self._begin(inputs[0])
         one = _Layer(step)
         self._step = None  # if the layer fails, nothing of this step is held here
+
+        def run(*given: Any) -> Any:  # once now, and again in the backward
+            token = RESULTS.set(one.results)
+            try:
+                return layer(*given)
+            finally:
+                RESULTS.reset(token)
+
         with saved_tensors_hooks(one.keep, one.unpack):
-            found = checkpoint(layer, *inputs, use_reentrant=False, context_fn=one.contexts)
+            found = checkpoint(run, *inputs, use_reentrant=False)
         one.settle()
         step.number, step.before = number, one
         # From the last layer on the graph alone holds what is kept.
@@ -143,8 +150,7 @@ class _Layer:
     def keep(self, tensor: torch.Tensor) -> _Kept:
         """In host memory while some has to go there."""
         step, copies = self._step, None
-        assert step is not None
-        if step.away > 0 and tensor.nbytes >= _SMALL:
+        if step is not None and step.away > 0 and tensor.nbytes >= _SMALL:
             step.away, copies = step.away - tensor.nbytes, step.copies
         kept = _Kept(tensor.detach(), copies)  # its graph may hold this layer
         self._kept.append(kept)
@@ -159,19 +165,14 @@ class _Layer:
             one.fetch()
         return found
 
-    def contexts(self) -> tuple[Any, Any]:
-        """Of the layer's first run and its second."""
-        return _Running(self._note), _Running(self._give)
-
-    def _note(self, compute: Callable[[], _Results]) -> _Results:
-        results = compute()
-        assert self._step is not None
-        self._step.recomputed -= 1
-        none = self._step.recomputed >= 0
-        self._results.append(None if none else tuple(map(self.keep, results)))
-        return results
-
-    def _give(self, compute: Callable[[], _Results]) -> _Results:
+    def results(self, compute: Callable[[], _Results]) -> _Results:
+        """Of a call of attention: computed and kept in the first run, given in the second."""
+        step = self._step
+        if step is not None:
+            results, step.recomputed = compute(), step.recomputed - 1
+            none = step.recomputed >= 0
+            self._results.append(None if none else tuple(map(self.keep, results)))
+            return results
         number, self._again = self._again, self._again + 1
         kept = self._results[number] if number < len(self._results) else None
         if kept is None:
@@ -186,20 +187,6 @@ class _Layer:
         self._step = None
         for kept in self._kept:
             kept.settle()
-
-
-class _Running:
-    """While a layer runs: what each of its attention calls asks for its results."""
-
-    def __init__(self, way: Callable[[Callable[[], _Results]], _Results]) -> None:
-        self._way = way
-        self._tokens: list[Token[Any]] = []
-
-    def __enter__(self) -> None:
-        self._tokens.append(RESULTS.set(self._way))
-
-    def __exit__(self, *raised: object) -> None:
-        RESULTS.reset(self._tokens.pop())
 
 
 class _Kept:
