@@ -18,7 +18,7 @@ import torch
 
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.call.transforms import records, refuse_batched
+from quorum_attention.call.transforms import records, refuse_batched, refuse_mapped
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
@@ -188,7 +188,7 @@ def mapped_inputs(
     Raises:
         NotImplementedError: it maps over the sinks.
     """
-    _refuse_mapped(dims[4])
+    refuse_mapped("Mask.sinks", dims[4])
     query, key, value = map(partial(_in_front, size), (query, key, value), dims)
     return query, key, value, _mask_in_front(mask, dims[3], query.dim()), sinks
 
@@ -209,7 +209,7 @@ def mapped_gradients(
     *six, mask, sinks, grad_lse = read
     of_mask, of_sinks = learned
     # Its gradient would have the mapped dimension, whether or not it has.
-    _refuse_mapped(0 if of_sinks else dims[7])
+    refuse_mapped("Mask.sinks, nor over their gradient", 0 if of_sinks else dims[7])
     six = list(map(partial(_in_front, size), six, dims))
     grad_lse = None if grad_lse is None else _in_front(size, grad_lse, dims[8])
     dim = dims[6]
@@ -219,14 +219,6 @@ def mapped_gradients(
     if of_mask:
         grads[3] = grads[3].reshape(mask.movedim(dim, 0).shape)
     return grads
-
-
-def _refuse_mapped(dim: int | None) -> None:
-    if dim is not None:
-        raise NotImplementedError(
-            "torch.vmap cannot map over Mask.sinks, nor over their gradient: only over query, key, "
-            "value and attn_mask"
-        )
 
 
 def _in_front(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:

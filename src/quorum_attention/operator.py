@@ -41,7 +41,7 @@ from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Layer, current, fill
-from quorum_attention.call.transforms import records
+from quorum_attention.call.transforms import records, refuse_mapped
 from quorum_attention.call.validation import as_mask, broadcast_inputs
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
@@ -413,13 +413,13 @@ def _recorded_backward(*args: Any) -> Any:
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     """One more batch dimension; what is not mapped is expanded."""
-    _refuse_others(in_dims[5:7], args[7:])
+    _refuse_others(args[7], *in_dims[5:7])
     five = mapped_inputs(info.batch_size, in_dims, *args[:5])
     return torch.ops.quorum_attention.attention(*five, *args[5:]), (0, 0, None)
 
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    _refuse_others(in_dims[10:12], args[12:])
+    _refuse_others(args[12], *in_dims[10:12])
 
     def compute(*nine: Any) -> Any:
         return torch.ops.quorum_attention.attention_backward(*nine, *args[9:])
@@ -428,15 +428,11 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     return grads, [0] * len(grads)
 
 
-def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:
-    """Refuse to map what cannot be: a seed, a tensor of a mask; and dropout, because a seed would
-    drop other pairs than without the mapping."""
-    seed, parts = dims
-    if seed is not None or any(dim is not None for dim in parts) or call[0] > 0.0:
-        raise NotImplementedError(
-            "torch.vmap in a graph cannot map over dropout, nor over tensors of a Mask beside its "
-            "bias: only over query, key, value and attn_mask"
-        )
+def _refuse_others(dropout_p: float, seed: int | None, parts: list[int | None]) -> None:
+    """Refuse to map a seed or a tensor of a mask; and dropout, because a seed would drop other
+    pairs than without the mapping."""
+    dropout = seed if dropout_p == 0.0 else 0
+    refuse_mapped("dropout in a graph, nor over tensors of a Mask", dropout, *parts)
 
 
 def _register() -> library.Library:

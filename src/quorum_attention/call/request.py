@@ -146,7 +146,8 @@ class Request:
             )
         if self.runner is not None:
             raise NotImplementedError("devices cannot be several under torch.vmap")
-        refuse_entries(self.options.kernel, self.options.device)
+        if self.options.kernel != "auto":
+            refuse_entries(get_kernel(self.options.kernel), self.options.device)
         batch = (size, *self.work.batch_shape)
         shape = None if mask is None else mask_shape(mask, len(batch))
         work = replace(self.work, batch_shape=batch, mask=shape)
@@ -217,9 +218,10 @@ def request_of(
         )
     if options.kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
-        options = replace(options, kernel=get_kernel(options.kernel))
+        kernel = get_kernel(options.kernel)
+        options = replace(options, kernel=kernel)
         if is_followed():
-            refuse_learned(options.kernel, query, key, value, options.device)
+            refuse_learned(kernel, query, key, value, options.device)
     exact = scale_is_exact(factor, query.dtype)
     work = Workload(
         *sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0, exact_scale=exact

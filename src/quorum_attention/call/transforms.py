@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from quorum_attention.kernels.protocol import Indices, InnerKernel
-from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import capturing, outside
 
 
@@ -92,6 +91,22 @@ def _levels(tensor: torch.Tensor) -> Iterator[int]:
         tensor = functorch.get_unwrapped(tensor)
 
 
+def refuse_mapped(name: str, *dims: int | None) -> None:
+    """Refuse torch.vmap over what cannot be mapped.
+
+    Args:
+        dims: over which it maps; None: none.
+
+    Raises:
+        NotImplementedError: it maps over one.
+    """
+    if any(dim is not None for dim in dims):
+        raise NotImplementedError(
+            f"torch.vmap cannot map over {name}: only over query, key, value and attn_mask (or "
+            "Mask.bias); make the dimension that is mapped one of the batch"
+        )
+
+
 def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """``tensor``, whose numbers are read now and which gets no gradient, without the wrappers of
     torch.func's derivatives.
@@ -101,11 +116,7 @@ def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            raise NotImplementedError(
-                f"torch.vmap cannot map over {name}: only over query, key, value and attn_mask (or "
-                "Mask.bias); make the dimension that is mapped one of the batch"
-            )
+        refuse_mapped(name, 0 if functorch.is_batchedtensor(tensor) else None)
         if not functorch.is_gradtrackingtensor(tensor):
             break
         tensor = functorch.get_unwrapped(tensor)
@@ -113,7 +124,7 @@ def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def refuse_learned(
-    kernel: str | InnerKernel,
+    kernel: InnerKernel,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -131,10 +142,7 @@ def refuse_learned(
         NotImplementedError: a function of ``kernel`` reads a tensor that requires a gradient or has
             a tangent, or one of a transformation that is under way.
     """
-    if isinstance(kernel, str) and kernel == "auto":
-        return
-    told = get_kernel(kernel)
-    if not (told.called_back() and all(t.numel() for t in (query, key, value))):
+    if not (kernel.called_back() and all(t.numel() for t in (query, key, value))):
         return
     if capturing(device):  # no copy from the host can be captured
         return
@@ -142,22 +150,22 @@ def refuse_learned(
     queries, keys = (sorted({0, tensor.shape[-2] - 1}) for tensor in (query, key))
     numbers = ([0], list(range(query.shape[-3])), queries, keys)
     at = Indices(*(torch.tensor(each, device=device) for each in numbers))
-    made = told.results_of_functions(ends[0], ends[1], ends[2], at)
+    made = kernel.results_of_functions(ends[0], ends[1], ends[2], at)
     found = [result for result in made if isinstance(result, torch.Tensor)]
     functorch, duals = torch._C._functorch, torch.autograd.forward_ad
-    read = told.captured()
+    read = kernel.captured()
     if any(map(functorch.is_functorch_wrapped_tensor, read)) or any(
         map(functorch.is_batchedtensor, found)
     ):
         raise NotImplementedError(
-            f"a function of kernel {told.name!r} (Mask.keeps, mask_mod, score_mod, ...) reads a "
+            f"a function of kernel {kernel.name!r} (Mask.keeps, mask_mod, score_mod, ...) reads a "
             "tensor of a torch.func transformation that is under way: it may read only tensors "
             "from outside of it"
         )
     dual = duals._current_level >= 0
     if any(t.requires_grad or (dual and duals.unpack_dual(t).tangent is not None) for t in found):
         raise NotImplementedError(
-            f"kernel {told.name!r} has no gradient of tensors that its functions read, but the "
+            f"kernel {kernel.name!r} has no gradient of tensors that its functions read, but the "
             "result of one of them requires it: give the function tensor.detach(), or make what it "
             "adds to the scores an attn_mask, which gets its gradient"
         )
@@ -174,21 +182,17 @@ def _ends(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return entry[..., :: max(1, entry.shape[-2] - 1), :].to(device).clone()
 
 
-def refuse_entries(kernel: str | InnerKernel, device: torch.device) -> None:
+def refuse_entries(kernel: InnerKernel, device: torch.device) -> None:
     """Refuse torch.vmap where an attention depends on the number of the batch entry: entries would
     be counted through the dimension that it adds.
 
     Raises:
         NotImplementedError: ``kernel`` depends on it.
     """
-    if isinstance(kernel, str) and kernel == "auto":
-        return
-    told = get_kernel(kernel)
-    if told.tells_entries_apart(device):
+    if kernel.tells_entries_apart(device):
         raise NotImplementedError(
-            f"torch.vmap cannot map this call: kernel {told.name!r} has a function of the batch "
-            "entry, and would count entries through the dimension that is mapped; make that one of "
-            "the batch"
+            f"torch.vmap cannot map this call: kernel {kernel.name!r} has a function of the batch "
+            "entry; make the dimension that is mapped one of the batch"
         )
 
 
