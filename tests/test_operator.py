@@ -23,7 +23,8 @@ import quorum_attention as qa
 from quorum_attention.kernels import DenseKernel, registry
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPERATOR = torch.ops.quorum_attention.attention.default
+ours = functools.partial(qa.attention, enable_gqa=True)
+OPERATOR = torch.ops.quorum_attention.attention.default  # there once ``attention`` is imported
 Function = Callable[..., torch.Tensor]
 
 
@@ -70,9 +71,6 @@ def agree(
 
 def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
     return sdpa(q, k, v, enable_gqa=True, **more)
-
-
-ours = functools.partial(qa.attention, enable_gqa=True)
 
 
 def test_options_of_every_kind() -> None:
