@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pairs import kept_share
@@ -41,29 +41,36 @@ def footprint_of(schedule: Schedule, problem: Problem) -> Footprint:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Sample:
     """A few typical tasks of a decomposition, for one head.
 
     Attributes:
         calls: the operator calls of all these tasks, and how many there are of each size.
-        n_calls: their number.
-        pairs: query-key pairs of all calls.
-        merged: query rows that all calls merge.
         runs: token runs of a task, on average.
         tasks: number of tasks.
-        shapes: number of different shapes among the calls.
         rows: tokens of a task, on average.
     """
 
     calls: tuple[tuple[Batch, int], ...]
-    n_calls: int
-    pairs: int
-    merged: int
     runs: float
     tasks: int
-    shapes: int
     rows: float
+
+    @cached_property
+    def n_calls(self) -> int:
+        """How many calls there are."""
+        return sum(times for _, times in self.calls)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Query-key pairs of all calls."""
+        return sum(call.first.pairs * call.count * times for call, times in self.calls)
+
+    @cached_property
+    def merged(self) -> int:
+        """Query rows that all calls merge."""
+        return sum(call.first.n_queries * call.count * times for call, times in self.calls)
 
 
 def _tasks(decomposition: Decomposition) -> list[Task]:
@@ -118,12 +125,8 @@ def _sample(
     calls = _calls_of(cuts, together, at_once)
     return _Sample(
         tuple(calls.items()),
-        calls.total(),
-        sum(call.first.pairs * call.count * times for call, times in calls.items()),
-        sum(call.first.n_queries * call.count * times for call, times in calls.items()),
         sum(len(task.runs) for task in tasks) / len(tasks),
         len(tasks),
-        len(calls),
         sum(task.n_tokens for task in tasks) / len(tasks),
     )
 
@@ -134,7 +137,9 @@ def _calls_of(
     """The operator calls of tasks that are cut into these rectangles."""
     calls: Counter[Batch] = Counter()
     for rectangles in cuts:
-        for batch in _batches(rectangles, at_once):
+        # Halves may be batches, as far as limits let them.
+        joined = at_once in (None, "halves")
+        for batch in batches(rectangles) if joined else map(Batch, rectangles):
             first = batch.first
             most = 1
             if together is not None:
@@ -149,27 +154,11 @@ def _calls_of(
 
 def _sample_of(calls: tuple[tuple[int, int, bool, int], ...], units: int) -> _Sample:
     """The calls of a head, which come one by one, in ``units``; each unit copies one run."""
-    every = tuple(
+    every = [
         (Batch(Rectangle(0, queries, 0, keys, causal)), count)
         for queries, keys, causal, count in calls
-    )
-    return _Sample(
-        every,
-        sum(count for _, count in every),
-        sum(call.first.pairs * count for call, count in every),
-        sum(call.first.n_queries * count for call, count in every),
-        1.0,
-        max(1, units),
-        len(every),
-        0.0,
-    )
-
-
-def _batches(rectangles: tuple[Rectangle, ...], at_once: Pieces | None) -> Iterable[Batch]:
-    """The operator calls of some rectangles, as far as limits let them be batches."""
-    if at_once in (None, "halves"):
-        return batches(rectangles)
-    return map(Batch, rectangles)
+    ]
+    return _Sample(tuple(every), 1.0, max(1, units), 0.0)
 
 
 def _alike(batch: Batch, count: int) -> Batch:
@@ -289,7 +278,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
             sample, problem, lanes, hardware, streams=schedule.streams, uncut=load.uncut
         )
         calls = call_seconds * sample.n_calls / sample.tasks * load.units
-        preparation = sample.shapes * hardware.plan_seconds
+        preparation = len(sample.calls) * hardware.plan_seconds
         if load.merges:
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
             merged = sample.merged * lanes * scale * width * len(spec.combined)

@@ -84,29 +84,22 @@ def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     dtype than was planned for; and what cannot run on the inputs as they lie goes through slots.
     """
     schedule, here, work = given.schedule, problem.place, problem.work
-    found, wider = given, replace(
+    place = replace(
         given.place, result_dtype=here.result_dtype, copied=here.copied, divided=here.divided
-    )  # fmt: skip
+    )
     if not schedule.runs(problem):
-        if isinstance(schedule.route, Whole):
-            return price(schedule.through_slots(work), problem, hardware, given.why)
-        schedule, wider = schedule.through_slots(work), here
-    elif isinstance(schedule.route, Blockwise) and wider == given.place:
-        return given
-    trimmed = _trimmed_tally(schedule.decomposition, problem)
-    unchanged = schedule is given.schedule and trimmed == schedule.trimmed
+        schedule, place = schedule.through_slots(work), here
+    if isinstance(schedule.route, Slots):
+        trimmed = _trimmed_tally(schedule.decomposition, problem)
+        schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
+        # An uncut schedule goes through no slots where one call can run a head group as it lies.
+        whole = replace(schedule, route=Whole(schedule.n_cap, schedule.accumulator))
+        schedule = whole if not given.depth and whole.runs(problem) else schedule
     same_work = replace(given.work, batch_shape=work.batch_shape) == work
-    if not (same_work and unchanged and wider == given.place):
-        if isinstance(schedule.route, Slots):
-            schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
-        there = replace(problem, place=wider)
-        found = price(schedule, there, kernel_hardware(problem, hardware), given.why)
-    # An uncut schedule goes through no slots where one call can run a head group as it lies.
-    if not found.depth and isinstance(found.schedule.route, Slots):
-        route = Whole(found.schedule.n_cap, found.schedule.accumulator)
-        whole = replace(found.schedule, route=route)
-        found = replace(found, schedule=whole) if whole.runs(problem) else found
-    return found
+    if same_work and place == given.place and schedule == given.schedule:
+        return given
+    there = replace(problem, place=place)
+    return price(schedule, there, kernel_hardware(problem, hardware), given.why)
 
 
 @remembered(256)
