@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -63,10 +64,10 @@ class MaskView:
         def of(rectangle: Rectangle) -> torch.Tensor:
             rows = task.segments(rectangle.query_start, rectangle.query_stop)
             columns = task.segments(rectangle.key_start, rectangle.key_stop)
-            if self.mask.dtype == dtype and len(blocks) == 1:
-                view = _view(blocks[0], rows, columns)
-                if view is not None:
-                    return view.unsqueeze(0).to(device)
+            rows, columns = _pieces(blocks[0], 1, rows), _pieces(blocks[0], 2, columns)
+            if self.mask.dtype == dtype and len(blocks) == len(rows) == len(columns) == 1:
+                view = blocks[0][:, slice(*rows[0][:2]), slice(*columns[0][:2])]
+                return view.unsqueeze(0).to(device)
             return _gathered(blocks, rows, columns, dtype).to(device)
 
         return of
@@ -98,44 +99,29 @@ class MaskView:
         return blocks
 
 
-Segments = list[Rows]
-
-
-def _pieces(block: torch.Tensor, dim: int, segments: Segments) -> Segments:
+def _pieces(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows]:
     """``segments``, or the only position of a dimension that the mask broadcasts over."""
     return segments if block.shape[dim] > 1 else [Rows(0, 1, segments[0].local)]
 
 
-def _view(block: torch.Tensor, rows: Segments, columns: Segments) -> torch.Tensor | None:
-    """A view of one rectangle of a block; None if its rows or columns have gaps."""
-    rows, columns = _pieces(block, 1, rows), _pieces(block, 2, columns)
-    if len(rows) > 1 or len(columns) > 1:
-        return None
-    return block[:, slice(*rows[0][:2]), slice(*columns[0][:2])]
-
-
 def _gathered(
-    blocks: list[torch.Tensor], rows: Segments, columns: Segments, dtype: torch.dtype
+    blocks: list[torch.Tensor], rows: list[Rows], columns: list[Rows], dtype: torch.dtype
 ) -> torch.Tensor:
     """One rectangle of all blocks, additive; allocates only the result."""
     first = blocks[0]
-    rows, columns = _pieces(first, 1, rows), _pieces(first, 2, columns)
-    heights, widths = ([stop - start for start, stop, _ in part] for part in (rows, columns))
-    shape = (len(blocks), first.shape[0], sum(heights), sum(widths))
+    shape = (len(blocks), first.shape[0], *(sum(r.length for r in p) for p in (rows, columns)))
     bias = torch.empty(shape, dtype=dtype, device=first.device)
     kept = torch.zeros((), dtype=dtype, device=first.device)
     masked = torch.full((), float("-inf"), dtype=dtype, device=first.device)
     for target, block in zip(bias, blocks, strict=True):
-        for (top, bottom, local), height in zip(rows, heights, strict=True):
-            down = local - rows[0][2]
-            for (left, right, local_column), width in zip(columns, widths, strict=True):
-                across = local_column - columns[0][2]
-                source = block[:, top:bottom, left:right]
-                piece = target[:, down : down + height, across : across + width]
-                if source.dtype == torch.bool:
-                    torch.where(source, kept, masked, out=piece)
-                else:
-                    piece.copy_(source)
+        for down, across in product(rows, columns):
+            top, left = down.local - rows[0].local, across.local - columns[0].local
+            source = block[:, down.start : down.stop, across.start : across.stop]
+            piece = target[:, top : top + down.length, left : left + across.length]
+            if source.dtype == torch.bool:
+                torch.where(source, kept, masked, out=piece)
+            else:
+                piece.copy_(source)
     return bias
 
 
@@ -210,6 +196,14 @@ def operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if is_operand(tensor, dtype):
         return tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def flat(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
+    """``tensor`` (*batch, heads, ...) as (b, heads, ...); copied only where it has no such view."""
+    dims = len(work.batch_shape)
+    if dims == 1:
+        return tensor
+    return tensor.reshape(work.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
 
 
 def flat_batch(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.errors import is_out_of_memory
-from quorum_attention.execution.call import Job, MaskView
+from quorum_attention.execution.call import Job, MaskView, flat
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.merge import empty_
@@ -23,10 +22,8 @@ from quorum_attention.kernels.reference import Block, Scores
 from quorum_attention.kernels.torch_private import capturing
 
 _ROWS = 8
-# Without a budget: keys at a time that a CPU's cache holds, and on a GPU few launches.
-_HOST_BYTES, _DEVICE_BYTES = 8 << 20, 1 << 30
-# With less than this, running out of memory is an error.
-_LEAST_BYTES = 1 << 20
+# Keys at a time take at most so much: what a CPU's cache holds, and on a GPU few launches.
+_HOST_BYTES, _DEVICE_BYTES = 8 << 20, 64 << 20
 _FEWEST_KEYS = 128
 
 
@@ -47,14 +44,7 @@ def rows_differ(job: Job, out: torch.Tensor, lse: torch.Tensor, left: int | None
     usual = _DEVICE_BYTES if backend_of(job.device).own_memory else _HOST_BYTES
     room = usual if left is None else min(usual, left)
     rows = _SampledRows(job, _drawn(job.work.n_queries))
-    while True:
-        try:
-            return bool(_differ(rows, out, lse, room).any())
-        except Exception as error:
-            if not is_out_of_memory(error) or room < _LEAST_BYTES:
-                raise
-            room //= 4
-        backend_of(job.device).give_back_cached()
+    return bool(_differ(rows, out, lse, room).any())
 
 
 def _drawn(n: int) -> list[int]:
@@ -77,7 +67,7 @@ class _SampledRows:
         work = self.job.work
         index = torch.tensor(self.at, device=tensor.device)
         rows = tensor.index_select(len(work.batch_shape) + 1, index)
-        return rows.reshape(work.batch, *rows.shape[len(work.batch_shape) :]).to(self.job.device)
+        return flat(rows, work).to(self.job.device)
 
     def statistics(self, room: int) -> tuple[Statistics, torch.Tensor]:
         """The rows' output and log-sum-exp over all of their keys; the largest norms of a key and
@@ -93,10 +83,14 @@ class _SampledRows:
         stop = job.work.n_keys
         if job.work.is_causal:
             stop = min(self.at[-1] + 1, stop)
-        step = self._step(stop, room)
+        step = stop
+        while step > _FEWEST_KEYS and self._bytes(step) > room:
+            step = -(-step // 2)
         for start in range(0, stop, step):
             keys = slice(start, min(start + step, stop))
-            key, value = (self._keys(tensor, keys) for tensor in job.three[1:])
+            key, value = (
+                flat(tensor[..., keys, :], job.work).to(job.device) for tensor in job.three[1:]
+            )
             part = Call(query, key, value, False, job.scale, self._bias(keys))
             task = reference.whole_task(part)
             reference.forward(task, rows, self._scores(start))
@@ -122,10 +116,6 @@ class _SampledRows:
         own = reference.scores_of(self.job.kernel, positions)
         return replace(own, kept=kept, matrices=max(2, own.matrices))
 
-    def _keys(self, tensor: torch.Tensor, keys: slice) -> torch.Tensor:
-        part = tensor[..., keys, :]
-        return part.reshape(self.job.work.batch, *part.shape[-3:]).to(self.job.device)
-
     def _bias(self, keys: slice) -> torch.Tensor | None:
         """The mask of these rows, additive, as kernels get it."""
         if self.job.mask is None:
@@ -136,13 +126,6 @@ class _SampledRows:
         mask = mask[..., keys] if mask.shape[-1] > 1 else mask
         view = MaskView(mask, len(work.batch_shape))
         return view.whole(work.dtype, self.job.device, work.batch_shape)
-
-    def _step(self, stop: int, room: int) -> int:
-        """The most keys at a time."""
-        step = stop
-        while step > _FEWEST_KEYS and self._bytes(step) > room:
-            step = -(-step // 2)
-        return step
 
     def _bytes(self, keys: int) -> int:
         work, rows = self.job.work, len(self.at)

@@ -20,7 +20,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
-from quorum_attention.execution.call import Job, Tools, flat_batch, operand
+from quorum_attention.execution.call import Job, Tools, flat, flat_batch, operand
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import (
@@ -229,7 +229,7 @@ def small_gradients(job: Job) -> tuple[torch.Tensor, ...] | None:
     if not (here and job.spec.backward):
         return None
     query, key, value, out, grad_out, lse = (
-        _four(job.tensors[name], work)
+        flat(job.tensors[name], work)
         for name in ("query", "key", "value", "out", "grad_out", "lse")
     )
     mask = job.mask
@@ -259,7 +259,7 @@ def _of_call(
     given = {}
     for item in job.spec.inputs:
         tensor = job.tensors[item.name]
-        part = _four(tensor, work) if group is None else group_part(tensor, group, item.axis)
+        part = flat(tensor, work) if group is None else group_part(tensor, group, item.axis)
         if item.name == "lse":
             part = without_empty_rows(part.to(job.device))
         given[item.name] = operand(part, work.dtype) if item.copied else part
@@ -277,14 +277,6 @@ def _of_call(
     if job.problem.scaled and not capturing(job.device) and not all_finite(parts):
         return None
     return parts
-
-
-def _four(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
-    """A view of ``tensor`` (*batch, heads, ...) as (b, heads, ...)."""
-    dims = len(work.batch_shape)
-    if dims == 1:
-        return tensor
-    return tensor.reshape(work.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
 
 
 def without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
