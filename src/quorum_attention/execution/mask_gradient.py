@@ -26,12 +26,13 @@ import torch
 
 from quorum_attention.decomposition import EMPTY, Decomposition, Pairs, Ranges, Rectangle
 from quorum_attention.errors import first_line, is_out_of_memory
-from quorum_attention.execution.call import Job, MaskView
+from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Group, Workload, flat_entry, group_part
+from quorum_attention.execution.device.mover import Clock
+from quorum_attention.execution.problem import Group, Workload, group_part
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.kernels.dropout import dropped_bytes
-from quorum_attention.kernels.protocol import Saved, TaskTensors
+from quorum_attention.kernels.protocol import Saved
 from quorum_attention.kernels.reference import BackwardRows, Block, runs, scores_of
 from quorum_attention.sizes import counted
 
@@ -113,7 +114,7 @@ def add_up_mask_gradient(
     assert job.mask is not None
     mask = job.mask.mask
     target = target.reshape(mask.shape)
-    walk = _Walk(job, job.mask, given, target, pairs_of(job.work, job.kernel))
+    walk = _Walk(job, given, target, pairs_of(job.work, job.kernel))
     # What is tested of each pair takes a distance of 64 bits, and a few flags.
     tested = 8 if job.kernel.pairwise else 0
     tile = fitting(job.work, job.device, left, mask.element_size() + tested)
@@ -172,7 +173,6 @@ class _Walk:
     """
 
     job: Job
-    mask: MaskView
     given: Saved
     target: torch.Tensor
     pairs: Pairs
@@ -181,7 +181,7 @@ class _Walk:
         """Write one block of the gradient: the sum of all its tiles."""
         total: torch.Tensor | None = None
         at: tuple[int | slice, ...] = (*index, *self._cuts(block))
-        shape = self.target[at].shape
+        shape, begins = self.target[at].shape, tuple(part.start for part in block)
         heads_and_queries = runs(block.heads, tile.heads), runs(block.queries, tile.queries)
         for entry, heads, queries in product(self._entries(index), *heads_and_queries):
             rows = None
@@ -197,7 +197,7 @@ class _Walk:
                     continue
                 if total is None:
                     total = torch.zeros(shape, dtype=part.dtype, device=part.device)
-                total[self._cuts(_Block(heads, queries, keys), block)].add_(part)
+                total[self._cuts(_Block(heads, queries, keys), begins)].add_(part)
                 del part
         if total is None:
             self.target[at].zero_()
@@ -209,17 +209,18 @@ class _Walk:
         sizes = zip(self.job.work.batch_shape, self.target.shape[:-3], index, strict=True)
         return product(*(range(n) if m == 1 else (i,) for n, m, i in sizes))
 
-    def _cuts(self, block: _Block, within: _Block | None = None) -> tuple[slice, ...]:
-        """The mask's part for a block, in positions of all of the mask or of the block ``within``;
-        dimensions that it broadcasts over are whole."""
-        times, cuts = (self.job.work.queries_per_key_head, 1, 1), []
-        starts = (0, 0, 0) if within is None else [part.start for part in within]
-        for part, first, factor, n in zip(
-            block, starts, times, self.target.shape[-3:], strict=True
-        ):
-            cut = slice((part.start - first) * factor, (part.stop - first) * factor)
-            cuts.append(cut if n > 1 else slice(None))
-        return tuple(cuts)
+    def _cuts(self, block: _Block, within: tuple[int, ...] = (0, 0, 0)) -> tuple[slice, ...]:
+        """The mask's part for a block, in positions from ``within`` on; dimensions that it
+        broadcasts over are whole."""
+        times = (self.job.work.queries_per_key_head, 1, 1)
+        return tuple(
+            slice((part.start - first) * factor, (part.stop - first) * factor)
+            if n > 1
+            else slice(None)
+            for part, first, factor, n in zip(
+                block, within, times, self.target.shape[-3:], strict=True
+            )
+        )
 
     def _rows(
         self, entry: tuple[int, ...], heads: slice, queries: slice, whole_rows: bool
@@ -227,21 +228,8 @@ class _Walk:
         """Some queries of some heads of a batch entry, on the computing device."""
         job, work = self.job, self.job.work
         group = Group((entry,), heads.start, heads.stop, work.queries_per_key_head)
-        number, first_head = flat_entry(work, entry), group.query_heads.start
         whole = Decomposition(work.n_tokens).task(())
-        task = TaskTensors(
-            task=whole,
-            rectangles=(),
-            query=group_part(job.tensors["query"], group, "query"),
-            key=group_part(job.tensors["key"], group, "key"),
-            value=group_part(job.tensors["value"], group, "key"),
-            scale=job.scale,
-            is_causal=work.is_causal,
-            bias=self.mask.bias(group, whole, work.dtype, job.device),
-            first_head=first_head,
-            entries=(number,),
-            dropout=None if job.dropout is None else job.dropout.at(first_head, number),
-        )
+        task = job.task((work.n_queries, work.n_keys), group, Tools(Clock()), whole, ())
         exact = whole_rows and work.dtype != torch.float32 and not work.sinks
         how = scores_of(job.kernel, _positions)
         how = replace(how, whole_rows=exact, exact_delta=exact, columns=work.columns)
@@ -270,6 +258,3 @@ def _positions(block: Block, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
         torch.arange(block.rows.start, block.rows.stop, device=device),
         torch.arange(keys.start, keys.stop, device=device),
     )
-
-
-__all__ = ["Tile", "add_up_mask_gradient", "fitting", "tile_bytes"]
