@@ -42,7 +42,7 @@ from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, without_dropout
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
-from quorum_attention.planner.plan import Plan, is_cut, log_cut
+from quorum_attention.planner.plan import Plan, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
@@ -301,8 +301,9 @@ def _run(
         found = _at_once(job_of(decision))
         if found is not None:
             spent = time.perf_counter() - begun
+            small = PassReport(decision.kernel.name, seconds=spent)
             for sums in request.sums:
-                sums.total.add(decision.kernel.name, backward=backward, seconds=spent)
+                sums.total.add(small, backward=backward)
             return tuple([as_own(made) for made in found])
         decision = with_plan(decision)
     device, watched, plan = request.options.device, request.report, decision.plan
@@ -324,15 +325,7 @@ def _run(
         if counted is not None:
             report.peak_bytes = counted()
     for sums in request.sums:
-        sums.total.add(
-            plan.kernel,
-            backward=backward,
-            seconds=report.seconds,
-            cut=is_cut(plan) or bool(report.levels),
-            peak_bytes=report.peak_bytes or report.planned_peak_bytes,
-            recoveries=len(report.recoveries),
-            recovery_seconds=report.recovery_seconds,
-        )
+        sums.total.add(report, backward=backward)
     return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
 
 

@@ -11,14 +11,15 @@ import torch
 from helpers_kernels import WatchedKernel
 
 import quorum_attention as qa
-from quorum_attention.execution.report import Total
+from quorum_attention.execution.report import PassReport, Total
 
 
 def test_it_adds_up_and_keeps_the_largest_peak() -> None:
     total = Total()
-    total.add("cpu", backward=False, seconds=1.0, peak_bytes=5 << 20)
-    total.add("cpu", backward=True, seconds=2.0, cut=True, peak_bytes=3 << 20)
-    total.add("native", backward=False, seconds=4.0, recoveries=2, recovery_seconds=0.5)
+    total.add(PassReport("cpu", seconds=1.0, peak_bytes=5 << 20), backward=False)
+    total.add(PassReport("cpu", (7,), seconds=2.0, planned_peak_bytes=3 << 20), backward=True)
+    failed = {"recoveries": ["a", "b"], "recovery_seconds": 0.5}
+    total.add(PassReport("native", seconds=4.0, **failed), backward=False)
     assert (total.forwards, total.backwards, total.cut, total.seconds) == (2, 1, 1, 7.0)
     assert (total.peak_bytes, total.recoveries, total.recovery_seconds) == (5 << 20, 2, 0.5)
     assert total.kernels["cpu"].passes == 2

@@ -276,8 +276,4 @@ class PoolCall:
         if request.report is not None:
             setattr(request.report, name, made)
         for sums in request.sums:
-            sums.total.add(
-                made.kernel, backward=backward, seconds=report.seconds, cut=report.parts > 1,
-                peak_bytes=made.peak_bytes or made.planned_peak_bytes,
-                recoveries=len(made.recoveries), recovery_seconds=made.recovery_seconds,
-            )  # fmt: skip
+            sums.total.add(made, backward=backward)

@@ -112,10 +112,8 @@ def as_one(of: PoolPass, backward: bool) -> PassReport:
     watched: list[tuple[Ran, PassReport]] = [(one, part) for one, part in parts if part is not None]
     kernels = {kernel: None for one in of.ran for kernel in one.report.total.kernels}
     found = PassReport(
-        kernel="+".join(kernels), levels=(), planned_levels=(), n_groups=of.parts,
-        heads_per_group=0, n_cap=0, accumulator="none", seconds=of.seconds,
-        recoveries=list(of.history),
-    )  # fmt: skip
+        "+".join(kernels), n_groups=of.parts, seconds=of.seconds, recoveries=list(of.history)
+    )
     if watched:
         _, deepest = max(watched, key=lambda pair: len(pair[1].levels))
         for name in ("levels", "planned_levels", "heads_per_group", "n_cap", "accumulator",

@@ -590,22 +590,22 @@ def final_bytes(problem: Problem) -> tuple[int, ...]:
     return tuple(s.count(problem.work) * size for s in problem.spec.states if s.over is None)
 
 
-def state_bytes(
-    problem: Problem, group: GroupSize, most_rows: int | None = None, *, all_states: bool = False
-) -> tuple[int, ...]:
-    """Bytes of each state of a head group, without those that are results themselves.
-
-    Args:
-        most_rows: most rows of a head that have a state; None: all.
-        all_states: include the states that are results themselves.
-    """
+def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
+    """Bytes of each state of a head group, without those that are results themselves."""
     work = problem.work
-    most = work.n_tokens if most_rows is None else most_rows
     return tuple(
-        state.count(work, group, min(state.rows(work), most)) * work.state_dtype.itemsize
+        state.count(work, group) * work.state_dtype.itemsize
         for state in problem.spec.states
-        if all_states or state.over is not None
+        if state.over is not None
     )
+
+
+def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]:
+    """Bytes of the states that wait at ``home``, if the budget counts them."""
+    if not problem.place.counts(home):
+        return ()
+    own = problem.place.result_dtype == problem.work.state_dtype
+    return final_bytes(problem) + (() if own else state_bytes(problem, group))
 
 
 def in_results(problem: Problem) -> bool:

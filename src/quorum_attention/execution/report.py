@@ -55,32 +55,20 @@ class Total:
     recovery_seconds: float = 0.0
     kernels: dict[str, KernelTotal] = field(default_factory=dict)
 
-    def add(
-        self,
-        kernel: str,
-        *,
-        backward: bool,
-        seconds: float,
-        cut: bool = False,
-        peak_bytes: int = 0,
-        recoveries: int = 0,
-        recovery_seconds: float = 0.0,
-    ) -> None:
+    def add(self, one: PassReport, *, backward: bool) -> None:
         """Add one pass."""
         with _LOCK:
-            if backward:
-                self.backwards += 1
-            else:
-                self.forwards += 1
-            self.cut += cut
-            self.seconds += seconds
-            self.peak_bytes = max(self.peak_bytes, peak_bytes)
-            self.recoveries += recoveries
-            self.recovery_seconds += recovery_seconds
-            own = self.kernels.setdefault(kernel, KernelTotal())
+            self.forwards += not backward
+            self.backwards += backward
+            self.cut += one.cut
+            self.seconds += one.seconds
+            self.peak_bytes = max(self.peak_bytes, one.peak_bytes or one.planned_peak_bytes)
+            self.recoveries += len(one.recoveries)
+            self.recovery_seconds += one.recovery_seconds
+            own = self.kernels.setdefault(one.kernel, KernelTotal())
             own.passes += 1
-            own.cut += cut
-            own.seconds += seconds
+            own.cut += one.cut
+            own.seconds += one.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """The total in plain types, for JSON."""
@@ -153,12 +141,12 @@ class PassReport:
     """
 
     kernel: str
-    levels: tuple[int, ...]
-    planned_levels: tuple[int, ...]
-    n_groups: int
-    heads_per_group: int
-    n_cap: int
-    accumulator: str
+    levels: tuple[int, ...] = ()
+    planned_levels: tuple[int, ...] = ()
+    n_groups: int = 1
+    heads_per_group: int = 0
+    n_cap: int = 0
+    accumulator: str = "none"
     streams: int = 1
     units: int = 0
     left_out: float = 0.0
@@ -176,6 +164,11 @@ class PassReport:
     stages: dict[str, float] = field(default_factory=dict)
     recoveries: list[str] = field(default_factory=list)
     recovery_seconds: float = 0.0
+
+    @property
+    def cut(self) -> bool:
+        """Whether it ran in more than one unit."""
+        return bool(self.levels or self.planned_levels) or self.n_groups > 1
 
     @property
     def overlap(self) -> float | None:

@@ -35,7 +35,6 @@ from quorum_attention.execution.engine import (
     SlotLayout,
     SlotRows,
     Unit,
-    aligned,
     moved_tensors,
     open_slots,
     slot_layout,
@@ -51,10 +50,9 @@ from quorum_attention.execution.problem import (
     Workload,
     bytes_before,
     count_groups,
-    final_bytes,
+    home_bytes,
     moved_bytes,
     result_bytes,
-    state_bytes,
 )
 from quorum_attention.execution.scaling import BackwardScaling, what_is_read
 from quorum_attention.execution.schedule import Attempt, Route, Schedule
@@ -106,11 +104,7 @@ class Slots(Route):
         work, place, group = problem.work, problem.place, schedule.group
         rows = schedule.task_rows(work)
         layout = slot_layout(problem.spec, work, group, rows, place.result_dtype)
-        homes: tuple[int, ...] = ()
-        if place.counts(self.accumulator):
-            homes = tuple(map(aligned, final_bytes(problem)))
-            if place.result_dtype != work.state_dtype:
-                homes += state_bytes(problem, group)
+        homes = home_bytes(problem, group, self.accumulator)
         # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
         scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if problem.scaled else 0)
         return Bytes(
@@ -287,11 +281,7 @@ class Streaming(Route):
     def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
         results and states."""
-        homes: tuple[int, ...] = ()
-        if problem.place.counts("host"):
-            homes = final_bytes(problem)
-            if problem.place.result_dtype != problem.work.state_dtype:
-                homes += state_bytes(problem, schedule.group)
+        homes = home_bytes(problem, schedule.group, "host")
         small = (_SMALL_BYTES,) * 4 if problem.scaled else ()
         chunk, block = (self.layout(schedule, problem, a) for a in (self.stays, self.streams_by))
         return Bytes(
