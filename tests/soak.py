@@ -122,8 +122,7 @@ def cases(step: Step, count: int) -> Iterator[Any]:
     Without what freezes garbage or profiles memory, which would be a growth by itself, and without
     NaN and infinity: docs/random-calls.md names operators that spread them.
     """
-    from random_calls.draw import draw
-    from random_calls.pool import BLOCK
+    from random_calls.draw import BLOCK, draw
 
     first = step.draw.randrange(1 << 40) // BLOCK * BLOCK
     for seed in range(first, first + count):

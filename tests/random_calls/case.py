@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -154,105 +153,7 @@ class Case:
 
     def __str__(self) -> str:
         """Only what is not the default."""
-        return described(self)
-
-
-def described(record: Any) -> str:
-    """A record's fields that differ from their defaults, as the call that makes it."""
-    plain = type(record)(*_required(record))
-    parts = []
-    for one in fields(record):
-        value = getattr(record, one.name)
-        if value != getattr(plain, one.name) or one.name in _ALWAYS:
-            shown = described(value) if hasattr(value, "__dataclass_fields__") else repr(value)
-            parts.append(f"{one.name}={shown}")
-    return f"{type(record).__name__}({', '.join(parts)})"
-
-
-_ALWAYS = (
-    "seed", "kind", "spans", "what", "where", "whole_row", "n_queries", "n_keys", "head_dim",
-    "dtype",
-)  # fmt: skip
-
-
-def _required(record: Any) -> tuple[Any, ...]:
-    return {
-        "Case": lambda: (record.seed,),
-        "Mask": lambda: ("", ()),
-        "Planted": lambda: ("", "", False),
-    }.get(type(record).__name__, tuple)()
-
-
-def simpler(case: Case) -> list[Case]:
-    """Cases a little simpler than this one, for looking for the simplest that still fails."""
-    found = [
-        replace(case, **change)
-        for change in (
-            {"failure": None},
-            {"without_lse": False},
-            {"planted": None},
-            {"dropout": 0.0},
-            {"lse_grad": None},
-            {"mask_grad": False},
-            {"mask": None, "mask_grad": False},
-            {"layouts": ("plain",) * 4},
-            {"calibrated": None},
-            {"results": Results()},
-            {"backward_orders": None},
-            {"content": "normal"},
-            {"grad": "normal", "grad_dtype": None},
-            {"scale": None},
-            {"batch": (1,)},
-            {"heads": 1, "kv_heads": 1},
-            {"heads": case.kv_heads},
-            {"is_causal": False},
-            {"dtype": "float32"},
-            {"kernel": "auto", "scores": Scores()},
-            {"route": "pair"},
-            {"value_dim": case.head_dim},
-            {"head_dim": 8, "value_dim": 8},
-            {"reported": True, "looked_after": False, "measured": False},
-            {"wanted": (True, True, True)},
-            {"n_keys": case.n_queries},
-        )
-    ]
-    if case.results != Results():
-        found += [
-            replace(case, results=replace(case.results, **change))
-            for change in ({"out": None}, {"grads": None}, {"layout": "dense"}, {"given": False})
-        ]
-    for index in range(4):
-        layouts = list(case.layouts)
-        layouts[index] = "plain"
-        found.append(replace(case, layouts=tuple(layouts)))
-    if case.mask is not None:
-        found += [
-            replace(case, mask=replace(case.mask, **change))
-            for change in (
-                {"layout": "dense"},
-                {"dims": 4},
-                {"kind": "float" if case.mask_grad else "bool", "content": "random"},
-                {"content": "random"},
-                {"spans": (False, False, True, True)},
-            )
-        ]
-    for name in ("orders", "backward_orders"):
-        orders = getattr(case, name)
-        if orders is not None:
-            plain = Orders(how=orders.how, levels=orders.levels, depth=orders.depth)
-            found += [replace(case, **{name: Orders()}), replace(case, **{name: plain})]
-            found += [
-                replace(case, **{name: replace(orders, **{one: getattr(Orders(), one)})})
-                for one in ("layout", "tile", "n_cap", "accumulator", "one_group_of", "over_inputs",
-                            "streams", "pinned", "passing", "room")
-            ]  # fmt: skip
-    for name in ("n_queries", "n_keys"):
-        n = getattr(case, name)
-        found += [replace(case, **{name: m}) for m in (n // 2, n - n // 8, n - 1) if 0 < m < n]
-    both = min(case.n_queries, case.n_keys)
-    found += [
-        replace(case, n_queries=case.n_queries * m // both, n_keys=case.n_keys * m // both)
-        for m in (both // 2, both - both // 8, both - 1)
-        if 0 < m < both
-    ]
-    return [other for other in found if other != case]
+        plain = Case(self.seed)
+        said = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) !=
+                getattr(plain, f.name)]  # fmt: skip
+        return f"Case({', '.join([str(self.seed), *said])})"

@@ -1,17 +1,21 @@
-"""A case of a seed. Corners are drawn far more often than chance would have them."""
+"""A case of a seed. Corners are drawn far more often than chance would have them.
+
+On a GPU nearly every free case meets something that no other has: Triton compiles a kernel for each
+dtype, width and option, and again for each pattern of strides and addresses that are multiples of
+16. That takes 0.3 to 3 s a call, all else some hundredths. So on a GPU ``BLOCK`` neighbouring seeds
+share what is compiled for; everything else is drawn as freely as ever.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from random_calls.case import Case, Mask, Orders, Planted, Results, Scores
-from random_calls.pool import ALIKE, Kind, kind_of, pool
 
+BLOCK = 16
 _CORNERS = (
     *range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, *range(125, 131), *range(249, 260),
 )  # fmt: skip
@@ -31,6 +35,7 @@ _CUDA_KERNELS = {
     "auto": 10, "cudnn": 2, "flash": 16, "efficient": 20, "native": 16, "dense": 8,
     "function": 3, "function explicit": 1, "native scores": 3,
 }  # fmt: skip
+_PLAIN = ("auto", "cpu", "dense", "native", "fa4", "cudnn", "flash", "efficient")
 # Vendors' operators, which take rectangles wherever they are: rows may pass by.
 _PASSING = ("auto", "cpu", "fa4", "cudnn", "flash", "efficient")
 _ROWS = (1, 7, 16, 33, 64, 100, 128, 256)
@@ -43,25 +48,25 @@ _LAYOUTS = {
 }  # fmt: skip
 
 
-def draw(seed: int, device: str = "cpu", *, failing: bool = False) -> Case:
+def draw(
+    seed: int, device: str = "cpu", *, failing: bool = False, kernel: str | None = None
+) -> Case:
     """The case of a seed; of a kind of device, because kernels differ.
 
-    ``failing``: allocations of every call fail, not of one in forty.
+    Args:
+        failing: allocations of every call fail, not of one in forty.
+        kernel: on a GPU: calls of this kernel alone.
     """
-    return _Drawing(seed, device, failing).case()
+    return _Drawing(seed, device, failing, kernel).case()
 
 
 class _Drawing:
-    def __init__(self, seed: int, device: str, failing: bool) -> None:
-        self.failing = failing
-        self.seed = seed
+    def __init__(self, seed: int, device: str, failing: bool, kernel: str | None) -> None:
+        self.seed, self.failing, self.kernel = seed, failing, kernel
         self.on_cuda = device != "cpu"
         self.r = random.Random(seed)
-        number = kind_of(seed) if self.on_cuda else None
-        self.kind = None if number is None else pool()[number][0]
-        # What all of some neighbouring seeds draw alike, where shapes are prepared.
-        shaped = self.kind is not None and self.kind.shaped
-        self.shared = random.Random(f"alike {seed // ALIKE}") if shaped else self.r
+        # What all of some neighbouring seeds draw alike.
+        self.shared = random.Random(f"kind {seed // BLOCK}") if self.on_cuda else self.r
         # Kernels are tried out for every head dimension they meet: some at a time.
         self.odd_widths = random.Random(seed // 1000).sample(range(1, 81), 5)
 
@@ -70,14 +75,6 @@ class _Drawing:
 
     def sometimes(self, chance: float) -> bool:
         return self.r.random() < chance
-
-    @contextlib.contextmanager
-    def alike(self) -> Iterator[None]:
-        own, self.r = self.r, self.shared
-        try:
-            yield
-        finally:
-            self.r = own
 
     def tokens(self) -> int:
         where = self.one_of(
@@ -111,12 +108,12 @@ class _Drawing:
 
     def case(self) -> Case:
         r = self.r
-        with self.alike():
-            n_queries, n_keys = self.lengths()
-            long = max(n_queries, n_keys)
-            batch, heads, kv_heads = self.sizes(n_queries, n_keys)
+        n_queries, n_keys = self.lengths()
+        long = max(n_queries, n_keys)
+        batch, heads, kv_heads = self.sizes(n_queries, n_keys)
+        self.r = self.shared
         head_dim = self.width(long)
-        kernel = self.one_of(_CUDA_KERNELS if self.on_cuda else _CPU_KERNELS)
+        kernel = self.kernel or self.one_of(_CUDA_KERNELS if self.on_cuda else _CPU_KERNELS)
         interpreted = "native" in kernel and not self.on_cuda
         if interpreted:
             n_queries, n_keys, head_dim = min(n_queries, 20), min(n_keys, 20), min(head_dim, 16)
@@ -125,15 +122,16 @@ class _Drawing:
         dtype = self.one_of({"float16": 38, "bfloat16": 20, "float32": 34, "float64": 8})
         if interpreted:
             dtype = r.choice(["float16", "float32"])
+        if kernel == "fa4":
+            dtype = self.shared.choice(["float16", "bfloat16"])
+            head_dim, value_dim = self.shared.choice([(64, 64), (128, 128), (96, 96), (192, 128)])
         scores = self.scores(kernel)
-        if self.kind is not None:
-            kernel, dtype, scores = self.kind.kernel, self.kind.dtype, self.kind.scores
-            head_dim, value_dim = self.kind.head_dim, self.kind.value_dim
-        plain = kernel in ("auto", "cpu", "dense", "native", "fa4", "cudnn", "flash", "efficient")
-        with self.alike():
-            mask = self.mask() if self.sometimes(0.27) and plain else None
-            route = self.one_of({"autograd": 45, "pair": 45, "forward": 10})
-            is_causal = self.sometimes(0.55)
+        plain = kernel in _PLAIN
+        masked = self.sometimes(0.27) and plain
+        self.r = r
+        mask = self.mask() if masked and kernel != "fa4" else None
+        route = self.one_of({"autograd": 45, "pair": 45, "forward": 10})
+        is_causal = self.sometimes(0.55)
         if self.failing:
             route = "pair"
         content = self.one_of(
@@ -155,12 +153,9 @@ class _Drawing:
         if planted is not None and grad in ("wide range", "loss scaled"):
             grad = "normal"  # what overflows is not told from what is not finite anyhow
         sizes = (heads // kv_heads, kv_heads, kv_heads * math.prod(batch))
-        with self.alike():
-            orders = self.orders(*sizes)
-            again = None
-            if route == "pair" and self.sometimes(0.4):
-                again = self.orders(*sizes)
-            layouts = self.layouts()
+        orders = self.orders(*sizes)
+        again = self.orders(*sizes) if route == "pair" and self.sometimes(0.4) else None
+        layouts = self.layouts()
         failure = None
         fails = self.sometimes(0.06) or self.failing
         if fails and route == "pair" and not interpreted:
@@ -171,63 +166,32 @@ class _Drawing:
         scale = self.scale(head_dim)
         wanted = self.wanted()
         calibrated = r.choice([0.001, 0.03, 1.0, 30.0]) if self.sometimes(0.15) else None
-        with self.alike():
-            residency = self.r.choice(["device", "host"])
+        residency = r.choice(["device", "host"])
         reported, looked_after = self.sometimes(0.7), self.sometimes(0.03)
         measured = failure is None and self.sometimes(0.003)
-        with self.alike():
-            mask_grad, lse_grad = self.more_gradients(
-                mask, plain and planted is None and route != "forward" and not measured,
-                route == "autograd", orders if again is None else again,
-            )  # fmt: skip
+        mask_grad, lse_grad = self.more_gradients(
+            mask, plain and planted is None and route != "forward" and not measured,
+            route == "autograd", orders if again is None else again,
+        )  # fmt: skip
         found = Case(
-            seed=self.seed,
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            n_queries=n_queries,
-            n_keys=n_keys,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=dtype,
-            is_causal=is_causal,
-            scale=scale,
-            mask=mask,
-            layouts=layouts,
-            content=content,
-            planted=planted,
-            grad=grad,
-            grad_dtype=grad_dtype,
-            route=route,
-            wanted=wanted,
-            kernel=kernel,
-            scores=scores,
-            orders=orders,
-            backward_orders=again,
-            results=results,
-            failure=failure,
-            calibrated=calibrated,
-            residency=residency,
-            reported=reported,
-            looked_after=looked_after,
-            measured=measured,
-            mask_grad=mask_grad,
-            lse_grad=lse_grad,
+            self.seed, batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim, dtype,
+            is_causal, scale, mask, layouts, content, planted, grad, grad_dtype, route, wanted,
+            kernel, scores, orders, again, results, failure, calibrated, residency, reported,
+            looked_after, measured, mask_grad, lse_grad,
             # Last, so that a seed's other choices do not depend on it.
-            dropout=0.0 if mask_grad or lse_grad else self.dropout(kernel, planted, content, grad),
-        )
+            0.0 if mask_grad or lse_grad else self.dropout(kernel, planted, content, grad),
+        )  # fmt: skip
         if route != "pair" and lse_grad is None:
             found = replace(found, without_lse=self.sometimes(0.5))
         found = self.passing(found)
-        return found if self.kind is None else of_kind(found, self.kind)
+        return _few_strides(found) if self.on_cuda and "native" in kernel else found
 
     def passing(self, case: Case) -> Case:
         """The case, some of its cut passes on the route ``passing``."""
-        with self.alike():
-            rows = [
-                (self.r.choice(_ROWS), self.r.choice(_ROWS)) if self.sometimes(0.25) else None
-                for _ in range(2)
-            ]
+        rows = [
+            (self.r.choice(_ROWS), self.r.choice(_ROWS)) if self.sometimes(0.25) else None
+            for _ in range(2)
+        ]
         both = (case.orders, case.backward_orders)
         if case.kernel not in _PASSING or case.mask is not None:
             return case
@@ -413,26 +377,17 @@ class _Drawing:
         )
 
 
-def of_kind(case: Case, kind: Kind) -> Case:
-    """A case without what its kind does not have (``pool.py``)."""
-    if not kind.masked:
-        case = replace(case, mask=None, mask_grad=False)
-    if not kind.dropped:
-        case = replace(case, dropout=0.0)
-    if not kind.of_lse:
-        case = replace(case, lse_grad=None)
-    if not kind.native:
-        return case
-    # Strides that are 1, and those that are multiples of 16, are compiled for: of statistics and
-    # of masks.
+def _few_strides(case: Case) -> Case:
+    """Strides that are 1, and those that are multiples of 16, are compiled for: of inputs, of
+    statistics and of masks."""
     if case.n_queries > 1:
         case = replace(case, n_queries=_or_odd(case.n_queries))
     if case.mask is not None:
         case = replace(case, n_queries=_or_odd(case.n_queries), n_keys=_or_odd(case.n_keys))
     if "sliced" in case.layouts:
         # All four, or none: where rows do not lie in words.
-        layouts = ("sliced",) * 4 if case.layouts[0] == "sliced" else ("plain",) * 4
-        case = replace(case, layouts=layouts)
+        all_or_none = ("sliced",) * 4 if case.layouts[0] == "sliced" else ("plain",) * 4
+        case = replace(case, layouts=all_or_none)
     return case
 
 

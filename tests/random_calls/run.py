@@ -9,12 +9,13 @@ import traceback
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 import quorum_attention as qa
 from random_calls.call import Done, perform
-from random_calls.case import Case, simpler
+from random_calls.case import Case
 from random_calls.compare import judge
 from random_calls.draw import draw
 from random_calls.kernels import kernel_of
@@ -62,9 +63,16 @@ class Verdict:
         return "\n  ".join([f"{self.outcome}: {self.case}", *self.wrong, self.refusal]).strip()
 
 
-def check_seed(seed: int, device: str = "cpu", *, failing: bool = False) -> Verdict:
-    """The verdict on the case of a seed; ``failing``: see ``draw``."""
-    return check(draw(seed, device, failing=failing), device)
+def check_seed(seed: int, device: str = "cpu", **options: Any) -> Verdict:
+    """The verdict on the case of a seed; ``options``: of ``draw``. Where the check itself raises
+    (in the reference, in torch's call, on a lost device) the case is wrong."""
+    case = draw(seed, device, **options)
+    try:
+        return check(case, device)
+    except Exception as error:
+        verdict = Verdict(case)
+        verdict.add(f"the check raises {type(error).__name__}", _raised(error))
+        return verdict
 
 
 def check(case: Case, device: str = "cpu") -> Verdict:
@@ -137,34 +145,6 @@ def is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def failed(case: Case, error: Exception) -> Verdict:
-    """Of a case whose check raised: in the reference, in torch's call, or in a lost device."""
-    verdict = Verdict(case)
-    verdict.add(f"the check raises {type(error).__name__}", _raised(error))
-    return verdict
-
-
-def simplest(case: Case, device: str = "cpu", tries: int = 400) -> Verdict:
-    """The simplest case found that is wrong in the same way."""
-    found = check(case, device)
-    kinds = set(found.kinds)
-    while tries > 0:
-        for other in simpler(found.case):
-            tries -= 1
-            try:
-                verdict = check(other, device)
-            except Exception:
-                continue  # no case at all: sizes that do not go together
-            if kinds & set(verdict.kinds):
-                found = verdict
-                break
-            if tries <= 0:
-                break
-        else:
-            break
-    return found
 
 
 def _refused(verdict: Verdict, error: Exception) -> None:

@@ -1,18 +1,23 @@
 """A thousand random calls against float64, the same each time; on a GPU where there is one.
 
 One of them alone: ``python -m random_calls --seed N`` with src and tests on the import path;
-``--simplest`` looks for a simpler one that fails alike, ``--count`` runs as many as you like.
+``--count`` runs as many as you like.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
-from random_calls.draw import draw
+import quorum_attention
+from random_calls.__main__ import rows
+from random_calls.draw import BLOCK, draw
+from random_calls.reference import Reference
 from random_calls.run import check_seed
+from random_calls.tensors import DTYPES, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CALLS, AT_ONCE = 1000, 100
@@ -69,3 +74,49 @@ def test_a_case_is_its_seed() -> None:
     for seed in (0, 7, 99_999):
         assert draw(seed, DEVICE) == draw(seed, DEVICE)
     assert draw(1) != draw(2)
+
+
+def test_neighbours_on_a_gpu_share_what_is_compiled_for() -> None:
+    for first in range(0, 100 * BLOCK, BLOCK):
+        cases = [draw(seed, "cuda") for seed in range(first, first + BLOCK)]
+        kinds = {(c.kernel, c.dtype, c.head_dim, c.value_dim, c.scores) for c in cases}
+        assert len(kinds) == 1
+        assert {c.mask is None for c in cases} != {True, False}
+    assert {draw(seed, "cuda", kernel="fa4").kernel for seed in range(99)} == {"fa4"}
+
+
+def test_processes_tell_of_each_seed_and_of_those_that_they_died_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python runs ``sitecustomize`` first: here it ends the process that draws seed 15."""
+    source = Path(quorum_attention.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{source}:{Path(__file__).parents[1]}")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, random\n"
+        "class Random(random.Random):\n"
+        "    def __init__(self, seed=None):\n"
+        "        if seed == 15: os._exit(9)\n"
+        "        super().__init__(seed)\n"
+        "random.Random = Random\n"
+    )
+    found = {row["seed"]: row for row in rows(14, 3, 1, None, [])}
+    assert sorted(found) == [14, 15, 16]
+    assert found[14]["outcome"] == found[16]["outcome"] == "right", found
+    assert found[15]["kinds"] == ["ends the process (9)"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_reference_is_the_same_on_a_gpu() -> None:
+    """As far as matters: apart by much less than what is allowed."""
+    for seed in range(300):
+        case = draw(seed, "cuda")
+        if case.dtype == "float64" or case.planted is not None:
+            continue
+        made, dtype = make(case, torch.device("cpu")), DTYPES[case.dtype]
+        found = []
+        for where in ("cpu", "cuda"):
+            reference = Reference(case, made, torch.device(where))
+            found.append(reference.forward(dtype) | reference.backward(dtype))
+        for name, one in found[0].items():
+            apart = (found[1][name].exact.cpu() - one.exact).abs().nan_to_num(0.0)
+            assert bool((apart <= 1e-2 * one.bound).all()), (seed, name)
