@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers_attention import fresh_generator
 
+import quorum_attention as qa
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
 from quorum_attention.kernels.masked.geometry import BlockMask, FunctionRule, Geometry
 
@@ -58,19 +60,59 @@ def reference(query, key, value, case: Case):  # type: ignore[no-untyped-def]
     shared = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
     device = query.device
-    q = torch.arange(query.shape[2], device=device)[:, None]
-    k = torch.arange(key.shape[2], device=device)[None]
     scores = query @ key.mT * query.shape[-1] ** -0.5
-    h = torch.arange(query.shape[1], device=device)[:, None, None]
-    b = torch.zeros((), dtype=torch.int64, device=device)
+    b, h, q, k = (torch.arange(n, device=device) for n in scores.shape)
+    at = b[:, None, None, None], h[:, None, None], q[:, None], k
     if score_mod is not None:
-        scores = score_mod(scores, b, h, q, k)
-    keep = torch.ones(query.shape[1], *scores.shape[-2:], dtype=torch.bool, device=device)
+        scores = score_mod(scores, *at)
+    keep = torch.ones(scores.shape, dtype=torch.bool, device=device)
     if mask_mod is not None:
-        keep = keep & mask_mod(b, h, q, k)
+        keep = keep & mask_mod(*at)
     if is_causal:
-        keep = keep & (q >= k)
+        keep = keep & (at[2] >= k)
     scores = scores.masked_fill(~keep, -torch.inf)
     lse = torch.logsumexp(scores, -1)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     return torch.exp(scores - finite.unsqueeze(-1)) @ value, lse
+
+
+def random(n: int, heads: int = 2, kv_heads: int | None = None, **sizes: int):  # type: ignore[no-untyped-def]
+    """Query, key, value and an upstream gradient."""
+    g, batch = fresh_generator(), sizes.get("batch", 1)
+    of_keys = (kv_heads or heads, sizes.get("n_keys", n))
+    return [
+        torch.randn(batch, h, rows, sizes.get("width", 16), generator=g)
+        for h, rows in ((heads, n), of_keys, of_keys, (heads, n))
+    ]
+
+
+def run(kernel, tensors, is_causal: bool, **plan):  # type: ignore[no-untyped-def]
+    """(out, lse, gradients), of planned calls if there is anything to plan."""
+    q, k, v, grad = tensors
+    common = {
+        "is_causal": is_causal, "kernel": kernel, "devices": "cpu",
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }  # fmt: skip
+    plans = [None, None]
+    if plan:
+        plans = [
+            qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
+                    n_keys=k.shape[2], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
+                    backward=backward, device="cpu", **plan)
+            for backward in (False, True)
+        ]  # fmt: skip
+    out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
+    return out, lse, qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
+
+
+def check(kernel, tensors, exact, is_causal: bool, **plan) -> None:  # type: ignore[no-untyped-def]
+    """A call and its gradients are those of ``exact(query, key, value) -> (out, lse)`` in
+    float64."""
+    out, lse, grads = run(kernel, tensors, is_causal, **plan)
+    right = [t.double().requires_grad_() for t in tensors[:3]]
+    expected, expected_lse = exact(*right)
+    expected.backward(tensors[3].double())
+    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse.detach(), atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(grads, right, strict=True):
+        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)

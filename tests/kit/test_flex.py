@@ -1,28 +1,45 @@
-"""The whole-task FlexAttention kernel, with an eager stand-in for the compiled call."""
+"""FlexAttention's score modifications and masks against float64: by the reference, and as whole
+tasks with an eager stand-in for the compiled call."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from helpers_attention import fresh_generator
 from helpers_flex import EagerFlexKernel, check_lists, eager_flex, kept_pairs
-from helpers_score_mods import cases, local_global, reference
+from helpers_score_mods import cases, check, local_global, random, reference, run, within
 
 import quorum_attention as qa
-from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
+from quorum_attention.decomposition import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Decomposition,
+    Pairs,
+    Ranges,
+    Rectangle,
+    Span,
+    Task,
+    Verdict,
+)
+from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.execution.call import no_bias
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (
+    causal,
     document,
     flex,
+    from_score_mod,
     prefix_lm,
     sliding_window,
 )
+from quorum_attention.kernels.masked import functions
 from quorum_attention.kernels.masked.block_table import (
     PAIR_BYTES,
     BlockEvaluator,
@@ -31,13 +48,15 @@ from quorum_attention.kernels.masked.block_table import (
     evaluated_bytes,
     listed_blocks,
 )
-from quorum_attention.kernels.masked.geometry import geometry_of
+from quorum_attention.kernels.masked.geometry import Geometry
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
 N, HEADS = 450, 2
 COMPILED_FLEX = flex.compiled_flex
 CASES = cases(N)
+KERNELS = {"tasks": partial(EagerFlexKernel, name="flex"),
+           "tiles": partial(from_score_mod, compiled=False)}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,109 +71,50 @@ def kernel_of(score_mod, mask_mod) -> EagerFlexKernel:  # type: ignore[no-untype
     return EagerFlexKernel(score_mod, mask_mod, "flex")
 
 
-def lists_of(pairs, mask):  # type: ignore[no-untyped-def]
-    """Of a block mask, or none."""
-    return block_lists(pairs, *listed_blocks(geometry_of(mask), None, pairs, 1 << 20, by_lane=True))  # type: ignore[arg-type]
-
-
-def run(kernel, tensors, is_causal, **plan):  # type: ignore[no-untyped-def]
-    """(out, lse, gradients)."""
-    q, k, v, grad = tensors
-    plans = [
-        qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
-                n_keys=k.shape[2], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
-                backward=backward, device="cpu", **plan)
-        for backward in (False, True)
-    ]  # fmt: skip
-    common = {
-        "is_causal": is_causal, "kernel": kernel, "devices": "cpu",
-        "enable_gqa": q.shape[1] != k.shape[1],
-    }  # fmt: skip
-    out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
-    return out, lse, qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
-
-
-def random(n: int, kv_heads: int = HEADS, n_keys: int | None = None) -> list[torch.Tensor]:
-    g = fresh_generator()
-    return [
-        torch.randn(1, heads, rows, 16, generator=g)
-        for heads, rows in ((HEADS, n), (kv_heads, n_keys or n), (kv_heads, n_keys or n),
-                            (HEADS, n))
-    ]  # fmt: skip
+def check_case(kernel: str, case, tensors, **plan) -> None:  # type: ignore[no-untyped-def]
+    made = KERNELS[kernel](*case[:2])
+    check(made, tensors, lambda *three: reference(*three, case), case[2], **plan)
 
 
 @pytest.mark.parametrize(
-    ("levels", "tile", "over_inputs"),
+    ("kernel", "levels", "tile", "over_inputs"),
     [
-        ((), 128, None),
-        ((7,), 16, True),
-        ((7,), 16, False),
-        ((3,), 128, True),
-        ((3,), 128, False),
-        ((3, 3), 16, None),
+        ("tasks", (), 128, None),
+        ("tasks", (7,), 16, True),
+        ("tasks", (7,), 16, False),
+        ("tasks", (3,), 128, True),
+        ("tasks", (3,), 128, False),
+        ("tasks", (3, 3), 16, None),
+        ("tiles", (), 128, None),
+        ("tiles", (7,), 16, False),
+        ("tiles", (3, 3), 16, None),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(name: str, levels, tile: int, over_inputs: bool | None) -> None:
+def test_against_float64(kernel: str, name: str, levels, tile: int, over_inputs) -> None:  # type: ignore[no-untyped-def]
     """Edges on the borders of blocks and within, fewer key heads."""
     tensors = random(N, kv_heads=1 if tile == 128 else HEADS)
-    check(tensors, CASES[name], levels=levels, tile=tile, over_inputs=over_inputs)
+    check_case(kernel, CASES[name], tensors, levels=levels, tile=tile, over_inputs=over_inputs)
 
 
-def check(tensors, case, **plan) -> None:  # type: ignore[no-untyped-def]
-    out, lse, grads = run(kernel_of(*case[:2]), tensors, case[2], **plan)
-    right = [t.double().requires_grad_() for t in tensors[:3]]
-    expected, expected_lse = reference(*right, case)
-    expected.backward(tensors[3].double())
-    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse.detach(), atol=1e-5, rtol=1e-5)
-    for mine, theirs in zip(grads, right, strict=True):
-        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
+def late(b, h, q, k):  # type: ignore[no-untyped-def]
+    """Rows and keys beyond what it keeps at all, other ones in each head and batch entry."""
+    return (q >= 290 + 20 * h) & (k >= 260 + b)
 
 
-@pytest.mark.parametrize("n_keys", [330, 600])
-def test_other_numbers_of_keys(n_keys: int) -> None:
-    case = (None, sliding_window(90), True)
-    check(random(N, n_keys=n_keys), case, levels=(7,), tile=16)
-
-
-def test_a_monolithic_call_on_the_inputs_as_they_lie(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Two entries of a batch, and rows and keys beyond what the mask lists at all."""
-
-    def late(b, h, q, k):  # type: ignore[no-untyped-def]
-        return (q >= 290 + 20 * h) & (k >= 260 + b)
-
-    kernel = kernel_of(None, late)
-    called = []
-    whole = kernel.whole_forward
-    monkeypatch.setattr(kernel, "whole_forward", lambda *a: called.append(1) or whole(*a))
-    g = fresh_generator()
-    tensors = [torch.randn(2, HEADS, N, 16, generator=g) for _ in range(4)]
-    q, k, v, grad = tensors
-    common = {"kernel": kernel, "devices": "cpu"}
-    out, lse = qa.attention_with_lse(q, k, v, **common)
-    grads = qa.attention_backward(grad, q, k, v, out, lse, **common)
-    assert called
-    for entry in range(2):
-        right = [t[entry : entry + 1].double().requires_grad_() for t in tensors[:3]]
-        case = (None, lambda b, h, q, k, entry=entry: late(entry, h, q, k), False)
-        expected, expected_lse = reference(*right, case)
-        expected.backward(grad[entry : entry + 1].double())
-        torch.testing.assert_close(out[entry].double(), expected[0].detach(), atol=3e-6, rtol=1e-5)
-        torch.testing.assert_close(
-            lse[entry].double(), expected_lse[0].detach(), atol=1e-5, rtol=1e-5
-        )
-        for mine, theirs in zip(grads, right, strict=True):
-            torch.testing.assert_close(mine[entry].double(), theirs.grad[0], atol=2e-5, rtol=1e-5)
-
-
-def test_head_groups_go_through_tasks() -> None:
-    """A monolithic call does not say which heads it was given."""
-
-    def by_head(score, b, h, q, k):  # type: ignore[no-untyped-def]
-        return score * (1 + h)
-
-    check(random(200), (by_head, None, True), levels=(), heads_per_group=1)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("case", "sizes", "plan"),
+    [
+        ((None, sliding_window(90), True), {"n_keys": 330}, {"levels": (7,), "tile": 16}),
+        ((None, sliding_window(90), True), {"n_keys": 600}, {"levels": (7,), "tile": 16}),
+        ((None, late, False), {"batch": 2}, {}),
+        ((lambda s, b, h, q, k: s * (1 + h), None, True), {}, {"levels": (), "heads_per_group": 1}),
+    ],
+    ids=["fewer keys", "more keys", "a whole batch", "head groups"],
+)
+def test_other_calls(kernel: str, case, sizes, plan) -> None:  # type: ignore[no-untyped-def]
+    check_case(kernel, case, random(N, **sizes), **plan)
 
 
 @pytest.mark.parametrize("over_inputs", [True, False])
@@ -164,10 +124,8 @@ def test_a_head_that_keeps_nothing(over_inputs: bool) -> None:
     def near(b, h, q, k):  # type: ignore[no-untyped-def]
         return (h == 1) & (q - k < 30)
 
-    kernel, tensors = kernel_of(None, near), random(300)
-    out, lse, grads = run(
-        kernel, tensors, True, levels=(3,), tile=128, heads_per_group=1, over_inputs=over_inputs
-    )
+    how = {"levels": (3,), "tile": 128, "heads_per_group": 1, "over_inputs": over_inputs}
+    out, lse, grads = run(kernel_of(None, near), random(300), True, **how)
     assert bool((lse[:, 0] == -torch.inf).all())
     for found in (out, *grads):
         assert not found[:, 0].any()
@@ -190,12 +148,10 @@ MASKS = {
 @pytest.mark.parametrize("levels", [(), (3,), (7,), (3, 3)])
 @pytest.mark.parametrize("tile", [48, 128])
 @pytest.mark.parametrize("name", MASKS)
-def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:
+def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:  # type: ignore[no-untyped-def]
     """Listed pairs are those of the task's rectangles that the mask keeps, none twice."""
-    mask = MASKS[name]
-    kernel = kernel_of(None, mask)
-    n = 2500
-    for task in Decomposition(n, levels, "aligned", tile).tasks():
+    mask, kernel = MASKS[name], kernel_of(None, MASKS[name])
+    for task in Decomposition(2500, levels, "aligned", tile).tasks():
         rectangles = task.rectangles(is_causal)
         tokens = torch.cat([torch.arange(a, b) for a, b, _ in task.runs])
         size = len(tokens)
@@ -204,12 +160,10 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:
             wanted[:, r.query_start : r.query_stop, r.key_start : r.key_stop] = True
         if is_causal:
             wanted &= tokens[:, None] >= tokens
-        if mask is not None:
-            heads = torch.arange(HEADS)
-            if name == "a function of numbers":
-                wanted &= (tokens[:, None] - tokens).abs() < 150
-            else:
-                wanted &= mask(0, heads[:, None, None], tokens[:, None], tokens)
+        if name == "a function of numbers":
+            wanted &= (tokens[:, None] - tokens).abs() < 150
+        elif mask is not None:
+            wanted &= mask(0, torch.arange(HEADS)[:, None, None], tokens[:, None], tokens)
         tensors = torch.empty(1, HEADS, size, 1)
         given = TaskTensors(task, rectangles, tensors, tensors, tensors, 1.0, is_causal, no_bias)
         launch = kernel._launch(given)
@@ -229,6 +183,25 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:
             assert block_mask.kv_num_blocks.max() <= 12
 
 
+def test_rectangles_that_do_not_touch() -> None:
+    """Any rectangles, of a task with jumps."""
+    task = Task((), (Span(100, 1100, 0), Span(2000, 2600, 0)))
+    rectangles = (Rectangle(300, 520, 130, 270), Rectangle(513, 515, 600, 601),
+                  Rectangle(300, 520, 700, 900))  # fmt: skip
+    found = []
+    for some in (rectangles, (Rectangle(1408, 1600, 0, 256),)):
+        pairs = TaskPairs(task, some)
+        listed = listed_blocks(Geometry(), None, pairs, 1 << 20, by_lane=True)  # type: ignore[arg-type]
+        found.append(block_lists(pairs, *listed))
+    assert found[0].in_pieces
+    assert not found[1].in_pieces
+    parts = found[1].on(torch.device("cpu"))
+    # The last row of blocks reaches beyond the last query.
+    assert parts[0].flatten().tolist() == [0] * 12 + [2]
+    assert parts[2].flatten().tolist() == [0] * 11 + [2, 0]
+    assert block_lists(pairs, *[np.zeros((0, 5), dtype=np.int64)] * 2) is None
+
+
 def test_workspace_of_windows_is_linear() -> None:
     n = 1 << 20
     call = CallShape("cuda", torch.float16, 1, 1, 64, 64, True)
@@ -240,80 +213,99 @@ def test_workspace_of_windows_is_linear() -> None:
     assert windowed < 600 * n
 
 
-def test_rectangles_that_do_not_touch() -> None:
-    """Any rectangles, of a task with jumps, cropped on all sides."""
-    task = Task((), (Span(100, 1100, 0), Span(2000, 2600, 0)))
-    rectangles = (Rectangle(300, 520, 130, 270), Rectangle(513, 515, 600, 601),
-                  Rectangle(300, 520, 700, 900))  # fmt: skip
-    pairs = TaskPairs(task, rectangles)
-    lists = lists_of(pairs, None)
-    assert lists.in_pieces
-    aligned = TaskPairs(task, (Rectangle(1408, 1600, 0, 256),))
-    lists = lists_of(aligned, None)
-    assert not lists.in_pieces
-    parts = lists.on(torch.device("cpu"))
-    # The last row of blocks reaches beyond the last query.
-    assert parts[0].flatten().tolist() == [0] * 12 + [2]
-    assert parts[2].flatten().tolist() == [0] * 11 + [2, 0]
-    assert block_lists(aligned, *[np.zeros((0, 5), dtype=np.int64)] * 2) is None
+def test_many_heads_are_tried_within_the_bound(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    pairs_at_once = []
+    original = BlockEvaluator.kept
+
+    def kept(self, rows, columns):  # type: ignore[no-untyped-def]
+        found = original(self, rows, columns)
+        pairs_at_once.append(found.numel())
+        return found
+
+    monkeypatch.setattr(BlockEvaluator, "kept", kept)
+    monkeypatch.setattr(flex, "_EVALUATED_BYTES", 1 << 20)
+    run(kernel_of(None, local_global), random(300, heads=6), False, levels=())
+    assert max(pairs_at_once) * PAIR_BYTES <= evaluated_bytes(6, 1 << 20)
 
 
 def test_emptied_tasks_are_never_run(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     kernel, launched = kernel_of(None, sliding_window(80)), []
     launch = kernel._launch
     monkeypatch.setattr(kernel, "_launch", lambda task: launched.append(1) or launch(task))
-    n = 8192
+    n, report = 8192, qa.Report()
     q = torch.randn(1, 1, n, 8)
-    plan = qa.plan(n, heads=1, head_dim=8, dtype=torch.float32, levels=(31,),
-                   over_inputs=False, is_causal=True,
-                   kernel=kernel, device="cpu")  # fmt: skip
-    report = qa.Report()
+    plan = qa.plan(n, heads=1, head_dim=8, dtype=torch.float32, levels=(31,), over_inputs=False,
+                   is_causal=True, kernel=kernel, device="cpu")  # fmt: skip
     out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cpu",
                        report=report)  # fmt: skip
     assert out.isfinite().all()
-    assert report.forward is not None
     assert report.forward.left_out > 0.6
     assert len(launched) < 60
 
 
-@pytest.mark.parametrize("eager_kernel", [True, False])
-def test_a_mask_may_change_between_calls(eager_kernel: bool) -> None:
+@pytest.mark.parametrize(
+    ("mask", "share"),
+    [
+        (sliding_window(80, 0), 0.1),
+        (sliding_window(80, 0) | within(0, 8192, 0, 64), 0.5),
+        (lambda b, h, q, k: (q - k).abs() <= 40 * (h + 1), 0.1),
+    ],
+    ids=["window", "first tokens too", "a function of heads"],
+)
+def test_emptied_rectangles_are_never_run(mask, share: float, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Of all pairs in the rectangles of tasks."""
+    n, counts = 8192, [0, 0]
+    kernel = from_score_mod(None, mask, compiled=False)
+    by_parts = kernel._by_parts[True]
+    parts_of = by_parts._parts_of
+
+    def counted(task, *given):  # type: ignore[no-untyped-def]
+        found = parts_of(task, *given)
+        for index, rectangles in enumerate((task.rectangles, sum(found, ()))):
+            counts[index] += sum(r.pairs for r in rectangles)
+        return found
+
+    monkeypatch.setattr(by_parts, "_parts_of", counted)
+    q = torch.randn(1, 2, n, 8)
+    plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(31,), is_causal=True,
+                   kernel=kernel, device="cpu")  # fmt: skip
+    out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cpu")
+    assert out.isfinite().all()
+    assert 0 < counts[1] < share * max(counts[0], n * n)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_mask_may_change_between_calls(kernel: str) -> None:
     """Neither what it emptied nor what it filled is remembered; nor the ids of a document."""
-    edge = torch.tensor(400)
-    ids = torch.arange(N) // 200
+    edge, ids = torch.tensor(400), torch.arange(N) // 200
 
     def by_tensor(b, h, q, k):  # type: ignore[no-untyped-def]
         return (q - k).abs() <= edge
 
-    tensors = random(N)
-    kernel = (
-        kernel_of(None, by_tensor) if eager_kernel else flex.ScoreModKernel(None, by_tensor, "flex")
-    )
+    tensors, made = random(N), KERNELS[kernel](None, by_tensor)
     for width in (400, 3, 300):
         edge.fill_(width)
-        out = run(kernel, tensors, False, levels=(3,), tile=16)[0]
-        expected, _ = reference(*(t.double() for t in tensors[:3]), (None, by_tensor, False))
-        torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+        case = (None, by_tensor, False)
+        check(made, tensors, lambda *t, c=case: reference(*t, c), False, levels=(3,), tile=16)
     mask = document(ids)
     expected, _ = reference(*(t.double() for t in tensors[:3]), (None, mask, False))
     ids.zero_()
-    out = run(kernel_of(None, mask), tensors, False, levels=(3,))[0]
+    out = run(KERNELS[kernel](None, mask), tensors, False, levels=(3,))[0]
     torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
 
 
 def test_a_mask_made_anew_is_compiled_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Packed documents: another mask with every batch, and the same code."""
-    made = []
+    made: list[bool] = []
     monkeypatch.setattr(
         flex, "compiled_flex", lambda in_blocks: made.append(in_blocks) or eager_flex
     )
     shared: Cache = Cache(128, lambda call: 1)
-    tensors = random(N)
     compiled = []
     for _ in range(3):
         kernel = kernel_of(None, document(torch.arange(N) // 100))
         kernel._compiled = shared
-        run(kernel, tensors, True, levels=(3,))
+        run(kernel, random(N), True, levels=(3,))
         compiled.append(len(made))
     assert compiled == [compiled[0]] * 3
 
@@ -321,7 +313,7 @@ def test_a_mask_made_anew_is_compiled_once(monkeypatch) -> None:  # type: ignore
 def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    calls = []
+    calls: list[int] = []
 
     def compile_(function, **options):  # type: ignore[no-untyped-def]
         assert options == {"fullgraph": True, "dynamic": True}
@@ -340,17 +332,113 @@ def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None
     assert [call() for _ in range(5)] == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
 
 
-def test_many_heads_are_tried_within_the_bound(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    pairs_at_once = []
-    original = BlockEvaluator.kept
+@pytest.mark.parametrize("mask", [
+    causal(), sliding_window(9, 3), prefix_lm(11), document(torch.arange(60) // 13),
+    sliding_window(9, 3) & document(torch.arange(60) // 13), prefix_lm(7) | sliding_window(4, 4),
+], ids=["causal", "window", "prefix", "document", "and", "or"])  # fmt: skip
+def test_verdicts_are_never_wrong(mask) -> None:  # type: ignore[no-untyped-def]
+    """EMPTY means no pair, FULL means all; PARTIAL is allowed. Shares of them are predicted."""
+    at, sure = torch.arange(60), 0
+    kept = mask(0, 0, at[:, None], at).expand(60, 60)
+    for q0 in range(0, 60, 7):
+        for k0 in range(0, 60, 5):
+            r = Ranges.of(q0, min(60, q0 + 9), k0, min(60, k0 + 7))
+            part, verdict = kept[slice(*r.queries), slice(*r.keys)], mask.geometry.verdict(r)
+            assert not (verdict is EMPTY and part.any())
+            assert not (verdict is FULL and not part.all())
+            sure += verdict is not PARTIAL
+    assert sure > 10
 
-    def kept(self, rows, columns):  # type: ignore[no-untyped-def]
-        found = original(self, rows, columns)
-        pairs_at_once.append(found.numel())
-        return found
 
-    monkeypatch.setattr(BlockEvaluator, "kept", kept)
-    monkeypatch.setattr(flex, "_EVALUATED_BYTES", 1 << 20)
-    tensors = [torch.randn(1, 6, 300, 16) for _ in range(4)]
-    run(kernel_of(None, local_global), tensors, False, levels=())
-    assert max(pairs_at_once) * PAIR_BYTES <= evaluated_bytes(6, 1 << 20)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "mask", [sliding_window(700), sliding_window(100, 300), document(torch.arange(3000) // 450),
+             prefix_lm(800)],
+    ids=["window", "both sides", "documents", "prefix"],
+)  # fmt: skip
+def test_what_a_mask_leaves_is_predicted(mask, is_causal: bool) -> None:  # type: ignore[no-untyped-def]
+    n = 3000
+    q, k = torch.arange(n)[:, None], torch.arange(n)[None]
+    there = (q >= k) if is_causal else torch.ones(n, n, dtype=torch.bool)
+    kept = mask(0, 0, q, k) & there
+    share = kept_share(Pairs(n, n, is_causal, mask.geometry.verdict))
+    assert abs(share - float(kept.sum() / there.sum())) < 0.03
+
+
+def test_what_is_never_sure_is_soon_given_up() -> None:
+    n, asked = 1 << 18, []
+
+    def verdict(block: Ranges) -> Verdict:
+        asked.append(block)
+        return PARTIAL
+
+    assert 0.45 < kept_share(Pairs(n, n, True, verdict)) < 0.55
+    assert len(asked) < 200_000
+
+
+def test_a_budget_that_is_too_small_names_the_smallest_of_trimmed_plans() -> None:
+    sizes = {"heads": 1, "head_dim": 64, "is_causal": True, "device": "cuda",
+             "kernel": from_score_mod(None, sliding_window(512), compiled=True)}  # fmt: skip
+    with pytest.raises(qa.BudgetError, match="smallest that works") as caught:
+        qa.plan(1 << 18, budget="1MiB", **sizes)
+    smallest = caught.value.smallest_bytes
+    assert qa.plan(1 << 18, budget=smallest, **sizes).peak_bytes <= smallest
+    for levels in ((57, 57), (31, 31), (91,)):
+        assert qa.plan(1 << 18, levels=levels, **sizes).peak_bytes >= smallest
+
+
+class Slopes(torch.nn.Module):
+    """A score modification with parameters, as a model would hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.2]), requires_grad=False)
+
+    def forward(self, score, b, h, q, k):  # type: ignore[no-untyped-def]
+        return score - self.slopes[h] * (q - k).abs()
+
+
+def test_a_copy_of_a_model_has_a_kernel_of_its_own() -> None:
+    model = torch.nn.Module()
+    model.slopes = Slopes()
+    model.kernel = from_score_mod(model.slopes, sliding_window(5), compiled=False)
+    copied = copy.deepcopy(model)
+    assert copied.kernel.score_mod is copied.slopes
+    assert copied.kernel is not model.kernel
+    query = torch.randn(1, 2, 20, 4, dtype=torch.float64)
+    first = qa.attention(query, query, query, kernel=model.kernel)
+    copied.slopes.slopes.mul_(3)
+    assert torch.equal(qa.attention(query, query, query, kernel=model.kernel), first)
+    assert not torch.allclose(qa.attention(query, query, query, kernel=copied.kernel), first)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "got"),
+    [(lambda b, h, q, k: (q - k) % 4, "int64"), (lambda b, h, q, k: True, "bool")],
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:  # type: ignore[no-untyped-def]
+    """2 is not True, joined bit by bit with what a task keeps."""
+    q, k, v, _ = random(N)
+    for options in (
+        {"attn_mask": qa.Mask(keeps=mask_mod)},
+        {"kernel": from_score_mod(None, mask_mod, compiled=False)},
+    ):
+        with pytest.raises(TypeError, match=rf"must return a tensor of torch\.bool .* got .*{got}"):
+            qa.attention(q, k, v, depth=depth, **options)
+
+
+def test_compiled_calls_refuse_what_torchs_have_not() -> None:
+    kernel = from_score_mod(None, sliding_window(5), compiled=True)
+    for dtype, words in ((torch.float64, "no float64"), (torch.float32, "on the CPU")):
+        x = torch.randn(1, 1, 9, 4, dtype=dtype)
+        with pytest.raises(NotImplementedError, match=words):
+            qa.attention(x, x, x, kernel=kernel)
+
+
+def test_slopes_of_heads() -> None:
+    slopes = torch.rand(4)
+    cpu, mask = torch.device("cpu"), lambda b, h, q, k: slopes[h] * q >= k
+    assert functions.depends_on_batch_head(mask, cpu) == (False, True)
+    case = (lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), None, False)
+    check_case("tiles", case, random(40, heads=4), depth=1)

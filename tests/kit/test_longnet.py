@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import fresh_generator
+from helpers_score_mods import check, random
 
 import quorum_attention as qa
 from quorum_attention.kernels import CpuKernel, DenseKernel
@@ -23,38 +23,21 @@ def reference(query, key, value, settings, is_causal):
     if is_causal:
         count = count * (k <= q)
     scores = query @ key.mT * query.shape[-1] ** -0.5 + torch.log(count.clamp_min(1))
+    lse = scores.masked_fill(count == 0, -torch.inf).logsumexp(-1)
     scores = scores.masked_fill(count == 0, -1e30)
-    return (torch.softmax(scores, -1) * (count > 0)) @ value
+    return (torch.softmax(scores, -1) * (count > 0)) @ value, lse
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("settings", [MIXTURE, [(64, 4)], [(1, 1)], [(512, 8), (16, 1)]], ids=str)
 @pytest.mark.parametrize("levels", [(), (7,), (3, 3)])
 def test_against_float64(settings, levels, is_causal) -> None:
-    g, n, heads = fresh_generator(), 300, 5
+    def exact(*three):
+        return reference(*three, settings, is_causal)
+
     kernel = qa.LongNetKernel(settings)
-    q, k, v, grad = (torch.randn(1, heads, n, 8, generator=g) for _ in range(4))
-    plans = [
-        qa.plan(n, heads=heads, head_dim=8, dtype=torch.float32, levels=levels, tile=16,
-                is_causal=is_causal, kernel=kernel, backward=backward, device="cpu",
-                heads_per_group=2)
-        for backward in (False, True)
-    ]  # fmt: skip
-    common = {"is_causal": is_causal, "kernel": kernel, "devices": "cpu"}
-    out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
-    grads = qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
-    right = [t.double().requires_grad_() for t in (q, k, v)]
-    expected = reference(*right, settings, is_causal)
-    expected.backward(grad.double())
-    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
-    for mine, theirs in zip(grads, right, strict=True):
-        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
-
-
-def test_exact_by_check_kernel() -> None:
-    found = qa.check_kernel(qa.LongNetKernel(MIXTURE), heads=5, dtype=torch.float32, device="cpu",
-                            other_sizes=False)  # fmt: skip
-    assert found.exact, str(found)
+    how = {"levels": levels, "tile": 16, "heads_per_group": 2}
+    check(kernel, random(300, heads=5, width=8), exact, is_causal, **how)
 
 
 def test_full_precision_inside() -> None:
