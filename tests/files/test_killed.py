@@ -14,9 +14,7 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
-from quorum_attention import writing
 from quorum_attention.cli import main
-from quorum_attention.cli.stopping import Stopped
 from quorum_attention.files import compute
 
 HEADS = 4
@@ -166,17 +164,6 @@ def test_a_disk_that_fills_up_keeps_what_is_done_and_is_named(
     assert main([*command, "--resume"]) == 0
     assert main(["run", "qkv", "whole", *EACH]) == 0
     assert tensors("out") == tensors("whole")
-
-
-def test_a_signal_right_after_progress_was_written_says_what_is_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stop(directory: Path) -> None:
-        raise Stopped(15)
-
-    monkeypatch.setattr(writing, "sync_directory", stop)
-    assert main(["run", "qkv", "out", *EACH]) == 128 + 15
-    assert f"1 of {HEADS} parts are done and kept" in capsys.readouterr().err
 
 
 def test_no_room_for_accumulators_is_said_before_any_work(

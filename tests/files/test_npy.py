@@ -77,13 +77,7 @@ def test_other_elements_are_refused_by_name(tmp_path: Path, array: np.ndarray, s
     [
         (lambda data: data[:-1], "truncated"),
         (lambda data: data + b"x", "corrupt"),
-        (lambda data: data[:60], "not a .npy file"),
-        (lambda data: b"", "not a .npy file"),
-        (lambda data: b"PK" + data[2:], "the magic string is not correct"),
         (lambda data: data.replace(b"(3,)", b"(-3,"), "not a .npy file"),
-        (lambda data: data.replace(b"(3,)", b"(99)"), "not a .npy file"),
-        (lambda data: data[:6] + b"\x09" + data[7:], "not a .npy file"),
-        (lambda data: data.replace(b"descr", b"descx"), "not a .npy file"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_refused_by_name(tmp_path: Path, change, said: str) -> None:
@@ -161,14 +155,7 @@ def test_what_npy_files_cannot_have_is_said_before_any_work(
     call, out = str(tmp_path / "call"), str(tmp_path / "out.npy")
     assert "can have one result, and there are out, lse" in said(call, out, "--lse")
     assert "bfloat16, which .npy files do not know" in said(call, out, "--out-dtype", "bf16")
-    assert "no folder" in said(call, str(tmp_path / "q.npy") + "/")
-    assert "there is no directory" in said(call, str(tmp_path / "no" / "such") + "/")
-    (tmp_path / "empty").mkdir()
-    assert "a folder without .npy files" in said(str(tmp_path / "empty"), out)
     assert "both are the query" in said(call, str(tmp_path / "q.npy"), out)
-    assert "is the input" in said(call, str(tmp_path / "call" / "q.npy"))
     half = {name: torch.zeros(1, 1, 4, 4, dtype=torch.bfloat16) for name in "qkv"}
     safetensors.torch.save_file(half, tmp_path / "half")
     assert "give another --out-dtype" in said(str(tmp_path / "half"), out)
-    np.save(tmp_path / "call" / "mask.npy", np.ones((40, 40), bool))
-    assert "is the input" in said(call, str(tmp_path / "call" / "mask.npy"))

@@ -189,15 +189,6 @@ def test_an_input_that_changes_meanwhile_ends_the_run(
     assert (folder / "out").read_bytes() == old
 
 
-def test_another_version_is_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stopped(folder, 1)
-    monkeypatch.setattr(qa, "__version__", "99.0")
-    assert run(folder, "--resume") == 2
-    assert "quorum-attention's version was" in capsys.readouterr().err
-
-
 def test_the_same_files_in_other_places_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
