@@ -23,6 +23,7 @@ from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.kit.flex_backward import gradients_of_rows, takes_rows
 from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
@@ -395,6 +396,8 @@ _CACHED_CALLS = 128
 # Compiled calls, by their kind and the code of the modifications: masks that are created again for
 # every batch are compiled once.
 _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
+# Whether the backward of a kind takes the rows' results (flex_backward.py); empty: not known yet.
+_TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS, lambda verdict: 1)
 
 
 def _host_bytes(lists: BlockLists | None) -> int:
@@ -407,9 +410,8 @@ class FlexKernel(ScoreModKernel):
 
     whole_tasks = True
     launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
-    # H200, causal, D = 64; the backward's with the forward that it runs again.
-    rates = (0.84, 0.55)
-    _compiled = _COMPILED
+    rates = (0.84, 0.69)  # H200, causal, D = 64
+    _compiled, _takes_rows = _COMPILED, _TAKES_ROWS
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
@@ -512,6 +514,11 @@ class FlexKernel(ScoreModKernel):
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
+        takes = self._takes_rows.get(made.kind(needs_grad=True), list)
+        if takes == [True]:
+            found = gradients_of_rows(attend, made.inputs, block_mask, saved)
+            if found is not None:
+                return found
 
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # The caller's hooks see none of its tensors, which a checkpoint would count. Without
@@ -520,7 +527,11 @@ class FlexKernel(ScoreModKernel):
                 found: tuple[torch.Tensor, torch.Tensor] = attend(*inputs, block_mask)
             return found
 
-        return gradients_by_autograd(run, made.inputs, saved)
+        wanted = gradients_by_autograd(run, made.inputs, saved)
+        if not takes:
+            verdict = takes_rows(attend, made.inputs, block_mask, saved, wanted)
+            takes += [] if verdict is None else [verdict]
+        return wanted
 
     def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
         make = partial(compiled_flex, in_blocks=made.in_blocks)

@@ -189,7 +189,7 @@ class FunctionKernel(Kernel):
         return found
 
     def _run_plain(self, *inputs: torch.Tensor, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._run(*inputs, **{name: _plain(value) for name, value in named.items()})
+        return self._run(*inputs, **{name: recordable(value) for name, value in named.items()})
 
 
 def gradients_by_autograd(
@@ -209,7 +209,7 @@ def gradients_by_autograd(
     """
     # Gradients have to be recorded here, also if the caller has turned that off.
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = [_plain(t).detach().requires_grad_() for t in inputs]
+        leaves = [recordable(t).detach().requires_grad_() for t in inputs]
         own_out, own_lse = run(*leaves)
         if not (own_out.requires_grad and own_lse.requires_grad):
             which = "an lse" if own_out.requires_grad else "an out"
@@ -225,7 +225,7 @@ def gradients_by_autograd(
     return query, key, value
 
 
-def _plain(value: Any) -> Any:
+def recordable(value: Any) -> Any:
     """A copy of a tensor of inference mode, which autograd refuses; anything else as it is."""
     return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
