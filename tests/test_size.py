@@ -24,7 +24,7 @@ BUDGETS = {
     "execution": (4539, 25),
     "files": (874, 6),
     "integrations": (1185, 13),
-    "kernels": (7520, 39),
+    "kernels": (7520, 40),
     "pictures": (418, 3),
     "planner": (1656, 9),
     "progress": (99, 3),
