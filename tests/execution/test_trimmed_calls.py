@@ -16,6 +16,7 @@ from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.engine import slot_layout
 from quorum_attention.execution.problem import FORWARD, Placement, Problem, spec_of
 from quorum_attention.execution.routes import slots
+from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
@@ -96,6 +97,26 @@ def test_results(name: str, levels: tuple[int, ...], is_causal: bool) -> None:
             assert done.left_out == plan.schedule.trimmed.left_out
             assert done.units == plan.n_tasks * plan.n_groups
         assert "left out" in str(report)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_over_the_inputs_as_they_lie(name: str, is_causal: bool) -> None:
+    """A kernel that takes a task in one launch computes all tasks of a head group in one."""
+    made = inputs(N, dtype=torch.float64)
+    kernel = WatchedMask(MASKS[name])
+    kernel.whole_tasks = True
+    plans = [
+        qa.plan(N, heads=2, head_dim=8, dtype=torch.float64, levels=(7,), tile=TILE,
+                heads_per_group=1, is_causal=is_causal, kernel=kernel, backward=backward,
+                device="cpu", over_inputs=True)
+        for backward in (False, True)
+    ]  # fmt: skip
+    assert all(isinstance(plan.schedule.route, Blockwise) for plan in plans)
+    found, _ = both_passes(made, kernel, plans, is_causal=is_causal)
+    wanted = exact(made, mask=kept(name), is_causal=is_causal, gradients=True)
+    for actual, expected in zip(found, (wanted.out, wanted.lse, *wanted.grads), strict=True):
+        assert_close(actual, expected, 1e-11)
 
 
 @pytest.mark.parametrize("n_cap", [1, 2])

@@ -21,30 +21,6 @@ from quorum_attention.planner.plan import _log_once
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
 
-@pytest.mark.parametrize("n", [1000, 20_000, 1_000_000])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_smaller_budget_gives_a_plan_with_a_smaller_peak(n, backward, device) -> None:
-    """And every plan is within its budget, down to the smallest that works."""
-    common = {**CALL, "backward": backward, "is_causal": True, "device": device}
-    peak = qa.plan(n, budget="1TiB", **common).peak_bytes
-    with pytest.raises(qa.BudgetError) as refused:
-        qa.plan(n, budget=1, **common)
-    smallest = refused.value.smallest_bytes
-    assert smallest is not None
-    assert smallest <= peak
-    peaks = []
-    for budget in (peak, (peak + smallest) // 2, smallest):
-        plan = qa.plan(n, budget=budget, **common)
-        assert plan.peak_bytes <= budget
-        assert plan.budget_bytes == budget
-        peaks.append(plan.peak_bytes)
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[-1] == smallest
-    with pytest.raises(qa.BudgetError):
-        qa.plan(n, budget=smallest - 1, **common)
-
-
 def test_a_plan_says_why() -> None:
     """What was compared with what: sizes where memory decided, times where speed did."""
     call: dict[str, Any] = {"heads": 8, "head_dim": 64, "is_causal": True, "device": "cuda"}
@@ -91,25 +67,15 @@ def test_a_plan_for_a_billion_tokens_is_symbolic(device: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "says"),
     [
-        ({"n_tokens": -1}, ValueError, "n_tokens must be"),
         ({"n_tokens": 2.5}, TypeError, "n_tokens must be a whole number"),
-        ({"n_tokens": True}, TypeError, "n_tokens must be a whole number"),
-        ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
         ({"heads": 4, "kv_heads": 3}, ValueError, "multiple of kv_heads, got 4 and 3"),
-        ({"head_dim": "64"}, TypeError, "head_dim must be a whole number"),
         ({"dtype": torch.int32}, TypeError, "dtype must be one of"),
         ({"levels": (8,)}, ValueError, "8"),
         ({"levels": (7,), "depth": 2}, ValueError, "depth is 2 but levels"),
-        ({"budget": -1}, ValueError, "budget must not be negative"),
-        ({"budget": "many"}, ValueError, "budget must be a number of bytes"),
-        ({"budget": 1.5}, TypeError, "budget must be a whole number of bytes"),
-        ({"layout": "diagonal"}, ValueError, "layout must be"),
-        ({"tile": 0}, ValueError, "tile must be at least 1"),
         ({"device": "meta"}, NotImplementedError, "device must be 'cpu' or 'cuda'"),
         ({"inputs": "host"}, ValueError, "inputs must be 'device'"),
         ({"heads_per_group": 3, "kv_heads": 2}, ValueError, "multiple of 2"),
         ({"heads_per_group": 8}, ValueError, "up to 4, got 8"),
-        ({"kernel": "magic"}, ValueError, "magic"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(arguments, kind, says) -> None:

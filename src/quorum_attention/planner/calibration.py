@@ -97,7 +97,7 @@ def _known() -> dict[str, Any]:
 
 
 def _entries(said: Any) -> dict[str, Any]:
-    # Where there is none, or it is broken, the assumed rates are used.
+    """Calibrations as stored; none where the file is broken."""
     return said if isinstance(said, dict) else {}
 
 
@@ -196,10 +196,9 @@ def _check_agreement(values: dict[str, list[float]]) -> None:
         CalibrationError: names the figure.
     """
     for name, measured in values.items():
-        texts = ", ".join(f"{value:.3g}" for value in measured)
-        if not all(math.isfinite(value) and value > 0 for value in measured):
-            raise CalibrationError(f"{name} was measured as {texts}, which cannot be: not stored")
-        if name not in _UNCHECKED and max(measured) > _SPREAD * min(measured):
+        known = all(math.isfinite(value) and value > 0 for value in measured)
+        if not known or (name not in _UNCHECKED and max(measured) > _SPREAD * min(measured)):
+            texts = ", ".join(f"{value:.3g}" for value in measured)
             raise CalibrationError(
                 f"nothing was stored: measurements disagree with each other: {name} ({texts}). "
                 f"Something else keeps the machine busy, or its clock changes: try again when it "

@@ -183,8 +183,6 @@ def _rounded(work: Workload) -> Workload:
     n_queries, n_keys = (
         max(policy.SHORTEST, 1 << (n - 1).bit_length()) for n in (work.n_queries, work.n_keys)
     )
-    if (n_queries, n_keys) == (work.n_queries, work.n_keys):
-        return work
     return replace(work, n_queries=n_queries, n_keys=n_keys)
 
 
@@ -221,33 +219,28 @@ def choose_plan(
     """
     failure: BudgetError | None = None
     best: tuple[InnerKernel, Plan] | None = None
-    try:
-        best = problem.kernel, choose(problem, constraints, hardware)
-        if isinstance(best[1].schedule.route, Whole) or (
-            best[1].predicted_seconds < policy.WORTH_BUILDING
-        ):
-            return best
-    except BudgetError as error:
-        # Its traceback would hold this frame, and so the caller's tensors, until cycles are looked
-        # for.
-        failure = error.with_traceback(None)
-    for kernel in others:
-        other = replace(problem, kernel=kernel)
-        limit = math.inf
+    for kernel in (problem.kernel, *others):
+        one, preferred, limit = replace(problem, kernel=kernel), kernel is problem.kernel, math.inf
         if best is not None:
+            before, is_first = best[1], best[0] is problem.kernel
+            whole = isinstance(before.schedule.route, Whole)
+            if is_first and (whole or before.predicted_seconds < policy.WORTH_BUILDING):
+                break
             # Of the best plan's time, what another has to be below.
-            share = policy.CLEARLY_ANOTHER_KERNEL if best[0] is problem.kernel else 1.0
-            limit = best[1].predicted_seconds * share
-            if least_seconds(other, kernel_hardware(other, hardware)) >= limit:
+            share = policy.CLEARLY_ANOTHER_KERNEL if is_first else 1.0
+            limit = before.predicted_seconds * share
+            if least_seconds(one, kernel_hardware(one, hardware)) >= limit:
                 continue  # whatever a search found, it would not be taken
         try:
-            found = choose(other, constraints, hardware)
+            found = choose(one, constraints, hardware)
         except BudgetError as error:
             # The smallest budget that an error names has to work: only of kernels that work here.
-            if best is None and kernel_works(kernel):
+            # Its traceback would hold this frame, and so the caller's tensors, until cycles are
+            # looked for.
+            if preferred or (best is None and kernel_works(kernel)):
                 failure = min(failure or error, error, key=_named_bytes).with_traceback(None)
             continue
-        if found.predicted_seconds < limit and kernel_works(kernel):
+        if preferred or (found.predicted_seconds < limit and kernel_works(kernel)):
             best = kernel, found
     if best is not None:
         return best
@@ -264,29 +257,26 @@ def _named_bytes(error: BudgetError) -> float:
 
 
 def _constraints(options: Options) -> PlanConstraints:
-    given = options.plan
-    return PlanConstraints(
-        budget_bytes=_budget(options),
-        levels=given.levels if given is not None else None,
+    """What a schedule has to be. Without a budget it may take what is free, less a margin."""
+    budget = options.budget_bytes
+    if budget is None:
+        free = backend_of(options.device).free_bytes(options.device) * (1 - policy.MARGIN)
+        # Rounded down in steps of a few per cent: a remembered plan still serves when a little
+        # more or less is free.
+        step = 1 << max(0, int(free).bit_length() - 6)
+        budget = int(free) // step * step
+    found = PlanConstraints(
+        budget,
         depth=options.depth,
-        layout=given.decomposition.layout if given is not None else "aligned",
-        tile=given.decomposition.tile if given is not None else 128,
         accumulator=options.accumulator,
         pinned=options.pinned,
         # A pinned depth without a budget is run even where it is not expected to fit.
         enforce_budget=options.budget_bytes is not None or not options.pinned,
     )
-
-
-def _budget(options: Options) -> int:
-    """Device bytes that a pass may take: the budget given, or what is free less a margin."""
-    if options.budget_bytes is not None:
-        return options.budget_bytes
-    free = int(backend_of(options.device).free_bytes(options.device) * (1 - policy.MARGIN))
-    # Rounded down in steps of a few per cent: a remembered plan still serves when a little more or
-    # less is free.
-    step = 1 << max(0, free.bit_length() - 6)
-    return free // step * step
+    if options.plan is None:
+        return found
+    shape = options.plan.decomposition
+    return replace(found, levels=shape.levels, layout=shape.layout, tile=shape.tile)
 
 
 def _check_budget(plan: Plan, budget: int | None) -> None:

@@ -322,12 +322,11 @@ def log_cut(plan: Plan) -> None:
     """Log (INFO) that a pass is cut: once for each such call."""
     if not LOG.isEnabledFor(logging.INFO) or not is_cut(plan):
         return
-    work = plan.work
+    call = plan._lines()[0][1]
     within = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     _log_once(
-        f"{'backward' if plan.backward else 'forward'} of {work.n_queries:,} queries x "
-        f"{work.n_keys:,} keys, {work.batch} x {work.heads} heads, is cut: budget {within}, depth "
-        f"{plan.depth} ({plan.n_tasks:,} tasks), {counted(plan.n_groups, 'head group')}, kernel "
-        f"{plan.kernel}, peak {format_bytes(plan.peak_bytes)}, predicted "
-        f"{format_seconds(plan.predicted_seconds)}; said once for calls like this"
+        f"{call}, is cut: budget {within}, depth {plan.depth} ({plan.n_tasks:,} tasks), "
+        f"{counted(plan.n_groups, 'head group')}, kernel {plan.kernel}, peak "
+        f"{format_bytes(plan.peak_bytes)}, predicted {format_seconds(plan.predicted_seconds)}; "
+        f"said once for calls like this"
     )
