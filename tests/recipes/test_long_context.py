@@ -144,9 +144,14 @@ def squares(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tenso
     return logits[..., :5].square().mean() + logits.float().view(-1, VOCABULARY).std()
 
 
+def halved(_: Any, __: Any, out: torch.Tensor) -> None:
+    out.mul_(0.5)
+
+
 CHANGES: dict[str, Any] = {
     "an adapter": lambda model: setattr(model, "lm_head", Adapted(model.lm_head)),
     "a hook": lambda model: model.lm_head.register_forward_hook(lambda _, __, out: out / 2),
+    "a hook in place": lambda model: model.lm_head.register_forward_hook(halved),
     "a loss": lambda model: setattr(model, "loss_function", squares),
     "experts' balance": lambda model: setattr(model.config, "output_router_logits", True),
     "a masked loss": lambda model: another_class(model, masked_loss),
@@ -156,7 +161,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("change", "after"),
-    [*((name, False) for name in CHANGES), *((name, True) for name in list(CHANGES)[:4])],
+    [*((name, False) for name in CHANGES), *((name, True) for name in list(CHANGES)[:5])],
 )
 def test_what_else_a_model_does_with_its_logits(change: str, after: bool) -> None:
     """Before the recipe and after it: the loss and the gradients are its own."""
@@ -251,6 +256,18 @@ def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
     assert found.logits is None
     assert found.loss.dtype == torch.float32
     torch.testing.assert_close(found.loss, wanted)
+
+
+def test_under_autocast() -> None:
+    model = tiny("llama")
+    changed = copy.deepcopy(model)
+    long_context(changed, checkpoints=None, attention=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, whole = (one(IDS, labels=IDS, return_dict=False) for one in (model, changed))
+        loss = changed(IDS, labels=IDS).loss
+    assert whole[1].dtype == plain[1].dtype == torch.bfloat16
+    for found in (whole[0], loss):
+        torch.testing.assert_close(found, plain[0])
 
 
 def test_what_was_given_another_forward_is_left_as_it_is() -> None:

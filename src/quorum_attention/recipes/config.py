@@ -65,20 +65,14 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
         ValueError: it is no such file, or lacks a size: named.
         OSError: the file cannot be read.
     """
-    return _shape(_read(config) if isinstance(config, (str, Path)) else config)
-
-
-def _read(path: str | Path) -> Any:
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    if not file.exists():
-        raise FileNotFoundError(f"{file}: give the path of a config.json, or of its folder")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a config.json: {error}") from None
-
-
-def _shape(config: Any) -> ModelShape:
+    if isinstance(config, (str, Path)):
+        file = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        if not file.exists():
+            raise FileNotFoundError(f"{file}: give the path of a config.json, or of its folder")
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is not a config.json: {error}") from None
     if not isinstance(config, Mapping):
         raise ValueError(f"a model's configuration must be an object of JSON, got {shown(config)}")
     if isinstance(config.get("text_config"), Mapping):

@@ -58,7 +58,7 @@ def chunk_loss(model: Any) -> Change:
 def _head_forward(self: torch.nn.Linear, states: torch.Tensor) -> Any:
     if _losses.get() is None:
         return linear(states, self.weight, self.bias)
-    return _Logits(states, self.weight, self.bias, self.weight.dtype)
+    return _Logits(states, self.weight, self.bias)
 
 
 def _model_forward(model: Any) -> Callable[..., Any]:
@@ -88,17 +88,22 @@ def _model_forward(model: Any) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class _Logits:
-    """In place of a tensor: (..., vocabulary) logits that are not computed yet, in a dtype.
+    """In place of a tensor: (..., vocabulary) logits that are not computed yet.
 
     Attributes:
         states: (..., width), whose product with the weights they are.
         weight, bias: of the last layer.
+        wide: whether they are in float32 whatever the product's dtype is.
+        root: those that these are in another dtype or shape.
+        tensor: they, once something has asked for them, and may have changed them.
     """
 
     states: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    dtype: torch.dtype
+    wide: bool = False
+    root: _Logits | None = None
+    tensor: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -107,15 +112,22 @@ class _Logits:
 
     def view(self, *sizes: Any) -> Any:
         """As of a tensor."""
-        if sizes == (-1, len(self.weight)):
-            return replace(self, states=self.states.reshape(-1, self.states.shape[-1]))
-        return self.computed().view(*sizes)
+        if self.tensor is not None or sizes != (-1, len(self.weight)):
+            return self.computed().view(*sizes)
+        states = self.states.reshape(-1, self.states.shape[-1])
+        return replace(self, states=states, root=self if self.root is None else self.root)
 
     reshape = view
 
     def computed(self) -> torch.Tensor:
         """The tensor."""
-        return linear(self.states, self.weight, self.bias).to(self.dtype)
+        if self.tensor is None:
+            if self.root is None:
+                whole = linear(self.states, self.weight, self.bias)
+            else:
+                whole = self.root.computed().view(*self.states.shape[:-1], len(self.weight))
+            self.tensor = whole.float() if self.wide else whole
+        return self.tensor
 
     def cross_entropy(
         self, target: torch.Tensor, weight: Any = None, *, ignore_index: int = -100,
@@ -123,11 +135,14 @@ class _Logits:
     ) -> torch.Tensor | None:  # fmt: skip
         """Some tokens at a time; None: it is one that all logits are needed for."""
         plain = weight is None and not label_smoothing and reduction in ("mean", "sum")
-        if not plain or target.shape != self.states.shape[:-1]:
+        fresh = self.tensor is None and (self.root is None or self.root.tensor is None)
+        if not (
+            fresh and plain and self.states.dim() == 2 and target.shape == self.states.shape[:1]
+        ):
             return None
 
         def of_some(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            logits = replace(self, states=states).computed()
+            logits = replace(self, states=states, root=None).computed()
             return cross_entropy(logits, wanted, ignore_index=ignore_index, reduction="sum")
 
         tokens = loss_tokens(len(self.weight), self.weight.dtype.itemsize)
@@ -136,9 +151,11 @@ class _Logits:
         total = torch.stack([checkpoint(of_some, *pair, **again) for pair in pairs]).sum()
         return total if reduction == "sum" else total / (target != ignore_index).sum()
 
-    def float(self) -> _Logits:
+    def float(self) -> Any:
         """As of a tensor."""
-        return replace(self, dtype=torch.float32)
+        if self.tensor is not None:
+            return self.tensor.float()
+        return replace(self, wide=True, root=self if self.root is None else self.root)
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
