@@ -65,18 +65,19 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
         ValueError: it is no such file, or lacks a size: named.
         OSError: the file cannot be read.
     """
+    found: Any = config
     if isinstance(config, (str, Path)):
         file = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
         if not file.exists():
             raise FileNotFoundError(f"{file}: give the path of a config.json, or of its folder")
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            found = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not a config.json: {error}") from None
-    if not isinstance(config, Mapping):
-        raise ValueError(f"a model's configuration must be an object of JSON, got {shown(config)}")
-    if isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
+    if not isinstance(found, Mapping):
+        raise ValueError(f"a model's configuration must be an object of JSON, got {shown(found)}")
+    inner = found.get("text_config")
+    config = inner if isinstance(inner, Mapping) else found
     kind = str(config.get("model_type", "unknown"))
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
