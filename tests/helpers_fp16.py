@@ -24,22 +24,33 @@ class Drawn:
     words: str
 
 
-def drawn(seed: int) -> Drawn:
-    """Sinks, few keys, loss-scaled gradients, large queries and values; of one head and more."""
+def drawn(seed: int, *, few_sizes: bool = False) -> Drawn:
+    """Sinks, few keys, loss-scaled gradients, large queries and values; of one head and more.
+
+    Args:
+        few_sizes: all of one width: what a GPU compiles, or tries out, for a size serves many
+            calls.
+    """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
-    n = rng.choice([1, 2, 3, 5, 17, 60, 128, 300])
-    m = rng.choice([n, n, n, 1, 2, 3, 5, rng.randint(1, 300)])
-    key_heads, shared = rng.choice([1, 2]), rng.choice([1, 2])
-    d = rng.choice([8, 16, 64])
-    dv = rng.choice([d, d, 8])
+    if few_sizes:
+        n, m = rng.choice([(1, 1), (5, 5), (128, 128), (300, 300), (300, 2), (300, 5), (5, 300)])
+        key_heads, shared = rng.choice([(2, 1), (1, 2)])
+        d = dv = 64
+    else:
+        n = rng.choice([1, 2, 3, 5, 17, 60, 128, 300])
+        m = rng.choice([n, n, n, 1, 2, 3, 5, rng.randint(1, 300)])
+        key_heads, shared = rng.choice([1, 2]), rng.choice([1, 2])
+        d = rng.choice([8, 16, 64])
+        dv = rng.choice([d, d, 8])
 
     def normal(heads: int, rows: int, width: int) -> torch.Tensor:
         return torch.randn(1, heads, rows, width, generator=generator)
 
     q, k, v = normal(key_heads * shared, n, d), normal(key_heads, m, d), normal(key_heads, m, dv)
     grad_out = normal(key_heads * shared, n, dv)
-    kind = rng.choice(["plain", "sink", "sink", "uniform", "large queries", "large values"])
+    kinds = ["plain", "sink", "sink", "uniform", "large values"]
+    kind = rng.choice(kinds if few_sizes else [*kinds, "large queries"])
     if kind == "sink":
         u = torch.nn.functional.normalize(torch.randn(d, generator=generator), dim=0)
         q = q / 2 + u * rng.choice([2, 6, 12])
@@ -58,32 +69,6 @@ def drawn(seed: int) -> Drawn:
     causal = rng.random() < 0.5
     words = f"seed {seed}: {kind}, {n} x {m}, heads {key_heads} x {shared}, gradient times 2^{size}"
     return Drawn(made, causal, words)
-
-
-def small(seed: int) -> Drawn:
-    """The like of ``drawn`` in few sizes, all of one width: what a GPU compiles, or tries out, for
-    a size serves many calls."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
-    n, m = rng.choice([(1, 1), (5, 5), (128, 128), (300, 300), (300, 2), (300, 5), (5, 300)])
-    heads, shared = rng.choice([(2, 1), (1, 2)])
-    q, grad_out = (torch.randn(1, heads * shared, n, 64, generator=generator) for _ in "qg")
-    k, v = (torch.randn(1, heads, m, 64, generator=generator) for _ in "kv")
-    kind = rng.choice(["sink", "sink", "uniform", "large values", "plain"])
-    if kind == "sink":
-        u = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
-        q = q / 2 + u * rng.choice([2, 6, 12])
-        k[:, :, 0] = u * rng.choice([5, 20, 60])
-        grad_out = rng.choice([torch.full_like(grad_out, 1 / n), grad_out, grad_out.abs()])
-    elif kind == "uniform":
-        grad_out = torch.full_like(grad_out, rng.choice([1 / n, 1.0, 100.0]))
-    elif kind == "large values":
-        v *= rng.choice([30, 1000])
-    size = rng.choice([0, 0, -14, 8, 12, 14, 16])
-    grad_out = (grad_out * 2.0**size).clamp(-_LARGEST, _LARGEST)
-    made = Inputs(q.half(), k.half(), v.half(), grad_out.half())
-    words = f"seed {seed}: {kind}, {n} x {m}, heads {heads} x {shared}, gradient times 2^{size}"
-    return Drawn(made, rng.random() < 0.5, words)
 
 
 def sink(n: int, heads: int = 1) -> Inputs:

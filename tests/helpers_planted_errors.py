@@ -45,259 +45,121 @@ def gradients(grad_out, query, key, value, out, lse, *, is_causal, scale, **posi
     return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad_out
 
 
+# Each error as a function of what it changes in a plain call: named, with the cause to be found.
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
 BACKWARDS: dict[str, tuple[Callable[..., Any], str]] = {}
 KERNELS: dict[str, Planted] = {}
 
 
-def forward_is(cause: str):
-    def register(function):
-        FUNCTIONS[function.__name__] = function, cause
-        return function
+def forwards(cause: str, **wrong: Callable[..., Any]) -> None:
+    """Functions of (query, key, value, is_causal, scale)."""
+    for name, function in wrong.items():
 
-    return register
+        def call(query, key, value, *, is_causal, scale, function=function):
+            return function(query, key, value, is_causal, scale)
 
-
-def backward_is(cause: str):
-    def register(function):
-        BACKWARDS[function.__name__] = function, cause
-        return function
-
-    return register
+        FUNCTIONS[name] = call, cause
 
 
-# The log-sum-exp.
+def results(cause: str, **changed: Callable[..., Any]) -> None:
+    """Right but for what is made of (out, lse)."""
+    for name, change in changed.items():
+
+        def call(query, key, value, *, is_causal, scale, change=change):
+            return change(*plain(query, key, value, is_causal=is_causal, scale=scale))
+
+        FUNCTIONS[name] = call, cause
 
 
-@forward_is(causes.LSE)
-def no_lse(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse * 0
+def inputs(cause: str, **changed: Callable[..., Any]) -> None:
+    """Right but for the (query, key, value) that are computed with."""
+    for name, change in changed.items():
+
+        def call(query, key, value, *, is_causal, scale, change=change):
+            return plain(*change(query, key, value), is_causal=is_causal, scale=scale)
+
+        FUNCTIONS[name] = call, cause
 
 
-@forward_is(causes.LSE)
-def lse_in_base_two(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse / math.log(2)
+def scores(cause: str, **changed: Callable[..., Any]) -> None:
+    """Right but for the scores (of scaled products, and whether the call is causal)."""
+    for name, change in changed.items():
+
+        def call(query, key, value, *, is_causal, scale, change=change):
+            return softmax(change(scale * (query @ key.mT), is_causal), value)
+
+        FUNCTIONS[name] = call, cause
 
 
-@forward_is(causes.LSE)
-def lse_of_one_head(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse[:, :1].expand_as(lse)
+def backwards(cause: str, **changed: Callable[..., Any]) -> None:
+    """Right but for what is made of the three gradients."""
+    for name, change in changed.items():
+        BACKWARDS[name] = (lambda *given, f=change, **named: f(*gradients(*given, **named))), cause
 
 
-@forward_is(causes.LSE)
-def lse_rounded_to_fp16(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse + (lse.half().to(lse.dtype) - lse).detach()
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor + (tensor.to(dtype).to(tensor.dtype) - tensor).detach()
 
 
-@forward_is(causes.LSE)
-def lse_without_the_causal_mask(query, key, value, *, is_causal, scale):
-    out, _ = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, plain(query, key, value, is_causal=False, scale=scale)[1]
+def noisy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * (1 + 1e-3 * torch.randn_like(tensor))
 
 
-# Weights.
+results(
+    causes.LSE,
+    no_lse=lambda out, lse: (out, lse * 0),
+    lse_in_base_two=lambda out, lse: (out, lse / math.log(2)),
+    lse_of_one_head=lambda out, lse: (out, lse[:, :1].expand_as(lse)),
+    lse_rounded_to_fp16=lambda out, lse: (out, rounded(lse, torch.float16)),
+)
+results(
+    causes.WEIGHTS,
+    output_normalised=lambda out, lse: (functional.normalize(out, dim=-1), lse),
+)
+results(
+    causes.STATE,
+    dropout=lambda out, lse: (functional.dropout(out, 0.1), lse),
+    noise=lambda out, lse: (noisy(out), lse),
+    noise_in_lse=lambda out, lse: (out, lse + 1e-3 * torch.randn_like(lse)),
+)
 
 
-@forward_is(causes.WEIGHTS)
-def unnormalised(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    top = scores.amax(-1, keepdim=True)
-    return torch.exp(scores - top) @ value, torch.logsumexp(scores, -1)
+def unnormalised(query, key, value, is_causal, scale):
+    made = scores_of(query, key, is_causal, scale)
+    return torch.exp(made - made.amax(-1, keepdim=True)) @ value, torch.logsumexp(made, -1)
 
 
-@forward_is(causes.WEIGHTS)
-def sink_in_every_call(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    sink = torch.ones_like(scores[..., :1])
-    with_sink = torch.cat([scores, sink], -1)
-    lse = torch.logsumexp(with_sink, -1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+def sink_in_every_call(query, key, value, is_causal, scale):
+    made = scores_of(query, key, is_causal, scale)
+    lse = torch.logsumexp(torch.cat([made, torch.ones_like(made[..., :1])], -1), -1)
+    return torch.exp(made - lse.unsqueeze(-1)) @ value, lse
 
 
-@forward_is(causes.WEIGHTS)
-def padded_to_a_multiple(query, key, value, *, is_causal, scale):
+def padded_to_a_multiple(query, key, value, is_causal, scale):
     """With keys of zeros that are counted."""
     n, rows = key.shape[2], query.shape[2]
-    pad = -n % 16
-    scores = functional.pad(scores_of(query, key, is_causal, scale), (0, pad))
+    made = functional.pad(scores_of(query, key, is_causal, scale), (0, -n % 16))
     if is_causal:
-        scores = scores.masked_fill(mask_of(rows, n + pad), -torch.inf)
-    return softmax(scores, functional.pad(value, (0, 0, 0, pad)))
+        made = made.masked_fill(mask_of(rows, made.shape[-1]), -torch.inf)
+    return softmax(made, functional.pad(value, (0, 0, 0, -n % 16)))
 
 
-# Pairs.
-
-
-@forward_is(causes.PAIRS)
-def last_key_dropped(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    if not is_causal and key.shape[2] > 1:
-        last = torch.arange(key.shape[2]) == key.shape[2] - 1
-        scores = scores.masked_fill(last, -torch.inf)
-    return softmax(scores, value)
-
-
-@forward_is(causes.NO_KEYS)
-def nan_in_rows_without_a_key(query, key, value, *, is_causal, scale, query_positions,
-                              key_positions):  # fmt: skip
-    """A window, right but for where it keeps nothing."""
-    scores = scale * (query @ key.mT)
-    apart = query_positions[:, None] - key_positions[None]
-    keep = apart.abs() < 9
-    if is_causal:
-        keep = keep & (apart >= 0)
-    scores = scores.masked_fill(~keep, -torch.inf)
-    return torch.softmax(scores, -1) @ value, torch.softmax(scores, -1).sum(-1) * torch.logsumexp(
-        scores, -1
-    )
-
-
-@forward_is(causes.NO_KEYS)
-def large_number_for_infinity(query, key, value, *, is_causal, scale, query_positions,
-                              key_positions):  # fmt: skip
-    scores = scale * (query @ key.mT)
-    apart = query_positions[:, None] - key_positions[None]
-    keep = apart.abs() < 9
-    if is_causal:
-        keep = keep & (apart >= 0)
-    scores = scores.masked_fill(~keep, -1e4)
-    out, lse = softmax(scores, value)
-    return out, lse.masked_fill(~keep.any(-1), 0.0)
-
-
-# Causal calls.
-
-
-@forward_is(causes.PAIRS)
-def causal_one_too_many(query, key, value, *, is_causal, scale):
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        scores = scores.masked_fill(mask_of(*scores.shape[-2:], 2), -torch.inf)
-    return softmax(scores, value)
-
-
-@forward_is(causes.PAIRS)
-def causal_one_too_few(query, key, value, *, is_causal, scale):
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        scores = scores.masked_fill(mask_of(*scores.shape[-2:], 0), -torch.inf)
-    return softmax(scores, value)
-
-
-@forward_is(causes.PAIRS)
-def causal_ignored(query, key, value, *, is_causal, scale):
-    return plain(query, key, value, is_causal=False, scale=scale)
-
-
-# Positions.
-
-
-def biased(scores, rows, columns, is_causal, slope=0.05):
-    apart = rows[:, None] - columns[None]
-    scores = scores - slope * apart.abs().to(scores.dtype)
-    return scores.masked_fill(apart < 0, -torch.inf) if is_causal else scores
-
-
-@forward_is(causes.POSITIONS)
-def local_alibi(query, key, value, *, is_causal, scale):
-    rows, columns = torch.arange(query.shape[2]), torch.arange(key.shape[2])
-    return softmax(biased(scale * (query @ key.mT), rows, columns, is_causal), value)
-
-
-@forward_is(causes.POSITIONS)
-def local_key_positions(query, key, value, *, is_causal, scale, query_positions):
-    columns = torch.arange(key.shape[2])
-    if is_causal:
-        columns = columns + query_positions[0]
-    return softmax(biased(scale * (query @ key.mT), query_positions, columns, is_causal), value)
-
-
-def rotated(tensor, at):
-    half = tensor.shape[-1] // 2
-    turns = at[:, None] * 0.3 ** torch.arange(half, dtype=torch.float64)
-    cos, sin = turns.cos().to(tensor.dtype), turns.sin().to(tensor.dtype)
-    low, high = tensor[..., :half], tensor[..., half : 2 * half]
-    rest = tensor[..., 2 * half :]
-    return torch.cat([low * cos - high * sin, low * sin + high * cos, rest], -1)
-
-
-@forward_is(causes.POSITIONS)
-def local_window(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    apart = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])[None]
-    return softmax(scores.masked_fill(apart.abs() > 30, -torch.inf), value)
-
-
-# Length.
-
-
-@forward_is(causes.POSITIONS)
-def log_length_scale(query, key, value, *, is_causal, scale):
-    scale = scale * math.log(key.shape[2] + 1)
+def strides_ignored(query, key, value, is_causal, scale):
+    flat = torch.empty(0, dtype=key.dtype).set_(key.untyped_storage())
+    read = flat[key.storage_offset() :][: key.numel()]
+    if read.numel() == key.numel() and not key.requires_grad:
+        key = read.reshape(key.shape)
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.POSITIONS)
-def keys_centred(query, key, value, *, is_causal, scale):
-    """The mean of this call's keys is taken off, from one column of them."""
-    moved = torch.cat([key[..., :1] * key[..., :1].abs().mean(2, keepdim=True), key[..., 1:]], -1)
-    return plain(query, moved, value, is_causal=is_causal, scale=scale)
+def queries_scaled_in_place(query, key, value, is_causal, scale):
+    with torch.no_grad():
+        query.detach().mul_(1.5)
+    return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-@forward_is(causes.WEIGHTS)
-def output_normalised(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return functional.normalize(out, dim=-1), lse
-
-
-# Heads and batch.
-
-
-@forward_is(causes.HEADS)
-def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_positions):
-    slopes = 0.5 ** (torch.arange(query.shape[1], dtype=query.dtype) + 1)
-    apart = query_positions[:, None] - key_positions[None]
-    scores = scale * (query @ key.mT) - slopes[:, None, None] * apart.abs()
-    return softmax(scores.masked_fill(apart < 0, -torch.inf) if is_causal else scores, value)
-
-
-@forward_is(causes.HEADS)
-def heads_mixed(query, key, value, *, is_causal, scale):
-    """Talking heads."""
-    scores = scores_of(query, key, is_causal, scale)
-    mean = scale * (query @ key.mT).mean(1, keepdim=True)
-    return softmax(scores + mean, value)
-
-
-@forward_is(causes.HEADS)
-def temperature_by_local_entry(query, key, value, *, is_causal, scale):
-    by = 1 + torch.arange(query.shape[0], dtype=query.dtype)
-    return plain(query * by[:, None, None, None], key, value, is_causal=is_causal, scale=scale)
-
-
-# The scale.
-
-
-@forward_is(causes.SIZES)
-def no_scale(query, key, value, *, is_causal, scale):
-    return plain(query, key, value, is_causal=is_causal, scale=1.0)
-
-
-@forward_is(causes.SIZES)
-def scale_of_its_own(query, key, value, *, is_causal, scale):
-    own = query.shape[-1] ** -0.5
-    return plain(query, key, value, is_causal=is_causal, scale=own)
-
-
-# Sizes.
-
-
-@forward_is(causes.SIZES)
-def value_dim_taken_for_head_dim(query, key, value, *, is_causal, scale):
+def value_dim_taken_for_head_dim(query, key, value, is_causal, scale):
     """As if values were laid out with the queries' width."""
     wide, d = value.shape[-1], query.shape[-1]
     if wide != d:
@@ -307,57 +169,158 @@ def value_dim_taken_for_head_dim(query, key, value, *, is_causal, scale):
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
-# Memory, state, precision.
-
-
-@forward_is(causes.SIZES)
-def strides_ignored(query, key, value, *, is_causal, scale):
-    storage = key.untyped_storage()
-    flat = torch.empty(0, dtype=key.dtype).set_(storage)
-    start = key.storage_offset()
-    read = flat[start : start + key.numel()]
-    if read.numel() == key.numel() and not key.requires_grad:
-        key = read.reshape(key.shape)
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
-
-
-@forward_is(causes.STATE)
-def queries_scaled_in_place(query, key, value, *, is_causal, scale):
-    with torch.no_grad():
-        query.detach().mul_(1.5)
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
-
-
-@forward_is(causes.STATE)
-def dropout(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return functional.dropout(out, 0.1), lse
-
-
-@forward_is(causes.STATE)
-def noise(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out * (1 + 1e-3 * torch.randn_like(out)), lse
-
-
-@forward_is(causes.STATE)
-def noise_in_lse(query, key, value, *, is_causal, scale):
-    out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return out, lse + 1e-3 * torch.randn_like(lse)
-
-
-@forward_is(causes.PRECISION)
-def sums_in_fp16(query, key, value, *, is_causal, scale):
+def sums_in_fp16(query, key, value, is_causal, scale):
     out, _ = plain(query.half(), key.half(), value.half(), is_causal=is_causal, scale=scale)
     return out.to(query.dtype), plain(query, key, value, is_causal=is_causal, scale=scale)[1]
 
 
-@forward_is(causes.PRECISION)
-def weights_in_bf16(query, key, value, *, is_causal, scale):
-    scores = scores_of(query, key, is_causal, scale)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - lse.unsqueeze(-1))
-    return (p + (p.bfloat16().to(p.dtype) - p).detach()) @ value, lse
+def weights_in_bf16(query, key, value, is_causal, scale):
+    made = scores_of(query, key, is_causal, scale)
+    lse = torch.logsumexp(made, -1)
+    return rounded(torch.exp(made - lse.unsqueeze(-1)), torch.bfloat16) @ value, lse
+
+
+def causal_ignored(query, key, value, is_causal, scale):
+    return plain(query, key, value, is_causal=False, scale=scale)
+
+
+def scaled(by: Callable[[torch.Tensor, torch.Tensor, float], float]) -> Callable[..., Any]:
+    return lambda q, k, v, is_causal, scale: plain(
+        q, k, v, is_causal=is_causal, scale=by(q, k, scale)
+    )
+
+
+forwards(
+    causes.LSE,
+    lse_without_the_causal_mask=lambda q, k, v, is_causal, scale: (
+        plain(q, k, v, is_causal=is_causal, scale=scale)[0], causal_ignored(q, k, v, 0, scale)[1]
+    ),
+)  # fmt: skip
+forwards(
+    causes.WEIGHTS,
+    unnormalised=unnormalised,
+    sink_in_every_call=sink_in_every_call,
+    padded_to_a_multiple=padded_to_a_multiple,
+)
+forwards(causes.PAIRS, causal_ignored=causal_ignored)
+forwards(
+    causes.SIZES,
+    no_scale=scaled(lambda q, k, scale: 1.0),
+    scale_of_its_own=scaled(lambda q, k, scale: q.shape[-1] ** -0.5),
+    value_dim_taken_for_head_dim=value_dim_taken_for_head_dim,
+    strides_ignored=strides_ignored,
+)
+forwards(
+    causes.POSITIONS,
+    log_length_scale=scaled(lambda q, k, scale: scale * math.log(k.shape[2] + 1)),
+)
+forwards(causes.STATE, queries_scaled_in_place=queries_scaled_in_place)
+forwards(causes.PRECISION, sums_in_fp16=sums_in_fp16, weights_in_bf16=weights_in_bf16)
+
+
+def causal_at(diagonal: int) -> Callable[..., torch.Tensor]:
+    return lambda made, is_causal: (
+        made.masked_fill(mask_of(*made.shape[-2:], diagonal), -torch.inf) if is_causal else made
+    )
+
+
+def last_key_dropped(made: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    made, n = causal_at(1)(made, is_causal), made.shape[-1]
+    last = torch.arange(n) == n - 1
+    return made.masked_fill(last, -torch.inf) if not is_causal and n > 1 else made
+
+
+def biased(made, rows, columns, is_causal, slope=0.05):
+    apart = rows[:, None] - columns[None]
+    made = made - slope * apart.abs().to(made.dtype)
+    return made.masked_fill(apart < 0, -torch.inf) if is_causal else made
+
+
+def local_window(made: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    apart = torch.arange(made.shape[-2])[:, None] - torch.arange(made.shape[-1])[None]
+    return causal_at(1)(made, is_causal).masked_fill(apart.abs() > 30, -torch.inf)
+
+
+scores(
+    causes.PAIRS,
+    last_key_dropped=last_key_dropped,
+    causal_one_too_many=causal_at(2),
+    causal_one_too_few=causal_at(0),
+)
+scores(
+    causes.POSITIONS,
+    local_alibi=lambda made, is_causal: biased(
+        made, torch.arange(made.shape[-2]), torch.arange(made.shape[-1]), is_causal
+    ),
+    local_window=local_window,
+)
+scores(  # talking heads
+    causes.HEADS,
+    heads_mixed=lambda made, is_causal: causal_at(1)(made, is_causal) + made.mean(1, keepdim=True),
+)
+inputs(  # the mean of this call's keys is taken off, from one column of them
+    causes.POSITIONS,
+    keys_centred=lambda q, k, v: (
+        q, torch.cat([k[..., :1] * k[..., :1].abs().mean(2, keepdim=True), k[..., 1:]], -1), v
+    ),
+)  # fmt: skip
+inputs(
+    causes.HEADS,
+    temperature_by_local_entry=lambda q, k, v: (
+        q * (1 + torch.arange(q.shape[0], dtype=q.dtype))[:, None, None, None], k, v
+    ),
+)  # fmt: skip
+
+
+def near(query, key, is_causal, scale, rows, columns, fill):
+    """Scores within a window, which is right but for rows that it leaves no key; what it keeps."""
+    apart = rows[:, None] - columns[None]
+    keep = (apart.abs() < 9) & (apart >= 0) if is_causal else apart.abs() < 9
+    return (scale * (query @ key.mT)).masked_fill(~keep, fill), keep
+
+
+def nan_in_rows_without_a_key(query, key, value, *, is_causal, scale, query_positions,
+                              key_positions):  # fmt: skip
+    at = query_positions, key_positions
+    made, _ = near(query, key, is_causal, scale, *at, -torch.inf)
+    p = torch.softmax(made, -1)
+    return p @ value, p.sum(-1) * torch.logsumexp(made, -1)
+
+
+def large_number_for_infinity(query, key, value, *, is_causal, scale, query_positions,
+                              key_positions):  # fmt: skip
+    made, keep = near(query, key, is_causal, scale, query_positions, key_positions, -1e4)
+    out, lse = softmax(made, value)
+    return out, lse.masked_fill(~keep.any(-1), 0.0)
+
+
+def local_key_positions(query, key, value, *, is_causal, scale, query_positions):
+    columns = torch.arange(key.shape[2]) + (query_positions[0] if is_causal else 0)
+    return softmax(biased(scale * (query @ key.mT), query_positions, columns, is_causal), value)
+
+
+def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_positions):
+    slopes = 0.5 ** (torch.arange(query.shape[1], dtype=query.dtype) + 1)
+    at = query_positions, key_positions
+    made = biased(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None])
+    return softmax(made, value)
+
+
+FUNCTIONS |= {
+    "nan_in_rows_without_a_key": (nan_in_rows_without_a_key, causes.NO_KEYS),
+    "large_number_for_infinity": (large_number_for_infinity, causes.NO_KEYS),
+    "local_key_positions": (local_key_positions, causes.POSITIONS),
+    "local_slopes": (local_slopes, causes.HEADS),
+}
+
+
+def rotated(tensor, at):
+    half = tensor.shape[-1] // 2
+    turns = at[:, None] * 0.3 ** torch.arange(half, dtype=torch.float64)
+    cos, sin = turns.cos().to(tensor.dtype), turns.sin().to(tensor.dtype)
+    low, high = tensor[..., :half], tensor[..., half : 2 * half]
+    rest = tensor[..., 2 * half :]
+    return torch.cat([low * cos - high * sin, low * sin + high * cos, rest], -1)
 
 
 def counting() -> InnerKernel:
@@ -376,80 +339,58 @@ def remembering() -> InnerKernel:
     kept: dict[Any, Any] = {}
 
     def stale(query, key, value, *, is_causal, scale):
-        at = (query.shape, key.shape, is_causal, query.dtype)
         out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-        kept.setdefault(at, (out.detach(), lse.detach()))
-        before = kept[at]
+        at = (query.shape, key.shape, is_causal, query.dtype)
+        before = kept.setdefault(at, (out.detach(), lse.detach()))
         return out * 0 + before[0], lse * 0 + before[1]
 
     return from_lse_function(stale)
 
 
-KERNELS["counting"] = counting, causes.STATE
-KERNELS["remembering"] = remembering, causes.STATE
-
+KERNELS |= {
+    "counting": (counting, causes.STATE),
+    "remembering": (remembering, causes.STATE),
+}
 
 # Backwards.
 
-
-@backward_is(causes.BACKWARD)
-def halved(grad_out, *rest, **named):
-    return tuple(g / 2 for g in gradients(grad_out, *rest, **named))
-
-
-@backward_is(causes.BACKWARD)
-def scale_forgotten(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    return gradients(grad_out, query, key, value, out, lse, is_causal=is_causal, scale=1.0)
-
-
-@backward_is(causes.BACKWARD)
-def no_delta(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    return gradients(grad_out, query, key, value, 0 * out, lse, is_causal=is_causal, scale=scale)
+backwards(
+    causes.BACKWARD,
+    halved=lambda dq, dk, dv: (dq / 2, dk / 2, dv / 2),
+    no_gradient_of_keys=lambda dq, dk, dv: (dq, 0 * dk, dv),
+)
+backwards(causes.STATE, noisy_gradient=lambda *grads: tuple(map(noisy, grads)))
+backwards(  # right where it holds all heads, or entries, at a time
+    causes.HEADS,
+    keys_gradient_by_local_head=lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv),
+    gradient_by_local_entry=lambda dq, dk, dv: (dq, dk, dv * (1 + (dv.shape[0] == 1))),
+)
 
 
-@backward_is(causes.BACKWARD)
-def no_causal_mask_in_the_backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    return gradients(grad_out, query, key, value, out, lse, is_causal=False, scale=scale)
+def own(given, is_causal, scale):
+    """What these keys alone give."""
+    return plain(*given[1:4], is_causal=is_causal, scale=scale)
 
 
-@backward_is(causes.BACKWARD)
-def no_gradient_of_keys(*given, **named):
-    dq, dk, dv = gradients(*given, **named)
-    return dq, 0 * dk, dv
+for _name, _change in {
+    "scale_forgotten": lambda given, is_causal, scale: (given, is_causal, 1.0),
+    "no_delta": lambda given, is_causal, scale: (
+        (*given[:4], 0 * given[4], given[5]), is_causal, scale
+    ),
+    "no_causal_mask_in_the_backward": lambda given, is_causal, scale: (given, False, scale),
+    "local_lse": lambda given, is_causal, scale: (
+        (*given[:5], own(given, is_causal, scale)[1]), is_causal, scale
+    ),
+    "local_delta": lambda given, is_causal, scale: (
+        (*given[:4], own(given, is_causal, scale)[0], given[5]), is_causal, scale
+    ),
+}.items():  # fmt: skip
 
+    def _backward(*given, is_causal, scale, change=_change):
+        given, is_causal, scale = change(given, is_causal, scale)
+        return gradients(*given, is_causal=is_causal, scale=scale)
 
-@backward_is(causes.BACKWARD)
-def local_lse(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    own = plain(query, key, value, is_causal=is_causal, scale=scale)[1]
-    return gradients(grad_out, query, key, value, out, own, is_causal=is_causal, scale=scale)
-
-
-@backward_is(causes.BACKWARD)
-def local_delta(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    own = plain(query, key, value, is_causal=is_causal, scale=scale)[0]
-    return gradients(grad_out, query, key, value, own, lse, is_causal=is_causal, scale=scale)
-
-
-@backward_is(causes.STATE)
-def noisy_gradient(*given, **named):
-    return tuple(g * (1 + 1e-3 * torch.randn_like(g)) for g in gradients(*given, **named))
-
-
-@backward_is(causes.HEADS)
-def keys_gradient_by_local_head(*given, **named):
-    """Right where it holds all heads of one entry alone: of two heads the second's is off."""
-    dq, dk, dv = gradients(*given, **named)
-    if dk.shape[1] > 1:
-        return dq, dk, dv
-    return dq, 2 * dk, dv
-
-
-@backward_is(causes.HEADS)
-def gradient_by_local_entry(*given, **named):
-    dq, dk, dv = gradients(*given, **named)
-    if dk.shape[0] > 1:
-        return dq, dk, dv
-    return dq, dk, 2 * dv
+    BACKWARDS[_name] = _backward, causes.BACKWARD
 
 
 class Grouped:
@@ -484,27 +425,23 @@ def summed(g, heads, shared):
     return g.unflatten(1, (heads, shared)).sum(2)
 
 
-def first_of_the_group(g, heads, shared):
-    return g.unflatten(1, (heads, shared))[:, :, 0]
-
-
-def over_the_wrong_axis(g, heads, shared):
-    return g.unflatten(1, (shared, heads)).sum(1)
-
-
-KERNELS["grouped heads interleaved"] = (
-    lambda: from_lse_function(Grouped.interleaved, grouped=True), causes.HEADS
-)  # fmt: skip
-for _wrong, _cause in (
-    (first_of_the_group, causes.BACKWARD),
-    (over_the_wrong_axis, causes.HEADS),
-):
-    KERNELS[f"gradients of a group: {_wrong.__name__}"] = (
-        lambda wrong=_wrong: from_lse_function(
-            Grouped.right, backward=Grouped.gradients(wrong), grouped=True
-        ),
-        _cause,
+def grouped(backward: Callable[..., Any]) -> Callable[[], InnerKernel]:
+    return lambda: from_lse_function(
+        Grouped.right, backward=Grouped.gradients(backward), grouped=True
     )
+
+
+KERNELS |= {
+    "grouped heads interleaved": (
+        lambda: from_lse_function(Grouped.interleaved, grouped=True), causes.HEADS
+    ),
+    "gradients of a group: first_of_the_group": (
+        grouped(lambda g, heads, shared: g.unflatten(1, (heads, shared))[:, :, 0]), causes.BACKWARD
+    ),
+    "gradients of a group: over_the_wrong_axis": (
+        grouped(lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)), causes.HEADS
+    ),
+}  # fmt: skip
 
 
 class WholeTask(InnerKernel):

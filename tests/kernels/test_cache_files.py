@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from quorum_attention.cli import main
-from quorum_attention.errors import CalibrationError
 from quorum_attention.kernels import cache as cache_files
 from quorum_attention.kernels.cache import (
     UntrustedCacheError,
@@ -30,7 +28,6 @@ from quorum_attention.kernels.cache import (
     refusal,
     store,
 )
-from quorum_attention.planner import calibration
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users here")
 NAME = "x.json"
@@ -194,36 +191,6 @@ def test_the_doctor_says_that_it_is_not_used(
     folder.chmod(0o700)
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cache_not_used"] is None
-
-
-def test_a_planted_calibration_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ``calibrate``, which is asked to store, says why it cannot before it measures."""
-    planted(folder)
-    cpu = torch.device("cpu")
-    rates = {**dict.fromkeys((*calibration._COMMON, "filling_causal"), 1.0)}
-    rates["flops"] = {"64": [1.0, 1.0], "128": [1.0, 1.0]}  # type: ignore[assignment]
-    key = calibration.device_key(cpu, torch.float32)
-    (folder / "calibration.json").write_text(json.dumps({key: rates}))
-
-    def measured() -> bool:
-        calibration._known.cache_clear()
-        calibration.hardware_of.cache_clear()
-        return calibration.hardware_of(cpu, torch.float32, 64).measured
-
-    def never(*of: object) -> Any:
-        raise CalibrationError("it measures")
-
-    monkeypatch.setattr(calibration._Bench, "round", never)
-    try:
-        assert measured()
-        folder.chmod(0o777)
-        assert not measured()
-        with pytest.raises(UntrustedCacheError, match="others may write"):
-            calibration.calibrate("cpu", torch.float32)
-    finally:
-        folder.chmod(0o700)
-        (folder / "calibration.json").unlink()
-        assert not measured()
 
 
 def _add(number: int, seconds: float) -> None:

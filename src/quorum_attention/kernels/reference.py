@@ -128,30 +128,6 @@ WHOLE_ROWS = Scores(whole_rows=True, tiles=LARGE)
 SMALL = replace(WHOLE_ROWS, exact_delta=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Most batch entries, key heads and queries of one tile."""
-
-    batch: int
-    key_heads: int
-    queries: int
-
-    @classmethod
-    def of(cls, task: TaskTensors, r: Rectangle, scores: Scores) -> _Tile:
-        """The tiles of a rectangle; all query heads of a key head are in one tile."""
-        batch, key_heads = task.key.shape[:2]
-        shared = task.query.shape[1] // key_heads
-        limits = scores.limits(task.query.device.type)
-        keys = scores.most_keys(r.n_keys, limits)
-        queries = min(r.n_queries, limits.pairs // (shared * keys), limits.rows // shared)
-        queries = max(1, queries)
-        rows = shared * queries
-        lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
-        heads = max(1, min(key_heads, lanes))
-        entries = max(1, min(batch, lanes // heads)) if heads == key_heads else 1
-        return cls(entries, heads, queries)
-
-
 @dataclass(slots=True)
 class Block:
     """A block of queries: some key heads of some batch entries, with all their query heads.
@@ -402,18 +378,24 @@ def not_whole(total: torch.Tensor, lse: torch.Tensor, *, loose: bool = True) -> 
 
 
 def _blocks(task: TaskTensors, like: torch.Tensor, how: Scores) -> Iterator[Block]:
-    """The blocks of a task."""
+    """The blocks of a task; all query heads of a key head are in one tile."""
     batch, key_heads = task.key.shape[:2]
     if 0 in task.query.shape[:2]:
         return
+    shared, limits = task.query.shape[1] // key_heads, how.limits(task.query.device.type)
     for r in task.rectangles:
         if r.n_queries == 0 or r.n_keys == 0:
             continue
-        tile = _Tile.of(task, r, how)
+        keys = how.most_keys(r.n_keys, limits)
+        queries = max(1, min(limits.pairs // (shared * keys), limits.rows // shared))
+        rows = shared * min(r.n_queries, queries)
+        lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
+        heads = max(1, min(key_heads, lanes))
+        entries = max(1, lanes // heads) if heads == key_heads else 1
         for at in product(
-            runs(slice(0, batch), tile.batch),
-            runs(slice(0, key_heads), tile.key_heads),
-            runs(slice(r.query_start, r.query_stop), tile.queries),
+            runs(slice(0, batch), entries),
+            runs(slice(0, key_heads), heads),
+            runs(slice(r.query_start, r.query_stop), queries),
         ):
             yield Block.of(task, r, how, at, like)
 
@@ -544,7 +526,7 @@ def _sizes(call: CallShape, extent: Extent, how: Scores) -> _Sizes:
     limits = how.limits(call.device_type)
     shared = extent.query_heads // max(1, extent.key_heads)
     lanes, longest = extent.batch * extent.query_heads, how.most_keys(extent.max_keys, limits)
-    # Of rectangles of any size up to the largest: see ``_Tile``.
+    # Of rectangles of any size up to the largest: see ``_blocks``.
     rows = max(1, min(lanes * extent.max_queries, max(limits.rows, shared)))
     keys = min(extent.batch * extent.key_heads * extent.max_keys, max(limits.rows, longest))
     most_pairs = max(limits.pairs, shared * longest)

@@ -326,15 +326,14 @@ class NativeKernel(Kernel):
         self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings
     ) -> Iterator[Launch]:
         r, device = rectangles[0], task.query.device
-        bias = task.bias(r)
+        call = Call(
+            task.query, task.key, task.value, scale=task.scale, bias=task.bias(r),
+            dropout=task.dropout,
+        )  # fmt: skip
         ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
         for part in self._task_parts(rectangles, task, ruled, tilings):
             first, left = (0 if s is None else s.start for s in (part.rows, part.columns))
             # No name here keeps the bits alive: the next launch has others.
-            call = Call(
-                _some(task.query, part.rows), _some(task.key, part.columns),
-                _some(task.value, part.columns), scale=task.scale, bias=bias, dropout=task.dropout,
-            )  # fmt: skip
             yield replace(
                 self._launch(call, part.on(device, tilings), task),
                 rows=part.rows,
@@ -431,10 +430,6 @@ def tilings(halves: Sequence[Half], inputs: Call | TaskTensors) -> Tilings:
     """The tables of a forward, or of both halves of a backward."""
     given = inputs.query, inputs.value, inputs.dropout is not None
     return tuple(("key" if half == "key" else "query", config(half, *given)) for half in halves)
-
-
-def _some(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    return tensor if rows is None else tensor[:, :, rows]
 
 
 @outside()  # because it is cached

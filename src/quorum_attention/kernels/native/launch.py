@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class Launch:
     """A launch for some queries and keys of a task, or for a whole call.
 
     Attributes:
-        call: their inputs, with what a launch reads of a call.
+        call: the inputs of all, with what a launch reads of a call.
         tables: the runs, by blocks of queries; for a backward also by blocks of keys.
         rows, columns: the queries and the keys, local positions; None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
@@ -94,8 +95,8 @@ class Launch:
         """
         from quorum_attention.kernels.native.forward_triton import forward_kernel
 
-        call, (runs,) = self.call, self.tables
-        query, key, value = map(_rows, call.inputs)
+        (runs,) = self.tables
+        query, key, value = self._inputs
         batch, heads, n_queries, _ = query.shape
         if runs.n_blocks * batch * heads == 0:
             return
@@ -117,7 +118,7 @@ class Launch:
         """
         from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
 
-        query, key, value = map(_rows, self.call.inputs)
+        query, key, value = self._inputs
         grad_out, lse = _rows(saved.grad_out), saved.lse
         batch, heads, n_queries, _ = query.shape
         key_heads, m = key.shape[1:3]
@@ -147,6 +148,12 @@ class Launch:
                     by_key.entries, *pointers, key_heads, group, n_queries, m, by_key.n_blocks,
                     key_lanes, *strides, *_strides(*grads[1:]), *scores, **compiled,
                 )  # fmt: skip
+
+    @property
+    def _inputs(self) -> Iterator[torch.Tensor]:
+        call = self.call
+        some = self.of_rows(call.query), self.of_columns(call.key), self.of_columns(call.value)
+        return map(_rows, some)
 
     def _compiled(
         self, runs: Runs, *walked: torch.Tensor, **more: Any
