@@ -400,11 +400,6 @@ _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
 _TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS, lambda verdict: 1)
 
 
-def _host_bytes(lists: BlockLists | None) -> int:
-    # 4096: about the size of a cache key.
-    return 4096 + (0 if lists is None else lists.buffer.nbytes)
-
-
 class FlexKernel(ScoreModKernel):
     """See ``from_score_mod``: compiled ``flex_attention``."""
 
@@ -415,7 +410,9 @@ class FlexKernel(ScoreModKernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
-        self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
+        self._lists: Cache[BlockLists | None] = Cache(
+            _CACHE_BYTES, lambda lists: 4096 if lists is None else 4096 + lists.buffer.nbytes
+        )
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -19,6 +19,7 @@ from quorum_attention.decomposition import (
     Ranges,
     Verdict,
 )
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.masked.functions import results_at, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -115,10 +116,7 @@ class MaskedKernel(Kernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
-        every = n_queries * n_keys
-        if is_causal:
-            corner = min(n_queries, n_keys)
-            every = corner * (corner + 1) // 2 + (n_queries - corner) * n_keys
+        every = Band(None, 0 if is_causal else None).count(0, n_queries, 0, n_keys)
         share = self._share * n_queries * n_keys / max(1, every)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -104,35 +104,25 @@ class Tiles(Kernel):
         return reference.backward_bytes(call, extent, self.scores)
 
 
-class SoftCap:
+def _cap(
+    cap: float, scores: torch.Tensor, block: object, keys: object, derivative: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A ``reference.Change``: scores become ``cap * tanh(score / cap)``, in place."""
-
-    def __init__(self, cap: float) -> None:
-        self.cap = cap
-
-    def __call__(
-        self, scores: torch.Tensor, block: object, keys: object, derivative: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The capped scores, and the derivative of the cap."""
-        scores.div_(self.cap).tanh_()
-        found = (scores * scores).neg_().add_(1.0) if derivative else None
-        return scores.mul_(self.cap), found
+    scores.div_(cap).tanh_()
+    found = (scores * scores).neg_().add_(1.0) if derivative else None
+    return scores.mul_(cap), found
 
 
 def capped(softcap: float | None) -> reference.Scores:
     """The change of scores by a soft cap; None is none."""
     if softcap is None:
         return reference.PLAIN
-    return reference.Scores(change=SoftCap(softcap), matrices=1)
+    return reference.Scores(change=partial(_cap, softcap), matrices=1)
 
 
-class _Parts(NamedTuple):
-    """The parts of a task, local positions: those of plain and causal calls, upper triangles, and
-    ragged ones."""
-
-    clear: tuple[Rectangle, ...]
-    upper: tuple[Rectangle, ...]
-    ragged: tuple[Rectangle, ...]
+_Parts = tuple[tuple[Rectangle, ...], ...]
+"""The parts of a task, local positions: those of plain and causal calls, upper triangles, and
+ragged ones."""
 
 
 class ByParts(Kernel):
@@ -269,14 +259,15 @@ class ByParts(Kernel):
         if task.max_queries:
             limits = self._limits(limits, call)
         inside = replace(task, max_queries=limits[0], max_keys=limits[1], lanes=None)
-        if parts.clear:
-            yield kernel, replace(inside, rectangles=parts.clear), False
-        if parts.upper:
-            yield kernel, replace(inside, rectangles=parts.upper), True
-        if parts.ragged:
+        clear, upper, ragged = parts
+        if clear:
+            yield kernel, replace(inside, rectangles=clear), False
+        if upper:
+            yield kernel, replace(inside, rectangles=upper), True
+        if ragged:
             masks = partial(_part_mask, self._geometry, task)
             kernel = self._kernel_for(replace(call, mask=_ANY_MASK))
-            yield kernel, replace(inside, rectangles=parts.ragged, bias=masks), False
+            yield kernel, replace(inside, rectangles=ragged, bias=masks), False
 
     def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], call: CallShape) -> _Parts:
         """What the geometry keeps of rectangles; it has the call's own causal rule."""
@@ -317,7 +308,7 @@ def _by_blocks(task: TaskTensors, rectangles: tuple[Rectangle, ...], geometry: G
                 columns = max(left, r.key_start), min(right, r.key_stop)
                 most = _WIDEST if found is ragged else columns[1]
                 found += cut([Rectangle(*rows, *columns)], rows[1], most)
-    return _Parts(tuple(clear), (), tuple(ragged))
+    return tuple(clear), (), tuple(ragged)
 
 
 def _by_bands(
@@ -340,7 +331,7 @@ def _by_bands(
                         causal = geometry.band.moved(part.query_start - part.key_start)
                     made = _local(part, queries, keys, causal)
                     found.get(part.kind, found["clear"]).append(made)
-    return _Parts(*map(tuple, found.values()))
+    return tuple(map(tuple, found.values()))
 
 
 def _local(part: Part, queries: Rows, keys: Rows, causal: object) -> Rectangle:

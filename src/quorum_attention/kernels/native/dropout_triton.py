@@ -5,10 +5,6 @@
 import triton
 import triton.language as tl
 
-# Before 3.4 Triton could not transpose what was joined. There a group's bits are spread over its
-# keys instead, for which later compilers compute the same words in several threads.
-_JOINS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4))
-
 
 @triton.jit(
     do_not_specialize=[
@@ -96,16 +92,8 @@ def dropped(
             multiple of four, with 1 anything (twice the work).
     """
     at = at_key.to(tl.uint32)
-    groups = (at // 4) + tl.arange(0, KEYS // 4).to(tl.uint32)
-    rows = rows.to(tl.uint32)
-    # As the tile lies, where what follows is not transposed.
-    STANDS: tl.constexpr = BY_KEY and not _JOINS
-    if STANDS:
-        groups = groups[:, None]
-        rows = rows[None, :]
-    else:
-        groups = groups[None, :]
-        rows = rows[:, None]
+    groups = ((at // 4) + tl.arange(0, KEYS // 4).to(tl.uint32))[None, :]
+    rows = rows.to(tl.uint32)[:, None]
     f0, f1, f2, f3 = _four(rows, groups, head, entry, key_low, key_high, threshold)
     if DROPOUT == 1:
         e0, e1, e2, _ = _four(rows, groups + 1, head, entry, key_low, key_high, threshold)
@@ -115,13 +103,8 @@ def dropped(
         g2 = _pick(skipped, f2, f3, e0, e1)
         f3 = _pick(skipped, f3, e0, e1, e2)
         f0, f1, f2 = g0, g1, g2
-    if STANDS:
-        bits = f0 | (f1 << 1) | (f2 << 2) | (f3 << 3)
-        bits = tl.broadcast_to(bits[:, None, :], (KEYS // 4, 4, ROWS)).reshape(KEYS, ROWS)
-        return bits & (1 << (tl.arange(0, KEYS) % 4)).to(tl.int8)[:, None]
-    else:  # noqa: RET505
-        # The last dimensions, of the joins, become neighbouring keys.
-        found = tl.join(tl.join(f0, f2), tl.join(f1, f3)).reshape(ROWS, KEYS)
-        if BY_KEY:
-            found = tl.trans(found)
-        return found
+    # The last dimensions, of the joins, become neighbouring keys.
+    found = tl.join(tl.join(f0, f2), tl.join(f1, f3)).reshape(ROWS, KEYS)
+    if BY_KEY:
+        found = tl.trans(found)
+    return found
