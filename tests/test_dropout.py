@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, inputs
+from helpers_masks import exact as textbooks
 from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
@@ -19,6 +20,7 @@ from quorum_attention.kernels.dropout import Dropout, dropped
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KERNELS = ["dense", "cpu"]
+NOTHING = qa.Mask()
 SEED = 2**40 + 17
 
 
@@ -28,21 +30,10 @@ def kept(p: float, batch: int, heads: int, n_queries: int, n_keys: int) -> torch
     return ~dropped(Dropout(p, SEED), batch, heads, rows, [Rows(0, n_keys, 0)])
 
 
-def textbook(
-    given: Inputs, p: float, kept: torch.Tensor, *, is_causal: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """out, lse and the three gradients in float64, by autograd."""
-    q, k, v = (t.detach().double().requires_grad_() for t in given.three)
-    shared = q.shape[-3] // k.shape[-3]
-    wide = [t.repeat_interleave(shared, -3) for t in (k, v)]
-    s = q @ wide[0].mT * q.shape[-1] ** -0.5
-    if is_causal:
-        later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
-        s = s.masked_fill(later, -torch.inf)
-    z = kept.double() / (1 - p) if p < 1 else torch.zeros_like(s)
-    out = (s.softmax(-1) * z) @ wide[1]
-    grads = torch.autograd.grad(out, (q, k, v), given.grad_out.double())
-    return out.detach(), s.logsumexp(-1).detach(), *grads
+def textbook(given: Inputs, p: float, mask: qa.Mask = NOTHING, **call: Any) -> Any:
+    """Results in float64, with the pairs of the definition dropped."""
+    scale = given.query.shape[-1] ** -0.5
+    return textbooks(*given.three, given.grad_out, mask, scale, dropout=Dropout(p, SEED), **call)
 
 
 def forward_mask(sizes: tuple[int, ...], p: float, **call: Any) -> torch.Tensor:
@@ -130,8 +121,7 @@ def test_values_and_gradients(kernel: str, is_causal: bool, cut: str) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for p in (0.1, 0.8):
             given = inputs(45, 38, batch=(2,), heads=4, kv_heads=2, head_dim=4, dtype=dtype)
-            keep = kept(p, 2, 4, 45, 38)
-            wanted = textbook(given, p, keep, is_causal=is_causal)
+            wanted = textbook(given, p, is_causal=is_causal)
             leaves = [t.clone().requires_grad_() for t in given.three]
             plan = planned(kernel, cut, SIZES, 4, dtype=dtype, is_causal=is_causal)
             out, lse = qa.attention_with_lse(
@@ -139,9 +129,9 @@ def test_values_and_gradients(kernel: str, is_causal: bool, cut: str) -> None:
                 plan=plan, kernel=kernel,
             )  # fmt: skip
             grads = torch.autograd.grad(out, leaves, given.grad_out)
-            assert_close(out, wanted[0], TOLERANCE[dtype] / (1 - p))
-            assert_close(lse, wanted[1], TOLERANCE[dtype])
-            for found, expected in zip(grads, wanted[2:], strict=True):
+            assert_close(out, wanted.out, TOLERANCE[dtype] / (1 - p))
+            assert_close(lse, wanted.lse, TOLERANCE[dtype])
+            for found, expected in zip(grads, wanted.grads, strict=True):
                 assert_close(found, expected, GRADIENT_TOLERANCE[dtype] / (1 - p))
 
 
@@ -171,12 +161,9 @@ def test_masks_and_rows_without_keys(kernel: str) -> None:
             out, lse = qa.attention_with_lse(
                 *given.three, one, 0.3, kernel=kernel, depth=depth, dropout_seed=SEED
             )
-            s = given.query.double() @ given.key.double().mT * 8**-0.5
-            s = s.masked_fill(~mask, -torch.inf)
-            s = s if one.dtype == torch.bool else s + one
-            z = kept(0.3, 1, 2, 30, 30).double() / 0.7
-            assert_close(out, (s.softmax(-1).nan_to_num() * z) @ given.value.double(), 1e-5)
-            assert_close(lse, s.logsumexp(-1), 1e-5)
+            wanted = textbook(given, 0.3, qa.Mask(bias=one))
+            assert_close(out, wanted.out, 1e-5)
+            assert_close(lse, wanted.lse, 1e-5)
             assert not out[:, :, 3].any()
 
 
@@ -193,10 +180,7 @@ def test_the_gradient_of_a_mask(
         *given.three, mask, 0.3, enable_gqa=True, dropout_seed=SEED, kernel="dense", depth=1
     )
     found = torch.autograd.grad(out, mask, given.grad_out)[0]
-    s = given.query @ given.key.repeat_interleave(2, 1).mT * 4**-0.5 + mask
-    z = kept(0.3, 2, 4, 45, 38).double() / 0.7
-    textbooks = (s.softmax(-1) * z) @ given.value.repeat_interleave(2, 1)
-    assert_close(found, torch.autograd.grad(textbooks, mask, given.grad_out)[0], 1e-11)
+    assert_close(found, textbook(given, 0.3, qa.Mask(bias=mask)).grads[3], 1e-11)
 
 
 @pytest.mark.parametrize("first", [12, 20, 31, 45])
@@ -205,8 +189,7 @@ def test_the_gradient_of_a_mask(
 def test_a_recovery_drops_the_same_pairs(kernel: str, backward: bool, first: int) -> None:
     """Out of memory in the middle: cut further, or run again, and right."""
     given = inputs(120, heads=4, head_dim=4)
-    keep = kept(0.3, 1, 4, 120, 120)
-    wanted = textbook(given, 0.3, keep)
+    wanted = textbook(given, 0.3)
     named: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": SEED, "report": qa.Report()}
     named["kernel"] = kernel
     plan = unpinned(
@@ -218,14 +201,14 @@ def test_a_recovery_drops_the_same_pairs(kernel: str, backward: bool, first: int
         with FailingAllocations(first):
             found = qa.attention_with_lse(*given.three, **named, plan=plan)
         assert named["report"].forward.recoveries
-        for one, expected in zip(found, wanted, strict=False):
+        for one, expected in zip(found, (wanted.out, wanted.lse), strict=True):
             assert_close(one, expected, 1e-5)
         return
     out, lse = qa.attention_with_lse(*given.three, **named)
     with FailingAllocations(first):
         grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **named, plan=plan)
     assert named["report"].backward.recoveries
-    for one, expected in zip(grads, wanted[2:], strict=True):
+    for one, expected in zip(grads, wanted.grads, strict=True):
         assert_close(one, expected, 2e-5)
 
 
