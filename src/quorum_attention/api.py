@@ -195,7 +195,7 @@ def _outside_of_graphs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is no operator: torch's compiler breaks its graph around it."""
-    refuse_traces("attention", query=query, key=key, value=value)
+    refuse_traces("attention", query, key, value)
     return attend(*_request_of("attention", query, key, value, call), call.out)
 
 
@@ -248,7 +248,7 @@ def attention_backward(
         >>> [tuple(grad.shape) for grad in grads]
         [(1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)]
     """
-    refuse_traces("attention_backward", query=query, key=key, value=value)
+    refuse_traces("attention_backward", query, key, value)
     call = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
         written=CallOptions(**options),

@@ -121,22 +121,20 @@ def is_traced(*inputs: object) -> bool:
 _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
-def refuse_traces(function: str, **tensors: torch.Tensor | None) -> None:
+def refuse_traces(function: str, *tensors: torch.Tensor | None) -> None:
     """Raise an error if a call is being traced.
 
     Raises:
-        NotImplementedError: a tracer is active, or one of ``tensors`` is a fake tensor; names it.
+        NotImplementedError: a tracer is active, or one of ``tensors`` is a fake tensor.
     """
     found = tracing()
-    where = f"under {found}"
-    for name, tensor in tensors.items():
-        if found is None and type(tensor) not in _REAL and is_fake(tensor):
-            found, where = name, f"{name} is a fake tensor: there"
+    if found is None and any(type(t) not in _REAL and is_fake(t) for t in tensors):
+        found = "a FakeTensorMode"
     if found is not None:
         raise NotImplementedError(
-            f"{function} cannot be traced: {where} tensors have no numbers, and a call is planned "
-            f"by what runs right on the device. Call it outside; torch.compile does so by itself "
-            f"(a graph break)"
+            f"{function} cannot be traced: under {found} tensors have no numbers, and a call is "
+            f"planned by what runs right on the device. Call it outside; torch.compile does so by "
+            f"itself (a graph break)"
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,31 +43,24 @@ WorkspaceBound = Callable[[CallShape, Extent], int]
 _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices")
 
 
+@dataclass(eq=False)
 class FunctionKernel(Kernel):
     """See ``from_lse_function``."""
 
+    function: LseFunction
+    name: str
+    explicit_backward: BackwardFunction | None = None
+    grouped: bool = False
+    workspace: WorkspaceBound | None = None
+    positive_scale: bool = False
+
     own_attention = True
 
-    def __init__(
-        self,
-        function: LseFunction,
-        *,
-        name: str,
-        backward: BackwardFunction | None = None,
-        grouped: bool = False,
-        workspace: WorkspaceBound | None = None,
-        positive_scale: bool = False,
-    ) -> None:
-        self.name = name
-        self.function = function
-        self.explicit_backward = backward
-        self.grouped = grouped
-        self.positive_scale = positive_scale
-        self._workspace = workspace or quadratic_workspace
-        self._wants = _parameters(function, "function")
+    def __post_init__(self) -> None:
+        backward = self.explicit_backward
+        self._wants = _parameters(self.function, "function")
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
-        if not (self._wants or self._backward_wants):
-            self.position_free = True
+        self.position_free = not (self._wants or self._backward_wants)
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Kernel``."""
@@ -101,12 +95,13 @@ class FunctionKernel(Kernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        return self._workspace(call, extent) + MERGE_WORKSPACE_BYTES
+        return (self.workspace or quadratic_workspace)(call, extent) + MERGE_WORKSPACE_BYTES
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         # What autograd saves in the forward, and as much for the gradients.
-        return 2 * self._workspace(call, extent) + MERGE_WORKSPACE_BYTES
+        workspace = self.workspace or quadratic_workspace
+        return 2 * workspace(call, extent) + MERGE_WORKSPACE_BYTES
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -284,10 +279,7 @@ def from_lse_function(
         raise TypeError(f"name must be a str or None, got {shown(name)}")
     grouped, positive = switch(grouped, "grouped"), switch(positive_scale, "positive_scale")
     found = name or str(getattr(function, "__name__", type(function).__name__))
-    return FunctionKernel(
-        function, name=found, backward=backward, grouped=grouped, workspace=workspace,
-        positive_scale=positive,
-    )  # fmt: skip
+    return FunctionKernel(function, found, backward, grouped, workspace, positive)
 
 
 def upstream_of(

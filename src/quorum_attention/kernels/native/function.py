@@ -50,7 +50,7 @@ def native_attention(
         NotImplementedError: the kernel cannot run the call; says why.
         TypeError, ValueError: an argument that is wrong or does not fit the others, by name.
     """
-    refuse_traces("native_attention", query=query, key=key, value=value)
+    refuse_traces("native_attention", query, key, value)
     kernel = _WithBits(allow_tf32=allow_tf32)
     kernel.bits = _checked_bits(query_bits, key_bits, query, key)
     _check(kernel, query, key, value)
