@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache, wraps
 
@@ -12,10 +13,8 @@ import numpy as np
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.control.controller import (
-    Fallback,
     GroupTasks,
     Launch,
-    Limits,
     RecoveryController,
 )
 
@@ -43,9 +42,11 @@ def check(controller: RecoveryController, *, groups: bool = False) -> None:
     Args:
         groups: whether to check each group too.
     """
-    limits, depth = controller.limits, controller.depth
+    depth = controller.depth
     assert controller.n_cap >= 1, f"{controller.n_cap} slots"
-    assert limits.depth <= depth <= max(limits.depth, limits.max_depth), f"depth {depth}"
+    if not controller.groups_are_whole:
+        cuts = controller.cuts
+        assert cuts.depth <= depth <= max(cuts.depth, cuts.deepest), f"depth {depth}"
     places = Counter([*controller.waiting, *controller.begun])
     assert len(places) + controller.n_finished == controller.n_groups, "a head group is lost"
     assert max(places.values(), default=1) == 1, "a head group is in two places"
@@ -67,8 +68,8 @@ def check_group(one: GroupTasks) -> None:
 class Cuts:
     """The tasks of a decomposition, at its depth, and deeper."""
 
-    def __init__(self, shape: Decomposition) -> None:
-        self.shape = shape
+    def __init__(self, shape: Decomposition, deepest: int = 3, n_cap: int = 1) -> None:
+        self.shape, self.depth, self.deepest, self.n_cap = shape, shape.depth, deepest, n_cap
         self.shapes: dict[int, Decomposition] = {}
         self.known: dict[int, list[Task]] = {}
         self.deeper: dict[tuple[int, ...], list[Task]] = {}
@@ -105,8 +106,8 @@ def controller(
     **more,  # type: ignore[no-untyped-def]
 ) -> RecoveryController:
     """A controller as it is after some recoveries."""
-    cuts = cuts or Cuts(Decomposition(84, (7,) * floor, "balanced"))
-    made = RecoveryController(groups, cuts, Limits(floor, deepest, **more), n_cap)
+    cuts = cuts or Cuts(Decomposition(84, (7,) * floor, "balanced"), deepest)
+    made = RecoveryController(groups, cuts, n_cap, **more)
     made.depth, made.coarsenings = depth, coarsenings
     return made
 
@@ -153,17 +154,18 @@ class History:
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
         self.shape = draw.choice(SHAPES)
-        self.cuts = cuts_of(self.shape)
+        self.cuts = copy(cuts_of(self.shape))
         self.groups = [f"group {i}" for i in range(draw.choice([1, 2, 4, 8]))]
         most = 4 * self.shape.max_task_tokens
         self.room = draw.randint(most // 8, most)
         self.slots, self.in_flight = 0, list[Launch]()
         depth = self.shape.depth
-        limits = Limits(depth, depth + draw.choice([0, 1, 1, 2 - min(1, depth)]))
-        whole = draw.random() < 0.3
-        instead = Fallback(self.cuts, limits, draw.randint(1, 2), "too large", "cut")
-        cuts = (lambda: instead) if whole else self.cuts
-        self.controller = RecoveryController(self.groups, cuts, limits, draw.randint(1, 4))
+        self.cuts.deepest = depth + draw.choice([0, 1, 1, 2 - min(1, depth)])
+        self.cuts.n_cap = draw.randint(1, 2)
+        self.controller = RecoveryController(
+            self.groups, None if draw.random() < 0.3 else self.cuts, draw.randint(1, 4),
+            fallback=lambda: (self.cuts, "too large", "cut"),
+        )  # fmt: skip
         self.pairs = {g: np.zeros((self.shape.n_tokens,) * 2, np.uint8) for g in self.groups}
         self.completed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.seen: Counter[str] = Counter()

@@ -8,11 +8,7 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.call import Job, Progress, Tools
-from quorum_attention.execution.control.controller import (
-    Fallback,
-    Limits,
-    RecoveryController,
-)
+from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.problem import small_gradient_bytes
@@ -63,22 +59,16 @@ def run_pass(
 
 def _controller(job: Job, schedule: Schedule) -> RecoveryController:
     """The controller of a pass."""
-    work, route = job.work, schedule.route
+    route = schedule.route
 
-    def cut(schedule: Schedule) -> tuple[Cutting, Limits]:
-        cutting = Cutting(schedule, job.problem)
-        depth = schedule.decomposition.depth
-        return cutting, Limits(depth, cutting.deepest, schedule.pinned)
+    def fallback() -> tuple[Cutting, str, str]:
+        return Cutting(route.fallback(schedule, job.work), job.problem), *route.recovery
 
-    def fallback() -> Fallback:
-        slots = route.fallback(schedule, work)
-        return Fallback(*cut(slots), slots.n_cap, *route.recovery)
-
-    groups, depth = route.groups(job, schedule), schedule.decomposition.depth
-    if route.whole_groups:
-        limits = Limits(depth, depth, schedule.pinned)
-        return RecoveryController(groups, fallback, limits, schedule.n_cap)
-    return RecoveryController(groups, *cut(schedule), schedule.n_cap)
+    cuts = None if route.whole_groups else Cutting(schedule, job.problem)
+    return RecoveryController(
+        route.groups(job, schedule), cuts, schedule.n_cap,
+        pinned=schedule.pinned, fallback=fallback,
+    )  # fmt: skip
 
 
 def _continued(schedule: Schedule, controller: RecoveryController) -> Schedule:

@@ -257,6 +257,7 @@ class Cutting:
 
     def __init__(self, planned: Schedule, problem: Problem) -> None:
         self.planned, self.problem, self.work = planned, problem, problem.work
+        self.depth, self.n_cap = planned.decomposition.depth, planned.n_cap
         self.pairs = pairs_of(problem.work, problem.kernel)
         self._tasks: dict[int, list[Task]] = {}
         self._schedules: dict[int, Schedule] = {}

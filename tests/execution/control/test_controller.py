@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.control.controller import Fallback, Limits, RecoveryController
+from quorum_attention.execution.control.controller import RecoveryController
 
 GIVES_UP, NOTHING = "gives up", "nothing"
 
@@ -71,12 +71,12 @@ def test_any_history_stays_within_its_limits(
     made = controller(n_cap, floor, floor, floor + finer, pinned=pinned)
     for memory in events:
         change = happens(made, memory)
-        here, limits = made, made.limits
-        assert limits.depth <= here.depth <= limits.max_depth
+        here = made
+        assert floor <= here.depth <= floor + finer
         assert 1 <= here.n_cap <= n_cap
         assert here.coarsenings <= 2
         if change == GIVES_UP:
-            assert pinned or (here.n_cap == 1 and here.depth == limits.max_depth)
+            assert pinned or (here.n_cap == 1 and here.depth == floor + finer)
             return
         assert not pinned or change == NOTHING
 
@@ -152,10 +152,8 @@ def test_headroom_is_asked_about_between_groups_only() -> None:
 def test_whole_groups_that_are_too_large_are_cut() -> None:
     """Groups that are done stay done; the others begin with all tasks of the depth."""
     cuts = Cuts(Decomposition(60, (7,), "balanced"))
-    made = RecoveryController(
-        "abc", lambda: Fallback(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
-        Limits(0, 0), 1,
-    )  # fmt: skip
+    said = "whole: out of memory", "depth 0 -> 1"
+    made = RecoveryController("abc", None, 1, fallback=lambda: (cuts, *said))
     made.start()
     assert through(made, 1) == [("a", ())]
     assert made.groups_left == ["b", "c"]

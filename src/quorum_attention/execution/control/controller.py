@@ -72,40 +72,6 @@ class GroupTasks:
     is_level: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a controller stays within.
-
-    Attributes:
-        depth: levels as planned; coarsening never goes below.
-        max_depth: most levels; deeper tasks would be smaller than a tile.
-        pinned: whether the user chose the depth: failures are then reported, not recovered from.
-    """
-
-    depth: int
-    max_depth: int
-    pinned: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """How to continue through slots when memory runs out for whole head groups.
-
-    Attributes:
-        cuts: the tasks that groups are cut into.
-        limits: the limits from then on.
-        n_cap: the slots from then on.
-        failed: what failed, in words, for the history.
-        instead: what is done instead, in words.
-    """
-
-    cuts: Cutting
-    limits: Limits
-    n_cap: int
-    failed: str
-    instead: str
-
-
 class RecoveryController:
     """Owns the queue of one pass.
 
@@ -114,9 +80,11 @@ class RecoveryController:
 
     Args:
         groups: the head groups, in order.
-        cuts: the tasks that a group is cut into. A function instead means that units are whole
-            groups; it is called when memory runs out, and says how to continue.
+        cuts: the tasks that a group is cut into; None: units are whole groups.
         n_cap: most slots.
+        pinned: whether the user chose the depth: failures are then reported, not recovered from.
+        fallback: called when memory runs out for whole groups: the tasks that they are cut into
+            then; and in words what failed, and what is done instead.
 
     Attributes:
         depth: levels that the next groups are cut into.
@@ -133,14 +101,14 @@ class RecoveryController:
     def __init__(
         self,
         groups: Iterable[Group],
-        cuts: Cutting | Callable[[], Fallback],
-        limits: Limits,
+        cuts: Cutting | None,
         n_cap: int,
+        *,
+        pinned: bool = False,
+        fallback: Callable[[], tuple[Cutting, str, str]] | None = None,
     ) -> None:
-        self.limits, self.n_cap, self.depth = limits, n_cap, limits.depth
-        self.coarsenings = 0
-        self._fallback = cuts if callable(cuts) else None
-        self._cuts = None if callable(cuts) else cuts
+        self._cuts, self._fallback, self._pinned = cuts, fallback, pinned
+        self.n_cap, self.depth, self.coarsenings = n_cap, 0 if cuts is None else cuts.depth, 0
         self.waiting: deque[Group] = deque(groups)
         self.begun: dict[Group, GroupTasks] = {}
         self.n_groups, self.n_finished = len(self.waiting), 0
@@ -186,8 +154,8 @@ class RecoveryController:
     @property
     def may_coarsen(self) -> bool:
         """Whether ``headroom`` would take back a level."""
-        recovered = self.depth > self.limits.depth and not self.limits.pinned
-        return recovered and self.coarsenings < MOST_COARSENINGS
+        recovered = self._cuts is not None and self.depth > self._cuts.depth
+        return recovered and not self._pinned and self.coarsenings < MOST_COARSENINGS
 
     @property
     def between_groups(self) -> bool:
@@ -275,13 +243,13 @@ class RecoveryController:
         Args:
             said: the allocator's message.
         """
-        limits, where = self.limits, f"out of memory in {self.where}"
-        if limits.pinned:
+        where = f"out of memory in {self.where}"
+        if self._pinned:
             reason = "the depth is pinned, so the failure is reported as it is"
             self.given_up = f"{where} and no recovery: {reason}"
         elif self._cuts is None:
             self._fall_back(said)
-        elif self.n_cap == 1 and self.depth >= limits.max_depth:
+        elif self.n_cap == 1 and self.depth >= self._cuts.deepest:
             reason = f"one slot at depth {self.depth} is the finest decomposition there is"
             self.given_up = f"{where} and no recovery: {reason}"
         else:
@@ -299,11 +267,10 @@ class RecoveryController:
     def _fall_back(self, said: str) -> None:
         """Cut the whole groups that are not done: they are too large."""
         assert self._fallback is not None
-        fallback = self._fallback()
-        self.limits, self._cuts = fallback.limits, fallback.cuts
-        self.depth, self.n_cap = fallback.limits.depth, fallback.n_cap
+        self._cuts, failed, instead = self._fallback()
+        self.depth, self.n_cap = self._cuts.depth, self._cuts.n_cap
         done = f", {self.n_finished} of {self.n_groups} head groups done" if self.n_finished else ""
-        self.history.append(f"{fallback.failed} ({said}{done}): {fallback.instead}")
+        self.history.append(f"{failed} ({said}{done}): {instead}")
         self.waiting.extendleft(reversed(self.begun))
         self.begun.clear()
 
