@@ -549,10 +549,8 @@ class WorkCounts:
         up, down: bytes copied into slots, and out of them.
         resident: whether these copies stay within device memory.
         hidden_by: of so many units, the copies of all but one overlap with compute; 1: of none.
-        set_up: units that the host sets up.
+        in_slots: whether units go through slots, which the host sets up.
         run_copies: copies that the host issues for each run of neighbouring tokens of a unit.
-        begun: host time beside the kernel calls, in multiples of the time of one call.
-        passes: how often the fixed time of a pass is spent.
         even: whether all units take the same time.
         calls: the kernel calls of a head, where they are no tasks': (queries, keys, causal, how
             many) of each size; None: those of the decomposition's tasks.
@@ -566,10 +564,8 @@ class WorkCounts:
     down: float = 0.0
     resident: bool = False
     hidden_by: int = 1
-    set_up: int = 0
+    in_slots: bool = False
     run_copies: int = 0
-    begun: int = 0
-    passes: int = 0
     even: bool = True
     calls: tuple[tuple[int, int, bool, int], ...] | None = None
 

@@ -290,15 +290,16 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
             # Nothing crosses the bus: copies read and write device memory.
             up_rate = down_rate = hardware.merge_bytes_per_second / 2
     up, down = load.up / up_rate, load.down / down_rate
-    set_up = load.set_up * (hardware.unit_seconds + copies * hardware.copy_seconds)
+    calls += (load.at_once is not None) * load.units * hardware.call_seconds
+    set_up = load.units * (hardware.unit_seconds + copies * hardware.copy_seconds)
     return Cost(
         arithmetic=on_device * scale,
         merge=merged / hardware.merge_bytes_per_second,
         up=up,
         down=down,
-        issue=calls + set_up + load.begun * hardware.call_seconds,
+        issue=calls + load.in_slots * set_up,
         exposed=(up + down) / load.hidden_by,
-        fixed=load.passes * hardware.pass_seconds,
+        fixed=load.in_slots * hardware.pass_seconds,
         preparation=preparation,
         even=load.even,
         overlaps=hardware.overlaps,

@@ -354,7 +354,7 @@ class Blockwise(OverInputs):
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Each head group is one unit."""
         units = count_groups(problem.work, schedule.group)
-        return WorkCounts(units=units, at_once=self.pieces, begun=units)
+        return WorkCounts(units=units, at_once=self.pieces)
 
     def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """All tasks as one."""

@@ -130,9 +130,8 @@ class Slots(Route):
             down=down,
             resident=problem.place.resident,
             hidden_by=max(1, units) if self.n_cap > 1 else 1,
-            set_up=units,
+            in_slots=True,
             run_copies=len(problem.spec.inputs) + 2 * len(problem.spec.states),
-            passes=1,
             even=schedule.decomposition.depth < 2,
         )
 
@@ -313,10 +312,9 @@ class Streaming(Route):
             down=down,
             resident=problem.place.resident,
             hidden_by=max(1, round((up + down) / max(1, alone))),
-            set_up=groups * units,
+            in_slots=True,
             run_copies=_count(spec.inputs, self.streams_by)
             + 2 * _count(spec.states, self.streams_by),
-            passes=1,
         )
 
     def slots(self, **changes: Any) -> Slots:
