@@ -661,11 +661,8 @@ class Engine:
 
     def _divide(self, unit: Unit, scaling: BackwardScaling) -> Scaling:
         """Divide a unit's upstream gradient in its slot."""
-        beside, gradient = unit.beside, unit.fields["grad_out"]
-        if beside is None:
-            return scaling.divide_(gradient, unit.fields["value"], unit.slot)
-        value = beside.unit.fields["value"]
-        return scaling.divide_(gradient, value, unit.slot, new_value=beside.opens)
+        values = unit if unit.beside is None else unit.beside.unit
+        return scaling.divide_(unit.fields["grad_out"], values.fields["value"], unit.slot)
 
     def _store(self, unit: Unit) -> None:
         self.rows.store(unit)

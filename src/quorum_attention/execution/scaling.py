@@ -35,7 +35,6 @@ from quorum_attention.kernels.scaling import (
     divide_gradient_,
     divisor_exponent,
     largest_norm,
-    value_norms,
 )
 
 # log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
@@ -106,32 +105,18 @@ class BackwardScaling:
         ]
         # How many steps each (entry, key/value head) has been taken down.
         self._steps = [dict[tuple[int, int], int]() for _ in range(own)]
-        self._norms: torch.Tensor | None = None
 
     def begin(self, slot: int = 0) -> None:
         """Begin with a new unit in ``slot``, or with a new head group."""
         self._steps[self._own(slot)].clear()
 
-    def divide_(
-        self,
-        grad_out: torch.Tensor,
-        value: torch.Tensor,
-        slot: int = 0,
-        *,
-        new_value: bool = True,
-    ) -> Scaling:
-        """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel undoes that.
-
-        Args:
-            new_value: whether ``value`` is not that of the call before.
-        """
-        if new_value:
-            self._norms = value_norms(value)
+    def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, slot: int = 0) -> Scaling:
+        """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel undoes that."""
         own, (entries, kv_heads) = self._own(slot), value.shape[:2]
         unscale = self._unscale[slot][:entries, :kv_heads]
         overflow, steps = self._overflow[own][:entries, :kv_heads], self._steps[own]
         usual = usual_shift(self._n_keys)
-        divide_gradient_(grad_out, value, unscale, usual, self._norms)
+        divide_gradient_(grad_out, value, unscale, usual)
         for (entry, head), taken in steps.items():
             further = 2.0 ** _off_the_gradient(taken)
             _head(grad_out, value, entry, head).div_(further)

@@ -36,20 +36,8 @@ class Scaling:
     overflow: torch.Tensor | None = None
 
 
-def value_norms(value: torch.Tensor) -> torch.Tensor | None:
-    """What ``divide_gradient_`` can be given for several gradients beside one ``value`` (b, hk, m,
-    dv): on a GPU its norms, which take a launch; elsewhere None."""
-    if not (value.is_cuda and value.is_contiguous() and triton_available()):
-        return None
-    return _norms_by_launch(value)
-
-
 def divide_gradient_(
-    grad_out: torch.Tensor,
-    value: torch.Tensor,
-    unscale: torch.Tensor,
-    shift: int,
-    norms: torch.Tensor | None = None,
+    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
 ) -> None:
     """Divide ``grad_out`` in place by a power of two for every key/value head.
 
@@ -58,11 +46,10 @@ def divide_gradient_(
         value: (b, hk, m, dv).
         unscale: (b, hk) fp32, receives the divisors.
         shift: probabilities will be computed times 2**shift.
-        norms: ``value_norms(value)``, if that is known.
     """
     dense = grad_out.is_contiguous() and value.is_contiguous()
     if grad_out.is_cuda and dense and triton_available():
-        _divide_by_launches_(grad_out, value, unscale, shift, norms)
+        _divide_by_launches_(grad_out, value, unscale, shift)
         return
     batch, key_heads = unscale.shape
     shared = grad_out.shape[1] // max(1, key_heads)
@@ -77,32 +64,17 @@ def divide_gradient_(
                     part[block].mul_(2.0**-exponent)
 
 
-def _norms_by_launch(value: torch.Tensor) -> torch.Tensor:
-    """(2, b, hk) fp32: 0, and the largest norm of a row of each head of ``value``, (b, hk, n, d)
-    and dense."""
-    batch, key_heads = value.shape[:2]
-    norms = torch.zeros((2, batch, key_heads), dtype=torch.float32, device=value.device)
-    if norms.numel():
-        launch_over_runs("norm", value, batch * key_heads, norms[1])
-    return norms
-
-
 def _divide_by_launches_(
-    grad_out: torch.Tensor,
-    value: torch.Tensor,
-    unscale: torch.Tensor,
-    shift: int,
-    norms: torch.Tensor | None,
+    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
 ) -> None:
     """See ``divide_gradient_``; dense tensors. The host never waits for a factor."""
     groups = unscale.numel()
     if groups == 0:
         return
-    if norms is None:
-        norms = _norms_by_launch(value)
-    else:
-        norms[0].zero_()
+    # The largest norm of a row of each key head: of the gradient, and of the values.
+    norms = torch.zeros((2, groups), dtype=torch.float32, device=value.device)
     launch_over_runs("norm", grad_out, groups, norms[0])
+    launch_over_runs("norm", value, groups, norms[1])
     excess = shift - LOG2_LARGEST
     launch_over_runs("divide", grad_out, groups, norms, unscale, groups, excess)
 

@@ -45,7 +45,12 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES, mask_bytes
+from quorum_attention.kernels.rectangles import (
+    SLACK_BYTES,
+    UNSPLIT_BYTES,
+    mask_bytes,
+    operator_refusal,
+)
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
@@ -180,15 +185,14 @@ class NativeKernel(Kernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.device_type != "cuda" and not interpreted():
-            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
-        if call.dtype not in _DTYPES:
-            return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+        device = call.device_type if interpreted() else "cuda"
+        if (reason := operator_refusal(call, device, _DTYPES)) is not None:
+            return reason
         if call.device_type != "cuda" and call.dtype == torch.bfloat16:
             return "Triton's interpreter has no bfloat16"
         largest = max(call.head_dim, call.value_dim)
         limit = _LARGEST_BACKWARD if call.needs_grad else _LARGEST_FORWARD
-        if largest > limit or min(call.head_dim, call.value_dim) < 1:
+        if largest > limit:
             kind = "with gradients" if call.needs_grad else "without gradients"
             return f"it takes head dimensions from 1 to {limit} {kind}, not {largest}"
         if self.slopes is not None and self.slopes.numel() != call.query_heads:
