@@ -143,12 +143,62 @@ CALLS = {
     "progress in words": ({"progress": "yes"}, TypeError, "progress must be None, True or"),
 }  # fmt: skip
 
+MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
+PLAN = qa.plan(50, heads=2, head_dim=8, dtype=torch.float32)
+MORE = [
+    ({"query": Q[0, 0, 0]}, ValueError, r"query must have at least 2 dim.* got shape \(8,\)"),
+    ({"query": Q.int()}, TypeError, "query must be one of float16.*got torch.int32"),
+    ({"key": Q.half()}, TypeError, "key must have the query's dtype torch.float32, got .*16"),
+    ({"value": Q.double()}, TypeError, "value must have the query's dtype"),
+    ({"key": Q.to("meta")}, ValueError, "key must be on the query's device cpu, got meta"),
+    ({"query": Q.expand(2, -1, -1, -1), "key": Q.expand(3, -1, -1, -1)}, ValueError,
+     r"key must have batch dimensions that broadcast with \(2,\), got \(3,\)"),
+    ({"query": Q.expand(2, -1, -1, -1), "value": Q.expand(4, 3, -1, -1, -1)}, ValueError,
+     r"value must have batch dimensions that broadcast with \(1, 2\), got \(4, 3\)"),
+    ({"key": Q[..., :4]}, ValueError, "key must have the query's head_dim 8, got 4"),
+    ({"value": Q[:, :, :9]}, ValueError, r"value must have the key's heads and tokens \(2, 50"),
+    ({"query": Q[..., :0], "key": Q[..., :0]}, ValueError, "head_dim of at least 1, got 0"),
+    ({"value": Q[..., :0]}, ValueError, "value_dim of at least 1, got 0"),
+    ({"query": Q.repeat(1, 2, 1, 1)}, ValueError, "key has 2 heads .* enable_gqa=True"),
+    ({"query": Q[:, :1].expand(1, 3, 50, 8), "enable_gqa": True}, ValueError,
+     "multiple of the key's, got 3 and 2"),
+    ({"attn_mask": torch.zeros(50, 49)}, ValueError, r"attn_mask must broadcast .*\(50, 49\)"),
+    ({"attn_mask": torch.zeros(1, 1, 2, 50, 50)}, ValueError, "attn_mask must broadcast"),
+    ({"attn_mask": torch.zeros(50, 50).int()}, TypeError, "attn_mask must be bool or one of"),
+    ({"depth": True}, ValueError, "depth must be"),
+    # Seven times the tasks with every level, and each as large as before: it would never end.
+    ({"depth": 10}, ValueError, r"at most . for 50 tokens.*more levels make no"),
+    ({"depth": 1, "plan": PLAN}, ValueError, "plan and depth cannot both be given"),
+    ({"depth": 1.0}, ValueError, "depth must be"),
+    ({"accumulator": "disk"}, ValueError, "accumulator must be .* got 'disk'"),
+    ({"out_dtype": torch.int8}, TypeError, "out_dtype must be None or one of .*int8"),
+    ({"out": Q[:, :, :9]}, ValueError, r"out must have shape \(1, 2, 50, 8\), got"),
+    ({"out": Q, "out_dtype": torch.half}, TypeError, "out must be torch.float16, got"),
+    ({"out": Q.int()}, TypeError, "out must be one of"),
+    ({"out": MANY}, ValueError, "out must not require a gradient"),
+    ({"out": Q[:, :1].expand(1, 2, 50, 8)}, ValueError, "out must not overlap itself"),
+    ({"out": "here"}, TypeError, "out must be a torch.Tensor"),
+    ({"budget": -5}, ValueError, "budget must not be negative, got -5"),
+    ({"budget": "a lot"}, ValueError, "budget must be a number .* got 'a lot'"),
+    ({"budget": 1.5}, TypeError, "budget must be a whole number"),
+    ({"plan": 3}, TypeError, "plan must come from quorum_attention.plan, got int"),
+    ({"report": {}}, TypeError, "report must be a quorum_attention.Report, got dict"),
+    ({"kernel": "magic"}, ValueError, "no kernel is named 'magic'; there are: "),
+    ({"kernel": 3}, TypeError, "kernel must be a name or an InnerKernel, not int"),
+    ({"kernel": "cudnn"}, NotImplementedError, "kernel 'cudnn' cannot run this call"),
+    ({"devices": ["cpu", "cpu"], "budget": ["1MiB"]}, ValueError,
+     "budget must be one number of bytes or one for each of the 2 devices, got 1"),
+    ({"devices": "meta"}, NotImplementedError, "devices must be 'cpu' or 'cuda'"),
+]  # fmt: skip
 
-@pytest.mark.parametrize("case", CALLS)
-def test_a_call(case: str) -> None:
-    if case == "a CUDA device without one" and torch.cuda.is_available():
-        pytest.skip("there is one")
-    change, kind, says = CALLS[case]
+
+@pytest.mark.parametrize("case", [*CALLS, *range(len(MORE))])
+def test_a_call(case: str | int) -> None:
+    """The message names the argument, what came and what is allowed."""
+    change, kind, says = MORE[case] if isinstance(case, int) else CALLS[case]
+    on_a_gpu = change in ({"devices": "cuda"}, {"kernel": "cudnn"})
+    if on_a_gpu and torch.cuda.is_available():
+        pytest.skip("it would go there")
     given = {"query": Q, "key": Q, "value": Q, **change}
     given = {n: v() if v in LAZY else v for n, v in given.items()}
     if case == "jagged":
