@@ -161,7 +161,7 @@ MORE = [
     ({"value": Q[..., :0]}, ValueError, "value_dim of at least 1, got 0"),
     ({"query": Q.repeat(1, 2, 1, 1)}, ValueError, "key has 2 heads .* enable_gqa=True"),
     ({"query": Q[:, :1].expand(1, 3, 50, 8), "enable_gqa": True}, ValueError,
-     "multiple of the key's, got 3 and 2"),
+     "multiple of the key's 2 heads, got 3"),
     ({"attn_mask": torch.zeros(50, 49)}, ValueError, r"attn_mask must broadcast .*\(50, 49\)"),
     ({"attn_mask": torch.zeros(1, 1, 2, 50, 50)}, ValueError, "attn_mask must broadcast"),
     ({"attn_mask": torch.zeros(50, 50).int()}, TypeError, "attn_mask must be bool or one of"),

@@ -74,7 +74,7 @@ def test_compiled_code_takes_them_too() -> None:
 
 
 def test_one_of_other_lengths_is_refused() -> None:
-    with pytest.raises(ValueError, match="20 queries and 50 keys, got a CausalBias for 19 and 50"):
+    with pytest.raises(ValueError, match=r"\(20, 50\) tokens, got a CausalBias of \(19, 50\)"):
         qa.attention(*tensors(20, 50), made(causal_lower_right, 19, 50))
 
 

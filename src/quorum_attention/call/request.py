@@ -26,15 +26,14 @@ from quorum_attention.call.validation import (
     check_apart,
     check_kind,
     check_mask,
-    check_out_dtype,
     check_place,
     check_plan,
     check_tensor,
     sizes_of,
 )
-from quorum_attention.counts import chance, real_number, switch, whole_number
+from quorum_attention.counts import chance, real_number, shown, switch, whole_number
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.problem import Workload, scale_is_exact
+from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload, scale_is_exact
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, MOST_POSITIONS, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
@@ -186,7 +185,8 @@ def request_of(
     if out is not None:
         out = as_tensor(out, "out", written=True)
         out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
-    check_out_dtype(out_dtype)
+    if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
+        raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
     p, seed = checked_dropout(dropout_p, dropout_seed, draws=function != "attention_backward")
     sizes = sizes_of(query, key, value, shared)
     if mask is not None:

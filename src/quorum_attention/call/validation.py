@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quorum_attention.call.overlap import Mappings, overlaps_itself
-from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import BACKENDS, is_known, on_host
 from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload
 from quorum_attention.mask import Mask
@@ -108,18 +107,13 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
     if query is not None and min(len(query.shape), len(key.shape)) >= 2:
         lengths = (query.shape[-2], key.shape[-2])
         if made != lengths:
-            raise ValueError(
-                f"attn_mask must be made for {lengths[0]} queries and {lengths[1]} keys, got a "
-                f"CausalBias for {made[0]} and {made[1]}"
-            )
+            raise ValueError(f"attn_mask must be of {lengths} tokens, got a CausalBias of {made}")
     return Mask(causal="lower_right" if attn_mask.variant.name == "LOWER_RIGHT" else "upper_left")
 
 
 def _check_device(tensor: torch.Tensor, name: str) -> None:
     if not is_known(tensor.device):
-        raise NotImplementedError(
-            f"{name} must be on a CPU or CUDA device, got {str(tensor.device)!r}"
-        )
+        raise NotImplementedError(f"{name} must be on a CPU or CUDA device, got '{tensor.device}'")
 
 
 def check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
@@ -172,27 +166,16 @@ def sizes_of(
             raise ValueError(f"{name} must be on the query's device {home}, got {other.device}")
     if key_dim != head_dim:
         raise ValueError(f"key must have the query's head_dim {head_dim}, got {key_dim}")
-    if value_heads != kv_heads or n_values != n_keys:
-        raise ValueError(
-            f"value must have the key's heads and tokens {(kv_heads, n_keys)}, "
-            f"got {(value_heads, n_values)}"
-        )
-    if head_dim == 0:
-        raise ValueError("query must have a head_dim of at least 1, got 0")
-    if value_dim == 0:
-        # There would be a log-sum-exp of every row, and no output.
-        raise ValueError("value must have a value_dim of at least 1, got 0")
-    if heads != kv_heads:
-        if not enable_gqa:
-            raise ValueError(
-                f"key has {kv_heads} heads and query {heads}; they must be equal unless "
-                f"enable_gqa=True"
-            )
-        if kv_heads == 0 or heads % kv_heads:
-            raise ValueError(
-                f"with enable_gqa=True the query's heads must be a multiple of the key's, "
-                f"got {heads} and {kv_heads}"
-            )
+    of_key, of_value = (kv_heads, n_keys), (value_heads, n_values)
+    if of_value != of_key:
+        raise ValueError(f"value must have the key's heads and tokens {of_key}, got {of_value}")
+    for name, what, width in (("query", "head_dim", head_dim), ("value", "value_dim", value_dim)):
+        if width == 0:
+            raise ValueError(f"{name} must have a {what} of at least 1, got 0")
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(f"key has {kv_heads} heads and query {heads}: give enable_gqa=True")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"query must have a multiple of the key's {kv_heads} heads, got {heads}")
     return Sizes(tuple(batch), heads, kv_heads, n_queries, n_keys, head_dim, value_dim, dtype)
 
 
@@ -215,12 +198,6 @@ def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> No
             f"attn_mask must broadcast to (..., heads, queries, keys) = {whole}, "
             f"got {tuple(mask.shape)}"
         )
-
-
-def check_out_dtype(out_dtype: torch.dtype | None) -> None:
-    """Check the dtype that results are asked for in."""
-    if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
-        raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
 
 
 def check_tensor(
