@@ -125,7 +125,7 @@ FIRST = {
         torch.func.grad(lambda t: qa.attention(t, k, v).sum())(q)
     """,
     "jvp": """
-        refused(lambda: torch.func.jvp(lambda t: qa.attention(t, k, v), (q,), (q,)), "jvp")
+        refused(lambda: torch.func.jvp(lambda t: qa.attention(t, k, v), (q,), (q,)), "forward-mode")
     """,
     "inference mode": """
         with torch.inference_mode():

@@ -6,7 +6,6 @@ import errno
 import resource
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 
@@ -66,20 +65,17 @@ class PeakMemory:
         self.backend = backend_of(device)
         self.peak_bytes = 0
         self._counted: Callable[[], int] | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._unlimited: tuple[int, int] | None = None
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
 
     def __enter__(self) -> PeakMemory:
         self.backend.synchronize(self.device)
         self.backend.give_back_cached()
         self._counted = self.backend.count_peak(self.device)
-        if self._counted is not None:
-            return self
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._ready = threading.Event()
-        self._thread.start()
-        self._ready.wait()  # the sampler's own stack belongs to the start
+        if self._counted is None:
+            self._thread.start()
+            self._ready.wait()  # the sampler's own stack belongs to the start
         return self
 
     def limit(self, extra_bytes: int) -> None:
@@ -92,24 +88,16 @@ class PeakMemory:
         if self._counted is not None:
             self.backend.limit(extra_bytes, self.device)
             return
-        self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
         # Counted from the same start as the peak, so that no peak can be above the limit.
         resource.setrlimit(resource.RLIMIT_DATA, (self._before + extra_bytes, self._unlimited[1]))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._counted is not None:
             self.backend.synchronize(self.device)
             self.peak_bytes = self._counted()
             return
-        if self._unlimited is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)
+        resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)
         self._stop.set()
-        assert self._thread is not None
         self._thread.join()
 
     def _sample(self) -> None:

@@ -288,9 +288,9 @@ def dropout_of(
         RuntimeError: ``torch.vmap`` of randomness="error".
     """
     if max(counts) > MOST_POSITIONS:
+        each = "queries, keys, heads and batch entries"
         raise NotImplementedError(
-            f"dropout_p needs at most {MOST_POSITIONS} queries, keys, heads and batch entries, got "
-            f"{max(counts)}"
+            f"dropout_p needs at most {MOST_POSITIONS} {each}, got {max(counts)}"
         )
     if seed is None:
         if capturing(device):
