@@ -19,37 +19,18 @@ LOST = "no gradient of tensors that its functions read"
 
 
 class Alibi(torch.nn.Module):
-    """Slopes wherever a model may keep them."""
-
-    shared: torch.Tensor
+    """Slopes where a model may keep them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Module()
         self.inner.slopes = torch.nn.Parameter(torch.rand(2))
-        self.listed = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(2))])
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
         self.hidden = {"own": [torch.rand(2, requires_grad=True)]}
 
-    @property
-    def doubled(self) -> torch.Tensor:
-        return 2 * self.inner.slopes
 
-    def of(self, head: Any) -> torch.Tensor:
-        return self.inner.slopes[head]
-
-
-Alibi.shared = torch.rand(2, requires_grad=True)
-OF_THIS_MODULE = torch.rand(2, requires_grad=True)
 PLACES: dict[str, Callable[[Alibi, Any], torch.Tensor]] = {
-    "a submodule": lambda m, h: m.inner.slopes[h],
-    "a list of parameters": lambda m, h: m.listed[0][h],
-    "a list of modules": lambda m, h: m.layers[0].weight[h, 0],
-    "a property": lambda m, h: m.doubled[h],
-    "a method": lambda m, h: m.of(h),
-    "by getattr": lambda m, h: getattr(m.inner, "slo" + "pes")[h],
-    "a class": lambda m, h: type(m).shared[h],
-    "a module": lambda m, h: globals()["OF_THIS_MODULE"][h],
+    "a submodule, by its name": lambda m, h: getattr(m.inner, "slo" + "pes")[h],
+    "made of one": lambda m, h: (2 * m.inner.slopes)[h],
     "a list in a dictionary": lambda m, h: m.hidden["own"][0][h],
 }
 
