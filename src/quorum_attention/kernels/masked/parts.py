@@ -265,7 +265,7 @@ class ByParts(Kernel):
         if upper:
             yield kernel, replace(inside, rectangles=upper), True
         if ragged:
-            masks = partial(_part_mask, self._geometry, task)
+            masks = partial(_part_mask, self._geometry, task, {})
             kernel = self._kernel_for(replace(call, mask=_ANY_MASK))
             yield kernel, replace(inside, rectangles=ragged, bias=masks), False
 
@@ -282,18 +282,37 @@ class ByParts(Kernel):
         return self._known.get(key, lambda: _by_bands(task, live, geometry, kinds, bands))
 
 
-def _part_mask(geometry: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
-    """What a geometry masks of a part, with the task's own mask: additive, (b|1, h|1, q, k)."""
-    query = task.query
+def _part_mask(
+    geometry: Geometry, task: TaskTensors, known: dict[object, torch.Tensor], r: Rectangle
+) -> torch.Tensor:
+    """What a geometry masks of a part, with the task's own mask: additive, (b|1, h|1, q, k).
+
+    Args:
+        known: the last one, where it is the same for other parts at such a distance and size.
+    """
+    query, key = (task.task.segments(at, at + 1)[0].start for at in (r.query_start, r.key_start))
+    place = None if geometry.rules else (key - query, r.n_queries, r.n_keys)
+    tested = known.pop(place, None)
+    if tested is None:
+        known.clear()  # freed before the next one is made
+        tested = _tested(geometry, task, r)
+    if place is not None:
+        known[place] = tested
+    given = task.bias(r)
+    return tested if given is None else four_dims(given) + tested
+
+
+def _tested(geometry: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
+    # Without rules a part lies in a block of the geometry: the band is all that is left.
+    rules = geometry if geometry.rules else Geometry(geometry.band)
     with torch.inference_mode(False), torch.no_grad():
-        kept = four_dims(geometry.keeps(task.indices(r)))
+        kept = four_dims(rules.keeps(task.indices(r)))
     # Where a dimension is expanded, one of its entries is enough.
     for dim in (0, 1):
         if kept.shape[dim] > 1 and kept.stride(dim) == 0:
             kept = kept.narrow(dim, 0, 1)
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    tested, given = torch.where(kept, zero, torch.full_like(zero, -torch.inf)), task.bias(r)
-    return tested if given is None else four_dims(given) + tested
+    zero = torch.zeros((), dtype=task.query.dtype, device=task.query.device)
+    return torch.where(kept, zero, torch.full_like(zero, -torch.inf))
 
 
 def _by_blocks(task: TaskTensors, rectangles: tuple[Rectangle, ...], geometry: Geometry) -> _Parts:
