@@ -160,8 +160,10 @@ class ByParts(Kernel):
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         most = self._bytes(call, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
-        # The lse without rows that have no key, and an upstream gradient that is not scaled.
-        most += rows * (2 * _wide(call) + 4 * call.value_dim * bool(self._operator.scaled_backward))
+        most += rows * 2 * _wide(call)  # the lse without rows that have no key
+        by_tiles = self._kernel_for(replace(call, mask=_ANY_MASK)) is self._tiles
+        if by_tiles and call.dtype in self._operator.scaled_backward:
+            most += rows * 4 * call.value_dim  # an upstream gradient that is not scaled
         if extent.direct:
             keys = extent.batch * extent.key_heads * extent.n_tokens
             numbers = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
