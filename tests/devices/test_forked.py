@@ -17,7 +17,6 @@ import torch
 from quorum_attention import attention
 from quorum_attention.devices import Pool
 from quorum_attention.devices import pool as kept
-from quorum_attention.devices.processes import Turn
 
 
 @pytest.fixture(scope="module")
@@ -156,60 +155,28 @@ def test_daemons_are_told_that_they_may_start_no_workers() -> None:
     assert "daemon" in said
 
 
-NAMES = ("cpu", "cpu")
-SECONDS = 20.0
-
-
-class Without(Pool):
-    """A pool without workers."""
-
-    def __init__(self, devices: object) -> None:
-        self._workers, self._threads, self._turn = [], None, Turn()
-        self.mending = threading.Event()
-
-    def mend(self) -> None:
-        self.mending.set()
-        super().mend()
-
-
-@pytest.fixture
-def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "Pool", Without)
-    # Of this test alone: a thread that waits for good has the lock of nobody else.
-    monkeypatch.setattr(kept, "_pools", {})
-    monkeypatch.setattr(kept, "_lock", threading.Lock())
-
-
-def in_a_thread(ask: object) -> tuple[threading.Thread, list[object]]:
-    found: list[object] = []
-
-    def run() -> None:
-        try:
-            found.append(ask())  # type: ignore[operator]
-        except RuntimeError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, found
-
-
-@pytest.mark.usefixtures("without_workers")
 def test_a_call_from_progress_is_told_so_while_another_thread_waits_for_its_turn() -> None:
-    pool = kept.kept_pool(NAMES)
-    other: list[tuple[threading.Thread, list[object]]] = []
+    """The two do not wait for each other."""
+    names, found, said = ("cpu", "cpu"), list[Pool](), list[str]()
+    threads = list[threading.Thread]()
 
-    def call() -> Pool:
-        with pool._turn.taken():  # a pass, and what its progress= does
-            pool.mending.clear()  # type: ignore[attr-defined]
-            other.append(in_a_thread(lambda: kept.kept_pool(NAMES)))
-            assert pool.mending.wait(SECONDS)  # type: ignore[attr-defined]
-            return kept.kept_pool(NAMES)
+    def progress(*_: Any) -> None:
+        if not threads:
+            threads.append(
+                threading.Thread(target=lambda: found.append(kept.kept_pool(names)), daemon=True)
+            )
+            threads[0].start()
+            threads[0].join(0.5)
+            assert threads[0].is_alive(), "it waits for this call"
+            try:
+                kept.kept_pool(names)
+            except RuntimeError as error:
+                said.append(str(error))
 
-    first, said = in_a_thread(call)
-    first.join(SECONDS)
-    assert not first.is_alive(), "the two wait for each other"
-    assert "within another one" in str(said[0])
-    second, found = other[0]
-    second.join(SECONDS)
-    assert found == [pool]
+    try:
+        assert call(names, progress=progress)
+        threads[0].join(60)
+        assert found == [kept.kept_pool(names)]
+        assert "within another one" in said[0]
+    finally:
+        kept.close()

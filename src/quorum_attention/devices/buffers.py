@@ -57,8 +57,7 @@ class InFile:
         shape, strides: in elements.
         dtype: of the tensor.
         written: whether it is written to.
-        file: which file it is, from ``file_id``: the path may lead to another one by now. None:
-            whichever is there.
+        file: which file it is, from ``file_id``: the path may lead to another one by now.
     """
 
     path: str
@@ -67,7 +66,7 @@ class InFile:
     strides: tuple[int, ...]
     dtype: torch.dtype
     written: bool
-    file: FileId | None = None
+    file: FileId
 
     @classmethod
     def of(
@@ -113,7 +112,7 @@ class InFile:
             OSError: it cannot be opened, or another file is there by now.
         """
         found = os.open(self.path, flags | os.O_NONBLOCK)  # a pipe is not waited for
-        if self.file is not None and not _is_same(self.file, file_id(found)):
+        if not _is_same(self.file, file_id(found)):
             os.close(found)
             raise OSError(f"{self.path} is another file than the one that was opened before")
         return found

@@ -291,8 +291,9 @@ class BlockWorker:
         )  # fmt: skip
         with self._prepared(views, spec.backward):
             if not spec.backward:
-                results = BlockResults(out=views["out"], lse=views["lse"])
-                compute_block(self._call, block, inputs, written, results)
+                results = BlockResults(out=views["out"])
+                _, lse = compute_block(self._call, block, inputs, written, results)
+                views["lse"].copy_(lse)
                 return
             targets = views | {name: handle.open() for name, handle in message.sums.items()}
             query, key, value = (targets[name] for name in _GRADS)
