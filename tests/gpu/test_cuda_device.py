@@ -52,6 +52,18 @@ def test_what_is_locked_of_memory_of_which_others_lock_the_beginning(gpu: torch.
     assert not page_locks.is_locked(second)
 
 
+def unit(mover, slot, source, target, pieces, compute, stored=None, carried: int = 0) -> None:  # type: ignore[no-untyped-def]
+    """One unit's stages, through the first slot."""
+    with mover.input_stage(0):
+        mover.load(slot, source, pieces)
+    with mover.state_stage(0, carried):
+        pass
+    with mover.compute_stage(0):
+        compute()
+    with mover.store_stage(0):
+        mover.store(target, slot if stored is None else stored, pieces)
+
+
 @pytest.mark.parametrize("lay", LAYS, ids=str)
 @pytest.mark.parametrize("where", ["cpu", "pinned", "cuda"])
 def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None:
@@ -61,17 +73,11 @@ def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None
     state = torch.randn(HEADS, ROWS, lay.width)
     expected_in, expected_out = loaded(far.cpu()), stored(target, state)
     slot, full = torch.zeros(HEADS, ROWS, lay.width, device=gpu), state.to(gpu)
+    copied = torch.zeros_like(slot)
     torch.cuda.synchronize()
     with backend.page_locks([Copied(far), Copied(target)]) as locks:
         mover = backend.mover(gpu, 2, locks, Clock())
-        with mover.input_stage(0):
-            mover.load(slot, far, PIECES)
-        with mover.state_stage(0, 1):
-            pass
-        with mover.compute_stage(0):
-            copied = slot.clone()
-        with mover.store_stage(0):
-            mover.store(target, full, PIECES)
+        unit(mover, slot, far, target, PIECES, lambda: copied.copy_(slot), full, carried=1)
         mover.finish(wait=True)
     assert torch.equal(copied.cpu(), expected_in)
     assert torch.equal(target.cpu(), expected_out)
@@ -87,15 +93,9 @@ def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> Non
     whole = (Rows(0, rows, 0),)
     with backend.page_locks(()) as locks:
         mover = backend.mover(gpu, 1, locks, Clock())
-        for number in range(20):
-            with mover.input_stage(0):
-                mover.load(slot, source[number : number + 1], whole)
-            with mover.state_stage(0, 0):
-                pass
-            with mover.compute_stage(0):
-                slot.mul_(2).add_(number)
-            with mover.store_stage(0):
-                mover.store(results[number : number + 1], slot, whole)
+        for n in range(20):
+            here = slice(n, n + 1)
+            unit(mover, slot, source[here], results[here], whole, lambda n=n: slot.mul_(2).add_(n))
         mover.finish(wait=True)
     for number in range(20):
         assert torch.equal(results[number], source[number] * 2 + number)
@@ -117,14 +117,7 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
     ) as locks:
         mover = backend.mover(gpu, 1, locks, Clock())
         assert locks.wants(far)
-        with mover.input_stage(0):
-            mover.load(slot, far, whole)
-        with mover.state_stage(0, 0):
-            pass
-        with mover.compute_stage(0):
-            assert torch.equal(slot.cpu(), far)
-        with mover.store_stage(0):
-            mover.store(target, slot, whole)
+        unit(mover, slot, far, target, whole, lambda: slot.cpu().equal(far) or pytest.fail("off"))
         mover.release([far[:2], target[:2]])
         mover.finish(wait=True)
         assert torch.equal(target, far)

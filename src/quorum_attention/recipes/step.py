@@ -211,12 +211,11 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     kept = headed * 4 + (wide if size < 4 else 0) + hidden
     if training.lora is None:
         kept += hidden + headed * size
-    here = "tiled MLP" in training.on
+    tiled = tiled if "tiled MLP" in training.on else intermediates
     parts = [
         _same("q, k, v, o of a layer", projected, "layer"),
         _same("norms and residuals of a layer", kept + hidden, "layer"),
-        Part("MLP intermediates of a layer", tiled if here else intermediates, intermediates,
-             "mlp", "tiled MLP"),
+        Part("MLP intermediates of a layer", tiled, intermediates, "mlp", "tiled MLP"),
         _same("the MLP's norm, input and its gradient", wide + 2 * hidden, "mlp"),
         # Its input, and five terms of its gradient, in float32.
         _same("a norm's backward", 6 * wide, "norm"),
