@@ -243,7 +243,7 @@ class _Attention(torch.autograd.Function):
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            read = [tensor for _, tensor in tensors_of(call.mask)]
+            read = [tensor for _, tensor in tensors_of(call.whole.mask)]
             ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
@@ -253,7 +253,8 @@ class _Attention(torch.autograd.Function):
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         call: Sharded = ctx.call
-        group, mask = call.group, call.mask
+        group, mask = call.group, call.whole.mask
+        assert not isinstance(mask, torch.Tensor)
         with exchanging(group):  # other ranks may have begun
             saved = ctx.saved_tensors[: ctx.count]
         named = (None, None) if mask is None else (mask.bias, mask.sinks)

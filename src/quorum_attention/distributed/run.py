@@ -29,7 +29,6 @@ from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, empty_, merge_
-from quorum_attention.mask import Mask
 from quorum_attention.passes import compute_block
 
 # Tensors of some rows by their heads; of queries, and of keys and values.
@@ -63,13 +62,6 @@ class Sharded:
     def group(self) -> dist.ProcessGroup:
         """The group; a graph of autograd's, which a caller may keep, holds this call."""
         return alive(self._group)
-
-    @property
-    def mask(self) -> Mask | None:
-        """Of the whole call."""
-        mask = self.whole.mask
-        assert not isinstance(mask, torch.Tensor)
-        return mask
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
