@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from quorum_attention.kernels import (
     CallShape,
+    CpuKernel,
     DenseKernel,
     Extent,
     Gradients,
@@ -111,3 +113,38 @@ def taken_as_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(registry, "probe", asked)
+
+
+class Counted(CpuKernel):
+    """Counts the pairs of calls that succeed, and runs out of memory in chosen calls."""
+
+    name = "counted"
+
+    def __init__(self) -> None:
+        self.fail_at: set[int] = set()
+        self.armed = False
+        self.n_calls = 0
+        self.pairs = 0
+
+    def arm(self, fail_at: set[int]) -> None:
+        self.armed, self.fail_at, self.n_calls, self.pairs = True, fail_at, 0, 0
+
+    def rectangle_forward(self, call):  # type: ignore[no-untyped-def]
+        return self._count(call, lambda: super(Counted, self).rectangle_forward(call))
+
+    def rectangle_backward(self, call, saved):  # type: ignore[no-untyped-def]
+        return self._count(call, lambda: super(Counted, self).rectangle_backward(call, saved))
+
+    def _count(self, call, work):  # type: ignore[no-untyped-def]
+        query, key, causal = call.query, call.key, call.causal
+        if not self.armed:
+            return work()
+        self.n_calls += 1
+        found = work()
+        if self.n_calls - 1 in self.fail_at:
+            del found
+            raise torch.OutOfMemoryError(f"sabotaged call {self.n_calls - 1}")
+        rows, columns = query.shape[2], key.shape[2]
+        one = rows * (rows + 1) // 2 if causal else rows * columns
+        self.pairs += one * math.prod(query.shape[:2])
+        return found

@@ -7,48 +7,13 @@ import math
 import pytest
 import torch
 from helpers_attention import assert_close, inputs
+from helpers_kernels import Counted
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.kernels.cpu import CpuKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, HEADS = 96, 8
-
-
-class Counted(CpuKernel):
-    """Counts the pairs of calls that succeed, and runs out of memory in chosen calls."""
-
-    name = "counted"
-
-    def __init__(self) -> None:
-        self.fail_at: set[int] = set()
-        self.armed = False
-        self.n_calls = 0
-        self.pairs = 0
-
-    def arm(self, fail_at: set[int]) -> None:
-        self.armed, self.fail_at, self.n_calls, self.pairs = True, fail_at, 0, 0
-
-    def rectangle_forward(self, call):  # type: ignore[no-untyped-def]
-        return self._count(call, lambda: super(Counted, self).rectangle_forward(call))
-
-    def rectangle_backward(self, call, saved):  # type: ignore[no-untyped-def]
-        return self._count(call, lambda: super(Counted, self).rectangle_backward(call, saved))
-
-    def _count(self, call, work):  # type: ignore[no-untyped-def]
-        query, key, causal = call.query, call.key, call.causal
-        if not self.armed:
-            return work()
-        self.n_calls += 1
-        found = work()
-        if self.n_calls - 1 in self.fail_at:
-            del found
-            raise torch.OutOfMemoryError(f"sabotaged call {self.n_calls - 1}")
-        rows, columns = query.shape[2], key.shape[2]
-        one = rows * (rows + 1) // 2 if causal else rows * columns
-        self.pairs += one * math.prod(query.shape[:2])
-        return found
 
 
 ROUTES = {

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers_attention import Inputs, exact
 from helpers_fp16 import ROUTES, Way, drawn, sink, wrong
+from helpers_kernels import Counted
 from helpers_memory import usage
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.kernels.cpu import CpuKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,7 +98,7 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
     n = 256
     made = sink(n, heads=2)
     reference = exact(made, is_causal=True, gradients=True)
-    kernel = Failing()
+    kernel = Counted()
     call = {"is_causal": True, "kernel": kernel}
     made_plan = qa.plan(
         n, heads=2, head_dim=64, dtype=torch.float16, levels=(7,), tile=8, over_inputs=False,
@@ -112,33 +112,17 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
         )  # fmt: skip
 
     computed(qa.Report())  # it is tried out once
-    kernel.n_calls, report = 0, qa.Report()
+    kernel.arm(set())
+    report = qa.Report()
     computed(report)
     assert report.backward.repeated_units > 0
     for number in range(0, kernel.n_calls, 3):
-        kernel.n_calls, kernel.fail_at, report = 0, {number, number + 4}, qa.Report()
+        kernel.arm({number, number + 4})
+        report = qa.Report()
         got = computed(report)
         assert report.backward.recoveries
         for actual, wanted in zip(got, reference.grads, strict=True):
             torch.testing.assert_close(actual.double(), wanted, atol=2e-3, rtol=0)
-
-
-class Failing(CpuKernel):
-    """Runs out of memory in chosen calls."""
-
-    name = "failing"
-
-    def __init__(self) -> None:
-        self.n_calls = 0
-        self.fail_at: set[int] = set()
-
-    def rectangle_backward(self, *given):  # type: ignore[no-untyped-def]
-        found = super().rectangle_backward(*given)
-        self.n_calls += 1
-        if self.n_calls - 1 in self.fail_at:
-            del found
-            raise torch.OutOfMemoryError(f"sabotaged call {self.n_calls - 1}")
-        return found
 
 
 @pytest.mark.parametrize("levels", [(), (7,)])

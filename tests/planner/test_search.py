@@ -21,7 +21,6 @@ from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import kernel_hardware, price
 from quorum_attention.planner.search import (
     PlanConstraints,
-    _deep_shapes,
     _schedules,
     choose,
     refitted,
@@ -163,13 +162,3 @@ def test_a_plan_for_inputs_here_serves_inputs_elsewhere(backward: bool) -> None:
         assert moved.schedule.decomposition == found.schedule.decomposition
         assert moved.schedule.runs(case)
         assert isinstance(moved.schedule.route, Slots)
-
-
-@pytest.mark.parametrize("n", [1, 300, 5000])
-@pytest.mark.parametrize("layout", ["aligned", "balanced"])
-def test_deep_shapes_are_few_and_their_tasks_smaller(n: int, layout: str) -> None:
-    shapes = _deep_shapes(n, None, layout, 128)  # type: ignore[arg-type]
-    assert 1 <= len(shapes) <= 100
-    tokens = [shape.max_task_tokens for shape in shapes]
-    assert tokens[-1] <= 1.05 * min(tokens)
-    assert all(shape.n_tasks <= policy.MOST_TASKS for shape in shapes)
