@@ -66,7 +66,7 @@ def worker(behaviour: Behaviour) -> Worker:
 
 
 def well(message: Compute, count: int) -> Done:
-    return Done(message.spec.number, 0.0, Report())
+    return Done(message.spec.number, Report())
 
 
 def failing(at: int, memory: bool, error: BaseException | str = "no memory") -> Behaviour:
@@ -226,7 +226,7 @@ def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
 
 def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
     """A worker that a second interrupt has left at work answers late."""
-    run(lambda message, count: [Done(message.spec.number - 1, 0.0, Report()), well(message, count)])
+    run(lambda message, count: [Done(message.spec.number - 1, Report()), well(message, count)])
 
 
 def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:

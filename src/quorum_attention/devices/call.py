@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -214,14 +213,12 @@ class PoolCall:
         """A pass; its results."""
         pool, home, mappings = self.pool_of(), tensors.query.device, Mappings.now()
         with self._reported(request, backward=sums is not None) as report, torch.no_grad():
-            begun = time.perf_counter()
             named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=True))
             inputs = {name: t for name, t in {**named, **upstream}.items() if t is not None}
             for name, tensor in inputs.items():
                 if name not in self._kept:
                     _, own = self._kept[name] = share(tensor.detach(), mappings)
                     report.copied_bytes += own.nbytes * (own.data_ptr() != tensor.data_ptr())
-            report.copy_seconds = time.perf_counter() - begun
             handles = {name: self._kept[name][0] for name in inputs}
             results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             for name, (given, shape, dtype) in wanted.items():

@@ -18,7 +18,6 @@ class Ran:
         index: of the part.
         start, stop: seconds since the pass began, as the coordinator saw it.
         report: what the device's own call did.
-        worked: seconds that its worker was at it; what is left went by between the two.
     """
 
     device: int
@@ -26,7 +25,6 @@ class Ran:
     start: float
     stop: float
     report: Report
-    worked: float = 0.0
 
 
 @dataclass(slots=True)
@@ -37,7 +35,6 @@ class PoolPass:
         devices: names, in the pool's order.
         seconds: wall-clock time of the pass.
         copied_bytes: of tensors that other processes could not have as they were.
-        copy_seconds: that handing over the inputs took, copies and all.
         parts: how many parts the call had.
         ran: what ran where and when, in the order in which it ended.
         history: a line for each device that failed or joined.
@@ -46,7 +43,6 @@ class PoolPass:
     devices: list[str] = field(default_factory=list)
     seconds: float = 0.0
     copied_bytes: int = 0
-    copy_seconds: float = 0.0
     parts: int = 0
     ran: list[Ran] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
@@ -55,25 +51,14 @@ class PoolPass:
         """Seconds in which a device computed."""
         return sum(one.stop - one.start for one in self.ran if one.device == device)
 
-    def worked(self, device: int) -> float:
-        """Seconds in which a device's worker was at its parts, as it says itself."""
-        return sum(one.worked for one in self.ran if one.device == device)
-
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON."""
-        return {
-            "devices": list(self.devices),
-            "seconds": self.seconds,
-            "copied_bytes": self.copied_bytes,
-            "copy_seconds": self.copy_seconds,
-            "parts": self.parts,
-            "ran": [
-                {n: getattr(one, n) for n in ("device", "start", "stop", "worked")}
-                | {"part": one.index}
-                for one in self.ran
-            ],
-            "history": list(self.history),
-        }
+        names = ("devices", "seconds", "copied_bytes", "parts", "history")
+        ran = [
+            {"device": one.device, "part": one.index, "start": one.start, "stop": one.stop}
+            for one in self.ran
+        ]
+        return {name: getattr(self, name) for name in names} | {"ran": ran}
 
     def __str__(self) -> str:
         lines = [

@@ -220,7 +220,7 @@ class Coordinator:
         now, order, report = time.perf_counter(), self.schedule.running.pop(number), self.report
         self._slowest = max(self._slowest or 0.0, (now - order.begun) / max(1, order.work))
         start, stop = order.begun - self._began, now - self._began
-        report.ran.append(Ran(number, order.number, start, stop, answer.report, answer.seconds))
+        report.ran.append(Ran(number, order.number, start, stop, answer.report))
         target = self._targets.pop(number)
         if self.sums is not None:
             self.sums.add(order.block, target)

@@ -102,7 +102,7 @@ def simulate(
                 heapq.heappush(events, (now + takes, device))
         now, device = heapq.heappop(events)
         order = schedule.running.pop(device)
-        report.ran.append(Ran(device, order.number, order.begun, now, Report(), now - order.begun))
+        report.ran.append(Ran(device, order.number, order.begun, now, Report()))
         idle.add(device)
     report.seconds = now
     return report

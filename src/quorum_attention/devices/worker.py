@@ -6,7 +6,6 @@ from __future__ import annotations
 import pickle
 import random
 import signal
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -80,10 +79,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The results of a block are in place, after so many seconds of the worker's."""
+    """The results of a block are in place."""
 
     number: int
-    seconds: float
     report: Report
 
 
@@ -243,7 +241,7 @@ class BlockWorker:
 
     def answer(self, message: Compute) -> Done | Failed:
         """Compute a block, and say how that ended; its results are in place then."""
-        spec, begun, report = message.spec, time.perf_counter(), Report()
+        spec, report = message.spec, Report()
         try:
             if spec.number != self._number:
                 self._begin(spec)
@@ -260,7 +258,7 @@ class BlockWorker:
             broken = not memory and "CUDA error" in str(error)
             said, trace = _as_sent(error), traceback.format_exc()
             return Failed(spec.number, memory, said, trace, broken)
-        return Done(spec.number, time.perf_counter() - begun, report)
+        return Done(spec.number, report)
 
     def _begin(self, spec: PassSpec) -> None:
         self.end_pass()

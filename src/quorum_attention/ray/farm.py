@@ -345,8 +345,7 @@ class Farm:
                     if done.where not in report.devices:
                         report.devices.append(done.where)
                     device, start = report.devices.index(done.where), now - done.seconds
-                    ran = Ran(device, len(report.ran), start, now, done.report, done.seconds)
-                    report.ran.append(ran)
+                    report.ran.append(Ran(device, len(report.ran), start, now, done.report))
                     if unit.kind == "task":
                         for chunk in cut.quorum(unit.number):
                             states[of := unit._replace(kind="merge", number=chunk)] += 1
