@@ -219,14 +219,6 @@ def assume_stride_multiple(tensor: torch.Tensor, sixteenth: int | None) -> None:
         torch._check(tensor.stride(1) == _ELEMENTS * sixteenth)
 
 
-def always_in_words(*widths: int) -> bool:
-    """Whether every range of rows of a slot's field has a ``Layout``, for columns of ``widths``.
-
-    (It may not have one if the field holds one head of several entries.)
-    """
-    return all(width % _ELEMENTS == 0 for width in widths)
-
-
 def has_diagonal(task: TaskTensors) -> bool:
     """Whether keys after the query are masked."""
     return task.is_causal or any(r.causal for r in task.rectangles)
@@ -424,30 +416,31 @@ class FlexKernel(ScoreModKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        rows = extent.batch * extent.query_heads * extent.n_tokens
         # The output, and lse in base 2 and base e.
-        own = rows * (call.value_dim * call.dtype.itemsize + 8)
-        return own + _copied_bytes(call, extent) + self._common_bytes(extent)
+        return self._bytes(call, extent, call.value_dim * call.dtype.itemsize + 8, 0)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         item, d, dv = call.dtype.itemsize, call.head_dim, call.value_dim
-        # For each query: the part's own output, the gradient of it, a contiguous copy of that, and
+        # For each query: the task's own output, the gradient of it, a contiguous copy of that, and
         # grad_query; in fp32 forms of lse, its gradient, and delta.
-        by_query = item * (3 * dv + d) + 4 * 8
-        by_key = item * (d + dv)
-        lanes = extent.batch * extent.query_heads
-        rows = lanes * by_query + extent.batch * extent.key_heads * by_key
-        own = rows * extent.n_tokens + _copied_bytes(call, extent)
-        return own + self._common_bytes(extent)
+        return self._bytes(call, extent, item * (3 * dv + d) + 4 * 8, item * (d + dv))
 
-    def _common_bytes(self, extent: Extent) -> int:
-        """Bytes of positions, pieces and lists, of evaluating a mask, and of merging."""
+    def _bytes(self, call: CallShape, extent: Extent, by_query: int, by_key: int) -> int:
+        """Of so many bytes for each query and key of a head; of copies of the inputs, positions,
+        pieces and lists, of evaluating a mask, and of merging."""
+        several = extent.batch == 1 or min(extent.query_heads, extent.key_heads) > 1
+        in_words = call.head_dim % _ELEMENTS == call.value_dim % _ELEMENTS == 0
+        if extent.direct or not several or not in_words:
+            # Slots of usual widths are not copied, unless they hold one head of several entries.
+            by_query += call.head_dim * call.dtype.itemsize
+            by_key += (call.head_dim + call.value_dim) * call.dtype.itemsize
+        rows = extent.query_heads * by_query + extent.key_heads * by_key
         lanes = extent.batch * extent.query_heads if self.geometry.functions else 1
         blocks = -(-extent.n_tokens // BLOCK) + 1
         # Two lists by query and two by key, in int32, each as long as possible; and their counts.
         lists = lanes * (16 * blocks * self._longest_list(blocks) + 32 * blocks)
-        tokens = 16 * extent.n_tokens
+        tokens = (extent.batch * rows + 16) * extent.n_tokens
         if self.geometry.functions:
             tokens += 32 * extent.n_tokens + evaluated_bytes(lanes, _EVALUATED_BYTES)
         # Eight tensors may each be a block that the allocator does not split.
@@ -551,19 +544,6 @@ class FlexKernel(ScoreModKernel):
         key = is_causal, sizes, *blocks_key(geometry, task, rectangles)
         lists = self._lists.get(key, make)
         return None if lists is None else launch(task, lists, geometry, self.score_mod)
-
-
-def _copied_bytes(call: CallShape, extent: Extent) -> int:
-    """Bytes of copies of query, key and value (``laid_out``).
-
-    Slots of usual widths are not copied, unless they hold one head of several entries.
-    """
-    several = extent.batch == 1 or min(extent.query_heads, extent.key_heads) > 1
-    if not extent.direct and several and always_in_words(call.head_dim, call.value_dim):
-        return 0
-    by_query = extent.query_heads * call.head_dim
-    by_key = extent.key_heads * (call.head_dim + call.value_dim)
-    return extent.batch * extent.n_tokens * (by_query + by_key) * call.dtype.itemsize
 
 
 def from_score_mod(
