@@ -69,12 +69,18 @@ def test_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours < 0.6 * plain, (ours, plain)
 
 
-def test_a_model_that_does_more_to_its_logits_keeps_its_loss() -> None:
-    """Gemma 2 caps them."""
+def test_a_model_that_caps_its_logits() -> None:
+    """Gemma 2; some tokens at a time, as it comes."""
     model = tiny("gemma2", {"final_logit_softcapping": 2.0})
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(20)
-    summary = both(model, torch.randint(VOCABULARY, (2, 40)))
+    assert "chunked loss" in both(model, torch.randint(VOCABULARY, (2, 40))).done
+
+
+def test_a_model_that_does_more_to_its_logits_keeps_its_loss() -> None:
+    model = tiny("llama")
+    model.loss_function = squares
+    summary = long_context(model, checkpoints=None)
     assert "chunked loss" in summary.left_out
     assert "does more to its logits" in str(summary)
 
@@ -152,6 +158,7 @@ CHANGES: dict[str, Any] = {
     "an adapter": lambda model: setattr(model, "lm_head", Adapted(model.lm_head)),
     "a hook": lambda model: model.lm_head.register_forward_hook(lambda _, __, out: out / 2),
     "a hook in place": lambda model: model.lm_head.register_forward_hook(halved),
+    "a scale": lambda model: model.lm_head.register_forward_hook(lambda _, __, out: out * 3 / 2),
     "a loss": lambda model: setattr(model, "loss_function", squares),
     "experts' balance": lambda model: setattr(model.config, "output_router_logits", True),
     "a masked loss": lambda model: another_class(model, masked_loss),
@@ -161,7 +168,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("change", "after"),
-    [*((name, False) for name in CHANGES), *((name, True) for name in list(CHANGES)[:5])],
+    [*((name, False) for name in CHANGES), *((name, True) for name in list(CHANGES)[:6])],
 )
 def test_what_else_a_model_does_with_its_logits(change: str, after: bool) -> None:
     """Before the recipe and after it: the loss and the gradients are its own."""

@@ -1,8 +1,8 @@
 """A loss whose logits are there for some tokens at a time, computed again in the backward.
 
 While a model is given labels, its last layer returns logits that are not computed yet. Where they
-go straight into torch's cross entropy, they are computed some tokens at a time, each time a
-checkpoint. Anything else that is done to them computes all of them first, as without this.
+go into torch's cross entropy, scaled or capped at most, they are computed some tokens at a time,
+each time a checkpoint. Anything else that is done to them computes all of them first, as without.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from quorum_attention.recipes.step import loss_tokens
 
 NAME = "chunked loss"
 _TRIED = 12  # tokens
+_Change = Callable[[torch.Tensor], torch.Tensor]
 # While a model runs that was given labels: its losses that were computed in chunks.
 _losses: ContextVar[list[torch.Tensor] | None] = ContextVar("losses", default=None)
 
@@ -93,15 +94,15 @@ class _Logits:
     Attributes:
         states: (..., width), whose product with the weights they are.
         weight, bias: of the last layer.
-        wide: whether they are in float32 whatever the product's dtype is.
-        root: those that these are in another dtype or shape.
+        changes: of each number by itself: a scale, a soft cap, another dtype.
+        root: those that these are of another shape, or changed.
         tensor: they, once something has asked for them, and may have changed them.
     """
 
     states: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    wide: bool = False
+    changes: tuple[_Change, ...] = ()
     root: _Logits | None = None
     tensor: torch.Tensor | None = None
 
@@ -126,8 +127,29 @@ class _Logits:
                 whole = linear(self.states, self.weight, self.bias)
             else:
                 whole = self.root.computed().view(*self.states.shape[:-1], len(self.weight))
-            self.tensor = whole.float() if self.wide else whole
+            for change in self.changes:
+                whole = change(whole)
+            self.tensor = whole
         return self.tensor
+
+    def changed(self, change: _Change) -> Any:
+        """Each number by itself."""
+        if self.tensor is not None:
+            return change(self.tensor)
+        root = self if self.root is None else self.root
+        return replace(self, changes=(*self.changes, change), root=root)
+
+    def contiguous(self) -> _Logits:
+        """As of a tensor."""
+        return self
+
+    def __truediv__(self, other: Any) -> Any:
+        number = isinstance(other, (int, float))
+        return self.changed(lambda t: t / other) if number else self.computed() / other
+
+    def __mul__(self, other: Any) -> Any:
+        number = isinstance(other, (int, float))
+        return self.changed(lambda t: t * other) if number else self.computed() * other
 
     def cross_entropy(
         self, target: torch.Tensor, weight: Any = None, *, ignore_index: int = -100,
@@ -153,9 +175,7 @@ class _Logits:
 
     def float(self) -> Any:
         """As of a tensor."""
-        if self.tensor is not None:
-            return self.tensor.float()
-        return replace(self, wide=True, root=self if self.root is None else self.root)
+        return self.changed(torch.Tensor.float)
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
@@ -164,6 +184,8 @@ class _Logits:
             if loss is not None and losses is not None:
                 losses.append(loss)
                 return loss
+        if function is torch.tanh and len(args) == 1 and not named:
+            return args[0].changed(function)
         args, named = tree_map_only(_Logits, _Logits.computed, (args, named or {}))
         return function(*args, **named)
 
@@ -175,7 +197,7 @@ def _as_of_tensor(name: str) -> Callable[..., Any]:
     return lambda self, *others: getattr(self.computed(), name)(*others)
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "neg", "getitem",
+for _name in ("add", "radd", "sub", "rsub", "rmul", "pow", "neg", "getitem",
               "setitem", "len", "iter", "lt", "le", "gt", "ge"):  # fmt: skip
     setattr(_Logits, f"__{_name}__", _as_of_tensor(f"__{_name}__"))
 
