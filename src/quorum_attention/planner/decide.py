@@ -238,7 +238,9 @@ def choose_plan(
             # Its traceback would hold this frame, and so the caller's tensors, until cycles are
             # looked for.
             if preferred or (best is None and kernel_works(kernel)):
-                failure = min(failure or error, error, key=_named_bytes).with_traceback(None)
+                failure = min(
+                    failure or error, error, key=lambda e: e.smallest_bytes or math.inf
+                ).with_traceback(None)
             continue
         if preferred or (found.predicted_seconds < limit and kernel_works(kernel)):
             best = kernel, found
@@ -249,11 +251,6 @@ def choose_plan(
         raise failure
     finally:
         failure = None
-
-
-def _named_bytes(error: BudgetError) -> float:
-    """The smallest budget that an error names."""
-    return math.inf if error.smallest_bytes is None else error.smallest_bytes
 
 
 def _constraints(options: Options) -> PlanConstraints:

@@ -342,8 +342,7 @@ class Estimate:
         whole = html_table("Estimate", [("monolithic call, forward", [self._monolithic()])])
         return whole + self.forward.html_table() + self.backward.html_table() + others
 
-    def __str__(self) -> str:
-        return self.describe()
+    __str__ = describe
 
 
 _NO_OTHERS = "alternatives (forward): none of the other levels that were looked at fits"

@@ -271,8 +271,7 @@ class Plan:
         lines.append(("why", self.why or "the only one that was asked for"))
         return lines
 
-    def __str__(self) -> str:
-        return self.describe()
+    __str__ = describe
 
 
 @dataclass(frozen=True, slots=True)
