@@ -30,8 +30,9 @@ _TILE = 128
 # Float errors of a cut between two heads are smaller.
 _CLOSE = 1e-6
 # Blocks for each device where devices are not alike, so that others can take what one is too slow
-# for.
-_PIECES = 10
+# for. Heads are cut only where each device has fewer than this: gradients of their keys and values
+# have to be added up.
+_PIECES, _FEW_HEADS = 10, 4
 # No order takes much longer: a device that is lost loses all of its order.
 _LONGEST_SECONDS = 5.0
 
@@ -61,15 +62,18 @@ def pieces_of(call: WholeCall, speeds: Sequence[float], *, alike: bool, at_once:
 
     Args:
         speeds: of the devices, in pairs a second.
-        alike: whether devices and blocks are; then no head is cut that need not be.
+        alike: whether devices are, and blocks take as long as their pairs say.
         at_once: whether one call of many heads is quicker than several.
     """
-    if not alike:
-        return _PIECES
-    heads = math.prod(call.batch_shape) * call.kv_heads
-    every = math.prod(call.batch_shape) * call.heads * _pairs_above(call, call.n_queries)
-    wanted = math.ceil(every / sum(speeds) / _LONGEST_SECONDS - 1e-3) if at_once else _PIECES
-    return max(1, min(wanted, heads // len(speeds)))
+    batch = math.prod(call.batch_shape)
+    each = batch * call.kv_heads // len(speeds)
+    wanted = _PIECES
+    if not alike and each < _FEW_HEADS:
+        return wanted
+    if alike and at_once:
+        every = batch * call.heads * _pairs_above(call, call.n_queries)
+        wanted = math.ceil(every / sum(speeds) / _LONGEST_SECONDS - 1e-3)
+    return max(1, min(wanted, each))
 
 
 def partition(call: WholeCall, speeds: Sequence[float], pieces: int = 1) -> list[list[Block]]:
