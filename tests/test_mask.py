@@ -16,6 +16,7 @@ from helpers_masks import check, dense, exact, off, random_mask
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.kit import document, sliding_window
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 
 # For results, and for gradients.
@@ -298,6 +299,23 @@ def test_functions_get_numbers_of_the_calls_own_entries_under_vmap() -> None:
     found = torch.vmap(lambda *each: qa.attention(*each, attn_mask=mask))(q, k, v)
     for mine, *each in zip(found, q, k, v, strict=True):
         assert off(mine, qa.attention(*each, attn_mask=mask).double()) <= 1e-5
+
+
+class Unhashable:
+    """A rule that compares by what it holds, as a dataclass does."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return torch.as_tensor(q - k < 9)
+
+
+@pytest.mark.parametrize(
+    "keeps", [Unhashable(), sliding_window(9, 40) | document(torch.arange(50) // 8)]
+)
+def test_any_callable_is_a_rule(keeps: Any) -> None:
+    inputs = [torch.randn(2, 2, 50, 8) for _ in range(4)]
+    check(inputs, Mask(keeps=keeps, causal=True), 0.4, TOLERANCE[torch.float32])
 
 
 def test_kernels_of_other_attention_are_refused() -> None:

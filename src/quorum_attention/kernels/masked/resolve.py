@@ -55,7 +55,8 @@ class ResolvedMask:
     def __init__(self, mask: Mask, sizes: Sizes, is_causal: bool) -> None:
         self.geometries = geometries(mask, sizes, is_causal)
         self.sizes, self.softcap = sizes, mask.softcap
-        self.functions = tuple(dict.fromkeys(f for g in self.geometries for f in g.functions))
+        # By their ids: a callable may have no hash.
+        self.functions = tuple({id(f): f for g in self.geometries for f in g.functions}.values())
         bands = [g.band for g in self.geometries]
         self.is_causal = all(band.high is not None and band.high <= 0 for band in bands)
         below = Band(None, 0) if self.is_causal else Band()
