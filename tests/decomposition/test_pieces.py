@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.decomposition.pieces import Passage, Pieces, largest_chunk, pieces_of
+from quorum_attention.decomposition.pieces import Passage, Pieces, pieces_of
 
 
 @pytest.mark.parametrize("pieces", get_args(Pieces))
@@ -37,7 +37,7 @@ def test_every_pair_is_in_one_rectangle(pieces, causal, sizes, levels) -> None:
 def test_rows_and_blocks_are_no_larger_than_chunks(causal: bool) -> None:
     """And rows are merged once: there are as few rectangles as can be."""
     shape = Decomposition(1000, (13,), tile=8)
-    chunk = largest_chunk(shape)
+    chunk = shape.chunk_tokens
     assert chunk == 80
     rows = pieces_of(shape, "rows", causal, 1000, 1000)[1]
     assert max(r.n_queries for r in rows) == chunk

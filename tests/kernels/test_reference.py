@@ -109,16 +109,12 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
             bias = torch.zeros([s if yes else 1 for s, yes in zip(sizes, spans, strict=True)],
                                dtype=dtype)  # fmt: skip
         whole = kind == "cpu"
-        call = CallShape(
-            "cpu", dtype, heads, key_heads, d, dv, False, True, mask, dropout=kind == "cpu"
-        )
+        call = CallShape("cpu", dtype, heads, key_heads, d, dv, False, True, mask, dropout=whole)
         extent = Extent(batch, heads, key_heads, max(n, m), n, m, direct=whole)
         lse = torch.zeros(batch, heads, n, dtype=work)
         kernel = KERNELS[kind]
         if whole:
-            one = Call(query, key, value, bias=bias)
-            if kind == "cpu":
-                one = replace(one, dropout=Dropout(0.5, 1))
+            one = Call(query, key, value, bias=bias, dropout=Dropout(0.5, 1))
             run = partial(kernel.whole_forward, one)
             if backward:
                 run = partial(kernel.whole_backward, one, Saved(grad_out, grad_out, lse))

@@ -247,10 +247,9 @@ class Decomposition:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of the largest chunk of the first level; without levels, all tokens."""
-        if not self.levels:
-            return self.n_tokens
-        return self._chunk_tokens(self.n_tokens, self.levels[0])
+        """Tokens of the largest chunk of the first level, at least 1; or all without levels."""
+        tokens, levels = self.n_tokens, self.levels
+        return max(1, min(tokens, self._chunk_tokens(tokens, levels[0]) if levels else tokens))
 
     def _chunk_tokens(self, tokens: int, c: int) -> int:
         """Tokens of the largest chunk where ``tokens`` are cut into ``c``."""

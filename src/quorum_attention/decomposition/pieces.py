@@ -47,13 +47,8 @@ def pieces_of(
     rows = (Interval(span.start, min(span.stop, n_queries)) for span in task.spans)
     found = (r for queries in rows for r in _within(band, queries, keys))
     if pieces == "blocks":
-        return task, tuple(cut(found, shape.n_tokens, largest_chunk(shape)))
+        return task, tuple(cut(found, shape.n_tokens, shape.chunk_tokens))
     return task, tuple(found)
-
-
-def largest_chunk(shape: Decomposition) -> int:
-    """Tokens of the largest chunk of the first level; at least 1."""
-    return max(1, min(shape.n_tokens, shape.chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -165,10 +166,10 @@ def select_kernel(
         ValueError, TypeError: there is no such kernel.
     """
     present = tried and (device.type != "cuda" or torch.cuda.is_available())
+    why = partial(why_not, call=call, device=device) if present else partial(refusal, call=call)
     if wanted != "auto":
         kernel = get_kernel(wanted)
-        reason = why_not(kernel, call, device) if present else refusal(kernel, call)
-        if reason is not None:
+        if (reason := why(kernel)) is not None:
             raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
         return kernel
     found = []
@@ -177,12 +178,10 @@ def select_kernel(
             found.append(f"{kernel.name}: {refusal(kernel, call) or 'it is for longer calls'}")
             continue
         # One after the other: a test may have to build the kernel.
-        reason = why_not(kernel, call, device) if present else refusal(kernel, call)
-        if reason is None:
+        if (reason := why(kernel)) is None:
             return kernel
         found.append(f"{kernel.name}: {reason}")
-    reasons = "; ".join(found)
-    raise NotImplementedError(f"no kernel can run this call ({reasons})")
+    raise NotImplementedError(f"no kernel can run this call ({'; '.join(found)})")
 
 
 def unrounded_kernel(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
+from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.execution.call import Job, Tools, flat, flat_batch, operand
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
@@ -324,7 +324,7 @@ class Blockwise(OverInputs):
                 max((r.n_queries for r in rectangles), default=1),
                 max((r.n_keys for r in rectangles), default=1),
             )
-        chunk = largest_chunk(shape)
+        chunk = shape.chunk_tokens
         keys = chunk if self.pieces == "blocks" else work.n_keys
         return min(chunk, work.n_queries), min(keys, work.n_keys)
 
