@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.execution.engine import (
-    ALIGNMENT,
     Field,
     LayoutError,
     SlotLayout,
@@ -26,59 +25,6 @@ from quorum_attention.execution.problem import (
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What a finished result may be written over.
-SHARED = {
-    "final_out": "query",
-    "final_query": "query",
-    "final_key": "key",
-    "final_value": "value",
-}
-workloads = st.builds(
-    lambda b, hk, g, nq, nk, d, dv, t: Workload((b,), hk * g, hk, nq, nk, d, dv, t, False),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 70),
-    st.integers(1, 70),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.sampled_from(DTYPES),
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    work=workloads,
-    tokens=st.integers(1, 80),
-    result=st.sampled_from(DTYPES),
-    backward=st.booleans(),
-)
-def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
-    work: Workload, tokens: int, result: torch.dtype, backward: bool
-) -> None:
-    group = GroupSize(work.batch, work.kv_heads)
-    rows = min(tokens, work.n_queries), min(tokens, work.n_keys)
-    layout = slot_layout(spec_of(backward), work, group, rows, result)
-    slot = torch.empty(layout.slot_bytes, dtype=torch.uint8)
-    places = {}
-    for name, field in layout.fields.items():
-        count = rows[0] if field.axis == "query" else rows[1]
-        view = layout.carve(slot, name, work.batch, work.kv_heads, count)
-        start = view.data_ptr() - slot.data_ptr()
-        places[name] = start, start + view.nbytes
-    assert layout.slot_bytes % ALIGNMENT == 0
-    for name, (start, stop) in places.items():
-        assert start % ALIGNMENT == 0
-        assert stop <= layout.slot_bytes
-        for other, (low, high) in places.items():
-            if name == other or SHARED.get(name) == other or SHARED.get(other) == name:
-                continue
-            assert stop <= low or high <= start, f"{name} overlaps {other}"
-    wants_final = result != work.state_dtype
-    assert any(name.startswith("final") for name in places) == wants_final
-
 
 KERNELS = {
     "dense": DenseKernel(),

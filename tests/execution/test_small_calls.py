@@ -17,37 +17,12 @@ from helpers_memory import usage
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
-from quorum_attention import passes
 from quorum_attention.kernels import CpuKernel
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU"),
 ]
-
-
-def test_calls_of_ever_new_lengths_need_no_plan(monkeypatch) -> None:
-    """Decoding: one query, and one more key each step. Training, with the expanded gradient of a
-    sum, or another."""
-
-    def planned(*args: Any, **named: Any) -> Any:
-        raise AssertionError("planned")
-
-    monkeypatch.setattr(passes, "_pass_report", planned)
-    keys, values, query = (torch.randn(1, heads, 400, 16) for heads in (2, 2, 8))
-    for n in range(300, 400):
-        found = qa.attention(query[:, :, :1], keys[:, :, :n], values[:, :, :n], enable_gqa=True)
-        if n % 20 == 0:
-            wanted = sdpa(query[:, :, :1], keys[:, :, :n], values[:, :, :n], enable_gqa=True)
-            assert_close(found, wanted, TOLERANCE[torch.float32])
-    for n in range(40, 60):
-        given = inputs(n, heads=4, kv_heads=2, head_dim=8)
-        tensors = [t.requires_grad_() for t in given.three]
-        out = qa.attention(*tensors, is_causal=True, enable_gqa=True)
-        if n % 2:
-            out.sum().backward()
-        else:
-            torch.autograd.grad(out, tensors, given.grad_out)
 
 
 @pytest.mark.parametrize(

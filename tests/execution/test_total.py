@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import pickle
-
 import pytest
 import torch
 from helpers_kernels import WatchedKernel
 
 import quorum_attention as qa
-from quorum_attention.execution.report import PassReport, Total
-
-
-def test_it_adds_up_and_keeps_the_largest_peak() -> None:
-    total = Total()
-    total.add(PassReport("cpu", seconds=1.0, peak_bytes=5 << 20), backward=False)
-    total.add(PassReport("cpu", (7,), seconds=2.0, planned_peak_bytes=3 << 20), backward=True)
-    failed = {"recoveries": ["a", "b"], "recovery_seconds": 0.5}
-    total.add(PassReport("native", seconds=4.0, **failed), backward=False)
-    assert (total.forwards, total.backwards, total.cut, total.seconds) == (2, 1, 1, 7.0)
-    assert (total.peak_bytes, total.recoveries, total.recovery_seconds) == (5 << 20, 2, 0.5)
-    assert total.kernels["cpu"].passes == 2
-    assert total.kernels["native"].seconds == 4.0
-    said = str(total)
-    for words in ("2 forwards, 1 backward, 1 of them cut", "5.00 MiB", "recoveries: 2",
-                  "cpu: 2 pass(es), 1 cut", "native: 1 pass(es)"):  # fmt: skip
-        assert words in said
-    assert json.loads(json.dumps(total.to_dict()))["kernels"]["cpu"]["cut"] == 1
-    assert pickle.loads(pickle.dumps(total)) == copy.deepcopy(total) == total
 
 
 @pytest.mark.usefixtures("one_thread")

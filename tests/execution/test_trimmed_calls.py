@@ -11,11 +11,7 @@ from helpers_score_mods import within
 
 import quorum_attention as qa
 from quorum_attention.decomposition.decomposition import tokens_of
-from quorum_attention.execution import engine
-from quorum_attention.execution.device.backend import Backend
-from quorum_attention.execution.engine import slot_layout
-from quorum_attention.execution.problem import FORWARD, Placement, Problem, spec_of
-from quorum_attention.execution.routes import slots
+from quorum_attention.execution.problem import Placement, Problem, spec_of
 from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
@@ -60,11 +56,6 @@ class WatchedMask(WatchedKernel):
 def kept(name: str) -> torch.Tensor:
     at = torch.arange(N)
     return torch.broadcast_to(MASKS[name](0, 0, at[:, None], at), (N, N))
-
-
-def kept_by(window: int) -> torch.Tensor:
-    at = torch.arange(N)
-    return at[:, None] - at <= window
 
 
 def both_passes(made, kernel, plans, **call):  # type: ignore[no-untyped-def]
@@ -226,28 +217,3 @@ def test_keys_that_nobody_asks_about_are_not_copied() -> None:
     for actual, expected in zip(found, (wanted.out, wanted.lse, *wanted.grads), strict=True):
         assert_close(actual, expected, 1e-11)
     assert report.forward.loaded_bytes < 0.1 * made.key.numel() * 8
-
-
-def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
-    """Headroom after a recovery is measured by the slots of trimmed tasks."""
-    kernel = WatchedMask(sliding_window(30), {1})
-    plan = unpinned(
-        qa.plan(N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE, n_cap=1,
-                kernel=kernel, heads_per_group=1, is_causal=True, device="cpu")
-    )  # fmt: skip
-    slot = slot_layout(
-        FORWARD, plan.work, plan.schedule.group, plan.schedule.task_rows(plan.work), torch.float32
-    ).slot_bytes
-
-    class Tight(Backend):
-        def free_bytes(self, device: torch.device) -> int:
-            return 2 * slot
-
-    made, report = inputs(N), qa.Report()
-    kernel.arm()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (slots, engine):
-            patch.setattr(module, "backend_of", lambda device: Tight())
-        out = qa.attention(*made.three, is_causal=True, plan=plan, kernel=kernel, report=report)
-    assert_close(out, exact(made, mask=kept_by(30), is_causal=True).out, 2e-5)
-    assert report.forward.recoveries[-1].startswith("headroom")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.trimming import (
     tally,
@@ -37,15 +35,3 @@ def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backwar
     assert counted.before == sum(task.n_tokens for task in shape.tasks())
     assert counted.largest == max(sizes) <= shape.max_task_tokens
     assert 0.0 <= counted.left_out < 1.0
-
-
-def test_what_is_left_out_is_in_the_report() -> None:
-    kernel = from_score_mod(None, sliding_window(64), compiled=False)
-    q = torch.randn(1, 1, 2048, 8)
-    report = qa.Report()
-    plan = qa.plan(2048, heads=1, head_dim=8, dtype=torch.float32, levels=(7,), tile=16,
-                   is_causal=True, kernel=kernel, over_inputs=False, device="cpu")  # fmt: skip
-    qa.attention(q, q, q, is_causal=True, kernel=kernel, plan=plan, report=report)
-    assert report.forward is not None
-    assert plan.schedule.trimmed is not None
-    assert report.forward.left_out == plan.schedule.trimmed.left_out > 0.3

@@ -64,12 +64,6 @@ def test_a_new_folder_is_this_users_alone(folder: Path) -> None:
     assert refusal() is None
 
 
-def test_to_read_makes_no_folder(folder: Path) -> None:
-    assert load(NAME) is None
-    assert refusal() is None
-    assert not folder.parent.exists()
-
-
 def another_users_folder(folder: Path, patch: pytest.MonkeyPatch) -> str:
     planted(folder)
     as_another(patch)
@@ -120,37 +114,6 @@ def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
     assert load(NAME) is None
     store(NAME, lambda said: [said])
     assert load(NAME) == [None]
-
-
-def test_a_file_in_the_folders_place(folder: Path) -> None:
-    folder.parent.mkdir()
-    folder.write_text("a file")
-    assert load(NAME) is None
-    with pytest.raises(OSError, match="cache"):
-        store(NAME, lambda said: [])
-
-
-@pytest.mark.parametrize("said", ["~/.cache/quorum-attention", None])
-def test_a_home_that_is_not_known(
-    said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As of a user without a name in a container. No folder ``~`` is made where the program is."""
-
-    def folder_of(name: str) -> str:
-        if said is None:
-            raise RuntimeError("could not determine the home directory")
-        return said
-
-    monkeypatch.delenv("QUORUM_ATTENTION_CACHE")
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
-    monkeypatch.setattr("platformdirs.user_cache_dir", folder_of)
-    monkeypatch.chdir(tmp_path)
-    assert load(NAME) is None
-    with pytest.raises(OSError, match="home is not known"):
-        store(NAME, lambda found: 1)
-    assert "home is not known" in str(refusal())
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("home", [None, "/proc/nothing", "/dev/null"])

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers_attention import exact, inputs
-from helpers_fa4 import kept_pairs, stand_in
+from helpers_fa4 import stand_in
 from helpers_masks import exact as exact_under
 from helpers_masks import off
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import CallShape, fa4, get_kernel
-from quorum_attention.kernels.protocol import Call
 from quorum_attention.kernels.registry import LONG_FLOPS, select_kernel
 
 __all__ = ["stand_in"]
@@ -75,19 +72,6 @@ def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(tmp_path, monkeypat
     assert os.environ[fa4._FOLDER] == "elsewhere"
     for name in fa4._DSL_FOLDERS:
         assert os.stat(os.environ[name]).st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("low", [None, -70, -5, 0, 4])
-@pytest.mark.parametrize("high", [None, 70, 5, 0, -3])
-@pytest.mark.parametrize("lengths", [(7, 7), (5, 40), (40, 5)])
-def test_a_band_is_told_as_a_window(low, high, lengths) -> None:  # type: ignore[no-untyped-def]
-    query, key = (torch.empty(1, 1, length, 8) for length in lengths)
-    options = fa4.Fa4Kernel()._options(Call(query, key, key, Band(low, high)))
-    told = kept_pairs(*lengths, False, *options.values())
-    apart = torch.arange(lengths[1])[None] - torch.arange(lengths[0])[:, None]
-    least = -(1 << 30) if low is None else low
-    most = 1 << 30 if high is None else high
-    assert torch.equal(told, (apart >= least) & (apart <= most))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -149,32 +133,3 @@ def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) ->
     assert off(lse, want.lse) < 1e-2
     for mine, wanted in zip((out, *grads), (want.out, *want.grads), strict=True):
         assert off(mine, wanted) < 3e-2
-
-
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_what_its_compiler_warns_of_reaches_no_caller(stand_in, monkeypatch, softcap) -> None:  # type: ignore[no-untyped-def]
-    """CuTe DSL warns each time that it compiles: once for plain pairs, once for causal ones."""
-    compiled: set[tuple[object, ...]] = set()
-
-    def warns(run):  # type: ignore[no-untyped-def]
-        def called(*tensors, **options):  # type: ignore[no-untyped-def]
-            key = run, options.get("causal"), "window_size_left" in options, options.get("softcap")
-            if key not in compiled:
-                compiled.add(key)
-                warnings.warn("an argument of the package's own", UserWarning, stacklevel=1)
-            return run(*tensors, **options)
-
-        return called
-
-    forward, backward = fa4._functions()
-    monkeypatch.setattr(fa4, "_functions", lambda: (warns(forward), warns(backward)))
-    monkeypatch.setattr(fa4, "_CALLED", set())
-    kernel = fa4.Fa4Kernel(softcap)
-    given = inputs(64, dtype=torch.float16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for is_causal in (False, True):
-            leaves = [t.clone().requires_grad_() for t in given.three]
-            out = qa.attention(*leaves, is_causal=is_causal, kernel=kernel, depth=1)
-            out.backward(given.grad_out)
-    assert len(compiled) >= 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from quorum_attention.kernels import (
     register_kernel,
 )
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.registry import registrations, rivals, select_kernel
+from quorum_attention.kernels.registry import registrations, select_kernel
 from quorum_attention.kernels.vendors import CudnnKernel
 
 
@@ -124,13 +123,6 @@ def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
     assert "\n" not in reason
 
 
-def test_probe_asks_once() -> None:
-    kernel = Broken("fine")
-    assert probe(kernel, call()) is None
-    kernel.how = "raises"
-    assert probe(kernel, call()) is None
-
-
 class SizeOfTheScale(DenseKernel):
     """Right for scales above 0."""
 
@@ -171,12 +163,6 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 
 
-def test_free_choice_takes_the_first_that_can() -> None:
-    assert select_kernel("auto", call(), CPU).name == "cpu"
-    wide = CallShape("cpu", torch.float64, 4, 2, 16, 24, is_causal=True)
-    assert select_kernel("auto", wide, CPU).refusal(wide) is None
-
-
 def test_a_kernel_asked_for_is_not_replaced() -> None:
     with pytest.raises(NotImplementedError, match=r"'flash' cannot run this call: .*cpu"):
         select_kernel("flash", call(), CPU)
@@ -192,20 +178,6 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     )
     assert "replaced by FA4" in str(flash.refusal(half))
     assert registrations() != before
-
-
-def test_rivals_are_kernels_of_known_rates_that_take_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(registry, "_is_hopper", lambda device: True)
-    half = call("cuda", torch.float16)
-    preferred = get_kernel("cudnn")
-    found = rivals(preferred, half, CUDA)
-    assert preferred not in found
-    assert all(kernel.refusal(half) is None for kernel in found)
-    assert rivals(preferred, call(), CPU) == ()
-    monkeypatch.setattr(registry, "_is_hopper", lambda device: False)
-    assert rivals(preferred, half, CUDA) == ()
 
 
 GPU = torch.device("cuda", 0)
@@ -267,21 +239,3 @@ def test_failures_users_kernels_and_options_are_not_remembered(
     for make in makers:
         probe(make(), CALL, GPU)
     assert tested == ["mine", "native", "cudnn", "mine", "native"]
-
-
-def test_a_broken_file_does_no_harm_and_others_entries_stay(
-    tested: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    path = tmp_path / "cache" / "kernels.json"
-    for text in ("{", '{"a": 1}', "[1, null]", "", "[" * 100_000):
-        path.write_text(text)
-        forget_files(monkeypatch)
-        assert probe(CudnnKernel(), CALL, GPU) is None
-    assert len(tested) == 5
-    path.write_text(json.dumps([*json.loads(path.read_text()), "of another process"]))
-    probing._memo().extend(map(str, range(probing._MOST)))
-    probing._note("new")
-    found = json.loads(path.read_text())
-    assert found[-1] == "new"
-    assert len(found) == probing._MOST

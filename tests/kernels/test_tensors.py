@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quorum_attention.kernels import vendors
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.tensors import (
     bias_for_padding,
-    copy_on_device,
     pad_rows,
     repeat_last,
 )
@@ -119,18 +115,3 @@ def test_a_row_of_scores_of_minus_infinity_stays_one(
     lse = made_up_cudnn.rectangle_forward(Call(query, key, value, causal, 0.5))[1]
     assert bool((lse[:, :, 3] == -torch.inf).all())
     assert bool(lse[:, :, [0, 1, 2, 4]].isfinite().all())
-
-
-def test_a_copy_into_host_memory_is_waited_for() -> None:
-    """Results may be in page-locked memory, into which a copy would only have begun."""
-    seen: list[bool] = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-            if func is torch.ops.aten.copy_.default:
-                seen.append(bool(args[2]) if len(args) > 2 else False)
-            return func(*args, **(kwargs or {}))
-
-    with Watching():
-        copy_on_device(torch.zeros(3), torch.ones(3))
-    assert seen == [False]

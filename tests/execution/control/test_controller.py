@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers_controller import Cuts, History, controller, through
+from helpers_controller import History, controller
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.control.controller import RecoveryController
 
 GIVES_UP, NOTHING = "gives up", "nothing"
@@ -79,91 +78,6 @@ def test_any_history_stays_within_its_limits(
             assert pinned or (here.n_cap == 1 and here.depth == floor + finer)
             return
         assert not pinned or change == NOTHING
-
-
-def test_a_unit_is_told_by_its_name_not_by_its_turn() -> None:
-    made = controller(3)
-    made.start()
-    units = [made.next() for _ in range(3)]
-    made.done("a", units[2].visit.task.path)
-    assert made.where == "task (0,) (2 head groups to go)"
-    made.done("a", units[0].visit.task.path)
-    made.out_of_memory()
-    assert made.history == ["out of memory in task (1,) (2 head groups to go): n_cap 3 -> 2"]
-    made.start()
-    assert [path for group, path in through(made) if group == "a"] == [
-        (1,), (3,), (4,), (5,), (6,)
-    ]  # fmt: skip
-
-
-def test_only_what_is_left_of_the_group_in_work_is_cut_further() -> None:
-    made = controller(1, groups="ab", cuts=Cuts(Decomposition(60, (3,), "balanced")))
-    made.start()
-    through(made, 2)
-    made.next()
-    assert happens(made, memory=False).startswith("depth")
-    assert made.units_left == 7 + 21
-    made.start()
-    children = [[(i, j) for j in range(7)] for i in range(3)]
-    assert through(made) == [
-        *(("a", path) for path in children[2]),
-        *(("b", path) for row in children for path in row),
-    ]
-
-
-def test_a_group_loaded_ahead_is_begun_anew_after_a_deepening() -> None:
-    made = controller(
-        1, groups="ab", cuts=Cuts(Decomposition(60, (), "balanced")), floor=0, depth=0
-    )
-    made.start()
-    made.next()
-    made.next()
-    assert happens(made, memory=False).startswith("depth")
-    made.start()
-    assert through(made) == [(group, (i,)) for group in "ab" for i in range(7)]
-
-
-def test_a_group_loaded_ahead_keeps_what_is_done_of_it() -> None:
-    made = controller(2, groups="ab")
-    made.start()
-    through(made, 6)
-    last, ahead = made.next(), made.next()
-    assert (last.group, ahead.group) == ("a", "b")
-    made.done("b", ahead.visit.task.path)
-    assert happens(made, memory=False) == "n_cap 2 -> 1"
-    assert happens(made, memory=False).startswith("depth")
-    made.start()
-    assert through(made) == [("a", (6, j)) for j in range(7)] + [
-        ("b", (i, j)) for i in range(1, 7) for j in range(7)
-    ]
-
-
-def test_headroom_is_asked_about_between_groups_only() -> None:
-    made = controller(1, groups="abc", depth=2)
-    made.start()
-    asked = []
-    while not made.finished:
-        asked.append(made.between_groups)
-        through(made, 1)
-    assert [number for number, asking in enumerate(asked) if asking] == [49, 98]
-    assert asked.count(True) == 2
-
-
-def test_whole_groups_that_are_too_large_are_cut() -> None:
-    """Groups that are done stay done; the others begin with all tasks of the depth."""
-    cuts = Cuts(Decomposition(60, (7,), "balanced"))
-    said = "whole: out of memory", "depth 0 -> 1"
-    made = RecoveryController("abc", None, 1, fallback=lambda: (cuts, *said))
-    made.start()
-    assert through(made, 1) == [("a", ())]
-    assert made.groups_left == ["b", "c"]
-    made.next()
-    made.out_of_memory("no room")
-    assert made.history == ["whole: out of memory (no room, 1 of 3 head groups done): depth 0 -> 1"]
-    made.start()
-    assert made.units_left == 14
-    assert through(made) == [(group, (i,)) for group in "bc" for i in range(7)]
-    assert made.finished
 
 
 def test_ten_thousand_histories() -> None:

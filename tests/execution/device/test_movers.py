@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
 
-from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import cuda_mover, page_locks
 from quorum_attention.execution.device.cuda_mover import CudaMover
 from quorum_attention.execution.device.mover import Clock, Mover
@@ -217,26 +216,6 @@ def test_no_copy_reaches_from_one_locked_piece_into_another(
             assert torch.equal(target, expected)
     assert driver.asked > (far.nbytes - piece_bytes) // (2 * piece_bytes)
     assert not driver.locked
-
-
-@pytest.mark.usefixtures("cuda")
-def test_copies_of_a_stage_that_failed_are_forgotten(monkeypatch) -> None:
-    runtime = Runtime()
-    mover = made(monkeypatch, runtime)
-    far, slot = LAYS[0].made(), torch.zeros(HEADS, ROWS, LAYS[0].width)
-
-    def failing() -> None:
-        with mover.input_stage(0):
-            mover.load(slot, far, PIECES)
-            raise torch.OutOfMemoryError
-
-    with pytest.raises(torch.OutOfMemoryError):
-        failing()
-    assert runtime.batches == 0
-    with mover.input_stage(0):
-        mover.load(slot, far, (Rows(0, 1, 0),))
-    assert torch.equal(slot[:, :1], far[:, :1])
-    assert not slot[:, 1:].any()
 
 
 @pytest.mark.usefixtures("cuda")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quorum_attention.execution.device import page_locks
-from quorum_attention.execution.device.page_locks import PAGE_BYTES, Copied, PageLocks, is_locked
+from quorum_attention.execution.device.page_locks import PAGE_BYTES, Copied, PageLocks
 
 PIECE = WORTH = 1 << 16
 
@@ -92,32 +92,6 @@ def result(heads: int, rows: int, width: int = 64) -> torch.Tensor:
     return room[at : at + heads * rows * width].view(1, heads, rows, width)
 
 
-@pytest.mark.parametrize("locked", ["first", "second"])
-def test_what_somebody_else_has_locked_of_a_storage(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, locked: str
-) -> None:
-    """Of memory that two processes share each locks its own half, and torch asks about the first
-    byte of a storage: the second half was locked again, in vain, and copied through buffers."""
-
-    def is_pinned(tensor: torch.Tensor) -> bool:
-        at = tensor.untyped_storage().data_ptr()
-        return any(low <= at < low + size for low, size in runtime.registered.items())
-
-    monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
-    both = made(4 * PIECE)
-    halves = {"first": both[: 2 * PIECE], "second": both[2 * PIECE :]}
-    owned, other = halves.pop(locked), *halves.values()
-    runtime.registered[owned.data_ptr()] = owned.nbytes
-    with locking([owned, other]) as locks:
-        assert locks.covers(owned)
-        assert not locks.wants(owned)
-        assert locks.covers(other)
-        assert locks.wants(other)
-    assert not is_locked(other)
-    del runtime.registered[owned.data_ptr()]
-    assert not is_locked(owned)
-
-
 @pytest.mark.parametrize("n_bytes", [WORTH, PIECE, PIECE + 1, 5 * PIECE + 4321])
 def test_every_byte_is_locked_once_and_let_go(runtime: Runtime, n_bytes: int) -> None:
     tensor = made(n_bytes)
@@ -141,37 +115,6 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
             assert any(start <= first and last <= stop for start, stop in pieces)
     if rows % 64 == 0:
         assert len(pieces) > 5
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-def test_a_given_result_waits_for_the_inputs_of_its_heads(runtime: Runtime, heads: int) -> None:
-    rows = 8192 // heads
-    tensor, target = result(heads, rows), result(heads, rows)
-    with locking([tensor, target], by_address=[tensor], given=[target]) as locks:
-        until(lambda: sum(runtime.registered.values()) == tensor.nbytes + target.nbytes)
-        assert locks.covers(target)
-    begin, stop = target.data_ptr(), target.data_ptr() + target.nbytes
-    results = [n for n, at in enumerate(runtime.order) if begin <= at < stop]
-    assert len(results) == heads
-    for head, at in enumerate(results, start=1):
-        inputs = at - head + 1
-        assert inputs * PIECE >= tensor.nbytes * head // heads
-
-
-@pytest.mark.parametrize("n_bytes", [PIECE, PIECE + 5000, 2 * PIECE - 1, 2 * PIECE, 7 * PIECE + 99])
-def test_what_is_copied_by_address_is_locked_piece_by_piece(runtime: Runtime, n_bytes: int) -> None:
-    """Its pieces meet at pages, where the driver can tell them apart, and copies are cut there."""
-    tensor = made(n_bytes)
-    with locking([tensor], by_address=[tensor]) as locks:
-        assert locks.covers(tensor)
-        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
-        assert pieces[0][0] == tensor.data_ptr()
-        assert pieces[-1][1] == tensor.data_ptr() + n_bytes
-        inner = [stop for _, stop in pieces[:-1]]
-        assert inner == [start for start, _ in pieces[1:]]
-        assert all(cut % PAGE_BYTES == 0 for cut in inner)
-        assert len(pieces) >= n_bytes // (2 * PIECE)
-    assert bool((tensor == 7).all())
 
 
 def test_parts_of_a_copy_are_all_of_it_and_in_one_piece_each(runtime: Runtime) -> None:
@@ -244,16 +187,6 @@ def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> No
         assert sum(runtime.registered.values()) == packed.nbytes + wide.nbytes
 
 
-def test_what_somebody_waits_for_comes_first(runtime: Runtime) -> None:
-    runtime.hold.clear()
-    tensor = result(20, 1024)
-    with locking([tensor], made=[tensor]) as locks:
-        threading.Timer(0.1, runtime.hold.set).start()
-        assert locks.covers(tensor[:, -1])
-        # The one that had been begun, perhaps, and then the one asked for.
-        assert tensor[:, -1].data_ptr() in runtime.order[:2]
-
-
 @pytest.mark.parametrize("rows", [1024, 1000])
 def test_memory_that_holds_nothing_is_written_to_before_it_is_handed_out(
     runtime: Runtime, rows: int
@@ -308,34 +241,6 @@ def test_a_private_mapping_of_a_file_is_left_pageable(runtime: Runtime, tmp_path
     with locking([private, shared], by_address=[private, shared]) as locks:
         assert not locks.covers(private)
         assert locks.covers(shared)
-
-
-def test_late_nothing_is_locked_before_it_begins(runtime: Runtime) -> None:
-    """But what somebody waits for."""
-    tensor, other = made(8 * PIECE), result(8, 1024)
-    given = [tensor, other]
-    with locking(given, made=[other], by_address=[tensor], late=True) as locks:
-        time.sleep(5e-3)
-        assert not runtime.order
-        # Nobody waits where copies can go through buffers: nothing is locked yet.
-        assert {locked for _, _, locked in locks.parts(tensor.data_ptr(), tensor.nbytes)} == {False}
-        # But to memory that holds nothing yet the thread writes first.
-        assert locks.parts(other.data_ptr(), 100)[0][2]
-        assert runtime.order == [other.data_ptr()]
-        assert locks.covers(tensor[:100])
-        assert len(runtime.order) == 2
-        locks.begin()
-        until(lambda: sum(runtime.registered.values()) == tensor.nbytes + other.nbytes)
-
-
-def test_what_was_left_before_its_turn_is_not_locked_any_more(runtime: Runtime) -> None:
-    tensor = made(8 * PIECE).view(8, -1, 64)
-    with locking([tensor], by_address=[tensor], late=True) as locks:
-        locks.release(list(tensor), lambda: True)
-        locks.begin()
-        time.sleep(5e-3)
-        assert not runtime.order
-        assert not locks.covers(tensor)
 
 
 def test_a_failure_on_the_way_lets_go_and_is_not_swallowed(

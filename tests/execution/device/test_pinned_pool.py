@@ -126,26 +126,6 @@ def test_it_is_given_back_when_unused_or_too_much(driver: Driver) -> None:
     assert not driver.locked
 
 
-def test_an_interrupt_leaves_nothing_locked_for_ever(driver: Driver) -> None:
-    kept = driver.kept()
-    kept.lend(fresh(MIB))
-    for _ in range(2):
-        kept.take(MIB)
-    assert len(driver.locked) == 1
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    broken = PinnedPool(Locker(driver.lock, driver.unlock, interrupted), MIB, lambda: driver.now)
-    broken._free.extend(kept._free)
-    kept._free.clear()
-    with pytest.raises(KeyboardInterrupt):
-        broken.take(MIB)
-    kept._free.extend(broken._free)
-    kept.give_back()
-    assert not driver.locked
-
-
 def test_threads_never_share_memory(driver: Driver) -> None:
     """Random sizes by several threads; each writes its own number, and reads it."""
     kept = driver.kept(4 * MIB)
