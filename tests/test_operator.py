@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 import quorum_attention as qa
-from quorum_attention.kernels import DenseKernel, registry
+from quorum_attention.kernels import DenseKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ours = functools.partial(qa.attention, enable_gqa=True)
@@ -116,16 +116,6 @@ def test_objects_break_the_graph_and_are_refused_by_other_traces(options: dict[s
     assert_close(made(*given), torchs(*given) + 1, 1e-10)
     with pytest.raises(NotImplementedError, match="attention cannot be traced"):
         make_fx(lambda *t: ours(*t, **options))(*given)
-
-
-def test_a_registered_kernel_of_a_function_is_refused_in_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernel = qa.from_score_mod(lambda s, b, h, q, k: s - 0.1 * k, compiled=False)
-    monkeypatch.setitem(registry._KERNELS, "mine", kernel)
-    q = three(grad=False)[0]
-    with pytest.raises(Exception, match="computes by a function of the program"):
-        compiled(lambda q: qa.attention(q, q, q, kernel="mine"))(q)
 
 
 def test_an_object_that_is_made_in_the_compiled_code_is_the_one_that_is_used() -> None:
@@ -333,22 +323,6 @@ def test_transformations_inside_of_a_graph() -> None:
         assert_close(compiled(summed(found))(*given), summed(wanted)(*given), 1e-9)
 
 
-def test_a_graph_s_own_gradient_of_what_torch_func_sees_as_a_constant() -> None:
-    """Two levels of autograd at once: neither is lost."""
-
-    def call(function: Function) -> Function:
-        return lambda q, k, v: function(q, k, v) + torch.func.grad(
-            lambda t: function(t, k.detach(), v.detach()).sum()
-        )(q.detach())  # fmt: skip
-
-    agree(call(ours), call(torchs), (50,))
-    q, k, v = three()
-    with pytest.raises(Exception, match="second derivatives"):
-        compiled(lambda q: torch.func.grad(lambda t: ours(t, k, v).square().sum())(q))(
-            q
-        ).sum().backward()
-
-
 @pytest.mark.parametrize("transform", ["jvp", "grad of grad", "jacfwd", "backward of backward"])
 def test_what_is_refused_in_a_graph_is_refused(transform: str) -> None:
     q, k, v = three(10, grad=False)
@@ -473,23 +447,6 @@ def test_checkpoints_of_every_kind(kind: str, through: str) -> None:
     assert report.total.forwards == (1 if kind == "save" else 2)
     assert report.total.backwards == 1
     assert (OPERATOR in asked) == (kind in ("recompute", "save"))
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_tensor_without_numbers_beside_others_is_refused(number: int) -> None:
-    """torch calls the kernel of shapes then; its results were taken for real."""
-    given = [*three(), torch.zeros(50, 50, dtype=torch.float64)]
-    given[number] = given[number].to("meta")
-    with pytest.raises(ValueError, match=r"device cpu, got .*meta"):
-        OPERATOR(*given, None, None, [], 0.0, None, False, True, None, "", [], *[False] * 3)
-
-    def policy(ctx: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    how = functools.partial(create_selective_checkpoint_contexts, policy)
-    call = functools.partial(qa.attention, enable_gqa=True)
-    with pytest.raises((ValueError, NotImplementedError), match=r"must be .* got"):
-        checkpoint(call, *given, use_reentrant=False, context_fn=how)
 
 
 SHARDED = """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import textwrap
 
 import pytest
@@ -280,68 +279,6 @@ def test_one_graph_of_all_is_refused_in_torchs_words(call: str) -> None:
         + _AFTER
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_failure_of_a_probe_is_remembered_where_it_is_one_of_the_device() -> None:
-    """What is found out outside all modes stays found out: once for all calls of a kind."""
-    import quorum_attention as qa
-    from quorum_attention.kernels import DenseKernel
-
-    class Broken(DenseKernel):
-        name = "broken"
-        tries = 0
-
-        def forward(self, task, state):  # type: ignore[no-untyped-def]
-            type(self).tries += 1
-            raise RuntimeError("it cannot")
-
-    kernel, q = Broken(), torch.randn(1, 2, 40, 8)
-    for _ in range(3):
-        with pytest.raises(NotImplementedError, match="it failed a test on cpu: it cannot"):
-            qa.attention(q, q, q, kernel=kernel)
-    assert kernel.tries == 1
-
-
-def test_whether_operators_have_to_be_deterministic_is_part_of_the_question() -> None:
-    """torch refuses some only as long as it is told to."""
-    import quorum_attention as qa
-    from quorum_attention.kernels import DenseKernel
-
-    class Unsteady(DenseKernel):
-        name = "unsteady"
-
-        def forward(self, task, state):  # type: ignore[no-untyped-def]
-            if torch.are_deterministic_algorithms_enabled():
-                raise RuntimeError("it has no deterministic implementation")
-            super().forward(task, state)
-
-    kernel, q = Unsteady(), torch.randn(1, 2, 40, 8)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(NotImplementedError, match="deterministic"):
-            qa.attention(q, q, q, kernel=kernel)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    qa.attention(q, q, q, kernel=kernel)
-
-
-def test_nothing_is_found_out_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph takes no waiting: the kernel has to be known by then, and that is said."""
-    import quorum_attention as qa
-    from quorum_attention.kernels import DenseKernel, probe
-
-    class New(DenseKernel):
-        name = "new"
-
-    module = sys.modules[probe.__module__]
-    kernel, q = New(), torch.randn(1, 2, 40, 8)
-    monkeypatch.setattr(module, "capturing", lambda device: True)
-    with pytest.raises(RuntimeError, match=r"'new' has to be tried out before .* as warm-up"):
-        qa.attention(q, q, q, kernel=kernel)
-    monkeypatch.undo()
-    qa.attention(q, q, q, kernel=kernel)
-    monkeypatch.setattr(module, "capturing", lambda device: True)
-    qa.attention(q, q, q, kernel=kernel)  # known by now
 
 
 @pytest.mark.parametrize("mode", ["meta", "float64", "dispatch", "inference"])

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
-from helpers_terminal import in_a_terminal
 
 import quorum_attention as qa
-from quorum_attention.cli import COMMANDS, main, output, parser
+from quorum_attention.cli import output
 from quorum_attention.cli.output import say, show_table
 
 PLAN = ["--tokens", "100K", "--device", "cuda", "--budget", "64MiB"]
-SENTENCE = "word " * 80 + "[draw] end"
 TABLE = [
     "method", "result", "forward: first", "forward: second", "backward: first", "backward: second",
     "peak memory", "error: out", "error: dQ", "error: dK", "error: dV",
@@ -27,11 +23,6 @@ ROWS = [
     ["Quorum Attention within 24.00 MiB", "ok", *TIMES, "21.76 MiB", *["9.8e-07"] * 4],
     ["torch SDPA, no limit", "ok", *TIMES, "121.76 MiB", *["9.8e-07"] * 4],
 ]
-
-
-def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    yield from commands.choices.items()
 
 
 def test_the_version_needs_no_torch() -> None:
@@ -72,14 +63,6 @@ def test_tables_fit_whatever_the_width(
             assert word in printed
 
 
-def test_a_terminal_breaks_sentences_between_words() -> None:
-    shown = in_a_terminal(f"from quorum_attention.cli.output import say; say({SENTENCE!r})", 50)
-    lines = shown.splitlines()
-    assert len(lines) > 5
-    assert max(map(len, lines)) <= 50
-    assert " ".join(shown.split()) == SENTENCE
-
-
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
     command = f"{sys.executable} -m quorum_attention plan {' '.join(PLAN)} | head -c 1"
     done = subprocess.run(
@@ -87,16 +70,6 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
     )
     assert done.returncode == 0
     assert done.stderr == ""
-
-
-def test_only_the_command_that_is_asked_for_is_loaded() -> None:
-    named = parser(["doctor", "--json"])
-    (commands,) = (a for a in named._actions if isinstance(a, argparse._SubParsersAction))
-    assert list(commands.choices) == ["doctor"]
-    assert {name for name, _ in parsers()} == set(COMMANDS)
-    with pytest.raises(SystemExit) as ended:
-        main(["nonsense"])
-    assert ended.value.code == 2
 
 
 def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

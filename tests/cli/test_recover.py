@@ -7,14 +7,13 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from helpers_processes import run_python
 
 from quorum_attention.bench import child
 from quorum_attention.cli import main, recover
@@ -92,28 +91,6 @@ def test_the_smallest_budget_that_is_named_works(
     assert smallest is not None, said
     assert main(["recover", *SIZES, "--budget", smallest[1]]) == 0
     assert "sampled rows: yes." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("method", ["sdpa", "quorum"])
-def test_nothing_is_imported_under_the_limit(method: str) -> None:
-    """What a first call imports is 30 MiB of the process's, and none of the call's."""
-    done = run_python(_IMPORTS, json.dumps(asdict(spec_for(method, 1 << 30))))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-_IMPORTS = """
-import json, sys
-from quorum_attention.bench import child
-calls, before = child._calls, []
-def watched(spec, *rest):
-    before.append(set(sys.modules))
-    calls(spec, *rest)
-child._calls = watched
-child.measure(child.Spec(**json.loads(sys.argv[1])))
-assert len(before) == 2
-print(sorted(set(sys.modules) - before[1]))
-"""
 
 
 def with_cause(error: Exception, cause: Exception) -> Exception:

@@ -84,13 +84,6 @@ def test_what_is_gone_leaves_nothing() -> None:
     assert files() == before
 
 
-def test_ordinary_memory_is_copied() -> None:
-    tensor = torch.randn(5, 7)
-    handle, own = share(tensor, Mappings.now())
-    assert torch.equal(handle.open(), tensor)
-    assert own.data_ptr() != tensor.data_ptr()
-
-
 @pytest.mark.parametrize("planted", ["file", "pipe", "link", "room"])
 def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
     tmp_path: Path, planted: str

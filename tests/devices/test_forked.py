@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 from quorum_attention import attention
 from quorum_attention.devices import Pool
-from quorum_attention.devices import pool as kept
 
 
 @pytest.fixture(scope="module")
@@ -73,55 +71,10 @@ def test_a_forked_process_ends_no_workers_of_its_parent(pool: Pool) -> None:
     assert ended_well(forked(lambda: not multiprocessing.active_children()))
 
 
-def test_a_fork_while_another_thread_starts_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "Pool", lambda names: names)
-    has, may = threading.Event(), threading.Event()
-
-    def holds() -> None:
-        with kept._lock:
-            has.set()
-            may.wait(30)
-
-    thread = threading.Thread(target=holds)
-    thread.start()
-    has.wait(30)
-
-    def opens() -> bool:
-        threading.Timer(10, os._exit, (3,)).start()
-        found: Any = kept.kept_pool(("cpu",))
-        return bool(found == ("cpu",))
-
-    try:
-        assert ended_well(forked(opens))
-    finally:
-        may.set()
-        thread.join()
-
-
 def test_a_call_within_a_call_of_the_same_pool(pool: Pool) -> None:
     with pytest.raises(RuntimeError, match="wait for itself"):
         call(pool, progress=lambda *_: call(pool))
     assert call(pool)
-
-
-def test_a_pool_that_is_closed_while_a_call_waits_for_its_turn() -> None:
-    said = list[str]()
-
-    def waits() -> None:
-        try:
-            call(made)
-        except RuntimeError as error:
-            said.append(str(error))
-
-    with Pool(["cpu"], threads=1) as made:
-        thread = threading.Thread(target=waits)
-        with made._turn.taken():
-            thread.start()
-            thread.join(1)  # it has checked that there are workers, and waits
-            assert thread.is_alive()
-            made.close()
-        thread.join(60)
-    assert said == ["the pool has no worker: it was closed, or all of them were lost"]
 
 
 _SCRIPT = """
@@ -153,30 +106,3 @@ def test_daemons_are_told_that_they_may_start_no_workers() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         (said,) = pool.map(_daemons_call, [0])
     assert "daemon" in said
-
-
-def test_a_call_from_progress_is_told_so_while_another_thread_waits_for_its_turn() -> None:
-    """The two do not wait for each other."""
-    names, found, said = ("cpu", "cpu"), list[Pool](), list[str]()
-    threads = list[threading.Thread]()
-
-    def progress(*_: Any) -> None:
-        if not threads:
-            threads.append(
-                threading.Thread(target=lambda: found.append(kept.kept_pool(names)), daemon=True)
-            )
-            threads[0].start()
-            threads[0].join(0.5)
-            assert threads[0].is_alive(), "it waits for this call"
-            try:
-                kept.kept_pool(names)
-            except RuntimeError as error:
-                said.append(str(error))
-
-    try:
-        assert call(names, progress=progress)
-        threads[0].join(60)
-        assert found == [kept.kept_pool(names)]
-        assert "within another one" in said[0]
-    finally:
-        kept.close()

@@ -52,65 +52,10 @@ class Driver:
         return MappedBuffers(Locker(self.lock, self.unlock, lambda: None), most_bytes)
 
 
-HEAD = (1 << 20, 2)
-
-
 def begun(openings: MappedBuffers, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """A pass opens what it needs."""
     openings.begin_pass()
     return [openings.open(handle_of(tensor)) for tensor in tensors]
-
-
-def test_inputs_stay_locked_from_pass_to_pass() -> None:
-    driver = Driver()
-    openings = driver.openings()
-    tensor = room((4, *HEAD), torch.uint8)
-    for _ in range(3):
-        (there,) = begun(openings, tensor)
-        openings.lock([there[:3]])
-        assert driver.covers(there[:3])
-    assert driver.asked == 1
-    openings.lock([there[3:]])  # beside it
-    assert driver.asked == 2
-    openings.lock([there[2:]])  # part of both
-    assert driver.covers(there[2:])
-    assert len(driver.locked) == 1
-    openings.unlock()
-    assert not driver.locked
-
-
-def test_a_result_that_nobody_has_touched_is_not_locked_as_a_whole() -> None:
-    driver = Driver()
-    openings = driver.openings()
-    tensor = room(HEAD, torch.uint8)
-    (there,) = begun(openings, tensor)
-    openings.lock([there], results=True)
-    openings.lock([there], results=True)  # another part of the same pass
-    assert not driver.locked
-    (there,) = begun(openings, tensor)
-    openings.lock([there], results=True)
-    assert driver.covers(there)
-
-
-def test_what_is_locked_stays_until_it_is_freed_or_others_need_the_room() -> None:
-    before, driver = mapped(), Driver()
-    openings = driver.openings(most_bytes=4 << 20)
-    first, second, third = (room(HEAD, torch.uint8) for _ in range(3))
-    for tensor in (first, second, second):
-        openings.lock(begun(openings, tensor))
-    assert len(driver.locked) == 2
-    openings.lock(begun(openings, third))  # instead of what was used longest ago
-    assert sorted(driver.locked.values()) == [2 << 20] * 2
-    del second, tensor
-    gc.collect()
-    begun(openings, first)  # what is freed meanwhile goes at once
-    assert len(driver.locked) == 1
-    del first, third
-    gc.collect()
-    openings.forget_gone()
-    gc.collect()
-    assert mapped() == before
-    assert not driver.locked
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -15,7 +15,7 @@ import pytest
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices import scheduler
-from quorum_attention.devices.partition import pairs, partition, pieces_of
+from quorum_attention.devices.partition import pairs, partition
 from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.report import PoolPass
 from quorum_attention.devices.scheduler import Coordinator, Schedule
@@ -161,19 +161,6 @@ def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("no answer" in line for line in report.history)
 
 
-def test_parts_that_are_not_alike_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be a hanging worker is one whose part is more work than its pairs say."""
-    monkeypatch.setattr(scheduler, "_HUNG_SECONDS", 0.05)
-
-    def slow(message: Compute, count: int) -> Done:
-        time.sleep(1.0 if count == 2 else 0.0)  # many times what others take on busy cores
-        return well(message, count)
-
-    assert run(slow, well, steady=False).history == []
-    with pytest.raises(RuntimeError, match="no answer"):
-        run(slow)
-
-
 @pytest.mark.parametrize(
     ("behaviours", "kind", "said"),
     [
@@ -229,15 +216,6 @@ def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
     run(lambda message, count: [Done(message.spec.number - 1, Report()), well(message, count)])
 
 
-def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
-    class Garbage:
-        def __reduce__(self) -> tuple[object, ...]:
-            return int, ("none",)
-
-    report = run(lambda message, count: Garbage(), well)
-    assert "device 0 (): its worker has ended" in report.history
-
-
 def ideal(call: WholeCall, speeds: list[float]) -> float:
     """Seconds if all devices end together; one of speed 1 does a pair in a second."""
     return sum(pairs(call, one) for one in partition(call, [1.0])[0]) / sum(speeds)
@@ -273,20 +251,3 @@ def test_a_device_that_is_slower_than_was_expected_is_helped(seed: int) -> None:
         done.append(schedule.running.pop(device).block)
     assert len(set(rows_of(done))) == len(rows_of(done)) == heads * (1 << 16) // 128
     assert now < 1.25 * ideal(call, speeds)
-
-
-@pytest.mark.parametrize(("heads", "devices"), [(8, 2), (3, 2), (33, 3), (9, 8)])
-def test_devices_that_are_alike_have_few_orders_of_about_five_seconds(
-    heads: int, devices: int
-) -> None:
-    call = WholeCall((1,), heads, heads, 1 << 20, 1 << 20, is_causal=True)
-    every = sum(pairs(call, one) for one in partition(call, [1.0])[0])
-    speeds = [every / devices / 12] * devices  # 12 s each
-    pieces = pieces_of(call, speeds, alike=True, at_once=True)
-    homes = partition(call, speeds, pieces)
-    work = [sum(pairs(call, one) for one in home) for home in homes]
-    assert max(work) < 1.02 * min(work)
-    assert pieces == min(3, max(1, heads // devices))
-    for home in homes:
-        assert pieces <= len(home) <= pieces + 2
-        assert heads // devices < 3 or all(pairs(call, one) < 6.1 * speeds[0] for one in home)

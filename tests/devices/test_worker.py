@@ -16,7 +16,6 @@ from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool
 from quorum_attention.devices.buffers import MappedBuffers
-from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.worker import BlockWorker, Compute, Failed, PassSpec
 from quorum_attention.execution.device.lookup import HOST
 
@@ -39,32 +38,6 @@ def test_memory_of_a_pass_is_let_go_of() -> None:
             time.sleep(0.05)
         q = torch.randn(1, 2, 100, 8)
         assert torch.allclose(qa.attention(q, q, q, devices=pool), qa.attention(q, q, q), atol=1e-5)
-
-
-def test_a_pool_that_was_interrupted_as_it_spoke_loses_no_worker_and_no_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One has heard of a pass, and the other has not."""
-    send, heard = Worker.send, [0]
-
-    def interrupted(self: Worker, message: object) -> bool:
-        heard[0] += 1
-        if heard[0] == 2:
-            raise OSError("interrupted")
-        return send(self, message)
-
-    with Pool(["cpu", "cpu"], threads=1) as pool:
-        before: list[Any] = [worker.process.pid for worker in pool.workers]
-        q = torch.randn(1, 4, 100, 8)
-        monkeypatch.setattr(Worker, "send", interrupted)
-        with pytest.raises(OSError, match="interrupted"):
-            qa.attention(q, q, q, devices=pool)
-        monkeypatch.undo()
-        for _ in range(2):
-            q = torch.randn(1, 4, 100, 8)
-            made = qa.attention(q, q, q, devices=pool)
-            assert torch.allclose(made, qa.attention(q, q, q), atol=1e-5)
-        assert [w.process.pid for w in pool.workers if w.process.is_alive()] == before
 
 
 @pytest.mark.parametrize(

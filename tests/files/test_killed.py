@@ -15,7 +15,6 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.cli import main
-from quorum_attention.files import compute
 
 HEADS = 4
 EACH = ["--device", "cpu", "--keep-every", "1", "--depth", "1"]
@@ -164,18 +163,6 @@ def test_a_disk_that_fills_up_keeps_what_is_done_and_is_named(
     assert main([*command, "--resume"]) == 0
     assert main(["run", "qkv", "whole", *EACH]) == 0
     assert tensors("out") == tensors("whole")
-
-
-def test_no_room_for_accumulators_is_said_before_any_work(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(file: object, n_bytes: int, name: str) -> None:
-        raise OSError(f"{name} takes {n_bytes}")
-
-    monkeypatch.setattr(compute, "reserve", refuse)
-    assert main(["run", "qkv", "out", *EACH]) == 2
-    assert "space for accumulators" in capsys.readouterr().err
-    assert sorted(path.name for path in folder.iterdir()) == ["forward", "qkv"]
 
 
 def test_an_output_that_was_replaced_before_the_folder_was_removed_is_computed_again(

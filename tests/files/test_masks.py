@@ -11,11 +11,7 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
-from quorum_attention.call.options import CallOptions
 from quorum_attention.cli import main
-from quorum_attention.files import compute
-from quorum_attention.files.call import file_call
-from quorum_attention.files.compute import settle
 
 CPU = ["--device", "cpu"]
 
@@ -97,25 +93,6 @@ def test_a_budget_that_is_too_small_for_some_entries_is_refused_before_any_work(
     assert main(["run", *inputs, str(tmp_path / "made"), *asked, "--budget", "6.3MiB"]) == 2
     assert "is too small for this call" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("option", ["lengths", "documents"])
-def test_a_short_first_entry_does_not_say_how_long_the_others_take(
-    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part would be the whole call, which a kill would cost."""
-    three = [torch.randn(4, 1, 600, 16) for _ in range(3)]
-    ids = torch.arange(600).repeat(4, 1)
-    ids[1:] = 0
-    given = {"lengths": torch.tensor([1, 600, 599, 600]), "documents": ids}[option]
-    call = file_call(
-        dict(zip(("query", "key", "value"), three, strict=True)),
-        qa.Mask(**{"lengths": {"key_lengths": given}, "documents": {"documents": given}}[option]),
-        CallOptions(budget=1 << 30, devices=torch.device("cpu")),
-    )
-    whole = qa.plan(600, heads=1, head_dim=16, dtype=torch.float32, budget="1GiB", device="cpu")
-    monkeypatch.setattr(compute, "SECONDS_OF_A_PART", whole.predicted_seconds * 1.5)
-    assert settle(call).heads == 1
 
 
 def test_a_mask_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

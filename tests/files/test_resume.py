@@ -118,20 +118,6 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
     assert tensors(folder / "out") == tensors(folder / "whole")
 
 
-def test_what_is_begun_anew_is_another_file(folder: Path) -> None:
-    """A worker of the process that left the old one may have that open, or open it, and still
-    write there."""
-    stopped(folder, 2)
-    (before,) = (folder / "out.run").glob("*-0")
-    with open(before, "r+b") as old:
-        assert stopped(folder, 1, "--restart") == 128 + 15
-        assert not before.exists()
-        old.write(b"late" * 10_000)
-    assert run(folder, "--resume") == 0
-    assert run(folder, out="whole") == 0
-    assert tensors(folder / "out") == tensors(folder / "whole")
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -251,35 +237,3 @@ def test_a_second_run_at_the_same_time_is_refused(
     assert run(folder, out="whole/") == 0
     for name in ("out.npy", "lse.npy"):
         assert (folder / "new" / name).read_bytes() == (folder / "whole" / name).read_bytes()
-
-
-def test_what_is_begun_anew_with_fewer_results_leaves_no_others(folder: Path) -> None:
-    stopped(folder, 2, out="new/")
-    fewer = ["run", str(folder / "qkv"), f"{folder}/new/", "--device", "cpu", "--restart"]
-    assert main(fewer) == 0
-    assert [path.name for path in (folder / "new").iterdir()] == ["out.npy"]
-
-
-@pytest.mark.parametrize("name", ["qkv", "bias.npy"])
-def test_a_file_that_takes_the_place_of_one_that_was_opened_is_not_taken_for_it(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run that is resumed would read the other one, and find it to be the one of its journal."""
-    np.save(folder / "bias.npy", np.zeros((300, 300), np.float32))
-    make = command.file_call
-
-    def replaced(*arguments: Any, **named: Any) -> Any:
-        content = (folder / name).read_bytes()
-        (folder / "new").write_bytes(content)
-        os.replace(folder / "new", folder / name)
-        return make(*arguments, **named)
-
-    monkeypatch.setattr(command, "file_call", replaced)
-    mask = ["--mask", str(folder / "bias.npy")]
-    before = (folder / "out").read_bytes()
-    assert run(folder, *mask) == 2
-    assert f"{folder / name} was changed while it was read" in capsys.readouterr().err
-    assert (folder / "out").read_bytes() == before
-    assert not (folder / "out.run").exists()
-    monkeypatch.undo()
-    assert run(folder, *mask) == 0

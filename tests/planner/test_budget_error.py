@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 import re
-import time
 import weakref
 
 import pytest
@@ -58,32 +56,6 @@ def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     for actual, expected in zip(results, wanted, strict=True):
         assert_close(actual, expected, 1e-2 if sizes.get("dtype") else 5e-5)
     assert usage(lambda: run(smallest)).peak <= smallest
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_smallest_is_no_larger_than_that_of_any_levels(backward: bool) -> None:
-    """Deep cuts are looked at where no usual one fits, and soon enough."""
-    call = {"is_causal": True, "device": "cuda", "backward": backward}
-
-    def smallest(levels: tuple[int, ...] | None = None) -> int:
-        with pytest.raises(qa.BudgetError) as refused:
-            qa.plan(10**9, budget=1, levels=levels, **call)
-        assert refused.value.smallest_bytes is not None
-        return refused.value.smallest_bytes
-
-    started = time.monotonic()
-    known = smallest()
-    assert time.monotonic() - started < 20
-    draw = random.Random(f"levels {backward}")
-    drawn = [(57,) * 4, (7,) * 8, (31,) * 4]
-    while len(drawn) < 40:
-        levels = tuple(sorted(draw.choices((7, 13, 21, 31, 57, 73, 133, 307), k=4), reverse=True))
-        if math.prod(levels) <= 20_000_000:
-            drawn.append(levels)
-    for levels in drawn:
-        assert known <= smallest(levels), levels
-    made = qa.plan(10**9, budget=known, **call)
-    assert made.peak_bytes <= known
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -141,28 +113,6 @@ def drawn_problem(draw: random.Random) -> dict[str, object]:
         "head_dim": draw.choice([16, 64, 128]), "is_causal": draw.random() < 0.5,
         "dtype": draw.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_what_plan_and_estimate_print_can_be_typed(seed: int) -> None:
-    draw = random.Random(f"printed {seed}")
-    n = int(10 ** draw.uniform(2, 4.5))
-    call = {**drawn_problem(draw), "device": draw.choice(["cpu", "cuda"])}
-    if draw.random() < 0.2:
-        call["attn_mask"] = qa.Mask(window=draw.choice([64, (1000, 0)]))
-    for make in (
-        lambda budget: [qa.plan(n, budget=budget, backward=seed % 2 == 1, **call)],
-        lambda budget: (lambda found: [found.forward, found.backward])(
-            qa.estimate(n, budget=budget, **call)
-        ),
-    ):
-        budget: str | int = int(10 ** draw.uniform(0, 6))
-        try:
-            plans = make(budget)
-        except qa.BudgetError as refused:
-            budget = printed(str(refused))
-            plans = make(budget)
-        assert plans
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_memory import FailingAllocations
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -98,27 +97,6 @@ def test_fp16_and_bf16_are_apart_on_a_cpu_and_one_on_a_gpu() -> None:
     assert cuda.rates_of(torch.float16) == cuda.rates_of(torch.bfloat16) == "16 bit"
 
 
-@pytest.mark.usefixtures("empty_cache")
-def test_small_calls_are_decided_anew_by_new_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rates say what is short, as on a GPU."""
-    from quorum_attention.planner import decide
-
-    asked: list[object] = []
-    monkeypatch.setattr(Backend, "refuses", True)
-    monkeypatch.setattr(decide, "short_call", lambda *given, **named: asked.append(given))
-    query = torch.randn(1, 1, 37, 8)
-
-    def count() -> int:
-        before = len(asked)
-        qa.attention(query, query, query)
-        return len(asked) - before
-
-    once, again = count(), count()
-    assert again < once
-    calibration.rates_known.cache_clear()
-    assert count() > again
-
-
 # What a quiet machine measures.
 QUIET = {
     "head_dim 64 forward": 9e10,
@@ -153,16 +131,6 @@ def measured(
         monkeypatch.setattr(calibration._Bench, "round", take)
 
     return set_noise
-
-
-def test_a_round_runs_outside_the_callers_modes_and_draws_none_of_its_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(calibration._Bench, "seconds", lambda bench, run, *seconds: 1e-3)
-    state = torch.get_rng_state()
-    with FailingAllocations(1, 10_000), torch.inference_mode():
-        assert calibration._Bench(CPU, torch.float32).round(0).keys() == QUIET.keys()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_median_is_kept_and_the_spread_shown(measured: Any) -> None:

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.problem import FORWARD, Problem
-from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.pictures.geometry import blocks
-from quorum_attention.planner.decide import is_small
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -49,48 +47,6 @@ def test_without_a_mask_planning_is_quick(call: dict[str, Any]) -> None:
     began = time.perf_counter()
     qa.plan(**call, **CALL, kernel="native", inputs="host")
     assert time.perf_counter() - began < 6
-
-
-def test_a_kernels_launches_are_what_it_says() -> None:
-    quick, slow = windowed(), windowed()
-    quick.launch_seconds, slow.launch_seconds = (1e-6, 1e-6), (0.1, 0.1)
-    common = {**CALL, "levels": (7,), "inputs": "device"}
-    for over_inputs in (True, False):
-        apart = [
-            qa.plan(1 << 18, kernel=kernel, over_inputs=over_inputs, **common).predicted_seconds
-            for kernel in (quick, slow)
-        ]
-        # Seven tasks of one head group through slots; all at once over the inputs.
-        assert 0.0 <= (0.1 if over_inputs else 0.7) - (apart[1] - apart[0]) < 0.1
-    units = [
-        plan.n_tasks * plan.n_groups
-        for plan in (
-            qa.plan(1 << 20, kernel=kernel, budget="1GiB", backward=True, inputs="host", **CALL)
-            for kernel in (quick, slow)
-        )
-    ]
-    assert units[1] < units[0]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_mask_of_so_many_tokens_is_asked_about_no_others(device: str) -> None:
-    """Small calls are remembered by rounded lengths; a mask by ids has none beyond the call's."""
-    n = 700
-    kernel = from_score_mod(None, document(torch.arange(n) // 100), compiled=device == "cuda")
-    call = {**CALL, "device": device, "inputs": "device"}
-    plan = qa.plan(n, kernel=kernel, levels=(), **call)
-    is_small(Problem(plan.work, kernel, FORWARD, plan.place), torch.device(device))
-
-
-def test_rows_that_trimmed_tasks_leave_out_cost_nothing() -> None:
-    """Two queries under 259 keys, causal: most keys have no partner, and are in no task."""
-    plan = qa.plan(
-        2, n_keys=259, heads=2, head_dim=16, is_causal=True, levels=(3, 1), layout="balanced",
-        tile=1, device="cuda", inputs="host", kernel="flash",
-    )  # fmt: skip
-    assert plan.schedule.trimmed.tokens < 259
-    assert plan.predicted_seconds > 0
-    assert min(plan.cost.up, plan.cost.down) >= 0
 
 
 def test_plans_and_estimates_of_a_mask() -> None:

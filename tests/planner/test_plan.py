@@ -6,7 +6,6 @@ import logging
 import re
 import time
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -19,19 +18,6 @@ from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.planner.plan import _log_once
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
-
-
-def test_a_plan_says_why() -> None:
-    """What was compared with what: sizes where memory decided, times where speed did."""
-    call: dict[str, Any] = {"heads": 8, "head_dim": 64, "is_causal": True, "device": "cuda"}
-    small = qa.plan(1 << 20, budget="256MiB", **call).describe()
-    assert "uncut it would take" in small
-    faster = qa.plan(1 << 20, budget="64GiB", inputs="device", **call)
-    assert faster.levels
-    assert "clearly faster than the monolithic call (" in faster.describe()
-    heads = qa.plan(1 << 14, budget="64MiB", **call)
-    assert (heads.levels, heads.n_groups > 1) == ((), True)
-    assert "cutting heads alone is enough" in heads.describe()
 
 
 @pytest.mark.parametrize(

@@ -73,61 +73,6 @@ def test_a_faster_machine_is_no_slower(rate: str, route: str, spec) -> None:  # 
         assert getattr(after, term) <= getattr(before, term), term
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    parts=st.tuples(*(st.floats(0, 10),) * 4),
-    exposed=st.floats(0, 1),
-    even=st.booleans(),
-    overlaps=st.booleans(),
-)
-def test_the_whole_lies_between_the_slowest_part_and_the_sum(
-    parts, exposed, even, overlaps
-) -> None:  # type: ignore[no-untyped-def]
-    arithmetic, up, down, issue = parts
-    found = Cost(arithmetic, 0.0, up, down, issue, exposed, 0.5, 9.0, even, overlaps)
-    longest, total = max(parts), sum(parts)
-    assert longest + 0.5 <= found.seconds <= total + exposed + 0.5 + 1e-9
-    if not overlaps:
-        assert found.seconds == pytest.approx(total + 0.5)
-    elif even:
-        assert found.seconds == pytest.approx(longest + exposed + 0.5)
-
-
-def test_all_heads_cost_as_much_as_each_of_them() -> None:
-    """Arithmetic is that of all pairs, however heads are grouped and tokens are cut."""
-    plain = replace(MACHINE, wave_rows=0, filling_rows=0.0, filling_causal=0.0, cache_bytes=0,
-                    call_device_seconds=0.0, throttle=0.0)  # fmt: skip
-    wanted = 4.0 * 64 * WORK.pairs * WORK.batch * WORK.heads / plain.flops
-    for levels, route in (((), Whole()), ((7,), Slots()), ((13, 7), Slots()), ((13,), Blockwise())):
-        for group in (GroupSize(1, 1), GroupSize(1, 2)):
-            found = of(schedule(levels, route, group), FORWARD, machine=plain)
-            assert found.arithmetic == pytest.approx(wanted)
-            backward = of(schedule(levels, route, group), BACKWARD, machine=plain)
-            expected = 2.5 * wanted * plain.flops / plain.backward_flops
-            assert backward.arithmetic == pytest.approx(expected)
-
-
-@SPECS
-def test_bytes_up_are_those_of_every_visit(spec) -> None:  # type: ignore[no-untyped-def]
-    """A row is in l tasks of a level; states on the device stay there, those on the host do not."""
-    device, host = (of(schedule(route=Slots(2, home)), spec) for home in ("device", "host"))
-    inputs = sum(i.count(WORK) * i.dtype(WORK).itemsize for i in spec.inputs)
-    assert device.up == pytest.approx(3 * inputs / MACHINE.up_bytes_per_second)
-    assert host.up > device.up
-    assert host.down == pytest.approx(3 * device.down)
-
-
-def test_a_kernel_of_whole_tasks_issues_one_launch_each() -> None:
-    made = schedule((7, 7))
-    launch = of(made, FORWARD, launch=(1e-3, 2e-3))
-    calls = of(made, FORWARD)
-    assert launch.preparation == 0.0 < calls.preparation
-    assert launch.merge == 0.0 < calls.merge
-    twice = of(made, FORWARD, launch=(2e-3, 2e-3))
-    units = 49 * 2  # two batch entries
-    assert twice.issue - launch.issue == pytest.approx(units * 1e-3)
-
-
 @SPECS
 @pytest.mark.parametrize("levels", [(7,), (31,), (7, 3)])
 @pytest.mark.parametrize("sizes", [(9000, 1 << 16), (1 << 16, 9000), (100, 1 << 16), (50, 60)])

@@ -24,7 +24,6 @@ from quorum_attention.planner.search import (
     _schedules,
     choose,
     refitted,
-    short_call,
 )
 
 GIB = 1 << 30
@@ -131,21 +130,6 @@ def test_a_budget_in_which_nothing_fits_is_named_with_one_in_which_something_doe
     assert chosen(call, PlanConstraints(1000, enforce_budget=False)).footprint.total > 1000
     with pytest.raises(BudgetError, match=r"at levels \(7,\)"):
         chosen(call, PlanConstraints(1000, levels=(7,)))
-
-
-def test_short_calls_are_not_searched_for() -> None:
-    short = work(2048)
-    found = chosen(short, PlanConstraints(GIB), NEAR)
-    assert isinstance(found.schedule.route, Whole)
-    assert "nothing else was looked at" in found.why
-    problem = Problem(short, KERNEL, spec_of(False), NEAR)
-    once = short_call(problem, MACHINE)
-    assert once is not None
-    assert once.footprint == found.footprint
-    for change in (
-        {"work": work(1 << 20)}, {"place": FAR}, {"work": replace(short, batch_shape=(2, 2))},
-    ):  # fmt: skip
-        assert short_call(replace(problem, **change), MACHINE) is None
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention import autograd
-from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes import checkpoints, long_context
 from quorum_attention.recipes.step import shares
 
@@ -259,19 +258,3 @@ def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
         losses[-1].append(trainer.evaluate()["eval_loss"])
         assert any(tmp_path.iterdir())
     assert losses[0] == losses[1]
-
-
-def test_memory_is_locked_by_threads_unless_the_allocator_has_settings() -> None:
-    settings, change = (
-        getattr(torch._C, f"_accelerator_{word}AllocatorSettings") for word in ("get", "set")
-    )
-    before = settings()
-    try:
-        change("expandable_segments:True")
-        lock_pages_with_threads()
-        assert settings().startswith("expandable_segments:True,pinned_use_cuda_host_register:True")
-        change("pinned_num_register_threads:2")
-        lock_pages_with_threads()
-        assert settings() == "pinned_num_register_threads:2"
-    finally:
-        change(before)

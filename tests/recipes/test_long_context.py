@@ -77,14 +77,6 @@ def test_a_model_that_caps_its_logits() -> None:
     assert "chunked loss" in both(model, torch.randint(VOCABULARY, (2, 40))).done
 
 
-def test_a_model_that_does_more_to_its_logits_keeps_its_loss() -> None:
-    model = tiny("llama")
-    model.loss_function = squares
-    summary = long_context(model, checkpoints=None)
-    assert "chunked loss" in summary.left_out
-    assert "does more to its logits" in str(summary)
-
-
 IDS = torch.arange(60).reshape(2, 30) * 7 % VOCABULARY
 MASK = torch.ones_like(IDS)
 MASK[:, 26:] = 0
