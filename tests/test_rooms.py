@@ -17,7 +17,7 @@ ROOT = Path(quorum_attention.__file__).parent
 # Every room, a folder or a file, from the ground up. Rooms of one floor do not import each other.
 FLOORS = (
     ("counts", "errors", "lifetime", "progress"),
-    ("html_table", "quorums", "sizes"),
+    ("quorums", "sizes"),
     ("decomposition", "mask", "writing"),
     ("kernels", "pictures"),
     ("execution",),

@@ -85,13 +85,6 @@ def test_commands_without_matplotlib(
     assert HINT.findall(capsys.readouterr().err) == ["draw"]
 
 
-def test_a_notebook_without_matplotlib_has_the_table(without: Any) -> None:
-    without("matplotlib")
-    html = qa.plan(4096, levels=(7,), device="cpu")._repr_html_()
-    assert "<table" in html
-    assert "<img" not in html
-
-
 def test_models_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)

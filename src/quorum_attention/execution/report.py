@@ -7,8 +7,7 @@ from os import PathLike
 from threading import Lock
 from typing import Any
 
-from quorum_attention.html_table import html_table
-from quorum_attention.sizes import counted, format_bytes, format_seconds
+from quorum_attention.sizes import as_html, counted, format_bytes, format_seconds
 
 # One for all: it is held for a few additions, and a lock of its own would keep a total from being
 # copied or pickled.
@@ -75,35 +74,27 @@ class Total:
         with _LOCK:
             return asdict(self)
 
-    def rows(self) -> list[tuple[str, list[str]]]:
-        """The total as rows of a table; none where nothing has run."""
+    def __str__(self) -> str:
         if not self.forwards + self.backwards:
-            return []
+            return "nothing has run yet"
         forwards, backwards = counted(self.forwards, "forward"), counted(self.backwards, "backward")
-        passes = f"{forwards}, {backwards}, {self.cut} of them cut"
-        rows = [
-            ("passes", [passes]),
-            ("time", [format_seconds(self.seconds)]),
+        lines = [
+            f"passes: {forwards}, {backwards}, {self.cut} of them cut",
+            f"time: {format_seconds(self.seconds)}",
         ]
         if self.peak_bytes:  # measured where a budget or a call's own report asks for it
-            rows.append(("largest peak of memory", [format_bytes(self.peak_bytes)]))
+            lines.append(f"largest peak of memory: {format_bytes(self.peak_bytes)}")
         if self.recoveries:
             cost = format_seconds(self.recovery_seconds)
-            rows.append(("recoveries", [f"{self.recoveries}, which cost {cost}"]))
+            lines.append(f"recoveries: {self.recoveries}, which cost {cost}")
         # A copy: another thread may meet another kernel meanwhile.
         for name, own in dict(self.kernels).items():
             text = f"{own.passes} pass(es), {own.cut} cut, {format_seconds(own.seconds)}"
-            rows.append((f"kernel {name}", [text]))
-        return rows
+            lines.append(f"kernel {name}: {text}")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """For notebooks: the total as a table."""
-        rows = self.rows()
-        return html_table("Total" if rows else "Total: nothing has run yet", rows)
-
-    def __str__(self) -> str:
-        lines = [f"{label}: {text}" for label, (text,) in self.rows()]
-        return "\n".join(lines) or "nothing has run yet"
+        return as_html(str(self))
 
 
 @dataclass(slots=True)
@@ -265,17 +256,7 @@ class Report:
         draw_report(path, self.to_dict())
 
     def _repr_html_(self) -> str:
-        """For notebooks: a table with a column for each pass."""
-        passes = {"forward": self.forward, "backward": self.backward}
-        ran = {name: part for name, part in passes.items() if part is not None}
-        if not ran:
-            total = html_table("Total", self.total.rows()) if self.total.rows() else ""
-            return total or html_table("Report: nothing has run yet", [])
-        cells = [part.cells() for part in ran.values()]
-        labels = list(dict.fromkeys(label for one in cells for label in one))
-        rows = [(label, [one.get(label, "") for one in cells]) for label in labels]
-        rows += [("mask gradient", [line]) for line in self.mask_gradient]
-        return html_table("Report", rows, list(ran))
+        return as_html(str(self))
 
     def __str__(self) -> str:
         parts = []

@@ -30,7 +30,6 @@ from quorum_attention.execution.problem import (
     scale_is_exact,
     spec_of,
 )
-from quorum_attention.html_table import html_table
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import InnerKernel
@@ -43,7 +42,7 @@ from quorum_attention.planner.plan import Plan, is_cut
 from quorum_attention.planner.price import forward_flops
 from quorum_attention.planner.search import PlanConstraints
 from quorum_attention.quorums import quorum_size
-from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
+from quorum_attention.sizes import as_html, format_bytes, format_seconds, parse_bytes
 
 # The largest size of anything: torch counts in 64 bits.
 _MOST = 2**63 - 1
@@ -308,39 +307,22 @@ class Estimate:
 
     def describe(self) -> str:
         """The estimate in words."""
+        fits = "fits" if self.fits_monolithic else "does not fit"
         lines = [
-            f"monolithic call, forward: {self._monolithic()}",
+            f"monolithic call, forward: {format_bytes(self.monolithic_bytes)}, {fits}",
             self.forward.describe(),
             self.backward.describe(),
             "alternatives (forward), with other levels:" if self.alternatives else _NO_OTHERS,
         ]
-        for levels, (peak, seconds, kernel) in self._rows():
-            other = "" if kernel == self.forward.kernel else f", kernel {kernel}"
+        for plan in self.alternatives:
+            levels = " x ".join(map(str, plan.levels)) or "none"
+            peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.predicted_seconds)
+            other = "" if plan.kernel == self.forward.kernel else f", kernel {plan.kernel}"
             lines.append(f"  {levels:>12}: peak {peak}, predicted {seconds}{other}")
         return "\n".join(lines)
 
-    def _monolithic(self) -> str:
-        fits = "fits" if self.fits_monolithic else "does not fit"
-        return f"{format_bytes(self.monolithic_bytes)}, {fits}"
-
-    def _rows(self) -> list[tuple[str, list[str]]]:
-        """The alternatives: levels, then peak memory, predicted time and kernel."""
-        rows = []
-        for plan in self.alternatives:
-            peak, spent = format_bytes(plan.peak_bytes), format_seconds(plan.predicted_seconds)
-            rows.append((" x ".join(map(str, plan.levels)) or "none", [peak, spent, plan.kernel]))
-        return rows
-
     def _repr_html_(self) -> str:
-        """For notebooks: a table for each plan, and one of the alternatives."""
-        rows = self._rows()
-        others = html_table(
-            "Alternatives (forward), with other levels" if rows else _NO_OTHERS,
-            rows,
-            ["peak memory", "predicted", "kernel"] if rows else [],
-        )
-        whole = html_table("Estimate", [("monolithic call, forward", [self._monolithic()])])
-        return whole + self.forward.html_table() + self.backward.html_table() + others
+        return as_html(self.describe())
 
     __str__ = describe
 

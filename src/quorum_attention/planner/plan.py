@@ -16,9 +16,8 @@ from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.problem import Placement, Workload, count_groups
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import written
-from quorum_attention.html_table import html_table
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.sizes import counted, format_bytes, format_seconds
+from quorum_attention.sizes import as_html, counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")
 
@@ -208,20 +207,15 @@ class Plan:
         first, *rest = self._lines()
         return "\n".join([first[1], *(f"{label}: {text}" for label, text in rest)])
 
-    def html_table(self) -> str:
-        """What ``describe`` says as a table in HTML."""
-        first, *rest = self._lines()
-        return html_table(f"Plan: {first[1]}", [(label, [text]) for label, text in rest])
-
     def _repr_html_(self) -> str:
-        """For notebooks: the table, and the picture of ``draw`` where matplotlib is installed and
+        """For notebooks: the words, and the picture of ``draw`` where matplotlib is installed and
         the picture is no burden for a page."""
         from quorum_attention.pictures import coverage_html
 
         drawn = coverage_html(
             self.decomposition, self._pairs(), tasks=self._trimmed(), kept=self._kept()
         )
-        return self.html_table() + (f'<div style="margin-top:1em">{drawn}</div>' if drawn else "")
+        return as_html(self.describe()) + (drawn or "")
 
     def _lines(self) -> list[tuple[str, str]]:
         """(what, words about it), the call itself first."""
