@@ -16,7 +16,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from quorum_attention.call.validation import Sizes, check_kind, sizes_of
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.distributed.masks import columns_of
 from quorum_attention.execution.device.lookup import on_host
@@ -25,7 +24,7 @@ from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 
 # What a call is, by the names of its arguments; the values are plain.
-Arguments = Mapping[str, object]
+Signature = Mapping[str, object]
 
 # Calls that a group remembers; when there are more, all ranks forget all at the same call.
 _MOST = 1024
@@ -90,27 +89,6 @@ def exchanging(group: dist.ProcessGroup) -> Iterator[None]:
         raise
 
 
-def check_shard(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> Sizes:
-    """The sizes of a rank's tensors.
-
-    Raises:
-        TypeError, ValueError: they do not fit each other; the message names the argument.
-    """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
-        check_kind(tensor, name)
-    sizes = sizes_of(query, key, value, enable_gqa)
-    if sizes.n_queries != sizes.n_keys or not sizes.heads:
-        raise ValueError(
-            "key must have the query's rows, and there must be heads, got shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)}"
-        )
-    return sizes
-
-
 def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
     """The kernel of that name, for calls that are parts of one.
 
@@ -153,7 +131,7 @@ def refusing(group: dist.ProcessGroup, asks: bool) -> Iterator[None]:
         raise
 
 
-def compare(group: dist.ProcessGroup, arguments: Arguments, *mine: Any) -> list[Any]:
+def compare(group: dist.ProcessGroup, arguments: Signature, *mine: Any) -> list[Any]:
     """Compare a call with those of the other ranks; returns what else every rank says.
 
     Raises:
@@ -176,7 +154,7 @@ def compare(group: dist.ProcessGroup, arguments: Arguments, *mine: Any) -> list[
 def agreed_sizes(
     group: dist.ProcessGroup,
     query: torch.Tensor,
-    arguments: Arguments,
+    arguments: Signature,
     mask: Mask | None,
     lengths: Sequence[int] | str | None,
 ) -> tuple[int, ...]:
@@ -210,7 +188,7 @@ def agreed_sizes(
     return sizes
 
 
-def _name(arguments: Arguments, columns: Sequence[int], sizes: tuple[int, ...]) -> str:
+def _name(arguments: Signature, columns: Sequence[int], sizes: tuple[int, ...]) -> str:
     """A call of such sizes, the same on all ranks. Not its seed, which may differ at every call."""
     whole = [n == sum(sizes) and max(sizes) < n for n in columns]
     return repr((sizes, whole, {n: v for n, v in arguments.items() if n != "dropout_seed"}))
@@ -228,7 +206,7 @@ def _remember(group: dist.ProcessGroup, name: str) -> None:
     known.add(name)
 
 
-def agreed_number(group: dist.ProcessGroup, query: torch.Tensor, arguments: Arguments) -> int:
+def agreed_number(group: dist.ProcessGroup, query: torch.Tensor, arguments: Signature) -> int:
     """A number of 24 bits of a call without sizes, the same where ranks mean the same."""
     name = repr(arguments)
     if not _is_known(group, query, name):
@@ -252,6 +230,6 @@ def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) ->
 
 
 __all__ = [
-    "Arguments", "agreed_number", "agreed_sizes", "alive", "check_shard", "compare", "exchanging",
+    "Signature", "agreed_number", "agreed_sizes", "alive", "compare", "exchanging",
     "kernel_of_parts", "member_of", "refusing", "told", "waits",
 ]  # fmt: skip

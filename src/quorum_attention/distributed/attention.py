@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,15 +12,13 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.options import CallOptions, options_of
-from quorum_attention.call.request import checked_dropout
+from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import current, filled
-from quorum_attention.call.transforms import is_followed, refuse_learned
-from quorum_attention.counts import real_number, shown, switch
+from quorum_attention.counts import shown
 from quorum_attention.distributed.agreement import (
-    Arguments,
+    Signature,
     agreed_sizes,
-    check_shard,
     compare,
     exchanging,
     kernel_of_parts,
@@ -47,7 +44,6 @@ from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import state_dtype
-from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.mask import Mask
@@ -121,39 +117,32 @@ def attention(
             error when the group's time limit ends or that rank's connection does.
     """
     group = member_of(group)
+    written = CallOptions(budget, None, depth, kernel)
     with refusing(group, lengths is None or waits(group, query)):
-        shard = check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
-        causal = switch(is_causal, "is_causal")
-        factor = None if scale is None else real_number(scale, "scale")
         mask = checked_mask(attn_mask)
-        p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
-        written = _checked(CallOptions(budget, None, depth, kernel), report, query, key, value)
-    kind, inputs, dtype = query.device.type, (query, key, value), query.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-    batch = math.prod(shard.batch_shape)
-    arguments: Arguments = {
-        "batch size": batch, "heads": shard.heads, "kv_heads": shard.kv_heads,
-        "head_dim": shard.head_dim, "value_dim": shard.value_dim,
-        "dtype": str(dtype), "is_causal": causal, "scale": factor,
-        "attn_mask": None if mask is None else signature_of(mask), "dropout_p": p,
-        "dropout_seed": seed,
-        "gradients": torch.is_grad_enabled() and any(t.requires_grad for t in inputs),
+        said = Arguments(
+            None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, written=filled(written)
+        )
+        inputs, shard = _checked_shard(query, key, value, said, report)
+        written = written._replace(kernel=shard.options.kernel)
+    query, work, dropout = inputs.query, shard.work, shard.dropout
+    batch, heads, kv_heads, causal = work.batch, work.heads, work.kv_heads, work.is_causal
+    arguments: Signature = {
+        "batch size": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": work.head_dim,
+        "value_dim": work.value_dim, "dtype": str(work.dtype), "is_causal": causal,
+        "scale": shard.scale, "attn_mask": None if mask is None else signature_of(mask),
+        "dropout_p": 0.0 if dropout is None else dropout.p,
+        "dropout_seed": None if dropout_seed is None else int(dropout_seed),
+        "gradients": shard.records,
     }  # fmt: skip
     sizes = agreed_sizes(group, query, {"call": "attention", **arguments}, mask, lengths)
     if mask is not None:
-        mask = whole_mask(mask, group, sizes, shard, query.device)
-    dropout = None
-    if p > 0.0:
-        seed = int(torch.randint(LARGEST_SEED, (), device="cpu")) if seed is None else seed
-        dropout = Dropout(p, seed)
+        mask = whole_mask(mask, group, sizes, work, query.device)
     tokens = sum(sizes)
-    whole = WholeCall(
-        (batch,), shard.heads, shard.kv_heads, tokens, tokens, mask, causal, factor, dropout
-    )
-    with torch.autocast(kind, enabled=False):
-        rows = [t.to(dtype).reshape(batch, *t.shape[-3:]) for t in inputs]
-        if dtype.itemsize == 2 and batch * shard.heads * tokens**2 <= _WIDENED_PAIRS:
+    whole = WholeCall((batch,), heads, kv_heads, tokens, tokens, mask, causal, shard.scale, dropout)
+    with torch.autocast(query.device.type, enabled=False):
+        rows = [t.reshape(batch, *t.shape[-3:]) for t in inputs[:3]]
+        if work.dtype.itemsize == 2 and batch * heads * tokens**2 <= _WIDENED_PAIRS:
             rows = [t.float() for t in rows]
         assignment, moved = _assigned(rows, whole, sizes)
         # Turns of whole heads, where nothing limits a call's memory.
@@ -172,27 +161,29 @@ def attention(
         sinks = None if mask is None else mask.sinks
         apply: Any = _Attention.apply
         out: torch.Tensor = apply(*rows, bias, sinks, call)
-    return out.to(dtype).reshape(*query.shape[:-1], shard.value_dim)
+    return shard.back(out.to(work.dtype).reshape(*query.shape[:-1], work.value_dim))
 
 
-def _checked(
-    written: CallOptions, report: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> CallOptions:
-    """The options, with the kernel that now has the name asked for.
+def _checked_shard(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, said: Arguments, report: Any
+) -> tuple[Tensors, Request]:
+    """The tensors of this rank as a call of their own, with the kernel that now has that name.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: an option makes none, by name.
+        TypeError, ValueError, NotImplementedError: an argument makes no sense, by name.
     """
     if report is not None and not isinstance(report, ShardedReport):
         raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
-    wanted = filled(written)
-    device = options_of(wanted, query.device).device
-    if wanted.kernel == "auto":
-        return written
-    kernel = kernel_of_parts(wanted.kernel)
-    if is_followed():
-        refuse_learned(kernel, query, key, value, device)
-    return written._replace(kernel=kernel)
+    tensors, request = request_of("attention", query, key, value, said)
+    work, kernel = request.work, request.options.kernel
+    if work.n_queries != work.n_keys or not work.heads:
+        raise ValueError(
+            "key must have the query's rows, and there must be heads, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)}"
+        )
+    if kernel != "auto":
+        kernel_of_parts(kernel)
+    return tensors, request
 
 
 def _assigned(

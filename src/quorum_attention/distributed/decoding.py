@@ -15,7 +15,7 @@ import torch.distributed as dist
 from quorum_attention.api import attention_with_lse
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.distributed.agreement import (
-    Arguments,
+    Signature,
     agreed_number,
     exchanging,
     kernel_of_parts,
@@ -108,7 +108,7 @@ def decode(
 
 def _arguments(
     query: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
-) -> Arguments:
+) -> Signature:
     """What must be the same on all ranks."""
     heads, queries, head_dim = query.shape[-3:]
     return {

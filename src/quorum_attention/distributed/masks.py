@@ -6,7 +6,6 @@ of a rank's own rows: they are gathered, a number for each token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quorum_attention.call.validation import Sizes, as_mask
+from quorum_attention.call.validation import as_mask
 from quorum_attention.counts import shown
+from quorum_attention.execution.problem import Workload
 from quorum_attention.mask import Mask, map_tensors
 
 # Fields with a number for each token.
@@ -43,7 +43,7 @@ def whole_mask(
     mask: Mask,
     group: dist.ProcessGroup,
     lengths: Sequence[int],
-    shard: Sizes,
+    shard: Workload,
     device: torch.device,
 ) -> Mask:
     """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
@@ -56,7 +56,7 @@ def whole_mask(
     Raises:
         ValueError: a field fits neither the whole call nor this rank's rows, by name.
     """
-    batch, heads, rows = math.prod(shard.batch_shape), shard.heads, shard.n_queries
+    batch, heads, rows = shard.batch, shard.heads, shard.n_queries
     tokens, most = sum(lengths), max(lengths)
 
     def gathered(mine: torch.Tensor, name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.agreement import (
-    Arguments,
+    Signature,
     alive,
 )
 from quorum_attention.distributed.exchange import Gathered, Transfer
@@ -54,7 +54,7 @@ class Sharded:
     whole: WholeCall
     _group: weakref.ref[dist.ProcessGroup]
     written: CallOptions
-    arguments: Arguments
+    arguments: Signature
     report: ShardedReport | None
     two_streams: bool
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention import distributed
-from quorum_attention.distributed.agreement import Arguments, alive, compare
+from quorum_attention.distributed.agreement import Signature, alive, compare
 from quorum_attention.integrations.transformers.attending import causal_of, says_only
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.keywords import refuse
@@ -138,7 +138,7 @@ def _found(
     )  # fmt: skip
     left, right, chunk, packed, refused = mask.asked
     refused |= not placed and positions is not None
-    same: Arguments = {
+    same: Signature = {
         "call": "a mask", "left": left, "right": right, "chunk": chunk, "batch": batch,
         "placed": placed,
     }  # fmt: skip
