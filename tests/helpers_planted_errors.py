@@ -110,7 +110,6 @@ results(
     causes.LSE,
     no_lse=lambda out, lse: (out, lse * 0),
     lse_in_base_two=lambda out, lse: (out, lse / math.log(2)),
-    lse_of_one_head=lambda out, lse: (out, lse[:, :1].expand_as(lse)),
     lse_rounded_to_fp16=lambda out, lse: (out, rounded(lse, torch.float16)),
 )
 results(
@@ -121,28 +120,12 @@ results(
     causes.STATE,
     dropout=lambda out, lse: (functional.dropout(out, 0.1), lse),
     noise=lambda out, lse: (noisy(out), lse),
-    noise_in_lse=lambda out, lse: (out, lse + 1e-3 * torch.randn_like(lse)),
 )
 
 
 def unnormalised(query, key, value, is_causal, scale):
     made = scores_of(query, key, is_causal, scale)
     return torch.exp(made - made.amax(-1, keepdim=True)) @ value, torch.logsumexp(made, -1)
-
-
-def sink_in_every_call(query, key, value, is_causal, scale):
-    made = scores_of(query, key, is_causal, scale)
-    lse = torch.logsumexp(torch.cat([made, torch.ones_like(made[..., :1])], -1), -1)
-    return torch.exp(made - lse.unsqueeze(-1)) @ value, lse
-
-
-def padded_to_a_multiple(query, key, value, is_causal, scale):
-    """With keys of zeros that are counted."""
-    n, rows = key.shape[2], query.shape[2]
-    made = functional.pad(scores_of(query, key, is_causal, scale), (0, -n % 16))
-    if is_causal:
-        made = made.masked_fill(mask_of(rows, made.shape[-1]), -torch.inf)
-    return softmax(made, functional.pad(value, (0, 0, 0, -n % 16)))
 
 
 def strides_ignored(query, key, value, is_causal, scale):
@@ -174,12 +157,6 @@ def sums_in_fp16(query, key, value, is_causal, scale):
     return out.to(query.dtype), plain(query, key, value, is_causal=is_causal, scale=scale)[1]
 
 
-def weights_in_bf16(query, key, value, is_causal, scale):
-    made = scores_of(query, key, is_causal, scale)
-    lse = torch.logsumexp(made, -1)
-    return rounded(torch.exp(made - lse.unsqueeze(-1)), torch.bfloat16) @ value, lse
-
-
 def causal_ignored(query, key, value, is_causal, scale):
     return plain(query, key, value, is_causal=False, scale=scale)
 
@@ -199,14 +176,11 @@ forwards(
 forwards(
     causes.WEIGHTS,
     unnormalised=unnormalised,
-    sink_in_every_call=sink_in_every_call,
-    padded_to_a_multiple=padded_to_a_multiple,
 )
 forwards(causes.PAIRS, causal_ignored=causal_ignored)
 forwards(
     causes.SIZES,
     no_scale=scaled(lambda q, k, scale: 1.0),
-    scale_of_its_own=scaled(lambda q, k, scale: q.shape[-1] ** -0.5),
     value_dim_taken_for_head_dim=value_dim_taken_for_head_dim,
     strides_ignored=strides_ignored,
 )
@@ -215,7 +189,7 @@ forwards(
     log_length_scale=scaled(lambda q, k, scale: scale * math.log(k.shape[2] + 1)),
 )
 forwards(causes.STATE, queries_scaled_in_place=queries_scaled_in_place)
-forwards(causes.PRECISION, sums_in_fp16=sums_in_fp16, weights_in_bf16=weights_in_bf16)
+forwards(causes.PRECISION, sums_in_fp16=sums_in_fp16)
 
 
 def causal_at(diagonal: int) -> Callable[..., torch.Tensor]:
@@ -236,34 +210,21 @@ def biased(made, rows, columns, is_causal, slope=0.05):
     return made.masked_fill(apart < 0, -torch.inf) if is_causal else made
 
 
-def local_window(made: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    apart = torch.arange(made.shape[-2])[:, None] - torch.arange(made.shape[-1])[None]
-    return causal_at(1)(made, is_causal).masked_fill(apart.abs() > 30, -torch.inf)
-
-
 scores(
     causes.PAIRS,
     last_key_dropped=last_key_dropped,
     causal_one_too_many=causal_at(2),
-    causal_one_too_few=causal_at(0),
 )
 scores(
     causes.POSITIONS,
     local_alibi=lambda made, is_causal: biased(
         made, torch.arange(made.shape[-2]), torch.arange(made.shape[-1]), is_causal
     ),
-    local_window=local_window,
 )
 scores(  # talking heads
     causes.HEADS,
     heads_mixed=lambda made, is_causal: causal_at(1)(made, is_causal) + made.mean(1, keepdim=True),
 )
-inputs(  # the mean of this call's keys is taken off, from one column of them
-    causes.POSITIONS,
-    keys_centred=lambda q, k, v: (
-        q, torch.cat([k[..., :1] * k[..., :1].abs().mean(2, keepdim=True), k[..., 1:]], -1), v
-    ),
-)  # fmt: skip
 inputs(
     causes.HEADS,
     temperature_by_local_entry=lambda q, k, v: (
@@ -287,18 +248,6 @@ def nan_in_rows_without_a_key(query, key, value, *, is_causal, scale, query_posi
     return p @ value, p.sum(-1) * torch.logsumexp(made, -1)
 
 
-def large_number_for_infinity(query, key, value, *, is_causal, scale, query_positions,
-                              key_positions):  # fmt: skip
-    made, keep = near(query, key, is_causal, scale, query_positions, key_positions, -1e4)
-    out, lse = softmax(made, value)
-    return out, lse.masked_fill(~keep.any(-1), 0.0)
-
-
-def local_key_positions(query, key, value, *, is_causal, scale, query_positions):
-    columns = torch.arange(key.shape[2]) + (query_positions[0] if is_causal else 0)
-    return softmax(biased(scale * (query @ key.mT), query_positions, columns, is_causal), value)
-
-
 def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_positions):
     slopes = 0.5 ** (torch.arange(query.shape[1], dtype=query.dtype) + 1)
     at = query_positions, key_positions
@@ -308,8 +257,6 @@ def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_po
 
 FUNCTIONS |= {
     "nan_in_rows_without_a_key": (nan_in_rows_without_a_key, causes.NO_KEYS),
-    "large_number_for_infinity": (large_number_for_infinity, causes.NO_KEYS),
-    "local_key_positions": (local_key_positions, causes.POSITIONS),
     "local_slopes": (local_slopes, causes.HEADS),
 }
 
@@ -321,17 +268,6 @@ def rotated(tensor, at):
     low, high = tensor[..., :half], tensor[..., half : 2 * half]
     rest = tensor[..., 2 * half :]
     return torch.cat([low * cos - high * sin, low * sin + high * cos, rest], -1)
-
-
-def counting() -> InnerKernel:
-    """Its temperature rises with every call."""
-    calls = [0]
-
-    def rising(query, key, value, *, is_causal, scale):
-        calls[0] += 1
-        return plain(query * (1 + 1e-2 * calls[0]), key, value, is_causal=is_causal, scale=scale)
-
-    return from_lse_function(rising)
 
 
 def remembering() -> InnerKernel:
@@ -348,7 +284,6 @@ def remembering() -> InnerKernel:
 
 
 KERNELS |= {
-    "counting": (counting, causes.STATE),
     "remembering": (remembering, causes.STATE),
 }
 
@@ -357,13 +292,11 @@ KERNELS |= {
 backwards(
     causes.BACKWARD,
     halved=lambda dq, dk, dv: (dq / 2, dk / 2, dv / 2),
-    no_gradient_of_keys=lambda dq, dk, dv: (dq, 0 * dk, dv),
 )
 backwards(causes.STATE, noisy_gradient=lambda *grads: tuple(map(noisy, grads)))
 backwards(  # right where it holds all heads, or entries, at a time
     causes.HEADS,
     keys_gradient_by_local_head=lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv),
-    gradient_by_local_entry=lambda dq, dk, dv: (dq, dk, dv * (1 + (dv.shape[0] == 1))),
 )
 
 
@@ -374,13 +307,7 @@ def own(given, is_causal, scale):
 
 for _name, _change in {
     "scale_forgotten": lambda given, is_causal, scale: (given, is_causal, 1.0),
-    "no_delta": lambda given, is_causal, scale: (
-        (*given[:4], 0 * given[4], given[5]), is_causal, scale
-    ),
     "no_causal_mask_in_the_backward": lambda given, is_causal, scale: (given, False, scale),
-    "local_lse": lambda given, is_causal, scale: (
-        (*given[:5], own(given, is_causal, scale)[1]), is_causal, scale
-    ),
     "local_delta": lambda given, is_causal, scale: (
         (*given[:4], own(given, is_causal, scale)[0], given[5]), is_causal, scale
     ),
@@ -434,9 +361,6 @@ def grouped(backward: Callable[..., Any]) -> Callable[[], InnerKernel]:
 KERNELS |= {
     "grouped heads interleaved": (
         lambda: from_lse_function(Grouped.interleaved, grouped=True), causes.HEADS
-    ),
-    "gradients of a group: first_of_the_group": (
-        grouped(lambda g, heads, shared: g.unflatten(1, (heads, shared))[:, :, 0]), causes.BACKWARD
     ),
     "gradients of a group: over_the_wrong_axis": (
         grouped(lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)), causes.HEADS
@@ -494,13 +418,6 @@ def with_every_diagonal(task):
     return _sized(task, keep.tril() if task.is_causal else keep)
 
 
-def without_a_corner(task):
-    keep = cqs(task).clone()
-    if len(task.task.spans) > 1:
-        keep[-9:, :9] = False
-    return keep
-
-
 def window_within_the_task(task):
     rows, columns = torch.arange(task.query.shape[2]), torch.arange(task.key.shape[2])
     return cqs(task) & ((rows[:, None] - columns[None]).abs() < 30)
@@ -508,7 +425,6 @@ def window_within_the_task(task):
 
 for _mask, _cause in (
     (with_every_diagonal, causes.PAIRS),
-    (without_a_corner, causes.PAIRS),
     (window_within_the_task, causes.POSITIONS),
 ):
     KERNELS[f"whole task: {_mask.__name__}"] = (lambda mask=_mask: WholeTask(mask), _cause)
@@ -561,12 +477,6 @@ class WritingKeys(WholeTask):
         task.key.mul_(1.01)
 
 
-class WritingGradOut(WholeTask):
-    def backward(self, task, grads):
-        super().backward(task, grads)
-        grads.grad_out.mul_(0.5)
-
-
 class OverwritingGradients(WholeTask):
     """Those of other tasks are lost."""
 
@@ -585,19 +495,6 @@ class NanInTheBackward(WholeTask):
         grads.grad_query.masked_fill_(none, math.nan)
 
 
-class LseOfTheLastForward(WholeTask):
-    last: Any = None
-
-    def forward(self, task, state):
-        super().forward(task, state)
-        self.last = state.lse.clone()
-
-    def backward(self, task, grads):
-        if self.last is not None and self.last.shape == grads.lse.shape:
-            grads.lse = self.last
-        super().backward(task, grads)
-
-
 class HeadsOfTheGroup(WholeTask):
     """TaskTensors.first_head is not asked."""
 
@@ -610,10 +507,8 @@ class HeadsOfTheGroup(WholeTask):
 
 KERNELS |= {
     "keys written": (WritingKeys, causes.STATE),
-    "grad_out written": (WritingGradOut, causes.STATE),
     "gradients overwritten": (OverwritingGradients, causes.BACKWARD),
     "NaN in the backward": (NanInTheBackward, causes.NO_KEYS),
-    "lse of the last forward": (LseOfTheLastForward, causes.BACKWARD),
     "slopes of the group, positions within the task": (HeadsOfTheGroup, causes.HEADS),
 }
 

@@ -8,7 +8,6 @@ import torch
 from helpers_planted_errors import (
     Grouped,
     WholeTask,
-    biased,
     gradients,
     mask_of,
     plain,
@@ -22,11 +21,9 @@ from torch.nn import functional
 import quorum_attention as qa
 from quorum_attention.kernels import InnerKernel, merge_
 from quorum_attention.kernels.kit import (
-    causal,
     document,
     from_lse_function,
     from_score_mod,
-    prefix_lm,
     sliding_window,
 )
 
@@ -59,11 +56,6 @@ def alibi(query, key, value, *, is_causal, scale, query_positions, key_positions
     return softmax(scores.masked_fill(apart < 0, -torch.inf) if is_causal else scores, value)
 
 
-def one_slope(query, key, value, *, is_causal, scale, query_positions, key_positions):
-    scores = scale * (query @ key.mT)
-    return softmax(biased(scores, query_positions, key_positions, is_causal), value)
-
-
 def rotary(query, key, value, *, is_causal, scale, query_positions, key_positions):
     query, key = rotated(query, query_positions), rotated(key, key_positions)
     return plain(query, key, value, is_causal=is_causal, scale=scale)
@@ -83,33 +75,11 @@ def window(query, key, value, *, is_causal, scale, query_positions, key_position
     return out, lse.masked_fill(none, -torch.inf)
 
 
-def by_entry(query, key, value, *, is_causal, scale, batch_indices):
-    by = 1 + batch_indices.to(query.dtype)
-    return plain(query * by[:, None, None, None], key, value, is_causal=is_causal, scale=scale)
-
-
-def cosine(query, key, value, *, is_causal, scale):
-    query, key = (4 * functional.normalize(t, dim=-1) for t in (query, key))
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
-
-
-def distances(query, key, value, *, is_causal, scale):
-    apart = query.square().sum(-1)[..., :, None] + key.square().sum(-1)[..., None, :]
-    scores = scale * (2 * query @ key.mT - apart)
-    if is_causal:
-        scores = scores.masked_fill(mask_of(*scores.shape[-2:]), -torch.inf)
-    return softmax(scores, value)
-
-
 def softcapped(query, key, value, *, is_causal, scale):
     scores = 5 * torch.tanh(scale * (query @ key.mT) / 5)
     if is_causal:
         scores = scores.masked_fill(mask_of(*scores.shape[-2:]), -torch.inf)
     return softmax(scores, value)
-
-
-def values_normalised(query, key, value, *, is_causal, scale):
-    return plain(query, key, functional.normalize(value, dim=-1), is_causal=is_causal, scale=scale)
 
 
 def padded(query, key, value, *, is_causal, scale):
@@ -135,10 +105,6 @@ def in_float32(query, key, value, *, is_causal, scale):
     return out.to(query.dtype), lse
 
 
-def uniform(query, key, value, *, is_causal, scale):
-    return plain(0 * query, key, value, is_causal=is_causal, scale=scale)
-
-
 def blockwise(query, key, value, *, is_causal, scale):
     """Online, eight keys at a time."""
     out, lse = torch.zeros_like(query[..., :1]) + 0 * value[:, :, :1], None
@@ -154,13 +120,6 @@ def blockwise(query, key, value, *, is_causal, scale):
         old = 0.0 if lse is None else torch.exp(lse - both).unsqueeze(-1)
         out, lse = out * old + mine * torch.exp(part - both).unsqueeze(-1), both
     return out, lse
-
-
-class InSinglePrecisionOnly(WholeTask):
-    """Refuses float64."""
-
-    def refusal(self, call):
-        return "fp32 only" if call.dtype != torch.float32 else super().refusal(call)
 
 
 class InSixteenBitsOnly(WholeTask):
@@ -222,9 +181,7 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
         Grouped.right, backward=Grouped.gradients(summed), grouped=True
     ),
     "whole task": WholeTask,
-    "fp32 only": InSinglePrecisionOnly,
     "longnet": lambda: qa.LongNetKernel([(32, 1), (64, 2), (128, 4)]),
-    "longnet, one setting": lambda: qa.LongNetKernel([(40, 4)]),
     "longnet, full precision": lambda: qa.LongNetKernel([(32, 1), (64, 2)], full_precision=True),
     "mod: alibi": lambda: from_score_mod(slopes, compiled=False),
     "mod: soft cap": lambda: from_score_mod(softcap, compiled=False),
@@ -233,17 +190,12 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
         sliding_window(40) & document(IDS),
         compiled=False,
     ),
-    "mod: prefix": lambda: from_score_mod(None, prefix_lm(20), compiled=False),
-    "mod: causal": lambda: from_score_mod(None, causal(), compiled=False),
     "mod: window by a function": lambda: from_score_mod(
         None, lambda b, h, q, k: (q - k <= 30) & (k <= q), compiled=False
     ),
     "mod: local and global heads": lambda: from_score_mod(None, local_global, compiled=False),
 }
-for _function in (
-    alibi, one_slope, rotary, window, by_entry, cosine, distances, softcapped, values_normalised,
-    padded, in_float32, uniform, blockwise,
-):  # fmt: skip
+for _function in (alibi, rotary, window, softcapped, padded, in_float32, blockwise):
     RIGHT[_function.__name__] = lambda function=_function: from_lse_function(function)
 
 ONLY = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
@@ -88,18 +87,3 @@ def test_a_long_step_is_measured(
     assert ways["sdpa"]["points"][-1]["peak"] <= 20 << 20
     assert ways["everything"]["tokens"] >= 2 * ways["sdpa"]["tokens"]
     assert "by the line: not run" in capsys.readouterr().out
-
-
-def test_a_long_step_says_what_is_extrapolated(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    step = importlib.import_module("cases.step")
-    parser = argparse.ArgumentParser()
-    step.add_options(parser)
-    options = parser.parse_args(["--device=cpu", "--tokens=64", "--layers=1,3"])
-    step.complete(options)
-    found = step.long(options)
-    assert found["extrapolated"]
-    first, last = found["steps"]
-    a_layer = (last["seconds"] - first["seconds"]) / 2
-    assert found["seconds"] == pytest.approx(last["seconds"] + a_layer)  # the fourth
-    assert "4 layers: " in capsys.readouterr().out

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention import api, autograd, direct, passes
-from quorum_attention.call.options import Arguments, CallOptions
-from quorum_attention.call.request import Tensors, request_of
-from quorum_attention.direct import DirectCall, _described, cache_key, direct_call
+from quorum_attention import api, direct
+from quorum_attention.call.options import Arguments
+from quorum_attention.direct import DirectCall, _described, cache_key
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
 
@@ -84,17 +82,6 @@ def test_it_is_right_and_is_not_checked_again(
         wanted = torch.autograd.grad(want, leaves, grad_out.double())
         for one, other in zip(grads, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_cache_that_grows_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    qa.attention(*inputs(33, learned=False), **GROUPED)
-    monkeypatch.setattr(api, "request_of", refused)
-    for n_keys in (34, 47, 64):
-        tensors = inputs(n_keys, learned=False)
-        out = qa.attention(*tensors, **GROUPED)
-        torch.testing.assert_close(out, exact(*tensors).float(), rtol=1e-5, atol=1e-5)
-    with pytest.raises(AssertionError, match="checked again"):
-        qa.attention(*inputs(65, learned=False), **GROUPED)
 
 
 @ON_CPU
@@ -304,118 +291,6 @@ def test_small_calls_against_float64(number: int) -> None:
 # --- What is remembered ---------------------------------------------------------------------------
 
 
-def test_another_kernel_of_the_name_is_asked() -> None:
-    asked = []
-
-    class Counted(CpuKernel):
-        def whole_forward(self, *args: Any, **named: Any) -> Any:
-            asked.append(True)
-            return super().whole_forward(*args, **named)
-
-    tensors = inputs(learned=False)
-    qa.attention(*tensors, **GROUPED)
-    with another_kernel(Counted()):
-        qa.attention(*tensors, **GROUPED)
-        assert asked
-    asked.clear()
-    qa.attention(*tensors, **GROUPED)
-    assert not asked
-
-
-def test_broadcast_cut_and_empty_calls_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = inputs(kv_heads=1, learned=False)
-    for _ in range(2):
-        out = qa.attention(torch.cat((q, q)), k, v)  # one key head and entry, as torch broadcasts
-        torch.testing.assert_close(out[1:], exact(q, k, v).float(), rtol=1e-5, atol=1e-5)
-    assert not direct._CACHE
-    for three, depth in ((inputs(300), 1), ([t[:, :, :0] for t in inputs()], "auto")):
-        call = Arguments(enable_gqa=True, written=CallOptions(kernel="cpu", depth=depth))
-        assert direct_call(*request_of("attention", *three, call)) is None
-    monkeypatch.setattr(direct, "_MOST", 3)
-    for n in range(1, 9):
-        qa.attention(*inputs(n, learned=False), is_causal=True, **GROUPED)
-        assert len(direct._CACHE) <= 3
-
-
-@pytest.mark.parametrize("own_memory", [False, True], ids=["host", "own memory"])
-@pytest.mark.parametrize("before", [False, True], ids=["first", "remembered"])
-def test_a_whole_call_that_runs_out_of_memory_is_not_remembered(
-    own_memory: bool, before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is decided without asking how much is free: again and again, as long as it fails."""
-    backend = SimpleNamespace(own_memory=own_memory)
-    monkeypatch.setattr(direct, "backend_of", lambda device: backend)
-    leaves = [torch.randn(1, 2, 300, 16).half().requires_grad_() for _ in range(3)]
-    want = exact(*leaves).half()
-    if before:
-        qa.attention(*leaves, **GROUPED)
-        assert remembered() == [DirectCall]
-    forward, failures = CpuKernel.whole_forward, []
-
-    def scarce_forward(self: CpuKernel, call: Any) -> Any:
-        if (call.query.shape[2], call.key.shape[2]) == (300, 300):
-            failures.append(True)
-            raise torch.OutOfMemoryError("no memory for all of it at once")
-        return forward(self, call)
-
-    with monkeypatch.context() as scarce:
-        scarce.setattr(CpuKernel, "whole_forward", scarce_forward)
-        for _ in range(2):
-            out = qa.attention(*leaves, **GROUPED)
-            torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-3)
-            assert failures
-            assert not direct._CACHE
-            failures.clear()
-    torch.testing.assert_close(qa.attention(*leaves, **GROUPED), want, rtol=1e-2, atol=1e-3)
-    assert remembered() == [DirectCall]
-
-
-def test_where_memory_runs_out_the_backward_comes_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = inputs()
-    call = Arguments(enable_gqa=True, written=CallOptions(kernel="cpu"))
-    known = direct_call(*request_of("attention", *leaves, call))
-    assert known is not None
-
-    def gradients() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(known.output(Tensors(*leaves, None)).sum(), leaves)
-
-    want = gradients()
-    assert known.backwards
-    own, failures = CpuKernel.whole_backward, []
-
-    def once(self: CpuKernel, *args: Any, **named: Any) -> Any:
-        if not failures:
-            failures.append(True)
-            raise torch.OutOfMemoryError("no memory")
-        return own(self, *args, **named)
-
-    monkeypatch.setattr(CpuKernel, "whole_backward", once)
-    for one, other in zip(gradients(), want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert failures
-    assert not known.backwards, "the next one is decided anew, by what is free then"
-    gradients()
-    assert known.backwards
-
-
-def test_a_call_that_is_one_kernel_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a model that decodes has another length at every call."""
-    decided = []
-
-    def counted(*args: Any) -> Any:
-        decided.append(True)
-        return passes.decide_forward(*args)
-
-    monkeypatch.setattr(direct, "backend_of", lambda device: SimpleNamespace(own_memory=True))
-    monkeypatch.setattr(direct, "decide_forward", counted)
-    monkeypatch.setattr(autograd, "run_forward", refused)
-    for learned in (False, True):
-        leaves = inputs(33, learned=learned)
-        out = qa.attention(*leaves, **GROUPED)
-        torch.testing.assert_close(out, exact(*leaves).float(), rtol=1e-5, atol=1e-5)
-    assert len(decided) == 2
-
-
 # --- By what --------------------------------------------------------------------------------------
 
 
@@ -488,13 +363,6 @@ def test_equal_calls_have_one_key_and_what_makes_a_difference_gives_another() ->
     assert len({*keys.values(), key_of(small())}) == len(keys) + 1
 
 
-def test_a_cache_that_grows_has_one_key_up_to_the_next_power_of_two() -> None:
-    assert len({key_of(small(n_queries=1, n_keys=n)) for n in range(65, 129)}) == 1
-    assert len({key_of(small(n_queries=1, n_keys=n)) for n in (64, 65, 129)}) == 3
-    # Which keys a causal call keeps depends on how many there are.
-    assert len({key_of(small(n_keys=n), is_causal=True) for n in range(65, 129)}) == 64
-
-
 class Wrapped(torch.Tensor):
     pass
 
@@ -559,19 +427,6 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("what", TENSORS)
 def test_another_kind_of_tensor_has_no_key(what: str) -> None:
     assert [key_of(changed(which, TENSORS[what])) for which in range(3)] == [None] * 3
-
-
-def test_another_kind_of_argument_has_no_key() -> None:
-    mask = torch.ones(8, 8)
-    for changes in (
-        {"is_causal": 1}, {"enable_gqa": None}, {"scale": 1}, {"scale": torch.tensor(0.5)},
-        {"attn_mask": mask.numpy()}, {"attn_mask": qa.Mask(causal=True)}, {"attn_mask": 1.0},
-        {"attn_mask": mask.clone().requires_grad_()}, {"attn_mask": mask.to_sparse()},
-        {"attn_mask": mask.as_subclass(Wrapped)},
-    ):  # fmt: skip
-        assert key_of(small(), **changes) is None
-    assert key_of(small(n_keys=0)) is None
-    assert key_of(changed(2, lambda t: t[:, :, :7])) is None
 
 
 def test_calls_under_a_mask_have_a_key_of_its_kind_and_all_lengths() -> None:

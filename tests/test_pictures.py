@@ -1,5 +1,3 @@
-import builtins
-
 import pytest
 import torch
 from helpers_processes import run_python
@@ -7,8 +5,8 @@ from helpers_processes import run_python
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.pictures import coverage_html, draw_coverage, draw_gantt, draw_recovery
-from quorum_attention.pictures.geometry import blocks, shallow
+from quorum_attention.pictures import draw_coverage
+from quorum_attention.pictures.geometry import blocks
 
 SHAPES = [
     Decomposition(1_048_576, ()),
@@ -49,29 +47,6 @@ def test_coverage_is_drawn(shape, n_queries, n_keys, is_causal, tmp_path):
     assert min(n_queries, n_keys) < 4_000 or len(colours_of(path)) > 7
 
 
-def test_recovery_shows_what_fits_and_what_does_not(tmp_path):
-    pytest.importorskip("matplotlib")
-
-    def draw(name, largest):
-        path = tmp_path / name
-        draw_recovery(
-            path,
-            decomposition=Decomposition(4_096, ()),
-            is_causal=True,
-            budget_bytes=1 << 20,
-            bars=[("one", largest, "a note", largest <= 1 << 20), ("other", 1 << 19, "", True)],
-        )
-        return colours_of(path)
-
-    fits, over = draw("fits.png", 1 << 20), draw("over.png", 5 << 20)
-
-    def reds(colours):
-        return [c for c in colours if c[0] > c[1] + 0.3 and c[0] > c[2] + 0.3]
-
-    assert reds(over)
-    assert not reds(fits)
-
-
 def test_a_report_is_drawn(tmp_path):
     """One row a pass, wall clock and stages; after a monolithic call, that there are none."""
     pytest.importorskip("matplotlib")
@@ -101,41 +76,6 @@ def test_pyplot_is_left_alone(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_programs_own_style_changes_nothing(tmp_path):
-    """LaTeX for all text, as styles of papers have it, is not on every machine."""
-    matplotlib = pytest.importorskip("matplotlib")
-    shape, report = Decomposition(4_096, (7,)), qa.Report()
-    pairs = Pairs(4_096, 4_096, True)
-    q = torch.randn(1, 2, 600, 16)
-    qa.attention(q, q, q, report=report, depth=1)
-
-    def drawn(name):
-        draw_coverage(shape, pairs, tmp_path / f"{name}.png")
-        report.draw(tmp_path / f"{name} report.png")
-        draw_gantt(tmp_path / f"{name} gantt.png", {"forward": (["cpu"], [(0, 0, 0.0, 1.0)])})
-        made = [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}*"))]
-        return [*made, coverage_html(shape, pairs)]
-
-    usual = drawn("usual")
-    with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "k", "savefig.dpi": 20}):
-        assert drawn("own") == usual
-        assert matplotlib.rcParams["text.usetex"]
-
-
-def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r'pip install "quorum-attention\[draw\]"'):
-        draw_coverage(Decomposition(999, (7,)), Pairs(999, 999, True), tmp_path / "a.png")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("layout", ["aligned", "balanced"])
 @pytest.mark.parametrize("levels", [(), (7,), (7, 3), (13,)])
@@ -155,10 +95,3 @@ def test_blocks_cover_every_pair_once(levels, layout, is_causal, window):
             wanted = q < 50 and k < 40 and not (is_causal and k > q)
             wanted = wanted and (window is None or -3 <= q - k <= 9)
             assert seen[q][k] == wanted, (q, k)
-
-
-def test_a_picture_has_a_limit():
-    deep = Decomposition(1_048_576, (57, 57))
-    assert shallow(deep, 20_000, True).levels == (57,)
-    assert shallow(deep, 10**9, True) == deep
-    assert shallow(Decomposition(1_048_576, (7, 7)), 20_000, True).levels == (7, 7)

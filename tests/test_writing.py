@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,26 +40,6 @@ def test_whatever_goes_wrong_the_earlier_file_stays(
             raise error
     assert names(tmp_path) == ["x"]
     assert path.read_bytes() == EARLIER
-
-
-def test_everything_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = []
-    for step in ("fsync", "replace"):
-        real: Callable[..., Any] = getattr(os, step)
-
-        def told(*arguments: Any, real: Any = real, step: str = step) -> Any:
-            done.append(step)
-            return real(*arguments)
-
-        monkeypatch.setattr(os, step, told)
-    write_text(tmp_path / "x", "new")
-    assert done == ["fsync", "replace", "fsync"]  # the content, the name, the directory
-    # What only saves time is not waited for.
-    write_text(tmp_path / "x", "newer", durable=False)
-    assert done[3:] == ["replace"]
-    assert (tmp_path / "x").read_text() == "newer"
 
 
 def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:

@@ -8,9 +8,6 @@ from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_ge
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.call.lse_columns import column_count
-from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.problem import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,16 +150,6 @@ def test_a_budget_counts_the_columns(dtype: torch.dtype) -> None:
         call(smallest - 1)
     for mine, exact in zip(call(smallest), wanted(given, grad_lse), strict=True):
         assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
-
-
-def test_rows_stay_at_whole_words() -> None:
-    """On a GPU, rows of 16 bytes; on a CPU no more columns than hold digits (fp16: and a norm)."""
-    for dtype, here, there in (
-        (torch.float64, 1, 2), (torch.float32, 1, 4), (torch.float16, 4, 8), (torch.bfloat16, 3, 8),
-    ):  # fmt: skip
-        work = Workload((1,), 1, 1, 8, 8, 8, 8, dtype, False)
-        assert column_count(work, BACKENDS["cpu"]) == here
-        assert column_count(work, BACKENDS["cuda"]) == there
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -33,20 +33,6 @@ def test_every_pair_is_in_one_rectangle(pieces, causal, sizes, levels) -> None:
     assert np.array_equal(kept, np.tril(wanted) if causal else wanted)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_rows_and_blocks_are_no_larger_than_chunks(causal: bool) -> None:
-    """And rows are merged once: there are as few rectangles as can be."""
-    shape = Decomposition(1000, (13,), tile=8)
-    chunk = shape.chunk_tokens
-    assert chunk == 80
-    rows = pieces_of(shape, "rows", causal, 1000, 1000)[1]
-    assert max(r.n_queries for r in rows) == chunk
-    assert len(rows) == (2 * 13 - 1 if causal else 13)
-    blocks = pieces_of(shape, "blocks", causal, 1000, 1000)[1]
-    assert max(max(r.n_queries, r.n_keys) for r in blocks) == chunk
-    assert len(blocks) == (13 * 14 // 2 if causal else 13 * 13)
-
-
 @pytest.mark.parametrize("stays", ["query", "key"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_pair_of_a_passage_is_in_one_rectangle(stays, is_causal) -> None:

@@ -54,35 +54,6 @@ def test_depth_one_causal_takes_l_calls(c, layout):
         assert squares[0].n_queries == owned.stop - owned.start
 
 
-@pytest.mark.parametrize(
-    ("levels", "causal_calls", "plain_calls"),
-    [((7, 7), 118, 194), ((13, 7), 243, 418), ((7, 7, 7), 593, 1081)],
-)
-def test_deep_tasks_take_few_calls(levels, causal_calls, plain_calls):
-    """All tasks together; without joining what touches it is a tenth more."""
-    tasks = list(Decomposition(int(np.prod(levels)) * 1024, levels).tasks())
-    assert sum(len(task.rectangles(True)) for task in tasks) <= causal_calls
-    assert sum(len(task.rectangles(False)) for task in tasks) <= plain_calls
-
-
-@pytest.mark.parametrize("levels", [(7,), (13,), (31,), (7, 7)])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_aligned_chunks_give_few_shapes(levels, is_causal):
-    """Equal chunks without a ragged tail: cuDNN builds a plan for every new shape, so tasks
-    must share theirs."""
-    c = int(np.prod(levels))
-    decomposition = Decomposition(c * 128 * 8, levels)
-    shapes, calls = set(), 0
-    for task in decomposition.tasks():
-        for r in task.rectangles(is_causal):
-            shapes.add((r.n_queries, r.n_keys, r.causal))
-            calls += 1
-    if len(levels) == 1:
-        assert len(shapes) <= quorum_size(c) + 1
-    else:
-        assert len(shapes) <= calls // 5
-
-
 @given(
     n=st.integers(1, 4_000),
     levels=st.sampled_from([(7,), (13,), (31,), (57,), (7, 7), (13, 7), (3, 7, 7)]),

@@ -102,10 +102,3 @@ def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
     assert all(start % 128 == 0 for task in found for start, _, _ in task.runs)
     # The border's length counts, not the area.
     assert len(asked) < 2000 * len(found)
-
-
-def test_tokens_that_no_task_needs_stay_in_the_first() -> None:
-    shape = Decomposition(1 << 12, (7,), "aligned", 128)
-    nothing = Pairs(1 << 12, 1 << 12, False, lambda r: EMPTY)
-    found = trimmed(list(shape.tasks()), nothing)
-    assert sum(task.n_tokens for task in found) == 1 << 12

@@ -13,7 +13,6 @@ from quorum_attention.distributed.partition import (
     Sequences,
     choose,
     every_way,
-    forward_bytes,
     heads,
     keys,
     quorums,
@@ -108,59 +107,6 @@ def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
         foreign = (size - 1) / ranks
         moved = 2 * foreign + 2 * foreign / share
         assert quorums(of, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
-
-
-@pytest.mark.parametrize("ranks", [4, 6, 8, 12])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_bytes_where_key_heads_are_fewer_than_ranks(ranks: int, kv_heads: int) -> None:
-    """A key head goes to all ranks that have some of its query heads."""
-    tokens, n_heads = ranks * 128 * 70, 24
-    of = sequences([tokens // ranks] * ranks, n_heads, kv_heads, False)
-    away, unit = (ranks - 1) / ranks, tokens * n_heads
-    replicated = 2 * away / ranks + 2 / n_heads * max(1, kv_heads / ranks) * away
-    assert heads(of).most_received(ELEMENTS) / unit == pytest.approx(replicated)
-    assert not heads(of).whole_heads
-    found = {way.way: way.most_received(ELEMENTS) / unit for way in every_way(of)}
-    moved = 2 * kv_heads / n_heads * away
-    assert found["keys and values moved"] == pytest.approx(moved)
-    least = min(found.values())
-    chosen = choose(of, ELEMENTS).most_received(ELEMENTS) / unit
-    assert chosen == pytest.approx(least) or chosen <= replicated * 1.001 <= 2.01 * least
-    # Where moving takes little time it is the least of those that are one call.
-    quick = choose(of, ELEMENTS, 1e9)
-    one_call = [way for way in every_way(of) if way.imbalance <= 1.05 and way.most_calls == 1]
-    assert quick.most_calls == 1
-    assert quick.most_received(ELEMENTS) == min(w.most_received(ELEMENTS) for w in one_call)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "heads_", "kv_heads", "way"),
-    [
-        (2, 8, 8, "heads exchanged"),
-        (8, 64, 32, "heads exchanged"),
-        (31, 1, 1, "quorums of 31 chunks"),
-        (7, 8, 1, "keys and values moved"),
-    ],
-)
-def test_the_way_with_the_fewest_bytes_is_taken(
-    ranks: int, heads_: int, kv_heads: int, way: str
-) -> None:
-    of = sequences([128 * 100] * ranks, heads_, kv_heads, False)
-    found = choose(of, ELEMENTS)
-    assert found.way == way
-    even = [one for one in every_way(of) if one.imbalance <= 1.05]
-    fewest = min(one.most_received(ELEMENTS) for one in even)
-    assert found.most_received(ELEMENTS) <= fewest * (2 if heads_ % ranks == 0 else 1)
-
-
-def test_heads_that_divide_are_exchanged_where_that_takes_little_time() -> None:
-    """Other ways move fewer bytes here, but by more and smaller calls."""
-    of = sequences([65536] * 2, 32, 8, False)
-    sizes = forward_bytes(128, 128, 2, 4)
-    assert choose(of, sizes).way != "heads exchanged"
-    assert choose(of, sizes, 512.0).way == "heads exchanged"
-    short = sequences([1024] * 2, 32, 8, False)
-    assert choose(short, sizes, 512.0).way != "heads exchanged"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8])

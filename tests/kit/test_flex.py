@@ -8,11 +8,10 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from helpers_flex import EagerFlexKernel, check_lists, eager_flex, kept_pairs
-from helpers_score_mods import cases, check, local_global, random, reference, run, within
+from helpers_score_mods import cases, check, random, reference, run
 
 import quorum_attention as qa
 from quorum_attention.decomposition import (
@@ -22,15 +21,11 @@ from quorum_attention.decomposition import (
     Decomposition,
     Pairs,
     Ranges,
-    Rectangle,
-    Span,
-    Task,
     Verdict,
 )
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.execution.call import no_bias
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
-from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (
     causal,
     document,
@@ -40,15 +35,6 @@ from quorum_attention.kernels.kit import (
     sliding_window,
 )
 from quorum_attention.kernels.masked import functions
-from quorum_attention.kernels.masked.block_table import (
-    PAIR_BYTES,
-    BlockEvaluator,
-    TaskPairs,
-    block_lists,
-    evaluated_bytes,
-    listed_blocks,
-)
-from quorum_attention.kernels.masked.geometry import Geometry
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -183,25 +169,6 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:  # 
             assert block_mask.kv_num_blocks.max() <= 12
 
 
-def test_rectangles_that_do_not_touch() -> None:
-    """Any rectangles, of a task with jumps."""
-    task = Task((), (Span(100, 1100, 0), Span(2000, 2600, 0)))
-    rectangles = (Rectangle(300, 520, 130, 270), Rectangle(513, 515, 600, 601),
-                  Rectangle(300, 520, 700, 900))  # fmt: skip
-    found = []
-    for some in (rectangles, (Rectangle(1408, 1600, 0, 256),)):
-        pairs = TaskPairs(task, some)
-        listed = listed_blocks(Geometry(), None, pairs, 1 << 20, by_lane=True)  # type: ignore[arg-type]
-        found.append(block_lists(pairs, *listed))
-    assert found[0].in_pieces
-    assert not found[1].in_pieces
-    parts = found[1].on(torch.device("cpu"))
-    # The last row of blocks reaches beyond the last query.
-    assert parts[0].flatten().tolist() == [0] * 12 + [2]
-    assert parts[2].flatten().tolist() == [0] * 11 + [2, 0]
-    assert block_lists(pairs, *[np.zeros((0, 5), dtype=np.int64)] * 2) is None
-
-
 def test_workspace_of_windows_is_linear() -> None:
     n = 1 << 20
     call = CallShape("cuda", torch.float16, 1, 1, 64, 64, True)
@@ -211,67 +178,6 @@ def test_workspace_of_windows_is_linear() -> None:
     )
     assert dense > 16 * (n // 128) ** 2
     assert windowed < 600 * n
-
-
-def test_many_heads_are_tried_within_the_bound(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    pairs_at_once = []
-    original = BlockEvaluator.kept
-
-    def kept(self, rows, columns):  # type: ignore[no-untyped-def]
-        found = original(self, rows, columns)
-        pairs_at_once.append(found.numel())
-        return found
-
-    monkeypatch.setattr(BlockEvaluator, "kept", kept)
-    monkeypatch.setattr(flex, "_EVALUATED_BYTES", 1 << 20)
-    run(kernel_of(None, local_global), random(300, heads=6), False, levels=())
-    assert max(pairs_at_once) * PAIR_BYTES <= evaluated_bytes(6, 1 << 20)
-
-
-def test_emptied_tasks_are_never_run(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    kernel, launched = kernel_of(None, sliding_window(80)), []
-    launch = kernel._launch
-    monkeypatch.setattr(kernel, "_launch", lambda task: launched.append(1) or launch(task))
-    n, report = 8192, qa.Report()
-    q = torch.randn(1, 1, n, 8)
-    plan = qa.plan(n, heads=1, head_dim=8, dtype=torch.float32, levels=(31,), over_inputs=False,
-                   is_causal=True, kernel=kernel, device="cpu")  # fmt: skip
-    out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cpu",
-                       report=report)  # fmt: skip
-    assert out.isfinite().all()
-    assert report.forward.left_out > 0.6
-    assert len(launched) < 60
-
-
-@pytest.mark.parametrize(
-    ("mask", "share"),
-    [
-        (sliding_window(80, 0), 0.1),
-        (sliding_window(80, 0) | within(0, 8192, 0, 64), 0.5),
-        (lambda b, h, q, k: (q - k).abs() <= 40 * (h + 1), 0.1),
-    ],
-    ids=["window", "first tokens too", "a function of heads"],
-)
-def test_emptied_rectangles_are_never_run(mask, share: float, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Of all pairs in the rectangles of tasks."""
-    n, counts = 8192, [0, 0]
-    kernel = from_score_mod(None, mask, compiled=False)
-    by_parts = kernel._by_parts[True]
-    parts_of = by_parts._parts_of
-
-    def counted(task, *given):  # type: ignore[no-untyped-def]
-        found = parts_of(task, *given)
-        for index, rectangles in enumerate((task.rectangles, sum(found, ()))):
-            counts[index] += sum(r.pairs for r in rectangles)
-        return found
-
-    monkeypatch.setattr(by_parts, "_parts_of", counted)
-    q = torch.randn(1, 2, n, 8)
-    plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(31,), is_causal=True,
-                   kernel=kernel, device="cpu")  # fmt: skip
-    out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cpu")
-    assert out.isfinite().all()
-    assert 0 < counts[1] < share * max(counts[0], n * n)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -292,22 +198,6 @@ def test_a_mask_may_change_between_calls(kernel: str) -> None:
     ids.zero_()
     out = run(KERNELS[kernel](None, mask), tensors, False, levels=(3,))[0]
     torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
-
-
-def test_a_mask_made_anew_is_compiled_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Packed documents: another mask with every batch, and the same code."""
-    made: list[bool] = []
-    monkeypatch.setattr(
-        flex, "compiled_flex", lambda in_blocks: made.append(in_blocks) or eager_flex
-    )
-    shared: Cache = Cache(128, lambda call: 1)
-    compiled = []
-    for _ in range(3):
-        kernel = kernel_of(None, document(torch.arange(N) // 100))
-        kernel._compiled = shared
-        run(kernel, random(N), True, levels=(3,))
-        compiled.append(len(made))
-    assert compiled == [compiled[0]] * 3
 
 
 def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -17,13 +17,9 @@ from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
 from quorum_attention.kernels.masked import block_table
 from quorum_attention.kernels.masked.block_table import BlockEvaluator, TaskPairs, listed_blocks
-from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
-from quorum_attention.kernels.native import NativeKernel, blocks
-from quorum_attention.kernels.native import kernel as native
+from quorum_attention.kernels.native import blocks
 from quorum_attention.kernels.native.blocks import bits_of
-from quorum_attention.kernels.native.config import Config
-from quorum_attention.kernels.native.runs import NO_DIAGONAL
 from quorum_attention.kernels.protocol import TaskTensors
 
 
@@ -71,69 +67,6 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
         bits = (words[0, :, number, :, :, None] >> torch.arange(32)) & 1
         got = bits.flatten(2)[:, : part.shape[1], : part.shape[2]].bool()
         assert torch.equal(got, part), (i, j)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_launches_have_every_block_once_and_no_more_bits_than_there_is_room_for(seed: int) -> None:
-    draw = np.random.default_rng()
-    rows, columns = draw.integers(1, 40, 2)
-    codes = draw.choice([0, 1, 2], size=(rows, columns), p=draw.dirichlet([1, 1, 1]))
-    n, m = rows * 128 - int(draw.integers(0, 128)), columns * 128 - int(draw.integers(0, 128))
-    top, left = np.nonzero(codes)
-    pieces = np.zeros((len(top), 8), dtype=np.int64)
-    ends = np.minimum(top * 128 + 128, n), np.minimum(left * 128 + 128, m)
-    pieces[:, :5] = np.stack(
-        (top * 128, ends[0], left * 128, ends[1], np.full(len(top), NO_DIAGONAL)), axis=1
-    )
-    pieces[:, 6] = codes[top, left] == PARTIAL
-    kernel = NativeKernel().under(Geometry(rules=(FunctionRule(lambda b, h, q, k: q >= k),)))
-    place = native._Place(None, n, m, "cpu", shifts=False)
-    tilings = (("query", Config(64, 16, 4, 1)), ("key", Config(16, 128, 4, 1)))
-    few = int(draw.integers(1, 30))
-    seen = np.zeros((n, m), dtype=np.int8)
-    for part in kernel._portions(pieces, place, tilings, (int(draw.integers(50, 5000)), few)):
-        assert part.blocks.shape[1] <= few
-        views = []
-        for (axis, tiled), host in zip(tilings, part.tables, strict=True):
-            runs = host.on(torch.device("cpu"), tiled)
-            entries = runs.entries.numpy()
-            found = np.zeros((part.rows.stop - part.rows.start,
-                              part.columns.stop - part.columns.start), dtype=np.int8)  # fmt: skip
-            block = 64 if axis == "query" else 128
-            numbers = np.repeat(np.arange(runs.n_blocks), np.diff(runs.starts.numpy()))
-            for number, (a, b, c, d, _, _, mixed, word) in zip(numbers, entries, strict=True):
-                assert (a if axis == "query" else c) // block == number
-                assert not found[a:b, c:d].any()
-                found[a:b, c:d] = 1 + mixed
-                if mixed:
-                    at = ((a + part.rows.start) // 128, (c + part.columns.start) // 128)
-                    assert tuple(part.blocks[:, word // 512].tolist()) == at
-            views.append(found)
-        assert np.array_equal(*views)
-        here = seen[part.rows, part.columns]
-        assert not (here * views[0]).any()
-        here += views[0]
-    assert np.array_equal(seen, np.kron(codes, np.ones((128, 128), np.int8))[:n, :m])
-
-
-def test_masked_blocks_are_left_out_and_clear_ones_are_not_tried(
-    device: str, launched: list[Any]
-) -> None:
-    q, k, v = (torch.randn(1, 1, 140, 16, device=device) for _ in range(3))
-    in_blocks = Mask(keeps=lambda b, h, q, k: (q // 128) == (k // 128))
-    qa.attention(q, k, v, attn_mask=in_blocks, kernel="native")  # which tries the kernel first
-    launched.clear()
-    out = qa.attention(q, k, v, attn_mask=in_blocks, kernel="native")
-    want = torch.nn.functional.scaled_dot_product_attention(
-        q.cpu(), k.cpu(), v.cpu(), dense(in_blocks, 1, 1, 140, 140)
-    )
-    assert off(out, want.double()) <= 2e-5
-    assert len(launched) == 1
-    launch, _ = launched[0]
-    kinds, words = launch.tables[0].entries[:, 6].tolist(), launch.mask_bits.numel()
-    assert len(kinds) == -(-140 // 32)  # a run for each block of 32 rows
-    assert not any(kinds)
-    assert words <= 1
 
 
 def test_a_window_beside_a_rule(device: str) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.cli import main
 
 ROOT = Path(__file__).parents[2]
 HINT = re.compile(r'pip install "?quorum-attention\[([\w-]+)\]"?')
@@ -74,15 +73,6 @@ def test_pictures_without_matplotlib(picture: str, without: Any, tmp_path: Path)
         draw()
     assert HINT.findall(str(said.value)) == ["draw"]
     assert not list(tmp_path.iterdir())
-
-
-def test_commands_without_matplotlib(
-    without: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without("matplotlib")
-    picture = str(tmp_path / "a.png")
-    assert main(["plan", "--tokens", "4096", "--device", "cpu", "--draw", picture]) != 0
-    assert HINT.findall(capsys.readouterr().err) == ["draw"]
 
 
 def test_models_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,12 +30,6 @@ ALONE = (
 )
 
 
-def frames(shown: str) -> list[list[str]]:
-    """The labels of the bars on the screen, from time to time."""
-    screens = (screen(shown[:end]) for end in range(0, len(shown), 40))
-    return [[line.split()[0] for line in lines if "━" in line] for lines in screens]
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
@@ -102,27 +96,6 @@ def test_an_exception_in_the_middle_leaves_no_bar() -> None:
     shown = in_a_terminal(code, 80)
     assert "1/3" in shown
     assert screen(shown) == ["in the middle", ""]
-
-
-def test_bars_inside_a_bar_stand_below_it() -> None:
-    code = (
-        f"{START}with progress_bar() as outer:\n"
-        f"    {WAIT}"
-        "    for step in range(2):\n"
-        "        outer(step, 2, 'backward')\n"
-        "        with progress_bar() as inner:\n"
-        f"            {WAIT}"
-        "            inner(1, 4, 'recomputed')\n"
-        "            time.sleep(0.15)\n"
-        "            print('said meanwhile')\n"
-        "    outer(1, 2, 'backward')\n"
-        "    time.sleep(0.15)\n"
-        "print('after')\n"
-    )
-    shown = in_a_terminal(code, 80)
-    assert "recomputed" in shown
-    assert ["backward", "recomputed"] in frames(shown)
-    assert screen(shown) == ["said meanwhile", "said meanwhile", "after", ""]
 
 
 def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
