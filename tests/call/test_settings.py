@@ -147,22 +147,6 @@ def test_a_thread_begins_without_and_takes_a_context_that_it_is_given() -> None:
         assert pool.submit(context.run, current).result() == {"depth": 1}
 
 
-def test_threads_do_not_disturb_each_other() -> None:
-    wait = threading.Barrier(4)
-
-    def work(number: int) -> list[int]:
-        found = []
-        for depth in (0, 1, 2, 0):
-            with qa.using(depth=(number + depth) % 3):
-                wait.wait(30)
-                found.append(asked()[0] - (number + depth) % 3)
-        return found
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, range(4))) == [[0] * 4] * 4
-    assert current() is None
-
-
 def test_tasks_of_asyncio_take_those_of_where_they_were_made() -> None:
     async def inner(depth: int) -> None:
         with qa.using(depth=depth):
@@ -177,20 +161,6 @@ def test_tasks_of_asyncio_take_those_of_where_they_were_made() -> None:
             assert "depth" not in current()
 
     asyncio.run(outer())
-    assert current() is None
-
-
-def test_a_generator_that_ends_in_another_context_raises_nothing() -> None:
-    async def generator():  # type: ignore[no-untyped-def]
-        with qa.using(depth=1):
-            yield
-            yield
-
-    async def main() -> None:
-        async for _ in generator():
-            break  # closed by the loop, in a task of its own
-
-    asyncio.run(main())
     assert current() is None
 
 

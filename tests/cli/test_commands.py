@@ -72,16 +72,17 @@ def test_check_a_function_of_ones_own(
     (tmp_path / "my_own_attention.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["check", "my_own_attention:right", "--device", "cpu"]) == 0
+    short = ["--device", "cpu", "--tokens", "80", "--forward-only"]
+    assert main(["check", "my_own_attention:right", *short]) == 0
     assert "right: exact within rounding" in capsys.readouterr().out
-    assert main(["check", "my_own_attention:wrong", "--device", "cpu", "--json"]) == 1
+    assert main(["check", "my_own_attention:wrong", *short, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "not exact"
     assert "log-sum-exp" in found["cause"]
     assert main(["check", "my_own_attention:number", "--device", "cpu"]) == 2
     assert "neither an inner kernel nor a function" in capsys.readouterr().err
     assert main(["check", "my_own_attention:missing", "--device", "cpu"]) == 2
-    assert main(["check", "dense", "--device", "cpu", "--causal"]) == 0
+    assert main(["check", "dense", *short, "--causal"]) == 0
     capsys.readouterr()
     # A script that ends when it is imported: its status is no verdict.
     (tmp_path / "my_own_script.py").write_text(f"import sys\n{MODULE}\nsys.exit(0)\n")

@@ -3,7 +3,6 @@ all, whatever is asked for and whatever happens on the way."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,28 +234,6 @@ def test_a_signal_leaves_the_earlier_output(
     assert process.returncode == 128 + number
     assert said.splitlines()[-1] == f"quorum-attention: stopped by {number.name}"
     assert "Traceback" not in said
-
-
-def full(handle: int, start: int, n_bytes: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.usefixtures("nothing_changes")
-def test_a_disk_without_room_is_said(
-    inputs: Path,
-    earlier: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    disk = SimpleNamespace(f_bavail=70, f_frsize=1000)
-    monkeypatch.setattr(os, "fstatvfs", lambda handle: disk)
-    assert main(["run", str(inputs), str(earlier), *CPU]) == 2
-    said = capsys.readouterr().err
-    size = 1 * 4 * 300 * 16 * 4 + 8 + len("header")
-    missing = next(int(word) for word in said.split() if word.isdigit())
-    assert size < missing + 70_000 < size + 1_000
-    assert "are missing" in said
 
 
 def test_a_limit_on_files_is_no_bus_error(inputs: Path, earlier: Path) -> None:

@@ -74,6 +74,11 @@ def _positions(rank: int) -> None:
             sharded.attention(*_three(2), kernel=kernel)
 
 
-@pytest.mark.parametrize("work", [_names, _learned, _positions])
-def test_functions_over_ranks(work: Any, tmp_path: Path) -> None:
-    spawn(work, RANKS, tmp_path)
+def _all_of_it(rank: int) -> None:
+    _names(rank)
+    _learned(rank)
+    _positions(rank)
+
+
+def test_functions_over_ranks(tmp_path: Path) -> None:
+    spawn(_all_of_it, RANKS, tmp_path)

@@ -33,7 +33,7 @@ def gradients(made: Inputs, route: str, result: torch.dtype, kernel: str = "auto
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1e-12, 1e-9, 1.0, 1e5, 1e9])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])

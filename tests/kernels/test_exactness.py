@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from itertools import product
 
 import pytest
 import torch
@@ -12,10 +11,7 @@ from hypothesis import strategies as st
 from kernel_harness import Case, check_nan_in_a_query, errors, exact, rms_errors, run
 
 import quorum_attention as qa
-from quorum_attention.decomposition.rectangles import Batch, Rectangle
-from quorum_attention.kernels import CpuKernel, get_kernel, why_not
-from quorum_attention.kernels.protocol import Call
-from quorum_attention.kernels.reference import whole_task
+from quorum_attention.kernels import get_kernel, why_not
 
 CPU_KERNELS = ("cpu", "dense")
 CUDA_KERNELS = ("cudnn", "flash", "efficient", "dense")
@@ -186,30 +182,6 @@ def test_cpu_row_runs(threads: int, n: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_parts_of_a_backward_hold_every_pair_once() -> None:
-    """For any number of threads, also where a square is smaller than their number squared."""
-    kernel, before = get_kernel("cpu"), torch.get_num_threads()
-    assert isinstance(kernel, CpuKernel)
-    for rows, keys, threads, causal in product(
-        (1, 2, 3, 5, 8, 13, 40), (1, 7, 40), (1, 2, 3, 5, 8), (False, True)
-    ):
-        keys = rows if causal else keys
-        query, key = torch.empty(1, 1, rows, 1), torch.empty(1, 1, keys, 1)
-        whole = Batch(Rectangle(0, rows, 0, keys, causal))
-        seen = torch.zeros(rows, keys, dtype=torch.int64)
-        try:
-            torch.set_num_threads(threads)
-            parts = list(kernel._in_parts(whole_task(Call(query, key, key, causal)), whole))
-        finally:
-            torch.set_num_threads(before)
-        for r in (r for part in parts for r in part.rectangles()):
-            pairs = torch.ones(r.n_queries, r.n_keys, dtype=torch.int64)
-            at = slice(r.query_start, r.query_stop), slice(r.key_start, r.key_stop)
-            seen[at] += pairs.tril() if r.causal else pairs
-        wanted = torch.ones_like(seen)
-        assert torch.equal(seen, wanted.tril() if causal else wanted), (rows, keys, threads)
-
-
 @pytest.mark.parametrize("name", CPU_KERNELS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -232,20 +204,3 @@ def test_any_call(name: str, data: st.DataObject) -> None:
         seed=draw(st.integers(0, 2**16)),
     )
     check(name, "cpu", case)
-
-
-@pytest.mark.parametrize("limit", [1, 10, 33, 500])
-@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
-def test_masked_rectangles_are_cut_where_the_operator_needs_it(limit: int, causal: bool) -> None:
-    class Limited(CpuKernel):
-        name = f"limited-{limit}"
-        masked_limit = limit
-
-        def rectangle_forward(self, call):
-            assert max(call.query.shape[2], call.key.shape[2]) <= limit
-            return super().rectangle_forward(call)
-
-    mask = random_mask("additive", (1, 1, 60, 60), dead_rows=True)
-    case = Case(60, mask=mask, causal=causal, layout="balanced")
-    for what, error in errors(run(Limited(), case, check=False), exact(case)).items():
-        assert error < 1e-5, what

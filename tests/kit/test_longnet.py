@@ -43,10 +43,10 @@ def test_against_float64(settings, levels, is_causal) -> None:
 def test_full_precision_inside() -> None:
     """With 16-bit tokens a cut call then differs from the uncut one by its final rounding alone."""
     kernel = qa.LongNetKernel(MIXTURE, full_precision=True)
-    found = qa.check_kernel(kernel, heads=5, dtype=torch.bfloat16, device="cpu")
+    how = {"heads": 5, "dtype": torch.bfloat16, "device": "cpu", "n_tokens": 150}
+    found = qa.check_kernel(kernel, **how)
     assert found.exact
-    rounded = qa.check_kernel(qa.LongNetKernel(MIXTURE), heads=5, dtype=torch.bfloat16,
-                              device="cpu")  # fmt: skip
+    rounded = qa.check_kernel(qa.LongNetKernel(MIXTURE), **how)
     assert rounded.exact, str(rounded)
     for name in ("out", "grad_key", "grad_value"):
         worst, other = (max(c.errors[name] for c in f.cases) for f in (found, rounded))

@@ -89,7 +89,7 @@ def farm() -> Iterator[Farm]:
 
 
 @needs_ray
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_as_on_one_device(farm: Farm, seed: int, tmp_path: Path) -> None:
     case = Case(2000 + seed)
     case.check(by_farm(case, farm, tmp_path))

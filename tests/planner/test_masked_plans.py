@@ -119,12 +119,11 @@ def kept_pairs(mask: qa.Mask, causal: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("mask", "causal", "words"), SHOWN)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_header_census_and_picture_are_about_the_mask(
-    mask: qa.Mask, causal: bool, words: str, device: str, monkeypatch: pytest.MonkeyPatch
+    mask: qa.Mask, causal: bool, words: str
 ) -> None:
     made = qa.plan(
-        6_000, attn_mask=mask, is_causal=causal, levels=(7,), device=device, over_inputs=False
+        6_000, attn_mask=mask, is_causal=causal, levels=(7,), device="cuda", over_inputs=False
     )
     assert made.describe().splitlines()[0].endswith(f"float16, {words}")
     kept = kept_pairs(mask, causal)
