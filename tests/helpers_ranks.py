@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers_attention import Inputs
+from helpers_attention import exact as textbook
 from helpers_processes import run_python
 
 import quorum_attention as qa
@@ -120,18 +122,9 @@ def inputs_of(
 
 def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
     """Output and gradients in float64, with all scores at once."""
-    *inputs, upstream = (t.detach().double().clone() for t in tensors)
-    q, k, v = (t.requires_grad_() for t in inputs)
-    share, n = q.shape[1] // k.shape[1], q.shape[2]
-    keys, values = (t.repeat_interleave(share, 1) for t in (k, v))
-    scores = (q @ keys.mT) * q.shape[-1] ** -0.5
-    if causal:
-        scores = scores.masked_fill(
-            ~torch.ones(n, n, dtype=torch.bool, device=q.device).tril(), -torch.inf
-        )
-    out = scores.softmax(-1) @ values
-    out.backward(upstream)
-    return [out.detach(), *(t.grad for t in (q, k, v))]  # type: ignore[list-item]
+    found = textbook(Inputs(*tensors), is_causal=causal, gradients=True)
+    assert found.grads is not None
+    return [found.out, *found.grads]
 
 
 def compare(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
 from helpers_jobs import a_job
+from helpers_masks import exact
 from helpers_memory import FailingAllocations, usage
 
 import quorum_attention as qa
@@ -28,17 +29,10 @@ BATCH, HEADS, KV_HEADS, N, M = 2, 4, 2, 23, 31
 
 
 def wanted(given: Inputs, mask: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """The textbook by autograd in float64."""
-    q, k, v, do = (t.detach().double() for t in (*given.three, given.grad_out))
-    shared = q.shape[-3] // k.shape[-3]
-    k, v = (t.repeat_interleave(shared, dim=-3) for t in (k, v))
-    leaf = mask.detach().to(given.query.dtype).double().requires_grad_()
-    s = q @ k.mT * q.shape[-1] ** -0.5 + leaf
-    if causal:
-        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    dead = (s == -torch.inf).all(dim=-1, keepdim=True)
-    p = s.masked_fill(dead, 0.0).softmax(dim=-1).masked_fill(dead, 0.0)
-    return torch.autograd.grad(p @ v, leaf, do)[0]
+    """The textbook in float64."""
+    bias = qa.Mask(bias=mask.detach().clone().requires_grad_())
+    scale = given.query.shape[-1] ** -0.5
+    return exact(*given.three, given.grad_out, bias, scale, is_causal=causal).grads[3]
 
 
 def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

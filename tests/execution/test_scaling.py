@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from helpers_attention import Inputs
+from helpers_attention import exact as textbook
 
 import quorum_attention as qa
 
@@ -22,16 +22,7 @@ def inputs(heads: int = 2) -> list[torch.Tensor]:
 
 
 def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
-    q, k, v, grad = (t.double() for t in tensors)
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    for t in (q, k, v):
-        t.requires_grad_()
-    s = q @ k.mT / math.sqrt(D)
-    if causal:
-        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    grads = torch.autograd.grad(torch.softmax(s, -1) @ v, (q, k, v), grad)
-    shared = q.shape[1] // tensors[1].shape[1]
-    return [grads[0], *(g.unflatten(1, (-1, shared)).sum(2) for g in grads[1:])]
+    return list(textbook(Inputs(*tensors), is_causal=causal, gradients=True).grads)
 
 
 def computed(
