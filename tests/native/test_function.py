@@ -12,9 +12,7 @@ from helpers_attention import fresh_generator
 from native_reference import reference, relative
 
 import quorum_attention as qa
-from quorum_attention.kernels.native.config import Config
 from quorum_attention.kernels.native.kernel import tilings
-from quorum_attention.kernels.native.runs import runs_of_bits
 from quorum_attention.kernels.protocol import Call, Saved
 
 N, M, HEADS = 90, 75, 2
@@ -118,24 +116,6 @@ def test_group_bits(kind: str, is_causal: bool, device: str) -> None:
         device, n=130, m=100, query_bits=bits(kind, 130), key_bits=bits(kind, 100),
         is_causal=is_causal,
     )  # fmt: skip
-
-
-def test_masked_tiles_are_in_no_run(device: str) -> None:
-    """Clear ones are walked without a question, masked ones not at all."""
-    own = torch.zeros(512, dtype=torch.int64)
-    own[128:256] = 4
-    own[300] = 4
-    runs = runs_of_bits(own, own, False, Config(128, 64, 4, 1), "query")
-    found = [
-        [tuple(e[[2, 3, 6]].tolist()) for e in runs.entries[a:b]]
-        for a, b in zip(runs.starts[:-1].tolist(), runs.starts[1:].tolist(), strict=True)
-    ]
-    assert found == [
-        [(0, 512, 0)],
-        [(0, 128, 0), (256, 320, 1), (320, 512, 0)],
-        [(0, 128, 0), (128, 320, 1), (320, 512, 0)],
-        [(0, 512, 0)],
-    ]
 
 
 @pytest.mark.parametrize("sink", [True, False])

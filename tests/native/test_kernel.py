@@ -111,10 +111,10 @@ def test_a_large_table_goes_in_parts(
     """Where runs are many, a task takes several launches and no more memory than was said."""
     from quorum_attention.kernels.native import kernel as module
 
-    check(device, {"n_queries": 200, "causal": True})
+    check(device, {"n_queries": 110, "causal": True})
     whole = len(launched)
     monkeypatch.setattr(module, "_RUNS_OF_A_BLOCK", 0)
-    check(device, {"n_queries": 200, "causal": True})
+    check(device, {"n_queries": 110, "causal": True})
     assert len(launched) > 2 * whole
 
 

@@ -55,27 +55,6 @@ def test_chunks_lie_side_by_side(seed: int) -> None:
             assert queries.start == keys.start or not queries.length or not keys.length
 
 
-@pytest.mark.parametrize("n", [1 << 24, 1_000_003, 57 * 8192])
-def test_long_chunks_have_few_lengths(n: int) -> None:
-    """A kernel prepares each shape."""
-    cut = Cut(call_of(1, 1, 1, n, n, True), 57)
-    lengths = [cut.keys(chunk).length for chunk in range(57)]
-    assert len(set(lengths[:-1])) == 1
-    assert 0.5 * lengths[0] < lengths[-1] <= lengths[0]
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_every_worker_has_something_to_do(seed: int) -> None:
-    draw = random.Random(seed)
-    sizes = drawn(draw)
-    workers, heads = draw.randint(1, 40), sizes.batch_shape[0] * sizes.kv_heads
-    cut = cut_of(sizes, heads, workers, 1000, None)
-    shortest = min(sizes.n_queries, sizes.n_keys)
-    if shortest >= 183 * 256:
-        assert heads * cut.chunks >= min(10 * workers, 183 * heads)
-    assert cut.chunks == 1 or shortest >= 256 * cut.chunks
-
-
 def test_large_heads_are_cut_though_there_are_many() -> None:
     sizes = call_of(1, 64, 64, 1 << 24, 1 << 24, True)
     assert cut_of(sizes, 64, 2, 1 << 20, None).chunks == 1
