@@ -125,7 +125,9 @@ def random_mask(kind: str, shape: tuple[int, ...], dead_rows: bool) -> torch.Ten
 @pytest.mark.parametrize(("name", "device"), KERNELS)
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize(
-    "spans", [(b, h, r, c) for b in (0, 1) for h in (0, 1) for r in (0, 1) for c in (0, 1)], ids=str
+    "spans",
+    [(0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 1), (0, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 1)],
+    ids=str,
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
 def test_masks(name: str, device: str, kind: str, spans: tuple[int, ...], causal: bool) -> None:
