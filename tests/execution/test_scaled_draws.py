@@ -116,7 +116,7 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
     report = qa.Report()
     computed(report)
     assert report.backward.repeated_units > 0
-    for number in range(0, kernel.n_calls, 3):
+    for number in range(0, kernel.n_calls, 5):
         kernel.arm({number, number + 4})
         report = qa.Report()
         got = computed(report)

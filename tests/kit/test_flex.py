@@ -21,7 +21,6 @@ from quorum_attention.decomposition import (
     Decomposition,
     Pairs,
     Ranges,
-    Verdict,
 )
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.execution.call import no_bias
@@ -253,17 +252,6 @@ def test_what_a_mask_leaves_is_predicted(mask, is_causal: bool) -> None:  # type
     kept = mask(0, 0, q, k) & there
     share = kept_share(Pairs(n, n, is_causal, mask.geometry.verdict))
     assert abs(share - float(kept.sum() / there.sum())) < 0.03
-
-
-def test_what_is_never_sure_is_soon_given_up() -> None:
-    n, asked = 1 << 18, []
-
-    def verdict(block: Ranges) -> Verdict:
-        asked.append(block)
-        return PARTIAL
-
-    assert 0.45 < kept_share(Pairs(n, n, True, verdict)) < 0.55
-    assert len(asked) < 200_000
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_of_trimmed_plans() -> None:
