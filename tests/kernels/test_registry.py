@@ -160,7 +160,6 @@ def test_what_is_no_kernel_is_refused() -> None:
 
 
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda", 0)
 
 
 def test_a_kernel_asked_for_is_not_replaced() -> None:

@@ -188,10 +188,6 @@ def _normal(g: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
-def _powers(g: torch.Generator, *rows: int) -> torch.Tensor:
-    return torch.exp2(torch.randint(-6, 5, (*rows, 1), generator=g).double())
-
-
 def _contents(case: Case, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     b, nq, nk, d = case.batch, case.n_queries, case.n_keys, case.head_dim
     q, k = _normal(g, *b, case.heads, nq, d), _normal(g, *b, case.kv_heads, nk, d)
