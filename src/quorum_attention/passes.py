@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,16 +28,16 @@ from quorum_attention.call.gradients import (
 from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request, Tensors
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.call import Job, MaskView, Progress, divided_upstream
-from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.problem import FORWARD, Problem, takes_wide
+from quorum_attention.execution.problem import Problem, state_dtype, takes_wide
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.over_inputs import at_once
 from quorum_attention.execution.run_pass import run_pass
-from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, without_dropout
@@ -47,6 +48,8 @@ from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
 CASTS = "casts of the inputs"
+# Rows of a forward that are computed again, one of each of so many equal parts.
+_CHECKED_ROWS = 4
 
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,24 +179,90 @@ def _computing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_forward(tensors: Tensors, request: Request, given: BackwardInputs) -> None:
-    """Check that output and log-sum-exp, which come from elsewhere, are those of this call.
+def check_forward(
+    call: WholeCall, block: Block, inputs: Mapping[str, torch.Tensor], written: CallOptions
+) -> None:
+    """Check that output and log-sum-exp, which come from elsewhere, are those of this call: a few
+    rows of a backward's block, drawn anew each time, are computed again.
+
+    Errors in other rows are not seen, nor are those within rounding. Not checked are kernels that
+    compute another attention, and budgets too small for the forward of a row.
 
     Raises:
         ValueError: some rows, computed again, are not.
     """
-    kernel, device = request.options.kernel, request.options.device
-    kernel = get_kernel("dense" if kernel == "auto" else kernel)
-    problem = Problem(request.work, kernel, FORWARD, forward_place(tensors, request))
-    job = _job(tensors, request, problem)
-    with _computing(device):
-        if rows_differ(job, given.out, given.lse, request.options.budget_bytes):
-            how = "causal" if request.work.is_causal else "not causal"
+    kernel = None if written.kernel == "auto" else get_kernel(written.kernel)
+    other = kernel is not None and (kernel.own_attention or kernel.probed_as is not None)
+    if other or 0 in (inputs["query"].numel(), inputs["value"].numel()):
+        return
+    # The log-sum-exp is the same without dropout.
+    plain = replace(call, dropout=None), CallOptions(written.budget, devices=written.devices)
+    scale = inputs["query"].shape[-1] ** -0.5 if call.scale is None else call.scale
+    device = written.devices
+    on_gpu = isinstance(device, torch.device) and not on_host(device)
+    n, draw = block.rows.length, random.SystemRandom()  # leaves the program's generators alone
+    parts = min(n, _CHECKED_ROWS)
+    for part in range(parts):
+        at = draw.randrange(n * part // parts, n * (part + 1) // parts)
+        row = block.rows.start + at
+        last = min(row + 1, block.keys.stop) if call.is_causal else block.keys.stop
+        keys = Interval(block.keys.start, last)
+        of_row = {name: inputs[name][:, :, at : at + 1] for name in ("query", "out", "lse")}
+        read = {name: inputs[name][:, :, : keys.length] for name in ("key", "value")}
+        read |= of_row
+        results = BlockResults(out_dtype=state_dtype(read["query"].dtype))
+        one = block._replace(rows=Interval(row, row + 1), keys=keys)
+        try:
+            now = compute_block(plain[0], one, read, plain[1], results)
+        except BudgetError:
+            return  # where the backward fits none the less, it is not checked
+        if _row_differs(read, now, scale, on_gpu=on_gpu, dropout=call.dropout is not None):
+            how = "causal" if call.is_causal else "not causal"
             raise ValueError(
-                f"out and lse are of another forward than this backward's: some of their rows, "
-                f"computed again ({how}, scale {request.scale:.6g}), are other numbers; give the "
-                "backward the forward's inputs, mask and options"
+                "out and lse are of another forward than this backward's: some of their rows, "
+                f"computed again ({how}, scale {scale:.6g}), are other numbers; "
+                "give the backward the forward's inputs, mask and options"
             )
+
+
+def _row_differs(
+    read: Mapping[str, torch.Tensor],
+    again: tuple[torch.Tensor, ...],
+    scale: float,
+    *,
+    on_gpu: bool,
+    dropout: bool,
+) -> bool:
+    """Whether output and log-sum-exp of a row are other numbers than those computed ``again``."""
+    (now, now_lse), dtype = again, read["query"].dtype
+    query = read["query"].to(now)
+    then, then_lse = read["out"].to(now), read["lse"].to(now_lse)
+    # How far a probability may be rounded, and a product of norms; both relative.
+    if dtype == torch.float64:
+        unit, products = 2.0**-40, 2.0**-46
+    elif dtype == torch.float32 and on_gpu:
+        unit, products = 2.0**-9, 2.0**-9  # it may be TF32
+    else:
+        unit, products = (2.0**-18 if dtype == torch.float32 else 2.0**-8), 2.0**-19
+    # Bounds of the norms of keys and values. Scores are at most as large as products of norms.
+    key_norm, value_norm = (
+        max(abs(float(end)) for end in torch.aminmax(read[name])) * read[name].shape[-1] ** 0.5
+        for name in ("key", "value")
+    )
+    reach = abs(scale) * key_norm * query.norm(dim=-1)
+    allowed = (1e-3 if unit > 1e-10 else 1e-9) + reach * products
+    # A row without a key, then and now, has the same infinite lse.
+    change = torch.expm1(now_lse - then_lse).masked_fill(now_lse == then_lse, 0.0)
+    differ = change.abs() > allowed
+    if not dropout:
+        # What is less than 16 bits hold is 0.
+        least = torch.finfo(dtype).tiny * now.shape[-1]
+        rounded = 0.1 * now.norm(dim=-1) + (unit + allowed) * value_norm + least
+        apart = (now - then).norm(dim=-1)
+        differ |= apart.isfinite() & (apart > rounded)
+    # Where a number has overflowed, in either, rounding decides.
+    known = [lse.isfinite() | (lse == -torch.inf) for lse in (now_lse, then_lse)]
+    return bool((differ & known[0] & known[1]).any())
 
 
 def _run_gradients(

@@ -209,12 +209,10 @@ def _compute(work: Work, part: Block, written: CallOptions) -> None:
     results = BlockResults(made.get("out"), made.get("lse"))
     if call.backward:
         results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
-    block = call.whole, part, call.cut(call.tensors, part), written, results
+    block = call.whole, part, call.cut(call.tensors, part), written
     if call.backward:
-        tensors, request, read = request_of_block(*block)
-        if read is not None and not passes.is_trivial(tensors):
-            passes.check_forward(tensors, request, read)
-    found = passes.compute_block(*block)
+        passes.check_forward(*block)
+    found = passes.compute_block(*block, results)
     for name, target in wanted.items():
         accumulated = made.get(name, found[1])  # an lse may be made by the call
         if accumulated is not target:

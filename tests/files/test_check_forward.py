@@ -8,64 +8,62 @@ from typing import Any
 import pytest
 import torch
 from helpers_attention import inputs
-from helpers_jobs import a_job
 
 import quorum_attention as qa
-from quorum_attention.execution.call import Job, MaskView, mask_shape
-from quorum_attention.execution.problem import Workload
-from quorum_attention.execution.sampled_rows import rows_differ
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.options import CallOptions
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.passes import check_forward
 
 N, M = 70, 90
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+BLOCK = Block(*(Interval(0, n) for n in (2, 4, N, M)))
 
 
 def a_call(
     dtype: torch.dtype, *, causal: bool = False, masked: bool = False, spread: float = 1.0
-) -> tuple[Job, torch.Tensor, torch.Tensor]:
+) -> tuple[WholeCall, dict[str, torch.Tensor]]:
     given = inputs(N, M, batch=(2,), heads=4, kv_heads=2, dtype=dtype, spread=spread)
     mask = torch.rand(4, N, M) > 0.5 if masked else None
     out, lse = qa.attention_with_lse(
         *given.three, mask, is_causal=causal, enable_gqa=True, kernel="cpu"
     )
-    shape = None if mask is None else mask_shape(mask, 1)
-    work = Workload((2,), 4, 2, N, M, 8, 8, dtype, causal, shape)
-    return a_job(work, given.three, mask, 8**-0.5), out, lse
+    read = dict(zip(("query", "key", "value"), given.three, strict=True)) | {"out": out, "lse": lse}
+    return WholeCall((2,), 4, 2, N, M, mask, causal), read
+
+
+def check(call: WholeCall, read: dict[str, torch.Tensor], budget: int | None = None) -> None:
+    check_forward(call, BLOCK, read, CallOptions(budget, devices=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("left", [None, 300_000])
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_rows_of_the_same_call_are_the_same(
-    dtype: torch.dtype, left: int | None, spread: float
-) -> None:
+def test_rows_of_the_same_call_are_the_same(dtype: torch.dtype, spread: float) -> None:
     for causal in (False, True):
         for masked in (False, True):
-            job, out, lse = a_call(dtype, causal=causal, masked=masked, spread=spread)
-            for _ in range(5):
-                assert not rows_differ(job, out, lse, left)
-
-
-def flipped(job: Job, name: str) -> Job:
-    return replace(job, tensors={**job.tensors, name: job.tensors[name].flip(-1)})
+            call, read = a_call(dtype, causal=causal, masked=masked, spread=spread)
+            for budget in (None, 300_000, None):
+                check(call, read, budget)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_results_are_not_those_of_the_call(dtype: torch.dtype) -> None:
-    job, out, lse = a_call(dtype, masked=True)
-    assert job.mask is not None
-    causal = replace(job.problem, work=replace(job.work, is_causal=True))
+    call, read = a_call(dtype, masked=True)
+    assert isinstance(call.mask, torch.Tensor)
+    out, lse = read["out"], read["lse"]
     other = [
-        (job, torch.randn_like(out), lse),
-        (job, 2 * out, lse),
-        (job, out, lse + 0.01),
-        (replace(job, scale=2 * job.scale), out, lse),
-        (replace(job, problem=causal), out, lse),
-        (replace(job, mask=MaskView(~job.mask.mask, 1)), out, lse),
-        (flipped(job, "query"), out, lse),
-        (flipped(job, "value"), out, lse),
+        (call, {"out": torch.randn_like(out)}),
+        (call, {"out": 2 * out}),
+        (call, {"lse": lse + 0.01}),
+        (replace(call, scale=2 * 8**-0.5), {}),
+        (replace(call, is_causal=True), {}),
+        (replace(call, mask=~call.mask), {}),
+        (call, {"query": read["query"].flip(-1)}),
+        (call, {"value": read["value"].flip(-1)}),
     ]
-    for number, one in enumerate(other):
-        assert rows_differ(*one, None), number
+    for changed, tensors in other:
+        with pytest.raises(ValueError, match="another forward"):
+            check(changed, {**read, **tensors})
 
 
 def test_a_kernel_registered_anew_is_not_the_forwards() -> None:
