@@ -160,7 +160,8 @@ class ByParts(Kernel):
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         most = self._bytes(call, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
-        most += rows * 2 * _wide(call)  # the lse without rows that have no key
+        if isinstance(self._operator, RectangleKernel):
+            most += rows * 2 * _wide(call)  # the lse without rows that have no key
         by_tiles = self._kernel_for(replace(call, mask=_ANY_MASK)) is self._tiles
         if by_tiles and call.dtype in self._operator.scaled_backward:
             most += rows * 4 * call.value_dim  # an upstream gradient that is not scaled
@@ -182,20 +183,22 @@ class ByParts(Kernel):
 
         lanes, key_lanes = extent.batch * extent.query_heads, extent.batch * extent.key_heads
         queries, keys = self._limits((extent.max_queries, extent.max_keys), call)
-        # Copies of a triangle's rows in the other order.
-        copies = lanes * queries * (2 if backward else 1) + key_lanes * keys
-        most = ask(replace(call, is_causal=True), queries, keys) + 8 * lanes * queries
-        most += 2 * copies * (call.head_dim + call.value_dim) * call.dtype.itemsize
+        most = ask(replace(call, is_causal=True), queries, keys)
+        if isinstance(self._operator, RectangleKernel):
+            # Copies of a triangle's rows in the other order.
+            copies = lanes * queries * (2 if backward else 1) + key_lanes * keys
+            most += 2 * copies * (call.head_dim + call.value_dim) * call.dtype.itemsize
+            most += 8 * lanes * queries + MERGE_WORKSPACE_BYTES
         if self._has_ragged:
             rules = self._geometry.rules
             queries = min(BLOCK if rules else _LEAF, queries)
             keys = min(_WIDEST if rules else _LEAF, keys)
-            tests = (lanes * (2 + 2 * call.dtype.itemsize) + 64) * queries * keys
+            tests = (lanes * (2 + 2 * call.dtype.itemsize) + (64 if rules else 16)) * queries * keys
             masked = replace(call, mask=_ANY_MASK, is_causal=False)
             most = max(most, tests + ask(masked, queries, keys))
         if self._geometry.functions:
             most = max(most, evaluated_bytes(lanes, _EVALUATED_BYTES))
-        return most + MERGE_WORKSPACE_BYTES
+        return most
 
     def _limits(self, limits: tuple[int, int], call: CallShape) -> tuple[int, int]:
         """The most queries and keys of one call: of the largest part, or of parts joined."""
