@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from operator import methodcaller
+from threading import local
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.nn.functional import cross_entropy, linear
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -32,8 +35,16 @@ from quorum_attention.recipes.step import loss_tokens
 NAME = "chunked loss"
 _TRIED = 12  # tokens
 _Change = Callable[[torch.Tensor], torch.Tensor]
-# While a model runs that was given labels: its losses that were computed in chunks.
-_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("losses", default=None)
+
+
+class _Here(local):  # torch's compiler reads it; of a ContextVar it would leave its graph
+    """In this thread, while a model runs that was given labels: its losses that are in chunks."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] | None = None
+
+
+_here = _Here()
 
 
 def chunk_loss(model: Any) -> Change:
@@ -57,9 +68,18 @@ def chunk_loss(model: Any) -> Change:
 
 
 def _head_forward(self: torch.nn.Linear, states: torch.Tensor) -> Any:
-    if _losses.get() is None:
+    # A hook may ask whether they are a tensor; or the weights are there within the forward alone.
+    hooks = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
+    if _here.losses is None or hooks or _has_any_global_hook():
         return linear(states, self.weight, self.bias)
-    return _Logits(states, self.weight, self.bias)
+    product = partial(linear, weight=self.weight, bias=self.bias)
+    return _Logits(states, self.weight, (product,), _modes(states))
+
+
+def _modes(states: torch.Tensor) -> tuple[Any, ...]:
+    """What torch's operations here and now depend on: gradients, and autocast's arguments."""
+    on = states.device.type
+    return torch.is_grad_enabled(), on, torch.get_autocast_dtype(on), torch.is_autocast_enabled(on)
 
 
 def _model_forward(model: Any) -> Callable[..., Any]:
@@ -69,14 +89,16 @@ def _model_forward(model: Any) -> Callable[..., Any]:
     @wraps(plain)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
         given = signature.bind_partial(self, *args, **named).arguments
-        if given.get("labels") is None or is_transformed():
+        chunked = given.get("labels") is not None and not is_transformed()
+        outside = _here.losses
+        if not chunked and outside is None:  # else it runs within another model
             return plain(self, *args, **named)
-        losses: list[torch.Tensor] = []
-        token = _losses.set(losses)
+        losses: list[torch.Tensor] | None = [] if chunked else None
+        _here.losses = losses
         try:
             found = plain(self, *args, **named)
         finally:
-            _losses.reset(token)
+            _here.losses = outside
         if isinstance(found, tuple):
             return tree_map_only(_Logits, _Logits.computed, found)
         if isinstance(getattr(found, "logits", None), _Logits):
@@ -91,81 +113,80 @@ def _model_forward(model: Any) -> Callable[..., Any]:
 class _Logits:
     """In place of a tensor: (..., vocabulary) logits that are not computed yet.
 
+    Once one is computed, so are all that were made of the same: it may be changed in place.
+
     Attributes:
-        states: (..., width), whose product with the weights they are.
-        weight, bias: of the last layer.
-        changes: of each number by itself: a scale, a soft cap, another dtype.
-        root: those that these are of another shape, or changed.
-        tensor: they, once something has asked for them, and may have changed them.
+        states: (..., width) of the last layer's input.
+        weight: of the last layer.
+        changes: what makes logits of states: the last layer, then a scale, a soft cap, another
+            dtype: of each number by itself.
+        modes: in which they are computed.
+        base: of which the last change makes these; None: of the states.
+        family: all that are made of the same product.
+        tensor: they, once something has asked for one of them.
     """
 
     states: torch.Tensor
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    changes: tuple[_Change, ...] = ()
-    root: _Logits | None = None
+    changes: tuple[_Change, ...]
+    modes: tuple[Any, ...]
+    base: _Logits | None = None
+    family: WeakSet[_Logits] = field(default_factory=WeakSet)
     tensor: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self.family.add(self)
+
     @property
-    def device(self) -> torch.device:
-        """As of a tensor."""
-        return self.states.device
+    def open(self) -> bool:
+        """Whether nothing has asked for them yet, and what is done now is done in their modes."""
+        return self.tensor is None and _modes(self.states) == self.modes
 
     def view(self, *sizes: Any) -> Any:
         """As of a tensor."""
-        if self.tensor is not None or sizes != (-1, len(self.weight)):
+        if sizes != (-1, len(self.weight)):
             return self.computed().view(*sizes)
         states = self.states.reshape(-1, self.states.shape[-1])
-        return replace(self, states=states, root=self if self.root is None else self.root)
+        return self.changed(lambda logits: logits.view(*sizes), states)
 
     reshape = view
 
     def computed(self) -> torch.Tensor:
         """The tensor."""
         if self.tensor is None:
-            if self.root is None:
-                whole = linear(self.states, self.weight, self.bias)
-            else:
-                whole = self.root.computed().view(*self.states.shape[:-1], len(self.weight))
-            for change in self.changes:
-                whole = change(whole)
-            self.tensor = whole
+            with torch.set_grad_enabled(self.modes[0]), torch.autocast(*self.modes[1:]):
+                for one in list(self.family):
+                    one._compute()
+        return self._compute()
+
+    def _compute(self) -> torch.Tensor:
+        if self.tensor is None:
+            given = self.states if self.base is None else self.base._compute()
+            self.tensor = self.changes[-1](given)
         return self.tensor
 
-    def changed(self, change: _Change) -> Any:
-        """Each number by itself."""
-        if self.tensor is not None:
-            return change(self.tensor)
-        root = self if self.root is None else self.root
-        return replace(self, changes=(*self.changes, change), root=root)
-
-    def contiguous(self) -> _Logits:
-        """As of a tensor."""
-        return self
-
-    def __truediv__(self, other: Any) -> Any:
-        number = isinstance(other, (int, float))
-        return self.changed(lambda t: t / other) if number else self.computed() / other
-
-    def __mul__(self, other: Any) -> Any:
-        number = isinstance(other, (int, float))
-        return self.changed(lambda t: t * other) if number else self.computed() * other
+    def changed(self, change: _Change, states: torch.Tensor | None = None) -> Any:
+        """Each number by itself; or seen in another shape, that of ``states``."""
+        if not self.open:
+            return change(self.computed())
+        states = self.states if states is None else states
+        return replace(self, states=states, changes=(*self.changes, change), base=self)
 
     def cross_entropy(
         self, target: torch.Tensor, weight: Any = None, *, ignore_index: int = -100,
-        reduction: str = "mean", label_smoothing: float = 0.0, **others: Any,
+        reduction: str = "mean", label_smoothing: float = 0.0, **old: Any,
     ) -> torch.Tensor | None:  # fmt: skip
         """Some tokens at a time; None: it is one that all logits are needed for."""
+        of_tokens = self.states.dim() == 2 and target.shape == self.states.shape[:1]
         plain = weight is None and not label_smoothing and reduction in ("mean", "sum")
-        fresh = self.tensor is None and (self.root is None or self.root.tensor is None)
-        if not (
-            fresh and plain and self.states.dim() == 2 and target.shape == self.states.shape[:1]
-        ):
+        if not (self.open and of_tokens and plain and set(old.values()) <= {None}):
             return None
+        changes = self.changes
 
-        def of_some(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            logits = replace(self, states=states, root=None).computed()
-            return cross_entropy(logits, wanted, ignore_index=ignore_index, reduction="sum")
+        def of_some(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            for change in changes:
+                some = change(some)
+            return cross_entropy(some, wanted, ignore_index=ignore_index, reduction="sum")
 
         tokens = loss_tokens(len(self.weight), self.weight.dtype.itemsize)
         pairs = zip(self.states.split(tokens), target.split(tokens), strict=True)
@@ -173,33 +194,39 @@ class _Logits:
         total = torch.stack([checkpoint(of_some, *pair, **again) for pair in pairs]).sum()
         return total if reduction == "sum" else total / (target != ignore_index).sum()
 
-    def float(self) -> Any:
-        """As of a tensor."""
-        return self.changed(torch.Tensor.float)
-
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         if function is cross_entropy and isinstance(args[0], _Logits):
-            loss, losses = args[0].cross_entropy(*args[1:], **(named or {})), _losses.get()
+            loss, losses = args[0].cross_entropy(*args[1:], **(named or {})), _here.losses
             if loss is not None and losses is not None:
                 losses.append(loss)
                 return loss
         if function is torch.tanh and len(args) == 1 and not named:
-            return args[0].changed(function)
+            return args[0].tanh()
         args, named = tree_map_only(_Logits, _Logits.computed, (args, named or {}))
         return function(*args, **named)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.computed(), name)
+        return getattr(self.states if name == "device" else self.computed(), name)
+
+
+_CHANGES = ("__mul__", "__rmul__", "__truediv__", "contiguous", "float", "tanh")
+_OTHERS = ("add", "radd", "iadd", "sub", "rsub", "isub", "imul", "rtruediv", "itruediv", "mod",
+           "floordiv", "matmul", "pow", "ipow", "neg", "abs", "getitem", "setitem", "len", "iter",
+           "eq", "ne", "lt", "le", "gt", "ge")  # fmt: skip
 
 
 def _as_of_tensor(name: str) -> Callable[..., Any]:
-    return lambda self, *others: getattr(self.computed(), name)(*others)
+    def method(self: _Logits, *others: Any) -> Any:
+        by_number = name in _CHANGES and all(isinstance(one, (int, float)) for one in others)
+        call = methodcaller(name, *others)
+        return self.changed(call) if by_number else call(self.computed())
+
+    return method
 
 
-for _name in ("add", "radd", "sub", "rsub", "rmul", "pow", "neg", "getitem",
-              "setitem", "len", "iter", "lt", "le", "gt", "ge"):  # fmt: skip
-    setattr(_Logits, f"__{_name}__", _as_of_tensor(f"__{_name}__"))
+for _name in (*_CHANGES, *(f"__{name}__" for name in _OTHERS)):
+    setattr(_Logits, _name, _as_of_tensor(_name))
 
 
 @torch.no_grad()
