@@ -306,9 +306,7 @@ def is_cut(plan: Plan) -> bool:
     return bool(plan.levels) or plan.n_groups > 1
 
 
-@lru_cache(maxsize=4096)
-def _log_once(line: str) -> None:
-    LOG.info(line)
+_log_once = lru_cache(maxsize=4096)(LOG.info)
 
 
 def log_cut(plan: Plan) -> None:

@@ -58,11 +58,6 @@ class _Sample:
     rows: float
 
     @cached_property
-    def n_calls(self) -> int:
-        """How many calls there are."""
-        return sum(times for _, times in self.calls)
-
-    @cached_property
     def pairs(self) -> int:
         """Query-key pairs of all calls."""
         return sum(call.first.pairs * call.count * times for call, times in self.calls)
@@ -277,7 +272,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         on_device = _device_seconds(
             sample, problem, lanes, hardware, streams=schedule.streams, uncut=load.uncut
         )
-        calls = call_seconds * sample.n_calls / sample.tasks * load.units
+        calls = call_seconds * sum(n for _, n in sample.calls) / sample.tasks * load.units
         preparation = len(sample.calls) * hardware.plan_seconds
         if load.merges:
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)

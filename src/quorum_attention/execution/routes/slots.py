@@ -183,8 +183,7 @@ def _units(job: Job, rows: SlotRows, controller: RecoveryController) -> Iterator
     headroom."""
     n_slots, previous = len(rows.slots), None
     for number in count():
-        asks = controller.between_groups and controller.may_coarsen
-        if asks and _has_headroom(job, controller):
+        if controller.between_groups and controller.may_coarsen and _has_headroom(job, controller):
             return
         launch = controller.next()
         if launch is None:
