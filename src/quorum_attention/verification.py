@@ -53,8 +53,8 @@ def sampled_errors(
         row_lse = scores.logsumexp(1, keepdim=True)
         p = scores.sub_(row_lse).exp_()
         row_out = p @ values_64
-        add("out", out[head][rows], row_out)
         add("lse", lse[head][rows], row_lse[:, 0])
+        add("out", out[head][rows], row_out)
         if grad_out is None:
             continue
         upstream, grad_query, *grads_of_keys = (t.flatten(0, -3) for t in (grad_out, *grads))
