@@ -14,7 +14,6 @@ from helpers_ranks import inputs_of, spawn
 
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed.decoding import merged
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -103,17 +102,6 @@ def _all_of_it(rank: int) -> None:
 
 def test_on_processes(tmp_path: Path) -> None:
     spawn(_all_of_it, 3, tmp_path)
-
-
-def test_what_is_not_a_number_stays_so_and_what_is_not_seen_is_0() -> None:
-    outs, lses = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3)
-    lses[:, 0, 0] = -torch.inf
-    outs[:, 0, 0] = 0.0
-    lses[1, 0, 1] = torch.nan
-    found = merged(outs, lses)
-    assert torch.equal(found[0, 0], torch.zeros(4))
-    assert found[0, 1].isnan().all()
-    assert torch.allclose(found[0, 2], lses[:, 0, 2].softmax(0) @ outs[:, 0, 2])
 
 
 def test_without_a_group() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import pytest
+import torch
+from helpers_masks import dense
 
+from quorum_attention import Mask
+from quorum_attention.distributed.masks import pairs_above
 from quorum_attention.distributed.partition import (
     RowBytes,
     Sequences,
@@ -17,6 +21,7 @@ from quorum_attention.distributed.partition import (
     keys,
     quorums,
 )
+from quorum_attention.kernels.masked.resolve import Sizes
 
 # One for each vector of a query, and of a key and a value; results likewise.
 ELEMENTS = RowBytes(1, 1, 1, 2)
@@ -117,3 +122,44 @@ def test_work_is_shared_evenly_whatever_divides(ranks: int, heads_: int, causal:
     sizes = [draw.randint(20_000, 200_000) for _ in range(ranks)]
     of = sequences(sizes, heads_, 1, causal)
     assert choose(of, ELEMENTS).imbalance <= 1.05
+
+
+TOKENS = 4096
+FALLING = torch.repeat_interleave(
+    torch.arange(8), torch.tensor([911, 796, 683, 569, 455, 341, 228, 113])
+)
+MASKS = {
+    "causal, sinks": Mask(causal=True, sinks=torch.zeros(5)),
+    "window": Mask(causal=True, window=(127, 0)),
+    "wide window": Mask(window=(3000, 500)),
+    "equal documents": Mask(documents=torch.arange(TOKENS) // 512),
+    "falling documents": Mask(documents=FALLING),
+    "causal, falling documents, short": Mask(
+        causal=True, documents=FALLING, key_lengths=torch.tensor([TOKENS, 3000])
+    ),
+    "offset": Mask(causal=True, offset=-700),
+    "chunks": Mask(causal=True, chunk=1000),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("heads_", [1, 5])
+def test_kept_pairs_are_shared_evenly(name: str, heads_: int) -> None:
+    mask = MASKS[name]
+    above = np.array([0, *dense(mask, 2, 1, TOKENS, TOKENS).sum((0, 1, 3)).cumsum(0).tolist()])
+    kept = pairs_above(mask, Sizes(2, heads_, TOKENS, TOKENS), False)
+    entries = 1 if mask.key_lengths is None else 2  # of different pairs
+    assert kept[-1] * 2 == above[-1] * entries
+    for ranks in (2, 3, 4, 5, 8):
+        sizes = [TOKENS // ranks] * (ranks - 1) + [TOKENS - TOKENS // ranks * (ranks - 1)]
+        of = Sequences((0, *accumulate(sizes)), heads_, 1, False, "rows", kept=kept)
+        way = choose(of, ELEMENTS)
+        work = [
+            sum(
+                block.heads.length * np.diff(above[list(block.queries)])[0]
+                for block in chain(*shares)
+            )
+            for shares in way.shares
+        ]
+        assert max(work) * ranks / sum(work) <= 1.05, ranks
+        assert way.imbalance <= 1.05

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.counts import one_of, shown, whole_number
-from quorum_attention.distributed.masks import columns_of
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.mask import Mask
 
 # What a call is, by the names of its arguments; the values are plain.
 Signature = Mapping[str, object]
@@ -155,16 +153,18 @@ def agreed_sizes(
     group: dist.ProcessGroup,
     query: torch.Tensor,
     arguments: Signature,
-    mask: Mask | None,
+    columns: Sequence[int],
     lengths: Sequence[int] | str | None,
 ) -> tuple[int, ...]:
     """Rows of every rank, once all make the same call.
 
+    Args:
+        columns: of each tensor of the mask with a number for each token, how many those are.
+
     Raises:
         ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
     """
-    rows, columns = query.shape[-2], [] if mask is None else columns_of(mask)
-    given = None
+    rows, given = query.shape[-2], None
     with refusing(group, lengths is None or waits(group, query)):
         if lengths is not None:
             given = _given(group, lengths, rows)
@@ -227,9 +227,3 @@ def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) ->
             f"{group.rank()}, got {shown(list(sizes))}"
         )
     return sizes
-
-
-__all__ = [
-    "Signature", "agreed_number", "agreed_sizes", "alive", "compare", "exchanging",
-    "kernel_of_parts", "member_of", "refusing", "told", "waits",
-]  # fmt: skip

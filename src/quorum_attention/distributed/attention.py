@@ -18,6 +18,7 @@ from quorum_attention.call.settings import current, filled
 from quorum_attention.counts import shown
 from quorum_attention.distributed.agreement import (
     Signature,
+    agreed_number,
     agreed_sizes,
     compare,
     exchanging,
@@ -28,6 +29,8 @@ from quorum_attention.distributed.agreement import (
 )
 from quorum_attention.distributed.masks import (
     checked_mask,
+    columns_of,
+    pairs_above,
     signature_of,
     tensors_of,
     whole_mask,
@@ -44,6 +47,7 @@ from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import state_dtype
+from quorum_attention.kernels.masked.resolve import Sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.mask import Mask
@@ -135,16 +139,20 @@ def attention(
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
         "gradients": shard.records,
     }  # fmt: skip
-    sizes = agreed_sizes(group, query, {"call": "attention", **arguments}, mask, lengths)
+    columns = [] if mask is None else columns_of(mask)
+    sizes = agreed_sizes(group, query, {"call": "attention", **arguments}, columns, lengths)
+    tokens, kept = sum(sizes), None
     if mask is not None:
         mask = whole_mask(mask, group, sizes, work, query.device)
-    tokens = sum(sizes)
+        kept = pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
+        if any(name not in ("bias", "sinks") for name, _ in tensors_of(mask)):
+            agreed_number(group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)})
     whole = WholeCall((batch,), heads, kv_heads, tokens, tokens, mask, causal, shard.scale, dropout)
     with torch.autocast(query.device.type, enabled=False):
         rows = [t.reshape(batch, *t.shape[-3:]) for t in inputs[:3]]
         if work.dtype.itemsize == 2 and batch * heads * tokens**2 <= _WIDENED_PAIRS:
             rows = [t.float() for t in rows]
-        assignment, moved = _assigned(rows, whole, sizes)
+        assignment, moved = _assigned(rows, whole, sizes, kept)
         # Turns of whole heads, where nothing limits a call's memory.
         free = not on_host(query.device) and written.says_nothing and current() is None
         call = Sharded(
@@ -187,31 +195,27 @@ def _checked_shard(
 
 
 def _assigned(
-    inputs: Sequence[torch.Tensor], whole: WholeCall, sizes: Sequence[int]
+    inputs: Sequence[torch.Tensor],
+    whole: WholeCall,
+    sizes: Sequence[int],
+    kept: tuple[int, ...] | None,
 ) -> tuple[Assignment, RowBytes]:
     """Who computes what, and the bytes of a row. All ranks decide the same, of sizes alone.
 
     Args:
         inputs: query, key and value of this rank, with one batch dimension.
         sizes: rows of every rank.
+        kept: as of ``Sequences``.
     """
-    mask, value_dim, (batch, heads, _, head_dim) = whole.mask, inputs[2].shape[3], inputs[0].shape
-    assert not isinstance(mask, torch.Tensor)
-    units: Literal["pairs", "rows", "heads"] = "pairs"
-    if mask is not None or whole.dropout is not None:
-        units = "rows" if whole.dropout is None else "heads"
-    # Later rows see more keys, but for those of windows and documents.
-    short = mask is not None and (
-        mask.documents is not None or mask.chunk is not None
-        or 0 <= mask.sides[0] < whole.n_keys // 2
-    )  # fmt: skip
-    leans = not short and (whole.is_causal or (mask is not None and bool(mask.causal)))
-    element, pair_flops = inputs[0].element_size(), 2.0 * (head_dim + value_dim)
-    of = Sequences((0, *accumulate(sizes)), heads, whole.kv_heads, leans, units)
-    flops = batch * of.pairs / of.ranks * pair_flops
-    of = replace(
-        of, turns=turns_of(flops if units == "pairs" and not on_host(inputs[0].device) else 0.0)
-    )
+    value_dim, (batch, heads, _, head_dim) = inputs[2].shape[3], inputs[0].shape
+    units: Literal["pairs", "rows", "heads"] = "heads"
+    if whole.dropout is None:
+        units = "pairs" if kept is None else "rows"
+    starts, element = (0, *accumulate(sizes)), inputs[0].element_size()
+    of = Sequences(starts, heads, whole.kv_heads, whole.is_causal, units, kept=kept)
+    pair_flops = 2.0 * (head_dim + value_dim)
+    in_turns = units == "pairs" and not on_host(inputs[0].device)
+    of = replace(of, turns=turns_of(in_turns * batch * of.pairs / of.ranks * pair_flops))
     moved = forward_bytes(head_dim, value_dim, element, max(4, element))
     return choose(of, moved, pair_flops), moved
 
@@ -234,7 +238,8 @@ class _Attention(torch.autograd.Function):
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            read = [tensor for _, tensor in tensors_of(call.whole.mask)]
+            mask: Any = call.whole.mask
+            read = [] if mask is None else [tensor for _, tensor in tensors_of(mask)]
             ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
@@ -258,6 +263,3 @@ class _Attention(torch.autograd.Function):
         with exchanging(group):
             made = call.backward(grad_out, ctx.shapes, saved, of_mask)
         return (*made, *of_mask, None)
-
-
-__all__ = ["attention"]

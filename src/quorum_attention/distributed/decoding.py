@@ -27,6 +27,7 @@ from quorum_attention.distributed.masks import checked_mask
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.merge import join_sinks_, merge_
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
@@ -101,8 +102,14 @@ def decode(
             everyone, way="keys and values stay", pairs=query.shape[-2] * key.shape[-2], stages=1,
             forward_bytes=received, most_forward_bytes=received, calls=[made],
         )  # fmt: skip
-    parts = every[:, :-1].unflatten(-1, size)
-    found = merged(parts[..., :-1], parts[..., -1], sinks).to(query.dtype)
+    # By entry of all batch dimensions: (ranks, entries, heads, queries, value_dim and lse).
+    parts = every[:, :-1].view(everyone.size(), -1, *size[-3:])
+    total, weight = parts[0, ..., :-1], parts[0, ..., -1]
+    for part in parts[1:]:
+        merge_(total, weight, part[..., :-1], part[..., -1])
+    if sinks is not None:
+        join_sinks_(total, weight, sinks)
+    found = total.reshape(out.shape).to(query.dtype)
     return found.masked_fill_((every[:, -1] != number).any(), math.nan)
 
 
@@ -116,26 +123,3 @@ def _arguments(
         "queries": queries, "head_dim": head_dim, "value_dim": value.shape[-1],
         "dtype": str(query.dtype), "scale": scale, "attn_mask.sinks": sinks is not None,
     }  # fmt: skip
-
-
-def merged(
-    outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The attention over all keys, from what parts of them say.
-
-    Args:
-        outs: (parts, ..., heads, queries, value_dim).
-        lses: (parts, ..., heads, queries); -inf where a part has no key that a query sees.
-        sinks: (heads,), which take part without a value.
-    """
-    if sinks is not None:
-        one = sinks.to(lses)[:, None].expand(lses.shape[1:])
-        lses = torch.cat([lses, one.unsqueeze(0)])
-    top = lses.amax(0)
-    weights = (lses - top.masked_fill(top == -math.inf, 0.0)).exp()
-    total = weights.sum(0)
-    weights = weights[: len(outs)] / total.masked_fill(total == 0.0, 1.0)
-    return (weights.unsqueeze(-1) * outs).sum(0)
-
-
-__all__ = ["decode", "merged"]

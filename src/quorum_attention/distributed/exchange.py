@@ -162,6 +162,3 @@ class Gathered:
                 return before + row - start
             before += stop - start
         raise ValueError(f"row {row} is not in {self.needed.rows}")
-
-
-__all__ = ["Gathered", "Transfer"]

@@ -6,16 +6,20 @@ of a rank's own rows: they are gathered, a number for each token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from quorum_attention.call.validation import as_mask
 from quorum_attention.counts import shown
+from quorum_attention.distributed.agreement import told
+from quorum_attention.distributed.partition import step_of
 from quorum_attention.execution.problem import Workload
+from quorum_attention.kernels.masked.resolve import Sizes, described, resolve
 from quorum_attention.mask import Mask, map_tensors
 
 # Fields with a number for each token.
@@ -69,12 +73,8 @@ def whole_mask(
                 f"attn_mask.{name} must be for the {rows} rows of this rank or all {tokens}, and a "
                 f"batch of {batch}, got shape {tuple(mine.shape)}"
             )
-        padded = torch.zeros((batch, most), dtype=torch.int64, device=device)
-        padded[:, :rows] = (mine if mine.dim() == 2 else mine[None])[:, :rows]
-        every = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(every, padded, group=group)
-        parts = [t[:, :n] for t, n in zip(every, lengths, strict=True)]
-        return torch.cat(parts, dim=1).to(mine.dtype)
+        own = (mine if mine.dim() == 2 else mine[None])[:, :rows].expand(batch, rows)
+        return torch.cat(told(group, own.cpu()), dim=1).to(device)
 
     mask = map_tensors(mask, gathered)
     if mask.sinks is not None and mask.sinks.shape != (heads,):
@@ -97,32 +97,45 @@ def whole_mask(
     return replace(mask, bias=bias)
 
 
-def signature_of(value: Any, name: str = "") -> Any:
+def pairs_above(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[int, ...]:
+    """Pairs of a head's rows that the mask keeps, as ``Sequences.kept``; those that rules of single
+    pairs leave out are counted as well."""
+    n = sizes.n_queries
+    kept = np.zeros(n + 1)
+    for geometry in resolve(mask, sizes, is_causal).geometries:
+        blocks = np.array([[0, n, 0, n]]) if geometry.blocks is None else geometry.blocks
+        of_rows = blocks[:, 1] - blocks[:, 0]
+        row, _, first, last = np.repeat(blocks, of_rows, axis=0).T
+        row = row + np.arange(len(row)) - np.repeat(np.cumsum(of_rows) - of_rows, of_rows)
+        low, high = geometry.band.low, geometry.band.high
+        first = first if low is None else np.maximum(first, row + low)
+        last = last if high is None else np.minimum(last, row + high + 1)
+        kept[1:] += np.bincount(row, np.maximum(last - first, 0), minlength=n)
+    above = kept.cumsum()
+    edges = [*range(0, n, step_of(n)), n]
+    return tuple(above[edges].astype(int).tolist())
+
+
+def signature_of(mask: Mask) -> Any:
     """What must be the same on all ranks; of tensors for each token all but how many they have."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape[:-1] if name in _PER_TOKEN else value.shape)
-    if isinstance(value, Mask):
-        return [(f.name, signature_of(getattr(value, f.name), f.name)) for f in fields(value)]
-    if isinstance(value, tuple):
-        return tuple(signature_of(one, name) for one in value)
-    return "a function" if callable(value) else value
+    shapes = [(n, tuple(t.shape[: -1 if n in _PER_TOKEN else None])) for n, t in tensors_of(mask)]
+    return described(mask), shapes
 
 
-def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a mask, by the names of their fields."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from tensors_of(one, name)
-    elif isinstance(value, Mask):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name), field.name)
+    own = [
+        (name, tensor) for name in ("bias", "sinks") if (tensor := getattr(mask, name)) is not None
+    ]
+
+    def seen(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        own.append((name, tensor))
+        return tensor
+
+    map_tensors(mask, seen)
+    return own
 
 
 def columns_of(mask: Mask) -> list[int]:
     """For each tensor with a number for each token, how many those are."""
     return [tensor.shape[-1] for name, tensor in tensors_of(mask) if name in _PER_TOKEN]
-
-
-__all__ = ["checked_mask", "columns_of", "signature_of", "tensors_of", "whole_mask"]

@@ -13,13 +13,12 @@ Of three ways the one is taken that moves fewest bytes:
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 from quorum_attention.decomposition import Decomposition
@@ -34,13 +33,19 @@ _KEPT = 1.25
 _STAGES = 4
 # Chunks of a quorum set for each rank of a group, at most; and at most so many in all.
 _CHUNKS_A_RANK, _MOST_CHUNKS = 8, 133
-_TILE = 128
+# Tiles of a shard at least, else tiles are smaller.
+_TILE, _TILES = 128, 32
 # Moving is little beside computing if it would take such a share of the time by itself; most of it
 # runs beside. Of an H200 and its links to others in the same host: 200 GB/s, 400 TFLOP/s.
 _LITTLE = 0.2
 _BYTES_A_FLOP = 200e9 / 400e12
 # Floating-point operations of a rank in a forward.
 _WORTH_TWO = 5e11
+
+
+def step_of(tokens: int) -> int:
+    """Rows between two of which it is told how many pairs a mask keeps: at most 1,024 steps."""
+    return 1 << max(0, (tokens - 1).bit_length() - 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Sequences:
             keys (under a mask: nothing is merged then); "heads" (with dropout, whose pairs are
             numbered by head).
         turns: calls that a rank's share is cut into where heads are exchanged whole.
+        kept: under a mask, the pairs of a head's rows before each multiple of ``step_of`` the
+            tokens, and of all of them; between two the rows count alike. Else None.
     """
 
     starts: tuple[int, ...]
@@ -63,6 +70,7 @@ class Sequences:
     is_causal: bool
     units: Literal["pairs", "rows", "heads"] = "pairs"
     turns: int = 1
+    kept: tuple[int, ...] | None = None
 
     @property
     def ranks(self) -> int:
@@ -82,13 +90,26 @@ class Sequences:
     @property
     def pairs(self) -> int:
         """Pairs of all heads."""
-        return self.heads * self.pairs_of(0, self.tokens)
+        return self.heads * self.above(self.tokens)
 
-    def pairs_of(self, start: int, stop: int) -> int:
-        """Pairs of the rows [start, stop) of one head."""
-        if not self.is_causal:
-            return (stop - start) * self.tokens
-        return (stop * (stop + 1) - start * (start + 1)) // 2
+    @property
+    def tile(self) -> int:
+        """Rows are cut at multiples of it: of a kernel's tile where there are many rows."""
+        return min(_TILE, 1 << max(1, self.tokens // self.ranks // _TILES).bit_length() - 1)
+
+    def above(self, row: int) -> int:
+        """Pairs of the rows before ``row`` of one head."""
+        if self.kept is None:
+            return row * (row + 1) // 2 if self.is_causal else row * self.tokens
+        step = step_of(self.tokens)
+        at, part = divmod(row, step)
+        low, high = self.kept[at], self.kept[min(at + 1, len(self.kept) - 1)]
+        return low + (high - low) * part // max(1, min(step, self.tokens - at * step))
+
+    def row_of(self, pairs: int) -> int:
+        """The row before which there are so many pairs, at the end of a tile."""
+        row = bisect_left(range(self.tokens), pairs, key=self.above)
+        return min(self.tokens, round(row / self.tile) * self.tile)
 
     def kv_of(self, heads: tuple[int, int]) -> Interval:
         """The key/value heads that query heads read."""
@@ -200,7 +221,11 @@ class Assignment:
 
     def pairs(self, rank: int) -> int:
         """Pairs that a rank computes."""
-        return sum(block.pairs for blocks in self.shares[rank] for block in blocks)
+        blocks, of = chain.from_iterable(self.shares[rank]), self.of
+        if of.kept is None:
+            return sum(block.pairs for block in blocks)
+        edges = ((block.heads.length, map(of.above, block.queries)) for block in blocks)
+        return sum(heads * (stop - start) for heads, (start, stop) in edges)
 
     @property
     def imbalance(self) -> float:
@@ -367,15 +392,7 @@ def _point(of: Sequences, rank: int) -> tuple[int, int]:
     head, part = divmod(rank * of.heads, of.ranks)
     if of.units == "heads":
         return head, 0
-    return head, _row_of(of, 0, of.pairs_of(0, of.tokens) * part / of.ranks)
-
-
-def _row_of(of: Sequences, start: int, pairs: float) -> int:
-    """The row up to which the rows from ``start`` have so many pairs; a multiple of a kernel's tile
-    where there are many rows."""
-    row = math.sqrt(start**2 + 2 * pairs) if of.is_causal else start + pairs / max(1, of.tokens)
-    tile = _TILE if of.tokens >= 64 * _TILE else 1
-    return max(start, min(of.tokens, round(row / tile) * tile))
+    return head, of.row_of(of.above(of.tokens) * part // of.ranks)
 
 
 def _by_groups(of: Sequences, first: int, last: int, most: int = _STAGES) -> list[Interval]:
@@ -410,23 +427,21 @@ def keys(of: Sequences) -> Assignment:
 
 def _rows_by_work(of: Sequences) -> list[list[Interval]]:
     """By rank, rows of equal work: as far as possible those of its own shard."""
-    fair = of.pairs_of(0, of.tokens) / of.ranks
+    fair = of.above(of.tokens) // of.ranks
     found: list[list[Interval]] = []
     spare: list[Interval] = []
     for low, high in pairwise(of.starts):
-        middle = high
-        if of.pairs_of(low, high) > fair:
-            middle = min(high, _row_of(of, low, fair))
-            spare.append(Interval(middle, high))
+        middle = min(high, max(low, of.row_of(of.above(low) + fair)))
         found.append([Interval(low, middle)])
+        spare += [Interval(middle, high)] if middle < high else []
     for rows in found:
-        lack = fair - of.pairs_of(*rows[0])
+        lack = fair - (of.above(rows[0].stop) - of.above(rows[0].start))
         while lack > 0 and spare:
             start, stop = spare.pop(0)
-            middle = min(stop, _row_of(of, start, lack))
+            middle = min(stop, max(start, of.row_of(of.above(start) + lack)))
             if middle < stop:
                 spare.insert(0, Interval(middle, stop))
-            lack = 0 if middle < stop else lack - of.pairs_of(start, stop)
+            lack = 0 if middle < stop else lack - (of.above(stop) - of.above(start))
             rows.append(Interval(start, middle))
     found[0].extend(spare)  # a rounding's worth
     return [union(piece for piece in rows if piece.length) for rows in found]
@@ -434,8 +449,7 @@ def _rows_by_work(of: Sequences) -> list[list[Interval]]:
 
 def quorums(of: Sequences, chunks: int) -> Assignment:
     """Tasks of a cyclic quorum set."""
-    tile = _TILE if of.tokens >= 64 * _TILE else 1
-    tasks = list(Decomposition(of.tokens, (chunks,), tile=tile).tasks())
+    tasks = list(Decomposition(of.tokens, (chunks,), tile=of.tile).tasks())
     parts: list[list[tuple[Interval, tuple[Interval, ...], bool]]] = [[] for _ in range(of.ranks)]
     for number, task in enumerate(tasks):
         mine = parts[number * of.ranks // chunks]
@@ -458,9 +472,3 @@ def quorums(of: Sequences, chunks: int) -> Assignment:
             stages[of.kv_of(run)] += [Block(run, *one) for one in mine]
         shares.append(tuple(tuple(blocks) for _, blocks in sorted(stages.items())))
     return Assignment(f"quorums of {chunks} chunks", of, tuple(shares))
-
-
-__all__ = [
-    "Assignment", "Block", "Needed", "Piece", "RowBytes", "Sequences", "Stages", "choose",
-    "every_way", "forward_bytes", "heads", "keys", "quorums", "turns_of",
-]  # fmt: skip

@@ -55,6 +55,3 @@ class ShardedReport:
             f"rank {self.rank} of {self.ranks}: {self.way}, {self.pairs:,} pairs "
             f"(the largest share is {self.imbalance:.3f} of an equal one), {both}"
         )
-
-
-__all__ = ["ShardedReport"]

@@ -334,6 +334,3 @@ class Sharded:
         if bias is not None:
             whole.cut_bias(bias, part).add_(made.pop())
         return tuple(made)
-
-
-__all__ = ["Sharded"]

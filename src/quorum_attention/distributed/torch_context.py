@@ -128,6 +128,3 @@ def _become(buffer: torch.Tensor, other: torch.Tensor) -> None:
     with torch.no_grad():
         storage, start = other.untyped_storage(), int(other.storage_offset())
         buffer.set_(storage, start, other.size(), other.stride())
-
-
-__all__ = ["context_parallel"]

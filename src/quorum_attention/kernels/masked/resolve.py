@@ -88,7 +88,7 @@ def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     tensors = _tensors(mask)
-    key = (_described(mask), sizes, is_causal, tuple(map(id, tensors)))
+    key = (described(mask), sizes, is_causal, tuple(map(id, tensors)))
 
     def make() -> _Known:
         # Before they are read: what another thread writes meanwhile is a change.
@@ -319,11 +319,11 @@ def _has_functions(mask: Mask) -> bool:
     return mask.keeps is not None or any(map(_has_functions, (*mask.every, *mask.either)))
 
 
-def _described(mask: Mask) -> Hashable:
+def described(mask: Mask) -> Hashable:
     """All of a mask but its tensors and functions."""
     documents = 2 if isinstance(mask.documents, tuple) else mask.documents is not None
     return (
         mask.causal, mask.offset, mask.sides, mask.chunk, documents, mask.key_lengths is not None,
         mask.key_padding is not None, mask.keeps is not None, mask.softcap,
-        tuple(map(_described, mask.every)), tuple(map(_described, mask.either)),
+        tuple(map(described, mask.every)), tuple(map(described, mask.either)),
     )  # fmt: skip
