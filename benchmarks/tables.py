@@ -1,6 +1,6 @@
 """The tables of figures in README and on the page of results, from raw files alone.
 
-    python benchmarks/tables.py            writes docs/results.md, and README's table
+    python benchmarks/tables.py            writes them below their markers
     python benchmarks/tables.py --check    fails where they are not what the raw files say
 
 The paper's figures are in docs/data/paper.json, ours in benchmarks/results; the census is counted
@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -51,33 +51,29 @@ CASES = {
     "262144-256MiB": ("262,144 tokens", "256MiB"),
     "262144-pageable": ("262,144 tokens in ordinary memory", "1GiB"),
 }  # fmt: skip
-# Of targets.json, which an earlier script wrote.
-EARLIER = {("gqa", "2GiB"): "262144-gqa"}
+PLAIN = "python benchmarks/run.py plain --alone cudnn,fa2"
 Pair = tuple[float, float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    check = parser.parse_args().check
-    for path, text in ((PAGE, page()), (README, readme())):
+    check, missing = parser.parse_args().check, set(TABLES)
+    for path in (PAGE, README):
+        text = path.read_text("utf-8")
+        missing -= set(re.findall(r"<!-- table: (\w+) -->", text))
+        made = MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}", text)
         if not check:
-            path.write_text(text, encoding="utf-8")
-        elif path.read_text("utf-8") != text:
+            path.write_text(made, encoding="utf-8")
+        elif made != text:
             sys.exit(f"{path.name} is out of date: python benchmarks/tables.py")
-
-
-def page() -> str:
-    """The whole page."""
-    sections = (
-        head(), accuracy(), long_accuracy(), cost(), budgets(), beside_fa4(), several(),
-        versions(), steps(), windows(), native(), small(), first(), census(), wrapped(),
-    )  # fmt: skip
-    return "\n".join(sections)
+    typed = re.findall(r".*\d\.\d.*", MARKED.sub("", PAGE.read_text("utf-8")))
+    if missing or typed:
+        sys.exit(f"tables without a marker: {missing}; figures typed by hand: {typed}")
 
 
 def readme() -> str:
-    """README, with the table between its markers."""
+    """README's table."""
     found, source = plain_calls()
     fa4 = later(loaded("h200-fa4-plain.json")["cases"]["1048576"])
     errors = loaded("h200-accuracy-1048576.json")["errors"]["last"]
@@ -105,16 +101,7 @@ def readme() -> str:
         (case, figures, f"[`python benchmarks/{command}`](benchmarks/results/{raw})")
         for case, figures, command, raw in rows
     ]
-    text = table(["case", "forward; forward+backward", "raw"], lines)
-    return between(README.read_text("utf-8"), text)
-
-
-def between(page: str, text: str) -> str:
-    """``page`` with ``text`` between the markers."""
-    return re.sub(
-        r"(<!-- results: [^\n]*-->\n).*?(<!-- end of results -->)",
-        lambda found: f"{found[1]}{text}{found[2]}", page, flags=re.DOTALL,
-    )  # fmt: skip
+    return table(["case", "forward; forward+backward", "raw"], lines)
 
 
 def loaded(name: str) -> Any:
@@ -137,6 +124,14 @@ def origin(name: str, command: str, about: dict[str, Any] | None = None) -> str:
     return f"{where}, torch {about['torch']}{cudnn}, {about['date']}{commit}: `{command}`, {raw}"
 
 
+def section(
+    name: str, command: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
+    about: dict[str, Any] | None = None,
+) -> str:  # fmt: skip
+    """Where the figures of a table come from, and the table."""
+    return f"{origin(name, command, about)}.\n\n{table(columns, rows)}"
+
+
 def later(case: dict[str, Any]) -> dict[str, Pair]:
     """By method, medians of the calls after the first: forward, and forward+backward."""
     found = {}
@@ -148,23 +143,10 @@ def later(case: dict[str, Any]) -> dict[str, Pair]:
 
 
 def plain_calls() -> tuple[dict[str, dict[str, Any]], str]:
-    """Cases of run.py plain, by name: pairs of each method, and "peak"; and the raw file. Until that
-    is there, from what an earlier script measured, which had its results allocated beforehand."""
-    name = "h200-plain.json"
-    if (RESULTS / name).exists():
-        cases = loaded(name)["cases"]
-        return {c: {**later(f), "peak": f.get("peak_bytes")} for c, f in cases.items()}, name
-    found: dict[str, dict[str, Any]] = {}
-    for case, methods in loaded("h200-targets.json")["cases"].items():
-        for budget, ours in methods["quorum"].items():
-            plain = EARLIER.get((case, budget)) or (
-                case if budget == "1GiB" else f"{case}-{budget}"
-            )
-            pairs = {"ours": ours, "cudnn": methods["cudnn"], "fa2": methods["flash"]}
-            found[plain] = {
-                n: (p["forward"], p["forward"] + p["backward"]) for n, p in pairs.items()
-            } | {"peak": ours["peak_bytes"]}
-    return found, "h200-targets.json"
+    """Cases of run.py plain, by name: pairs of each method, and "peak"; and the raw file."""
+    name = "h200-targets.json"
+    cases = loaded(name)["cases"]
+    return {case: {**later(f), "peak": f["peak_bytes"]} for case, f in cases.items()}, name
 
 
 def over(case: dict[str, Any], other: str) -> str:
@@ -182,17 +164,6 @@ def mib(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f} MiB"
 
 
-def head() -> str:
-    return f"""# Results
-
-<!-- Written by benchmarks/tables.py from docs/data/paper.json and benchmarks/results: do not edit. -->
-
-The paper: *{PAPER["source"].split(";")[0]}*. Its figures are of {PAPER["machine"]}. Ratios carry over between machines,
-seconds do not. Ours are of the machine that each table names, fp16, causal, unless it says otherwise. "theirs" is the method of the paper's authors,
-as they measured it. Figures without a commit were measured before the code was made smaller in November 2026.
-"""
-
-
 def accuracy() -> str:
     theirs, name = PAPER["accuracy"], "h200-bench-accuracy.json"
     rows = [
@@ -202,13 +173,8 @@ def accuracy() -> str:
     found = loaded(name)
     methods = dict.fromkeys(m["spec"]["method"] for m in found["measurements"])
     rows += [[f"here: {METHODS.get(m, m)}", *errors_of(found, m)] for m in methods]
-    return f"""## Accuracy at {theirs["tokens"]:,} tokens
-
-Relative error against float64 on the same inputs (norm of the difference over the norm), mean of {theirs["draws"]} draws; backward: mean of the
-three gradients. Less is better. Theirs returns float32, ours the inputs' 16 bits, as torch's kernels do. Cut by force (such a call fits uncut), ours
-merges partial results that those kernels have rounded. {origin(name, "quorum-attention bench --only accuracy", found["about"])}.
-
-{table(["", *theirs["columns"]], rows)}"""
+    command = "quorum-attention bench --only accuracy"
+    return section(name, command, ["", *theirs["columns"]], rows, found["about"])
 
 
 def errors_of(found: Any, method: str) -> list[str]:
@@ -237,12 +203,8 @@ def long_accuracy() -> str:
         for which, methods in sorted(found["errors"].items())
         for method, errors in methods.items()
     ]
-    return f"""## Accuracy at {found["tokens"]:,} tokens
-
-Relative error against float64 on sampled rows, fp16: gradients of long sequences fall below what fp16 can hold inside other kernels, and are
-scaled here. {origin(name, "python benchmarks/run.py accuracy")}.
-
-{table(["rows", "", "out", "dQ", "dK", "dV"], rows)}"""
+    columns = ["rows", "", "out", "dQ", "dK", "dV"]
+    return section(name, "python benchmarks/run.py accuracy", columns, rows)
 
 
 def cost() -> str:
@@ -254,14 +216,7 @@ def cost() -> str:
         mine = ["", ""] if ours is None else [over(ours, "fa2"), mib(ours["peak"])]
         rows.append([f"{int(tokens):,}", *mine, *map(ratio_cell, cells)])
     columns = ["tokens", "ours, 1 GiB", "peak", *(f"theirs: {c}" for c in theirs["columns"])]
-    return f"""## Cost against FlashAttention-2
-
-Theirs: {theirs["what"]}; "deep": cut as deep as needed, accumulators in host memory; "oom": out of memory. Ours: time
-over that of torch's FlashAttention-2 on the same GPU, forward; forward+backward, and the measured peak, with a budget of 1 GiB whatever the length (no
-figure: not measured). Inputs and results of ours are in page-locked host memory; FlashAttention-2 has all on the device.
-{origin(source, "python benchmarks/run.py plain --alone cudnn,fa2")}.
-
-{table(columns, rows)}"""
+    return section(source, PLAIN, columns, rows)
 
 
 def ratio_cell(cell: Any) -> str:
@@ -279,24 +234,15 @@ def budgets() -> str:
         ratios = over(case, "fa2"), over(case, "cudnn")
         rows.append([what, budget, mib(case["peak"]), seconds, *ratios])
     columns = ["call", "budget", "measured peak", "seconds", "over FlashAttention-2", "over cuDNN"]
-    return f"""## Less and less memory
-
-The paper's memory grows with the length at every setting: ours is the budget. Seconds, and time over that of kernels that have all on the device;
-forward; forward+backward. {origin(source, "python benchmarks/run.py plain --alone cudnn,fa2")}.
-
-{table(columns, rows)}"""
+    return section(source, PLAIN, columns, rows)
 
 
 def beside_fa4() -> str:
     name = "h200-fa4-plain.json"
     cases = {case: later(calls) for case, calls in loaded(name)["cases"].items()}
     rows = [[*CASES.get(case, (case, "")), over(found, "fa4")] for case, found in cases.items()]
-    return f"""## Plain calls with FlashAttention-4
-
-Results made by the call, gradients by autograd, page-locked host memory unless it says otherwise, over FlashAttention-4 alone with everything on
-the device; later calls, forward; forward+backward. {origin(name, "python benchmarks/run.py plain --alone fa4")}.
-
-{table(["call", "budget", "ratio"], rows)}"""
+    command = "python benchmarks/run.py plain --alone fa4"
+    return section(name, command, ["call", "budget", "ratio"], rows)
 
 
 def several() -> str:
@@ -320,12 +266,7 @@ def several() -> str:
         for count, cases in found["ranks"].items() for case, methods in cases.items()
     ]  # fmt: skip
     commands = "python benchmarks/run.py devices`, `python benchmarks/run.py ranks"
-    return f"""## Several GPUs
-
-How many times as fast as one of them, forward; forward+backward. Devices: a plain call with `devices="all"` against the same call on one, with
-FlashAttention-4 inside both. {origin(name, commands)}.
-
-{table(["on", "call", "times one device"], calls)}
+    return f"""{section(name, commands, ["on", "call", "times one device"], calls)}
 Ranks: a sequence that is sharded over them, on the devices, against FlashAttention-4 on one device with the whole sequence. Beside ours a plain
 exchange of heads around FlashAttention-4, and torch's context parallel around cuDNN.
 
@@ -337,13 +278,7 @@ def versions() -> str:
     name = "h200-versions.json"
     found = loaded(name)
     rows = [[*CASES[case], over(later(calls), "before")] for case, calls in found["cases"].items()]
-    return f"""## Before and after the code was made smaller
-
-The same plain calls of both, in turn, medians, later over earlier, forward; forward+backward. What came after the commit named here was
-timed on a GPU in FlexAttention's calls and in the training step alone.
-{origin(name, found["command"])}.
-
-{table(["call", "budget", "ratio"], rows)}"""
+    return section(name, found["command"], ["call", "budget", "ratio"], rows)
 
 
 def steps() -> str:
@@ -367,10 +302,8 @@ def steps() -> str:
         ["device memory there", memory],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
     ]  # fmt: skip
-    return f"""## A training step
-
-{found["shape"]}'s shape with random weights, LoRA, bf16. Checkpoints stay on the device while there is room, so the long step takes most of it.
-The long step: {origin(name, long["command"], {**found, **long})}. The rest: {origin(name, "python benchmarks/run.py step --only equal,longest")}.
+    rest = origin(name, "python benchmarks/run.py step --only equal,longest")
+    return f"""The long step: {origin(name, long["command"], {**found, **long})}. The rest: {rest}.
 
 {table(["", ""], rows)}"""
 
@@ -389,12 +322,10 @@ def windows() -> str:
         for way in ("uncut", "depth 1", "slots"):
             both = "; ".join(f"{ratios[f'{way}, {what}']:.2f}" for what in ("forward", "both"))
             rows.append([f"{mask}, FlexAttention recovered, {way}: forward; both", both])
-    return f"""## Windows, and FlexAttention recovered
-
-262,144 tokens on the device, over torch's compiled FlexAttention with block lists made beforehand. "depth 1": 7 chunks, in place; "slots": the same
-through slots. {origin(name, "python benchmarks/run.py window")}; [raw](../benchmarks/results/{other}) of recovered FlexAttention.
-
-{table(["call", "ratio"], rows)}"""
+    source = (
+        f"{origin(name, 'python benchmarks/run.py window')}; [raw](../benchmarks/results/{other})"
+    )
+    return f"{source} of recovered FlexAttention.\n\n{table(['call', 'ratio'], rows)}"
 
 
 def native() -> str:
@@ -409,11 +340,8 @@ def native() -> str:
         )
         rows.append([str(width), *cells])
     columns = ["head dimension", "over FlashAttention-2", "over cuDNN"]
-    return f"""## Our own kernel
-
-131,072 tokens, 8 heads, on the device, forward / backward. {origin(name, "python benchmarks/run.py plain --kernel native --alone cudnn,fa2")}.
-
-{table(columns, rows)}"""
+    command = "python benchmarks/run.py plain --kernel native --alone cudnn,fa2"
+    return section(name, command, columns, rows)
 
 
 def small() -> str:
@@ -423,19 +351,8 @@ def small() -> str:
         for row in loaded(name)["microseconds"]
         if "float32" in row["case"]
     ]
-    return f"""## Small calls on a CPU
-
-Microseconds beyond torch's own call; one thread. {origin(name, "python benchmarks/run.py small --cpu-time")}.
-
-{table(["batch x heads x queries x keys", "forward", "forward+backward"], rows)}"""
-
-
-def first() -> str:
-    return """## First calls
-
-Seconds of first and later calls in new processes, with and without caches on disk: `python benchmarks/run.py first`,
-[raw](../benchmarks/results/h200-first-calls.txt).
-"""
+    columns = ["batch x heads x queries x keys", "forward", "forward+backward"]
+    return section(name, "python benchmarks/run.py small --cpu-time", columns, rows)
 
 
 def census() -> str:
@@ -455,12 +372,7 @@ def census() -> str:
             ]
         )  # fmt: skip
     columns = ["tokens", "chunks", "paper", "ours, the paper's layout", "mixed, our own layout"]
-    return f"""## Tiles of the score square
-
-Per cent of the 128 x 128 tiles of a task that are {" / ".join(PAPER["census"]["columns"])}; causal. Counted when this page is written (`Plan.census`).
-A mixed tile is one that a kernel has to mask; our own layout puts the borders of chunks on those of tiles.
-
-{table(columns, rows)}"""
+    return table(columns, rows)
 
 
 def wrapped() -> str:
@@ -473,13 +385,18 @@ def wrapped() -> str:
     ]  # fmt: skip
     draws = max(len(pairs) for apart in ours.values() for pairs in apart.values())
     columns = ["kernel", *(f"{who}: {n}" for who in ("paper", "ours") for n in names)]
-    return f"""## Other kernels, recovered
+    return f"Inputs are times {theirs['inputs_times']}. Ours, {draws} draws and depths: {section(name, 'python benchmarks/run.py wrapped', columns, rows)}"
 
-{theirs["what"]}: {theirs["tokens"]:,} tokens, inputs times {theirs["inputs_times"]}, {theirs["draws"]} draws. The paper's LongNet and ours are
-different implementations with settings of their own. Ours, {draws} draws and depths: {origin(name, "python benchmarks/run.py wrapped")}.
 
-{table(columns, rows)}"""
-
+# By the names of their markers; a table reaches to the next heading, or to the end of it.
+TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made
+    for made in (
+        readme, accuracy, long_accuracy, cost, budgets, beside_fa4, several, versions, steps,
+        windows, native, small, census, wrapped,
+    )
+}  # fmt: skip
+MARKED = re.compile(r"(<!-- table: (\w+) -->\s+).*?(?=\n## |<!-- end of table -->|\Z)", re.DOTALL)
 
 if __name__ == "__main__":
     main()
