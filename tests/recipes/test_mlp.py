@@ -281,18 +281,16 @@ def test_fully_sharded(version: int, reentrant: bool | None) -> None:
         dist.destroy_process_group()
 
 
-def test_without_gradients_and_under_transforms() -> None:
+def test_without_gradients_and_forward_mode() -> None:
     plain, tiled = two()
     x = tokens()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             torch.testing.assert_close(tiled(x), plain(x))
-    weights = {name: weight.detach() for name, weight in tiled.named_parameters()}
-    found = [
-        torch.func.grad(lambda w, m=m: torch.func.functional_call(m, w, (x,)).sum())(weights)
-        for m in (plain, tiled)
-    ]
-    torch.testing.assert_close(found[1], found[0])
+    with pytest.raises(
+        RuntimeError, match="saved tensor hooks"
+    ):  # as of any of torch's checkpoints
+        torch.func.grad(lambda x: tiled(x).sum())(x)
     ways = [torch.func.jvp(model, (x,), (torch.ones_like(x),))[1] for model in (plain, tiled)]
     torch.testing.assert_close(ways[1], ways[0])
 

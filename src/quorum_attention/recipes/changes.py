@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 _OURS = "_quorum_attention_recipe"
 
@@ -83,11 +82,4 @@ def patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)
 
 
-def is_transformed() -> bool:
-    """Whether torch.func or forward mode derives what runs, by means of their own."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-__all__ = [
-    "Change", "Summary", "eval_mode", "has_own_forward", "is_transformed", "patch_forward",
-]  # fmt: skip
+__all__ = ["Change", "Summary", "eval_mode", "has_own_forward", "patch_forward"]

@@ -9,10 +9,13 @@ host memory, copied beside the computation. What fits nowhere is computed again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -46,7 +49,7 @@ class LayerCheckpoints:
         self, model: Any, where: str, shape: ModelShape | None, training: Training
     ) -> None:
         self.model, self.where, self.shape, self.training = model, where, shape, training
-        self._step: _Step | None = None
+        self._step: _Step | None = None  # the last one
 
     def install(self) -> bool:
         """Switch the model's checkpoints on, these where its layers take them; False: none does.
@@ -79,9 +82,8 @@ class LayerCheckpoints:
             return checkpoint(layer, *inputs, use_reentrant=False)
         step = self._step
         if step is None or number <= step.number:
-            step = self._begin(inputs[0])
-        one = _Layer(step)
-        self._step = None  # if the layer fails, nothing of this step is held here
+            step = self._step = self._begin(inputs[0])
+        one, step.number = _Layer(step), number
 
         def run(*given: Any) -> Any:  # once now, and again in the backward
             token = RESULTS.set(one.results)
@@ -93,9 +95,7 @@ class LayerCheckpoints:
         with saved_tensors_hooks(one.keep, one.unpack):
             found = checkpoint(run, *inputs, use_reentrant=False)
         one.settle()
-        step.number, step.before = number, one
-        # From the last layer on the graph alone holds what is kept.
-        self._step = step if number != step.layers - 1 else None
+        step.before = ref(one)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,30 +121,30 @@ class LayerCheckpoints:
         if self.where == "host" and host:
             room = 0
         away, recomputed = shares(layers, checkpoint_bytes, result, room, host)
-        return _Step(layers, away, recomputed, _Copies(device) if host else None)
+        return _Step(away, recomputed, _Copies(device) if host else None)
 
 
 @dataclass(eq=False)
 class _Step:
     """One forward: how much of what its layers keep is still to go to host memory, and for how many
-    calls of attention nothing is kept; the last layer that has run, and its number."""
+    calls of attention nothing is kept; the last layer, which the graph alone holds, and its number.
+    """
 
-    layers: int
     away: int
     recomputed: int
     copies: _Copies | None
     number: int = -1
-    before: _Layer | None = None
+    before: Callable[[], _Layer | None] = lambda: None
 
 
 class _Layer:
     """What one layer keeps in one forward."""
 
     def __init__(self, step: _Step) -> None:
-        self._before = step.before
         self._step: _Step | None = step  # until its first run is over
+        self._before = step.before
         self._kept: list[_Kept] = []
-        self._results: list[tuple[_Kept, ...] | None] = []
+        self._results: list[list[_Kept]] = []  # of each call of attention; none if computed again
         self._again = 0
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
@@ -160,8 +160,8 @@ class _Layer:
         """It is needed: the layer's backward begins. What the next one needs may set out."""
         self._again = 0
         found = kept.get()
-        ahead = [one for results in self._results for one in results or ()]
-        for one in ahead + (self._before._kept if self._before is not None else []):
+        before = self._before()
+        for one in [*chain(*self._results), *(before._kept if before is not None else ())]:
             one.fetch()
         return found
 
@@ -170,16 +170,15 @@ class _Layer:
         step = self._step
         if step is not None:
             results, step.recomputed = compute(), step.recomputed - 1
-            none = step.recomputed >= 0
-            self._results.append(None if none else tuple(map(self.keep, results)))
+            self._results.append([] if step.recomputed >= 0 else [*map(self.keep, results)])
             return results
         number, self._again = self._again, self._again + 1
-        kept = self._results[number] if number < len(self._results) else None
-        if kept is None:
+        kept = self._results[number] if number < len(self._results) else []
+        if not kept:
             return compute()
-        self._results[number] = None  # the graph has them from here on
-        out, lse = (one.get() for one in kept)
+        self._results[number] = []  # the graph has them from here on
         self._kept = [one for one in self._kept if one not in kept]
+        out, lse = (one.get() for one in kept)
         return out, lse
 
     def settle(self) -> None:
@@ -198,9 +197,8 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor, copies: _Copies | None) -> None:
         self._tensor: torch.Tensor | None = tensor
-        self._version, self._device, self._copies, self._bytes = (
-            tensor._version, tensor.device, copies, 0
-        )  # fmt: skip
+        self._version, self._device, self._copies = tensor._version, tensor.device, copies
+        self._bytes = 0
         if copies is None:
             return
         self._like = torch.empty_like(tensor, device="meta")  # its layout, without gaps
@@ -286,12 +284,10 @@ def host_room() -> int:
     host = torch.device("cpu")
     free, group = backend_of(host).free_bytes(host), Path("/sys/fs/cgroup")
     for limit, used, reclaimed in _GROUPS:
-        try:
+        with suppress(OSError, ValueError, KeyError):  # another version, or no limit
             sizes = dict(map(str.split, (group / reclaimed[0]).read_text().splitlines()))
             taken = int((group / used).read_text()) - int(sizes[reclaimed[1]])
             free = min(free, int((group / limit).read_text()) - taken)
-        except (OSError, ValueError, KeyError):  # another version, or no limit
-            continue
     return max(0, free) * 5 // 6 + _Kept.most - _Kept.alive
 
 

@@ -23,13 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.recipes.changes import (
-    Change,
-    eval_mode,
-    has_own_forward,
-    is_transformed,
-    patch_forward,
-)
+from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
 from quorum_attention.recipes.step import loss_tokens
 
 NAME = "chunked loss"
@@ -89,7 +83,7 @@ def _model_forward(model: Any) -> Callable[..., Any]:
     @wraps(plain)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
         given = signature.bind_partial(self, *args, **named).arguments
-        chunked = given.get("labels") is not None and not is_transformed()
+        chunked = given.get("labels") is not None
         outside = _here.losses
         if not chunked and outside is None:  # else it runs within another model
             return plain(self, *args, **named)
@@ -99,12 +93,8 @@ def _model_forward(model: Any) -> Callable[..., Any]:
             found = plain(self, *args, **named)
         finally:
             _here.losses = outside
-        if isinstance(found, tuple):
-            return tree_map_only(_Logits, _Logits.computed, found)
-        if isinstance(getattr(found, "logits", None), _Logits):
-            logits = None if losses else found.logits.computed()
-            found = type(found)(**{**found, "logits": logits})
-        return found
+        without = losses and not isinstance(found, tuple)
+        return tree_map_only(_Logits, lambda one: None if without else one.computed(), found)
 
     return forward
 

@@ -12,17 +12,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module  # as torch.func.functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.changes import (
-    Change,
-    eval_mode,
-    has_own_forward,
-    is_transformed,
-    patch_forward,
-)
+from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
 from quorum_attention.sizes import counted
 
 NAME = "tiled MLP"
@@ -83,7 +77,7 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
     @wraps(plain)
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1] if x.numel() else 0
-        if rows <= tokens or is_transformed():
+        if rows <= tokens:
             result: torch.Tensor = plain(self, x)
             return result
         length = -(-x.shape[-2] // -(-rows // tokens))  # of all texts: tiles of about one length
@@ -100,8 +94,7 @@ def _tiles(
 
     Gradients of weights in 16 bits are summed in float32: each tile's would round the sum.
     """
-    whole = _Plain(plain, module)
-    weights: dict[str, Any] = dict(whole.named_parameters())
+    weights: dict[str, Any] = dict(module.named_parameters())
     wide = {n: w.float() for n, w in weights.items() if w.requires_grad and w.dtype.itemsize < 4}
     versions = _versions(weights)
 
@@ -112,25 +105,14 @@ def _tiles(
                 "of the tiled MLP, which its gradient needs"
             )
         held = weights | {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
-        with _swapping:
-            return functional_call(whole, held, (tile,))
+        with _swapping, _reparametrize_module(module, held, tie_weights=True):
+            return plain(module, tile)  # without its hooks, which are called once, outside
 
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
 
 
 def _versions(weights: dict[str, Any]) -> list[int]:
     return [0 if w.is_inference() else w._version for w in weights.values()]
-
-
-class _Plain(torch.nn.Module):
-    """A module without its own hooks, which are called once, outside."""
-
-    def __init__(self, forward: Callable[..., Any], module: torch.nn.Module) -> None:
-        super().__init__()
-        self.plain, self.module = forward, module
-
-    def forward(self, tile: torch.Tensor) -> Any:
-        return self.plain(self.module, tile)
 
 
 __all__ = ["NAME", "tile_mlps"]
