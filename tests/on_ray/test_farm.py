@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ from helpers_conformance import Case, by_farm, in_files
 from helpers_ray import FakeRay, fake_farm
 
 import quorum_attention as qa
+from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import create_tensors
 from quorum_attention.files.call import file_call
+from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute
+from quorum_attention.ray.compute import Cut, Unit, cut_of
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -65,7 +71,7 @@ def call(tmp_path: Path) -> Callable[..., Any]:
 def test_a_unit_that_kills_every_worker(call: Callable[..., Any], tmp_path: Path) -> None:
     q, k, v, out = call(2000, heads=1)
     farm = fake_farm(FakeRay(dies=lambda unit: unit.kind == "merge"))
-    with pytest.raises(RuntimeError, match=r"merge \d+ of .* was begun 4 times.*of 26 units"):
+    with pytest.raises(RuntimeError, match=r"merge.* was begun 4 times.*of 26 units"):
         farm.attention(q, k, v, out=out, chunks=13)
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
 
@@ -138,8 +144,8 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
     assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
     q, k, v, out = call(5)
     call = file_call({"query": q, "key": k, "value": v}, None, CallOptions(devices="cpu"))
-    assert not list(fake_farm().by_heads(call, {"out": out}, [], report=PoolPass()))
-    assert (out == 7).all(), "no head is computed, so nothing is written"
+    assert not list(fake_farm().by_parts(call, {"out": out}, {}, report=PoolPass()))
+    assert (out == 7).all(), "no part is computed, so nothing is written"
     empty = torch.empty(1, 2, 0, 8)
     assert fake_farm().attention(empty, q, q, out=empty.clone()).shape == empty.shape
     for shape in ((1, 0, 5, 8), (0, 2, 5, 8)):
@@ -160,7 +166,6 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
         ({"depth": -1}, "depth"),
         ({"out": torch.zeros(1, 2, 60, 9)}, "out"),
         ({"out": torch.zeros(1, 2, 60, 8)}, "out must be mapped from a file"),
-        ({"out": None}, "out must be given"),
     ],
 )
 def test_what_is_refused(call: Callable[..., Any], change: dict[str, Any], said: str) -> None:
@@ -177,10 +182,6 @@ def test_tensors_in_memory_are_refused_by_name(call: Callable[..., Any]) -> None
         farm.attention(q, k.clone(), v, out=out)
     with pytest.raises(ValueError, match="value must be mapped from a file"):
         farm.attention(q, k, v.clone().share_memory_(), out=out)
-    with pytest.raises(ValueError, match="lse must be given"):
-        farm.attention_with_lse(q, k, v, out=out)
-    with pytest.raises(ValueError, match="grads must be given"):
-        farm.attention_backward(q, q, k, v, out, q[..., 0])
     with pytest.raises(ValueError, match="rows of out must lie one after the other"):
         farm.attention(q, k, v, out=out.view(1, 2, 8, 60).transpose(2, 3))
     with pytest.raises(NotImplementedError, match="must require no gradient"):
@@ -208,19 +209,70 @@ def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(
     assert (mapped == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"workers": 0}, "workers"),
-        ({"workers": [object()]}, "workers must be"),
-        ({"num_cpus": -1}, "num_cpus"),
-        ({"num_gpus": "one"}, "num_gpus"),
-        ({"num_cpus": 0}, "both"),
-        ({"budget": "much"}, "much"),
-        ({"num_gpus": 1}, "no machine of the cluster holds a worker: one takes 1 CPU and 1 GPU"),
-        ({"num_cpus": 3}, "no machine of the cluster holds a worker"),
-    ],
-)
-def test_farms_that_make_no_sense(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=said):
-        fake_farm(**wrong)
+@pytest.mark.parametrize("workers", [{"num_gpus": 1}, {"num_cpus": 3}, {"num_cpus": 0}])
+def test_a_cluster_that_holds_no_worker(workers: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="no machine of the cluster holds a worker"):
+        fake_farm(**workers)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chunks_lie_side_by_side_and_each_pair_is_in_one_task(seed: int) -> None:
+    draw = random.Random(seed)
+    n = draw.choice([1, 2, 100, 999, 5000, 20_011, 70_000, 900_001])
+    m = draw.choice([n, n, 1, 250, 4097, 66_000, 800_000])
+    call = WholeCall((1,), 2, 1, n, m, is_causal=draw.random() < 0.5)
+    cut = Cut(call, draw.choice([3, 7, 13, 21, 31]))
+    every = range(cut.chunks)
+    for a, b in product(every, every):
+        assert a == b or len(cut.tasks(a) & cut.tasks(b)) == 1
+    for task in every:
+        assert set(cut.quorum(task)) == {chunk for chunk in every if task in cut.tasks(chunk)}
+        assert task in cut.quorum(task), "the owner's own pairs are its task's"
+    for size in (n, m):
+        spans = [cut.rows(chunk, size) for chunk in every]
+        assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+        assert spans[-1].stop == size
+    for chunk in every if call.is_causal else ():
+        queries, keys = cut.rows(chunk, n), cut.rows(chunk, m)
+        assert queries.start == keys.start or not queries.length or not keys.length
+
+
+def test_large_heads_are_cut_though_there_are_many() -> None:
+    call = WholeCall((1,), 64, 64, 1 << 24, 1 << 24)
+    assert cut_of(call, 64, 2, 1 << 20, None).chunks == 1
+    assert cut_of(call, 64, 2, 3 << 31, None).chunks >= 13
+    assert cut_of(replace(call, dropout=Dropout(0.5, 1)), 64, 2, 3 << 31, None).chunks == 1
+
+
+def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of the file; by that of its device as well, on the program's own machine. A
+    call that is over has removed its folder."""
+    q, k, v, out = call(5)
+    jobs: list[Any] = []
+    monkeypatch.setattr(Farm, "_run", lambda self, job, *_: jobs.append(job) or iter(()))
+    fake_farm().attention(q, k, v, out=out)
+    (job,) = jobs
+    sent, whole = job.results["out"], Unit("head", 0, 1)
+    block = job.cut.block(whole, 0, 0)
+    rows = [torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5)]
+    with pytest.raises(RuntimeError, match="this call is over"):
+        job.write(block, rows)
+    Path(job.folder).mkdir()
+    machine, device, inode = sent.file
+    for file, is_same in (
+        ((machine, device, inode), True),
+        (("another", device + 1, inode), True),
+        ((machine, device + 1, inode), False),
+        (("another", device, inode + 1), False),
+    ):
+        one = replace(job, results={"out": replace(sent, file=file)})
+        out.fill_(7.0)
+        if is_same:
+            one.write(block, rows)
+        else:
+            with pytest.raises(OSError, match=f"{sent.path} is another file"):
+                one.write(block, rows)
+        assert torch.equal(out[:, 1:], rows[0] if is_same else torch.full((1, 1, 5, 8), 7.0))
+        assert (out[:, 0] == 7).all()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import quorum_attention
-from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
@@ -109,32 +108,21 @@ def _computer(options: argparse.Namespace) -> Compute:
     from quorum_attention.ray import Farm
 
     def compute(work: Work, numbers: Sequence[int]) -> Iterator[int]:
-        call, parts, report = work.call, work.parts, PoolPass()
-        left = {number: _heads(call.whole, parts[number]) for number in numbers}
-        heads = {head: number for number, group in left.items() for head in group}
+        call, report, parts = work.call, PoolPass(), {n: work.parts[n] for n in numbers}
         farm = Farm(
             options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
             num_gpus=options.ray_gpus, budget=options.budget,
         )  # fmt: skip
         with farm, progress_bar() as bar:
             results = written_as(call, work.results)
-            for head in farm.by_heads(call, results, heads, chunks=options.chunks, report=report):
-                number = heads[head]
-                left[number].remove(head)
-                if left[number]:
-                    continue
-                del left[number]
+            done = farm.by_parts(call, results, parts, chunks=options.chunks, report=report)
+            for count, number in enumerate(done, 1):
                 yield number
-                bar(len(numbers) - len(left), len(numbers), "parts on Ray")
+                bar(count, len(numbers), "parts on Ray")
         if not options.json:
             say(str(report))
 
     return compute
-
-
-def _heads(whole: WholeCall, part: Block) -> set[tuple[int, int]]:
-    keys = whole.key_heads(part)
-    return {(entry, head) for entry in range(*part.entries) for head in range(*keys)}
 
 
 def _check_ray(options: argparse.Namespace) -> None:

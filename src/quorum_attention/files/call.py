@@ -18,7 +18,7 @@ from quorum_attention.files.formats import Wanted
 from quorum_attention.mask import Mask
 
 GRADIENTS = ("dq", "dk", "dv")
-_OF_KEYS = ("key", "value", "dk", "dv")
+OF_KEYS = ("key", "value", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class FileCall:
 
     def cut(self, tensors: Mapping[str, torch.Tensor], part: Block) -> dict[str, torch.Tensor]:
         """The part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
-        return {n: self.whole.cut(t, part, of_keys=n in _OF_KEYS) for n, t in tensors.items()}
+        return {n: self.whole.cut(t, part, of_keys=n in OF_KEYS) for n, t in tensors.items()}
 
 
 def file_call(

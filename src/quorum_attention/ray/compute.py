@@ -1,5 +1,11 @@
-"""What a Ray task gets and does: computes a unit from files to files, also if an earlier try was
-killed."""
+"""Units of work, and what a Ray task does: it computes a unit from files to files, also if an
+earlier try was killed.
+
+A unit is a whole head, or a cyclic quorum task of a head, or a merge of partial states. A task has
+``l`` of the ``c`` chunks of a sequence, and every pair of chunks meets in one task. So a task loads
+``l / c`` of the rows and leaves a partial state of each of its chunks: statistics or gradients. A
+chunk is merged when the states of the ``l`` tasks that hold it exist.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +13,137 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from quorum_attention.call.block import AttnMask, Block, BlockResults
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
 from quorum_attention.decomposition import EMPTY, Ranges
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import GPU, backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.files.call import GRADIENTS
+from quorum_attention.files.call import GRADIENTS, OF_KEYS, FileCall
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
 from quorum_attention.passes import compute_block
-from quorum_attention.ray.units import Cut, Unit
+from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
 
 # A task's rows are kept on the device if they take no more than this share of the budget; without a
 # budget, a task has this share of what is free.
 _RESIDENT, _OF_FREE = 0.8, 0.9
+# Units for each worker, at least: the last one to end, or one that is lost, costs no more.
+_UNITS = 10
+# A head whose results are larger than this is cut: a worker has the results of whole heads in host
+# memory before it writes them.
+_WHOLE_BYTES = 1 << 30
+# Chunks have this many tokens at least: the states of shorter ones take longer than their pairs.
+_FEWEST_TOKENS = 256
+_LARGEST_QUORUM = 14
+_TILE = 128
 _HOST = torch.device("cpu")
-_OF_ROWS, _OF_KEYS = ("query", "grad_out", "out", "lse"), ("key", "value")
 
-_Masked = tuple[AttnMask, bool]
+_Masked, _State = tuple[AttnMask, bool], list[torch.Tensor]
+Head = tuple[int, int]
+"""A batch entry and a key/value head of it."""
+
+
+class Unit(NamedTuple):
+    """What one Ray task computes, for a key/value head and the query heads that share it.
+
+    Attributes:
+        kind: "head": the whole head; "task": partial states of the chunks of a quorum task;
+            "merge": the result of one chunk, from all its partial states.
+        entry, head: batch entry and key/value head.
+        number: of the task or the chunk.
+    """
+
+    kind: Literal["head", "task", "merge"]
+    entry: int
+    head: int
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a call is cut: its heads stay whole, or each has ``chunks`` tasks.
+
+    Attributes:
+        call: which one.
+        chunks: of a sequence, and tasks of a head; 1: heads are whole.
+    """
+
+    call: WholeCall
+    chunks: int
+
+    def quorum(self, task: int) -> tuple[int, ...]:
+        """The chunks of a task, ascending."""
+        return tuple(
+            sorted((task + at) % self.chunks for at in interest_set(quorum_size(self.chunks)))
+        )
+
+    def tasks(self, chunk: int) -> frozenset[int]:
+        """The tasks that hold a chunk."""
+        return frozenset(
+            (chunk - at) % self.chunks for at in interest_set(quorum_size(self.chunks))
+        )
+
+    def block(self, unit: Unit, queries: int, keys: int) -> Block:
+        """A chunk of queries and one of keys of a unit's head."""
+        of, entries = self.call, Interval(unit.entry, unit.entry + 1)
+        share = of.heads // of.kv_heads
+        heads = Interval(unit.head * share, (unit.head + 1) * share)
+        return Block(entries, heads, self.rows(queries, of.n_queries), self.rows(keys, of.n_keys))
+
+    def rows(self, chunk: int, n: int) -> Interval:
+        """The rows of a chunk, of ``n`` queries or keys."""
+        of = self.call
+        # A causal rule compares positions, so chunks of queries and keys begin at the same ones.
+        span = max(of.n_queries, of.n_keys) if of.is_causal else n
+        low, high = (_border(span, self.chunks, at) for at in (chunk, chunk + 1))
+        return Interval(min(low, n), min(high, n))
+
+
+def _border(n: int, c: int, chunk: int) -> int:
+    """Where a chunk begins: chunks are equal, up to a tile where tiles are small beside them."""
+    tile = _TILE if n >= 8 * c * _TILE else 1
+    return n if chunk == c else n * chunk // (c * tile) * tile
+
+
+def cut_of(call: WholeCall, heads: int, workers: int, head_bytes: int, chunks: int | None) -> Cut:
+    """How to cut a call for so many workers.
+
+    Args:
+        heads: key/value heads that are computed, of all batch entries.
+        head_bytes: of the results of one key/value head.
+        chunks: what the caller wants; 1: whole heads. None: heads are cut where there are fewer
+            than ten for each worker, or where one has too many bytes; with dropout never.
+
+    Raises:
+        ValueError: there is no interest set of so many chunks, or heads may not be cut.
+    """
+    if chunks is None:
+        longest = min(call.n_queries, call.n_keys) // _FEWEST_TOKENS if call.dropout is None else 0
+        sizes = map(chunk_count, quorum_sizes(_LARGEST_QUORUM))
+        # Three chunks in three tasks of two: as many rows as two heads, so no cut is worth less.
+        every = [1, *(c for c in sizes if 3 < c <= longest)]
+        enough = (
+            c
+            for c in every
+            if heads * c >= _UNITS * workers and quorum_size(c) * head_bytes <= c * _WHOLE_BYTES
+        )
+        chunks = next(enough, every[-1])
+    quorum_size(chunks)
+    if chunks > 1 and call.dropout is not None:
+        raise ValueError(f"chunks must be 1 for a call with dropout_p, got {chunks}")
+    return Cut(call, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +151,22 @@ class Job:
     """A pass.
 
     Attributes:
-        cut: the call, its mask without the bias, and how its heads are cut.
-        inputs: by name, (*batch, heads, rows, ...): query, key, value; grad_out, out and lse of a
-            backward; bias, if there is one. Only a bias, and what is empty, may be in no file.
+        call: without its tensors and the bias; its options are those of each call of a unit.
+        cut: how its heads are cut.
+        inputs: by role, (*batch, heads, rows, ...), and bias, if there is one. Only a bias, and
+            what is empty, may be in no file.
         results: by name, likewise: out, lse; dq, dk, dv.
         folder: of partial states. As long as it is there, results may be written.
-        state, dtype: of states and the log-sum-exp; of the other results.
-        written: depth, kernel and budget of each call.
         cpus, gpus: of each task.
     """
 
+    call: FileCall
     cut: Cut
     inputs: dict[str, torch.Tensor | InFile]
     results: dict[str, InFile]
     folder: str
-    state: torch.dtype
-    dtype: torch.dtype
-    written: CallOptions
     cpus: float
     gpus: float
-
-    @property
-    def backward(self) -> bool:
-        """Whether gradients are computed."""
-        return "grad_out" in self.inputs
 
     def state_path(self, unit: Unit, task: int, chunk: int) -> str:
         """The file of the partial state that a task of the unit's head leaves of a chunk."""
@@ -82,11 +182,10 @@ class Job:
         """Write the partial state of a chunk; the file is whole or absent, whoever else writes."""
         path = self.state_path(unit, unit.number, chunk)
         made = f"{path}.{secrets.token_hex(4)}"
-        tensors = {str(n): moved(one, _HOST).contiguous() for n, one in enumerate(state)}
-        save_file(tensors, made)
+        save_file({str(n): moved(one, _HOST).contiguous() for n, one in enumerate(state)}, made)
         os.replace(made, path)
 
-    def read_state(self, merge: Unit, task: int) -> list[torch.Tensor]:
+    def read_state(self, merge: Unit, task: int) -> _State:
         """The partial state of the merged chunk that a task has left; [] if it had no pair."""
         found = load_file(self.state_path(merge, task, merge.number))
         return [found[str(number)] for number in range(len(found))]
@@ -103,10 +202,10 @@ class Job:
         """
         if not os.path.isdir(self.folder):
             raise RuntimeError(f"{self.folder} is gone: this call is over and writes no more")
-        names = GRADIENTS if self.backward else ("out", "lse")
+        names = GRADIENTS if self.call.backward else ("out", "lse")
         for name, tensor in zip(names, made, strict=True):
             if name in self.results:
-                self._write(self.results[name], block, tensor, name in GRADIENTS[1:])
+                self._write(self.results[name], block, tensor, name in OF_KEYS)
 
     def _write(self, target: InFile, block: Block, made: torch.Tensor, of_keys: bool) -> None:
         made = moved(made, _HOST).to(target.dtype)
@@ -122,22 +221,12 @@ class Job:
                     raw = raw[file.write(raw) :]
 
 
-class Done(NamedTuple):
-    """What a Ray task answers.
+def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
+    """Compute a unit. Its results or states are in the files when this returns.
 
-    Attributes:
-        where: it ran.
-        seconds: that it took.
-        report: of its calls.
+    Returns:
+        where it ran, the seconds that it took, and the report of its calls.
     """
-
-    where: str
-    seconds: float
-    report: Report
-
-
-def compute(job: Job, unit: Unit) -> Done:
-    """Compute a unit. Its results or states are in the files when this returns."""
     begun, report = time.perf_counter(), Report()
     device = _device(job, unit)
     backend = backend_of(device)
@@ -149,12 +238,9 @@ def compute(job: Job, unit: Unit) -> Done:
             made = work.head() if unit.kind == "head" else work.merge()
             job.write(work.block(unit.number, unit.number), made)
         backend.synchronize(device)
-    kind = "cpu"
     if not on_host(device):
         backend.give_back_cached()  # the next task here may be given another GPU
-        kind = f"{backend.model(device)} {device.index}"
-    where = f"{socket.gethostname()} {kind}"
-    return Done(where, time.perf_counter() - begun, report)
+    return f"{socket.gethostname()} {device}", time.perf_counter() - begun, report
 
 
 def _device(job: Job, unit: Unit) -> torch.device:
@@ -173,12 +259,8 @@ class _Work:
     """A unit on a device."""
 
     def __init__(self, job: Job, unit: Unit, device: torch.device, report: Report) -> None:
-        self._job, self._unit, self._cut = job, unit, job.cut
-        self._device, self._report = device, report
-        inputs = {
-            name: source.open() if isinstance(source, InFile) else source
-            for name, source in job.inputs.items()
-        }
+        self._job, self._unit, self._device, self._report = job, unit, device, report
+        inputs = {n: t.open() if isinstance(t, InFile) else t for n, t in job.inputs.items()}
         self._sinks, call = None, job.cut.call
         mask, bias = call.mask, inputs.pop("bias", None)
         if isinstance(mask, Mask):
@@ -186,78 +268,65 @@ class _Work:
             self._sinks = mask.sinks
             mask = replace(mask, bias=bias, sinks=mask.sinks if unit.kind == "head" else None)
         self._inputs, self._call = inputs, replace(call, mask=bias if mask is None else mask)
-        self._left: int | None = job.written.budget  # type: ignore[assignment]
+        self._left: int | None = job.call.written.budget  # type: ignore[assignment]
         if self._left is None and not on_host(device):
             free = backend_of(device).free_bytes(device)
             self._left = int(free * _OF_FREE * min(1.0, job.gpus))
 
     def block(self, queries: int, keys: int) -> Block:
         """A block of the unit's head, as ``Cut.block`` has it."""
-        return self._cut.block(self._unit, queries, keys)
+        return self._job.cut.block(self._unit, queries, keys)
 
     def head(self) -> Sequence[torch.Tensor]:
         """The results of a whole head, by one call."""
-        block = self.block(0, 0)  # there is one chunk
-        return self._computed(block, self._read(block, self._inputs), self._job.dtype)
+        # There is one chunk.
+        return self._computed(self.block(0, 0), self._read(0), self._job.call.out_dtype)
 
     def task(self) -> None:
         """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk, an
         empty one of those without a pair."""
-        job, pairs = self._job, self._pairs()
+        pairs, dtype = self._pairs(), self._job.call.work.state_dtype
         used = sorted({chunk for pair in pairs for chunk in pair})
         place = self._placed(used)
-        of_keys = {n: self._read(self.block(n, n), _OF_KEYS, place) for n in used}
-        states = {n: self._empty(n, place) for n in used if job.backward}
-        for own in used:
-            of_rows = self._read(self.block(own, own), _OF_ROWS, place)
-            state = states[own] if job.backward else self._empty(own, place)
-            for other in used:
-                if (own, other) in pairs:
-                    inputs, masked = {**of_rows, **of_keys[other]}, pairs[own, other]
-                    made = self._computed(self.block(own, other), inputs, job.state, masked)
-                    self._add([state[0], *states[other][1:]] if job.backward else state, made)
-            if not job.backward:
-                job.leave(self._unit, own, state)
-        for chunk in set(self._cut.quorum(self._unit.number)) - set(used):
-            states[chunk] = []
-        for chunk, state in states.items():
-            job.leave(self._unit, chunk, state)
+        inputs = {n: self._read(n, place) for n in used}
+        states = {n: self._empty(n, place) for n in used}
+        for (own, other), masked in pairs.items():
+            read = inputs[own] | {name: inputs[other][name] for name in ("key", "value")}
+            made = self._computed(self.block(own, other), read, dtype, masked)
+            self._add(states[own], states[other], made)
+        for chunk in self._job.cut.quorum(self._unit.number):
+            self._job.leave(self._unit, chunk, states.get(chunk, []))
 
     def merge(self) -> Sequence[torch.Tensor]:
         """The results of a chunk, from the states that tasks have left."""
         chunk = self._unit.number
         total = self._empty(chunk, _HOST)
-        if self._sinks is not None and not self._job.backward:
+        if self._sinks is not None and not self._job.call.backward:
             total[1].copy_(self._sinks[slice(*self.block(chunk, chunk).heads)][:, None])
-        for task in sorted(self._cut.tasks(chunk)):
+        for task in sorted(self._job.cut.tasks(chunk)):
             if state := self._job.read_state(self._unit, task):
-                self._add(total, state)
+                self._add(total, total, state)
         return total
 
     def _pairs(self) -> dict[tuple[int, int], _Masked]:
         """The pairs of chunks (of queries, of keys) that the task computes, with their masks."""
         found = {}
-        quorum = self._cut.quorum(self._unit.number)
+        quorum = self._job.cut.quorum(self._unit.number)
         for own, other in product(quorum, quorum):
             _, _, rows, keys = block = self.block(own, other)
             if own == other != self._unit.number or not rows.length or not keys.length:
-                continue
-            if self._call.is_causal and keys.start >= rows.stop:
                 continue
             masked = self._call.mask_of(block)
             if not _keeps_nothing(block, *masked):
                 found[own, other] = masked
         return found
 
-    def _read(
-        self, block: Block, names: Iterable[str], place: torch.device = _HOST
-    ) -> dict[str, torch.Tensor]:
-        """A block's parts of inputs."""
-        cut, inputs = self._call.cut, self._inputs
+    def _read(self, chunk: int, place: torch.device = _HOST) -> dict[str, torch.Tensor]:
+        """A chunk's rows of all inputs."""
+        cut, block = self._call.cut, self.block(chunk, chunk)
         return {
-            name: moved(cut(inputs[name], block, of_keys=name in _OF_KEYS), place)
-            for name in names
-            if name in inputs
+            name: moved(cut(tensor, block, of_keys=name in OF_KEYS), place)
+            for name, tensor in self._inputs.items()
         }
 
     def _computed(
@@ -268,33 +337,31 @@ class _Work:
         masked: _Masked | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A block's out and lse, or its gradients; ``dtype``: of all but the lse."""
-        written = self._job.written._replace(
+        written = self._job.call.written._replace(
             budget=self._left, devices=self._device, report=self._report
         )
         results = BlockResults(out_dtype=dtype)
-        if self._job.backward:
+        if self._job.call.backward:
             three = (inputs[name] for name in ("query", "key", "value"))
             query, key, value = (torch.empty_like(t, dtype=dtype) for t in three)
             results = BlockResults(grads=(query, key, value))
         return compute_block(self._call, block, inputs, written, results, masked)
 
-    def _empty(self, chunk: int, place: torch.device) -> list[torch.Tensor]:
+    def _empty(self, chunk: int, place: torch.device) -> _State:
         """The state of a chunk without any pair."""
-        block, state = self.block(chunk, chunk), self._job.state
-        query, key, value = (
-            self._call.cut(self._inputs[name], block, of_keys=name in _OF_KEYS)
-            for name in ("query", "key", "value")
-        )
-        if self._job.backward:
-            return [torch.zeros(t.shape, dtype=state, device=place) for t in (query, key, value)]
-        out = torch.zeros((*query.shape[:3], value.shape[3]), dtype=state, device=place)
-        return [out, torch.full(query.shape[:3], -torch.inf, dtype=state, device=place)]
+        read, call = self._read(chunk), self._job.call
+        new = partial(torch.full, dtype=call.work.state_dtype, device=place)
+        if call.backward:
+            return [new(read[name].shape, 0.0) for name in ("query", "key", "value")]
+        rows = read["query"].shape[:3]
+        return [new((*rows, read["value"].shape[3]), 0.0), new(rows, -torch.inf)]
 
-    def _add(self, total: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> None:
-        if not self._job.backward:
-            merge_(total[0], total[1], part[0], part[1].to(total[1].device))
+    def _add(self, rows: _State, keys: _State, made: Sequence[torch.Tensor]) -> None:
+        """Add what was made of a chunk's rows and another's keys to their states."""
+        if not self._job.call.backward:
+            merge_(rows[0], rows[1], made[0], made[1].to(rows[1].device))
             return
-        for target, one in zip(total, part, strict=True):
+        for target, one in zip([rows[0], *keys[1:]], made, strict=True):
             add_(target, one)
 
     def _placed(self, used: Sequence[int]) -> torch.device:
@@ -302,11 +369,10 @@ class _Work:
         if on_host(self._device) or not used:
             return _HOST
         assert self._left is not None
-        rows = [t for n in used for t in self._read(self.block(n, n), self._inputs).values()]
+        rows = [t.nbytes for n in used for t in self._read(n).values()]
         states = [sum(t.nbytes for t in self._empty(n, torch.device("meta"))) for n in used]
-        # What is added up, and a call's results and the result of an addition beside it.
-        taken = sum(t.nbytes for t in rows) + 3 * max(states)
-        taken += sum(states) if self._job.backward else 0
+        # A call's results and the result of an addition beside them.
+        taken = sum(rows) + sum(states) + 3 * max(states)
         if taken > self._left * _RESIDENT:
             return _HOST
         self._left -= taken

@@ -7,35 +7,33 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
+from quorum_attention.call.block import Block
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
-from quorum_attention.counts import real_number, whole_number
+from quorum_attention.counts import whole_number
 from quorum_attention.devices.buffers import InFile, in_file
 from quorum_attention.devices.call import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.files.call import GRADIENTS, FileCall, file_call, written_as
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
-from quorum_attention.ray.compute import Job, compute
-from quorum_attention.ray.units import Head, Unit, cut_of
+from quorum_attention.ray.compute import Head, Job, Unit, compute, cut_of
 from quorum_attention.sizes import parse_bytes
-
-_Value = TypeVar("_Value")
 
 # Times that a unit is begun again because its worker or its machine was lost.
 _RETRIES = 3
-_CONNECT_SECONDS, _CANCEL_SECONDS = 10.0, 30.0
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
+_CONNECT_SECONDS, _CANCEL_SECONDS = 10.0, 30.0
 _SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -96,11 +94,6 @@ class Farm:
     ) -> None:
         if workers is not None:
             workers = whole_number(workers, "workers", 1)
-        for name, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus or 0)):
-            if not real_number(number, name) >= 0:
-                raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
-        if not num_cpus and not num_gpus:
-            raise ValueError("num_cpus and num_gpus must not both be 0")
         self._budget = None if budget is None else parse_bytes(budget)
         self._ray, self._most, self._cpus = ray_here(), workers, num_cpus
         with ExitStack() as begun:
@@ -108,7 +101,7 @@ class Farm:
                 self._begin(address, begun)
             there = self._ray.cluster_resources()
             self._gpus = float(there.get("GPU", 0) >= 1) if num_gpus is None else num_gpus
-            if not self._held():
+            if self._held() <= 0:
                 raise RuntimeError(
                     f"no machine of the cluster holds a worker: one takes {num_cpus:g} CPU and "
                     f"{self._gpus:g} GPU, the cluster has {there.get('CPU', 0):g} CPU and "
@@ -126,40 +119,31 @@ class Farm:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @uncompiled
     def attention(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | Mask | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        out: torch.Tensor | None = None,
+        *call: Any,
+        out: torch.Tensor,
         lse: torch.Tensor | None = None,
-        chunks: int | None = None,
-        depth: int | str = "auto",
-        kernel: str = "auto",
-        report: PoolReport | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """``quorum_attention.attention`` from files to files.
 
         Args:
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
-                there. The tensors of ``attn_mask`` may be in memory, and are sent to every worker
-                then. With dropout heads are not cut.
+            query, key, value: inputs.
+            call: attn_mask, is_causal, scale and enable_gqa in this order, or by name, as there.
+                The tensors of ``attn_mask`` may be in memory, and are sent to every worker then.
             out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped from a file;
                 partial states are kept beside that.
             lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
                 from a file; None: it is not wanted.
-            chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None: as
-                many as leave ten units for each worker, if there are fewer heads.
-            depth, kernel: of each unit's calls, as there.
-            report: filled with what happened.
+            options: dropout_p and dropout_seed, as there; with dropout heads are not cut;
+                depth and kernel, of each unit's calls, as there;
+                chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None:
+                as many as leave ten units for each worker, if there are fewer heads;
+                report: a ``PoolReport``, filled with what happened.
 
         Returns:
             ``out``.
@@ -169,23 +153,17 @@ class Farm:
             NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
             RuntimeError: a unit has lost four workers.
         """
-        results = {"out": _given(out, "out")} | ({} if lse is None else {"lse": lse})
-        self._all(
-            {"query": query, "key": key, "value": value}, attn_mask, results, chunks, report,
-            CallOptions(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
-            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
-        return results["out"]
+        results = {"out": out} if lse is None else {"out": out, "lse": lse}
+        self._compute({"query": query, "key": key, "value": value}, results, *call, **options)
+        return out
 
     def attention_with_lse(
-        self, *call: Any, lse: torch.Tensor | None = None, **options: Any
+        self, *call: Any, lse: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``quorum_attention.attention_with_lse`` from files to files; arguments as ``attention``
         has them."""
-        lse = _given(lse, "lse")
         return self.attention(*call, lse=lse, **options), lse
 
-    @uncompiled
     @torch.no_grad()
     def attention_backward(
         self,
@@ -195,118 +173,112 @@ class Farm:
         value: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        attn_mask: torch.Tensor | Mask | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-        chunks: int | None = None,
-        depth: int | str = "auto",
-        kernel: str = "auto",
-        report: PoolReport | None = None,
+        *call: Any,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``quorum_attention.attention_backward`` from files to files.
 
         Args:
             grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
-            attn_mask and so on: as in ``attention``.
+            call, options: as in ``attention``.
         """
-        results = dict(zip(GRADIENTS, _given(grads, "grads"), strict=True))
-        self._all(
-            {"query": query, "key": key, "value": value, "grad_out": grad_out, "out": out,
-             "lse": lse}, attn_mask, results, chunks, report,
-            CallOptions(depth=depth, kernel=kernel), dropout_p=dropout_p, dropout_seed=dropout_seed,
-            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
-        return results["dq"], results["dk"], results["dv"]
+        tensors = {"query": query, "key": key, "value": value,
+                   "grad_out": grad_out, "out": out, "lse": lse}  # fmt: skip
+        self._compute(tensors, dict(zip(GRADIENTS, grads, strict=True)), *call, **options)
+        return grads
 
-    def _all(
+    @uncompiled
+    def _compute(
         self,
         tensors: Mapping[str, torch.Tensor],
-        mask: torch.Tensor | Mask | None,
         results: dict[str, torch.Tensor],
-        chunks: int | None,
-        report: PoolReport | None,
-        written: CallOptions,
-        **said: Any,
+        attn_mask: torch.Tensor | Mask | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        chunks: int | None = None,
+        depth: int | str = "auto",
+        kernel: str = "auto",
+        report: PoolReport | None = None,
+        **dropout: Any,
     ) -> None:
         """Compute all heads of a call, whose results are checked first."""
+        written = CallOptions(depth=depth, kernel=kernel)
         check_options(written)
-        given = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
+        tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
+        results = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         # This process computes nothing of it.
-        call = file_call(given, mask, CallOptions(depth=written.depth, devices="cpu"), **said)
-        call, ran, work = replace(call, written=written), PoolPass(), call.work
+        call = file_call(
+            tensors, attn_mask, CallOptions(depth=depth, devices="cpu"), is_causal=is_causal,
+            scale=scale, enable_gqa=enable_gqa, out_dtype=next(iter(results.values())).dtype,
+            **dropout,
+        )  # fmt: skip
+        call, ran = replace(call, written=written), PoolPass()
         if report is not None:
             setattr(report, "backward" if call.backward else "forward", ran)
-        results = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         for name, (shape, dtype) in call.results(lse="lse" in results).items():
-            home, exact = call.tensors["query"].device, dtype if name == "lse" else None
-            check_tensor(results[name], shape, name, home, exact, written=True)
+            home = call.tensors["query"].device
+            check_tensor(results[name], shape, name, home, dtype, written=True)
         bias = call.whole.mask
         bias = bias.bias if isinstance(bias, Mask) else bias
         check_apart(results, {**call.tensors, "attn_mask": bias})
-        heads = list(product(range(work.batch), range(work.kv_heads)))
-        for _ in self.by_heads(call, written_as(call, results), heads, chunks=chunks, report=ran):
+        parts, results = dict(enumerate(call.parts(1))), written_as(call, results)
+        for _ in self.by_parts(call, results, parts, chunks=chunks, report=ran):
             pass
 
     @uncompiled
     @torch.no_grad()
-    def by_heads(
+    def by_parts(
         self,
         call: FileCall,
         results: Mapping[str, torch.Tensor],
-        heads: Collection[Head],
+        parts: Mapping[int, Block],
         *,
         chunks: int | None = None,
         report: PoolPass,
-    ) -> Iterator[Head]:
-        """A call over some heads, for who keeps book of what is done.
+    ) -> Iterator[int]:
+        """Parts of a call, for who keeps book of what is done.
 
         Args:
             results: out, and lse if wanted; or dq, dk and dv; with a dimension of heads.
-            heads: batch entries (through all batch dimensions) and key/value heads to compute.
+            parts: from ``call.parts``, by number.
             report: filled with what happened.
 
         Yields:
-            each head whose results are complete.
+            the number of each part whose results are complete.
         """
         chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
         check_options(call.written)
-        work, mappings = call.work, Mappings.now()
+        work, mappings, mask = call.work, Mappings.now(), call.whole.mask
         inputs: dict[str, torch.Tensor | InFile] = {
             name: _located(name, tensor, mappings, False) if tensor.numel() else tensor
             for name, tensor in call.tensors.items()
         }
         files = {n: _located(n, t, mappings, True) for n, t in results.items() if t.numel()}
-        mask = call.whole.mask if isinstance(call.whole.mask, Mask) else None
-        bias = call.whole.mask if mask is None else mask.bias
-        if isinstance(bias, torch.Tensor):  # sent by itself: it may be in a file
-            inputs["bias"] = in_file(bias.detach(), mappings, written=False) or bias.detach()
-        if mask is not None:
-            mask = map_tensors(replace(mask, bias=None), lambda t, name: t.detach().cpu())
+        bias = mask.bias if isinstance(mask, Mask) else mask
+        if bias is not None:  # sent by itself: it may be in a file
+            inputs["bias"] = in_file(bias, mappings, written=False) or bias
+        mask = replace(mask, bias=None) if isinstance(mask, Mask) else None
+        mask = mask and map_tensors(mask, lambda tensor, name: tensor.cpu())
         torch.autograd.graph.increment_version(list(results.values()))
-        if not heads:
+        if not parts or not files:
+            yield from parts
             return
-        if not work.n_queries * work.n_keys or not files:
-            for name, tensor in results.items():
-                tensor.fill_(-torch.inf if name == "lse" else 0.0)
-            if "lse" in results and mask is not None and mask.sinks is not None:
-                results["lse"].copy_(mask.sinks[:, None])
-            yield from heads
-            return
+        heads = {
+            (entry, head): number
+            for number, block in parts.items()
+            for entry, head in product(range(*block.entries), range(*call.whole.key_heads(block)))
+        }
         head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
+        written = CallOptions(self._budget, depth=call.written.depth, kernel=call.written.kernel)
         whole = replace(call.whole, mask=mask)
+        call = replace(call, tensors={}, whole=whole, written=written)
         cut = cut_of(whole, len(heads), self._workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
-            job = Job(
-                cut, inputs, files, states, work.state_dtype, next(iter(results.values())).dtype,
-                CallOptions(self._budget, depth=call.written.depth, kernel=call.written.kernel),
-                self._cpus, self._gpus,
-            )  # fmt: skip
+            job = Job(call, cut, inputs, files, states, self._cpus, self._gpus)
             yield from self._run(job, heads, report)
 
     @property
@@ -314,11 +286,14 @@ class Farm:
         """How many units are computed at once."""
         return self._most or max(1, self._held())
 
-    def _run(self, job: Job, heads: Collection[Head], report: PoolPass) -> Iterator[Head]:
+    def _run(self, job: Job, heads: Mapping[Head, int], report: PoolPass) -> Iterator[int]:
         """Compute a pass.
 
+        Args:
+            heads: those to compute, with the number of their part.
+
         Yields:
-            each head whose results are complete.
+            the number of each part whose results are complete.
 
         Raises:
             RuntimeError: a unit was begun too often.
@@ -326,10 +301,11 @@ class Farm:
         """
         cut, begun, ray = job.cut, time.perf_counter(), self._ray
         first: Literal["head", "task"] = "head" if cut.chunks == 1 else "task"
-        every = [Unit(first, *head, n) for head in sorted(heads) for n in range(cut.chunks)]
-        waiting, report.parts = deque(every), len(every) * (1 if cut.chunks == 1 else 2)
-        # Units that give results and are not done, by head; states that exist, by their merge.
-        left, states = dict.fromkeys(heads, cut.chunks), Counter[Unit]()
+        waiting = deque(Unit(first, *head, n) for head in sorted(heads) for n in range(cut.chunks))
+        report.parts = len(waiting) * (1 if cut.chunks == 1 else 2)
+        # Units that give results and are not done, by part; states that exist, by their merge.
+        left = Counter(number for number in heads.values() for _ in range(cut.chunks))
+        states = Counter[Unit]()
         sent, running = ray.put(job), dict[Any, Unit]()
         merge, other = self._remote(max(1, self._cpus), 0), self._remote(self._cpus, self._gpus)
         try:
@@ -340,12 +316,12 @@ class Farm:
                     running[(merge if unit.kind == "merge" else other).remote(sent, unit)] = unit
                 for ref in ray.wait(list(running))[0]:
                     unit, now = running[ref], time.perf_counter() - begun
-                    done = self._answer(ref, unit, report)
+                    where, seconds, made = self._answer(ref, unit, report)
                     del running[ref]
-                    if done.where not in report.devices:
-                        report.devices.append(done.where)
-                    device, start = report.devices.index(done.where), now - done.seconds
-                    report.ran.append(Ran(device, len(report.ran), start, now, done.report))
+                    if where not in report.devices:
+                        report.devices.append(where)
+                    device = report.devices.index(where)
+                    report.ran.append(Ran(device, len(report.ran), now - seconds, now, made))
                     if unit.kind == "task":
                         for chunk in cut.quorum(unit.number):
                             states[of := unit._replace(kind="merge", number=chunk)] += 1
@@ -354,10 +330,9 @@ class Farm:
                         continue
                     if unit.kind == "merge":
                         job.remove_states(unit)
-                    head = unit.entry, unit.head
-                    left[head] -= 1
-                    if not left[head]:
-                        yield head
+                    left[part := heads[unit.entry, unit.head]] -= 1
+                    if not left[part]:
+                        yield part
         finally:
             report.seconds = time.perf_counter() - begun
             if running and ray.is_initialized():
@@ -370,7 +345,10 @@ class Farm:
         """How many workers the machines hold now."""
         asked = {"CPU": self._cpus, "GPU": self._gpus}
         return sum(
-            min(int(node["Resources"].get(name, 0) / n + 1e-6) for name, n in asked.items() if n)
+            min(
+                (int(node["Resources"].get(name, 0) / n + 1e-6) for name, n in asked.items() if n),
+                default=0,
+            )
             for node in self._ray.nodes()
             if node["Alive"]
         )
@@ -387,8 +365,7 @@ class Farm:
         try:
             return self._ray.get(ref)
         except errors.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            raise cause if isinstance(cause, Exception) else error from error
+            raise error.cause from error
         except errors.RayError as error:
             raise RuntimeError(
                 f"{unit} was begun {_RETRIES + 1} times and its worker was lost each time, after "
@@ -428,12 +405,6 @@ def _check_there(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
-
-
-def _given(value: _Value | None, name: str) -> _Value:
-    if value is None:
-        raise ValueError(f"{name} must be given: a farm writes to files")
-    return value
 
 
 def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile:
