@@ -50,7 +50,8 @@ _LARGEST_QUORUM = 14
 _TILE = 128
 _HOST = torch.device("cpu")
 
-_Masked, _State = tuple[AttnMask, bool], list[torch.Tensor]
+_Masked = tuple[AttnMask, bool]
+_State = list[torch.Tensor]
 Head = tuple[int, int]
 """A batch entry and a key/value head of it."""
 
