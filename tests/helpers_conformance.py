@@ -161,7 +161,7 @@ def by_files(case: Case, folder: Path) -> Found:
         if name == "backward":
             tensors |= {"grad_out": case.inputs[3], "out": found["out"], "lse": found["lse"]}
         options = CallOptions(devices=torch.device("cpu"), budget=64 << 20)
-        call = file_call(tensors, case.mask, options, **case.options)
+        call = file_call(options, tensors, case.mask, enable_gqa=True, **case.options)
         output = output_of(str(folder / name), call.results(lse=name == "forward"), {})
         heads = case.draw.choice([None, 1, 2, 5])
         run_call(call, output, {}, [], Report(), heads=heads, progress=False)

@@ -143,7 +143,7 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
     assert torch.equal(out, torch.zeros(1, 2, 5, 8))
     assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
     q, k, v, out = call(5)
-    call = file_call({"query": q, "key": k, "value": v}, None, CallOptions(devices="cpu"))
+    call = file_call(CallOptions(devices="cpu"), {"query": q, "key": k, "value": v})
     assert not list(fake_farm().by_parts(call, {"out": out}, {}, report=PoolPass()))
     assert (out == 7).all(), "no part is computed, so nothing is written"
     empty = torch.empty(1, 2, 0, 8)

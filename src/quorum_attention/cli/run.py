@@ -153,8 +153,8 @@ def _run(options: argparse.Namespace) -> int:
     _check_forward(options, inputs)
     tensors = {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"}
     call = file_call(
-        tensors, mask, written,
-        is_causal=is_causal, scale=options.scale, out_dtype=options.out_dtype,
+        written, tensors, mask, is_causal, options.scale, enable_gqa=True,
+        out_dtype=options.out_dtype,
     )  # fmt: skip
     wanted = call.results(lse=options.lse)
     output = output_of(options.output, wanted, _metadata(options))

@@ -104,20 +104,21 @@ class FileCall:
 
 
 def file_call(
-    tensors: Mapping[str, torch.Tensor],
-    mask: torch.Tensor | Mask | None,
     written: CallOptions,
+    tensors: Mapping[str, torch.Tensor],
+    mask: torch.Tensor | Mask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     *,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> FileCall:
     """A call on ``tensors``, checked as a call of ``attention`` is.
 
     Args:
+        written: its options.
         tensors: query, key and value; with grad_out, out and lse it is a backward.
         mask and so on: as there.
 

@@ -124,7 +124,13 @@ class Farm:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *call: Any,
+        attn_mask: torch.Tensor | Mask | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
         **options: Any,
@@ -132,15 +138,14 @@ class Farm:
         """``quorum_attention.attention`` from files to files.
 
         Args:
-            query, key, value: inputs.
-            call: attn_mask, is_causal, scale and enable_gqa in this order, or by name, as there.
-                The tensors of ``attn_mask`` may be in memory, and are sent to every worker then.
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
+                there. The tensors of ``attn_mask`` may be in memory, and are sent to every worker
+                then. With dropout heads are not cut.
             out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped from a file;
                 partial states are kept beside that.
             lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
                 from a file; None: it is not wanted.
-            options: dropout_p and dropout_seed, as there; with dropout heads are not cut;
-                depth and kernel, of each unit's calls, as there;
+            options: depth and kernel, of each unit's calls, as there;
                 chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None:
                 as many as leave ten units for each worker, if there are fewer heads;
                 report: a ``PoolReport``, filled with what happened.
@@ -154,7 +159,10 @@ class Farm:
             RuntimeError: a unit has lost four workers.
         """
         results = {"out": out} if lse is None else {"out": out, "lse": lse}
-        self._compute({"query": query, "key": key, "value": value}, results, *call, **options)
+        self._compute(
+            {"query": query, "key": key, "value": value}, results, attn_mask, is_causal, scale,
+            enable_gqa, dropout_p=dropout_p, dropout_seed=dropout_seed, **options,
+        )  # fmt: skip
         return out
 
     def attention_with_lse(
@@ -181,7 +189,7 @@ class Farm:
 
         Args:
             grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
-            call, options: as in ``attention``.
+            call, options: attn_mask and so on, as in ``attention``.
         """
         tensors = {"query": query, "key": key, "value": value,
                    "grad_out": grad_out, "out": out, "lse": lse}  # fmt: skip
@@ -193,39 +201,36 @@ class Farm:
         self,
         tensors: Mapping[str, torch.Tensor],
         results: dict[str, torch.Tensor],
-        attn_mask: torch.Tensor | Mask | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
+        *call: Any,
         chunks: int | None = None,
         depth: int | str = "auto",
         kernel: str = "auto",
         report: PoolReport | None = None,
         **dropout: Any,
     ) -> None:
-        """Compute all heads of a call, whose results are checked first."""
+        """Compute all heads of a call, whose results are checked first.
+
+        Args:
+            call, dropout: as ``file_call`` takes them.
+        """
         written = CallOptions(depth=depth, kernel=kernel)
         check_options(written)
         tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
         results = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         # This process computes nothing of it.
-        call = file_call(
-            tensors, attn_mask, CallOptions(depth=depth, devices="cpu"), is_causal=is_causal,
-            scale=scale, enable_gqa=enable_gqa, out_dtype=next(iter(results.values())).dtype,
-            **dropout,
-        )  # fmt: skip
-        call, ran = replace(call, written=written), PoolPass()
+        here, dtype = CallOptions(depth=depth, devices="cpu"), next(iter(results.values())).dtype
+        made = file_call(here, tensors, *call, out_dtype=dtype, **dropout)
+        made, ran = replace(made, written=written), PoolPass()
         if report is not None:
-            setattr(report, "backward" if call.backward else "forward", ran)
-        for name, (shape, dtype) in call.results(lse="lse" in results).items():
-            home = call.tensors["query"].device
+            setattr(report, "backward" if made.backward else "forward", ran)
+        for name, (shape, dtype) in made.results(lse="lse" in results).items():
+            home = made.tensors["query"].device
             check_tensor(results[name], shape, name, home, dtype, written=True)
-        bias = call.whole.mask
+        bias = made.whole.mask
         bias = bias.bias if isinstance(bias, Mask) else bias
-        check_apart(results, {**call.tensors, "attn_mask": bias})
-        parts, results = dict(enumerate(call.parts(1))), written_as(call, results)
-        for _ in self.by_parts(call, results, parts, chunks=chunks, report=ran):
+        check_apart(results, {**made.tensors, "attn_mask": bias})
+        parts, results = dict(enumerate(made.parts(1))), written_as(made, results)
+        for _ in self.by_parts(made, results, parts, chunks=chunks, report=ran):
             pass
 
     @uncompiled
