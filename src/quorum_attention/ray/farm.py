@@ -131,7 +131,7 @@ class Farm:
         *,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
-        out: torch.Tensor,
+        out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
@@ -159,11 +159,11 @@ class Farm:
             RuntimeError: a unit has lost four workers.
         """
         results = {"out": out} if lse is None else {"out": out, "lse": lse}
-        self._compute(
+        made = self._compute(
             {"query": query, "key": key, "value": value}, results, attn_mask, is_causal, scale,
             enable_gqa, dropout_p=dropout_p, dropout_seed=dropout_seed, **options,
         )  # fmt: skip
-        return out
+        return made["out"]
 
     def attention_with_lse(
         self, *call: Any, lse: torch.Tensor, **options: Any
@@ -200,15 +200,15 @@ class Farm:
     def _compute(
         self,
         tensors: Mapping[str, torch.Tensor],
-        results: dict[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor | None],
         *call: Any,
         chunks: int | None = None,
         depth: int | str = "auto",
         kernel: str = "auto",
         report: PoolReport | None = None,
         **dropout: Any,
-    ) -> None:
-        """Compute all heads of a call, whose results are checked first.
+    ) -> dict[str, torch.Tensor]:
+        """Compute all heads of a call into its results, which are checked first.
 
         Args:
             call, dropout: as ``file_call`` takes them.
@@ -216,22 +216,23 @@ class Farm:
         written = CallOptions(depth=depth, kernel=kernel)
         check_options(written)
         tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
-        results = {n: as_tensor(result, n, written=True) for n, result in results.items()}
+        found = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         # This process computes nothing of it.
-        here, dtype = CallOptions(depth=depth, devices="cpu"), next(iter(results.values())).dtype
+        here, dtype = CallOptions(depth=depth, devices="cpu"), next(iter(found.values())).dtype
         made = file_call(here, tensors, *call, out_dtype=dtype, **dropout)
         made, ran = replace(made, written=written), PoolPass()
         if report is not None:
             setattr(report, "backward" if made.backward else "forward", ran)
-        for name, (shape, dtype) in made.results(lse="lse" in results).items():
+        for name, (shape, dtype) in made.results(lse="lse" in found).items():
             home = made.tensors["query"].device
-            check_tensor(results[name], shape, name, home, dtype, written=True)
+            check_tensor(found[name], shape, name, home, dtype, written=True)
         bias = made.whole.mask
         bias = bias.bias if isinstance(bias, Mask) else bias
-        check_apart(results, {**made.tensors, "attn_mask": bias})
-        parts, results = dict(enumerate(made.parts(1))), written_as(made, results)
-        for _ in self.by_parts(made, results, parts, chunks=chunks, report=ran):
+        check_apart(found, {**made.tensors, "attn_mask": bias})
+        parts = dict(enumerate(made.parts(1)))
+        for _ in self.by_parts(made, written_as(made, found), parts, chunks=chunks, report=ran):
             pass
+        return found
 
     @uncompiled
     @torch.no_grad()
