@@ -1,4 +1,5 @@
-"""Kernels that are wrong in one way each, and the name that is right for it."""
+"""Kernels that are wrong in one way each, with the cause to be named; and right ones of every
+sort."""
 
 from __future__ import annotations
 
@@ -9,15 +10,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+import quorum_attention as qa
 from quorum_attention.checking import causes
 from quorum_attention.kernels import InnerKernel, merge_
-from quorum_attention.kernels.kit import from_lse_function
+from quorum_attention.kernels.kit import (
+    document,
+    from_lse_function,
+    from_score_mod,
+    sliding_window,
+)
 
-Planted = tuple[Callable[[], InnerKernel], str]
-
-
-def mask_of(rows: int, columns: int, diagonal: int = 1) -> torch.Tensor:
-    return torch.ones(rows, columns, dtype=torch.bool).triu(diagonal)
+# Functions and backwards that are wrong, and whole kernels; each with the cause to be found.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
+BACKWARDS: dict[str, tuple[Callable[..., Any], str]] = {}
+KERNELS: dict[str, tuple[Callable[[], InnerKernel], str]] = {}
 
 
 def softmax(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,32 +33,27 @@ def softmax(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, to
     return torch.exp(scores - safe.unsqueeze(-1)) @ value, lse
 
 
-def scores_of(query, key, is_causal, scale):
-    scores = scale * (query @ key.mT)
-    return scores.masked_fill(mask_of(*scores.shape[-2:]), -torch.inf) if is_causal else scores
+def masked(scores: torch.Tensor, is_causal: bool, diagonal: int = 1) -> torch.Tensor:
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(diagonal)
+    return scores.masked_fill(later, -torch.inf) if is_causal else scores
 
 
 def plain(query, key, value, *, is_causal, scale):
-    return softmax(scores_of(query, key, is_causal, scale), value)
+    return softmax(masked(scale * (query @ key.mT), is_causal), value)
 
 
-def gradients(grad_out, query, key, value, out, lse, *, is_causal, scale, **positions):
+def gradients(grad_out, query, key, value, out, lse, *, is_causal, scale):
     """As FlashAttention's: with the whole row's out and lse."""
-    scores = scores_of(query, key, is_causal, scale)
+    scores = masked(scale * (query @ key.mT), is_causal)
     p = torch.exp(scores - lse.to(scores.dtype).unsqueeze(-1))
-    delta = (grad_out * out).sum(-1, keepdim=True)
-    ds = p * (grad_out @ value.mT - delta)
+    ds = p * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True))
     return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad_out
 
 
-# Each error as a function of what it changes in a plain call: named, with the cause to be found.
-
-FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
-BACKWARDS: dict[str, tuple[Callable[..., Any], str]] = {}
-KERNELS: dict[str, Planted] = {}
+# Functions.
 
 
-def forwards(cause: str, **wrong: Callable[..., Any]) -> None:
+def functions(cause: str, **wrong: Callable[..., Any]) -> None:
     """Functions of (query, key, value, is_causal, scale)."""
     for name, function in wrong.items():
 
@@ -62,212 +63,164 @@ def forwards(cause: str, **wrong: Callable[..., Any]) -> None:
         FUNCTIONS[name] = call, cause
 
 
-def results(cause: str, **changed: Callable[..., Any]) -> None:
+def results(change: Callable[..., Any]) -> Callable[..., Any]:
     """Right but for what is made of (out, lse)."""
-    for name, change in changed.items():
-
-        def call(query, key, value, *, is_causal, scale, change=change):
-            return change(*plain(query, key, value, is_causal=is_causal, scale=scale))
-
-        FUNCTIONS[name] = call, cause
+    return lambda q, k, v, causal, scale: change(*plain(q, k, v, is_causal=causal, scale=scale))
 
 
-def inputs(cause: str, **changed: Callable[..., Any]) -> None:
-    """Right but for the (query, key, value) that are computed with."""
-    for name, change in changed.items():
-
-        def call(query, key, value, *, is_causal, scale, change=change):
-            return plain(*change(query, key, value), is_causal=is_causal, scale=scale)
-
-        FUNCTIONS[name] = call, cause
+def scores(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Right but for what is made of the scaled products."""
+    return lambda q, k, v, causal, scale: softmax(change(scale * (q @ k.mT), causal), v)
 
 
-def scores(cause: str, **changed: Callable[..., Any]) -> None:
-    """Right but for the scores (of scaled products, and whether the call is causal)."""
-    for name, change in changed.items():
+def inputs(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Right but for the query, key, value and scale that are computed with."""
 
-        def call(query, key, value, *, is_causal, scale, change=change):
-            return softmax(change(scale * (query @ key.mT), is_causal), value)
+    def function(query, key, value, is_causal, scale):
+        *three, scale = change(query, key, value, scale)
+        return plain(*three, is_causal=is_causal, scale=scale)
 
-        FUNCTIONS[name] = call, cause
-
-
-def backwards(cause: str, **changed: Callable[..., Any]) -> None:
-    """Right but for what is made of the three gradients."""
-    for name, change in changed.items():
-        BACKWARDS[name] = (lambda *given, f=change, **named: f(*gradients(*given, **named))), cause
-
-
-def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor + (tensor.to(dtype).to(tensor.dtype) - tensor).detach()
+    return function
 
 
 def noisy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * (1 + 1e-3 * torch.randn_like(tensor))
 
 
-results(
-    causes.LSE,
-    no_lse=lambda out, lse: (out, lse * 0),
-    lse_in_base_two=lambda out, lse: (out, lse / math.log(2)),
-    lse_rounded_to_fp16=lambda out, lse: (out, rounded(lse, torch.float16)),
-)
-results(
-    causes.WEIGHTS,
-    output_normalised=lambda out, lse: (functional.normalize(out, dim=-1), lse),
-)
-results(
-    causes.STATE,
-    dropout=lambda out, lse: (functional.dropout(out, 0.1), lse),
-    noise=lambda out, lse: (noisy(out), lse),
-)
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor + (tensor.to(dtype).to(tensor.dtype) - tensor).detach()
 
 
 def unnormalised(query, key, value, is_causal, scale):
-    made = scores_of(query, key, is_causal, scale)
+    made = masked(scale * (query @ key.mT), is_causal)
     return torch.exp(made - made.amax(-1, keepdim=True)) @ value, torch.logsumexp(made, -1)
 
 
-def strides_ignored(query, key, value, is_causal, scale):
+def strides_ignored(query, key, value, scale):
     flat = torch.empty(0, dtype=key.dtype).set_(key.untyped_storage())
     read = flat[key.storage_offset() :][: key.numel()]
     if read.numel() == key.numel() and not key.requires_grad:
         key = read.reshape(key.shape)
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
+    return query, key, value, scale
 
 
-def queries_scaled_in_place(query, key, value, is_causal, scale):
+def written_in_place(query, key, value, scale):
     with torch.no_grad():
         query.detach().mul_(1.5)
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
+    return query, key, value, scale
 
 
-def value_dim_taken_for_head_dim(query, key, value, is_causal, scale):
+def value_dim_taken_for_head_dim(query, key, value, scale):
     """As if values were laid out with the queries' width."""
     wide, d = value.shape[-1], query.shape[-1]
     if wide != d:
         flat = value.contiguous().flatten(2)
         value = flat[..., : value.shape[2] * d].unflatten(2, (value.shape[2], d))
         value = functional.pad(value, (0, wide - d)) if wide > d else value[..., :wide]
-    return plain(query, key, value, is_causal=is_causal, scale=scale)
+    return query, key, value, scale
 
 
 def sums_in_fp16(query, key, value, is_causal, scale):
-    out, _ = plain(query.half(), key.half(), value.half(), is_causal=is_causal, scale=scale)
-    return out.to(query.dtype), plain(query, key, value, is_causal=is_causal, scale=scale)[1]
-
-
-def causal_ignored(query, key, value, is_causal, scale):
-    return plain(query, key, value, is_causal=False, scale=scale)
-
-
-def scaled(by: Callable[[torch.Tensor, torch.Tensor, float], float]) -> Callable[..., Any]:
-    return lambda q, k, v, is_causal, scale: plain(
-        q, k, v, is_causal=is_causal, scale=by(q, k, scale)
-    )
-
-
-forwards(
-    causes.LSE,
-    lse_without_the_causal_mask=lambda q, k, v, is_causal, scale: (
-        plain(q, k, v, is_causal=is_causal, scale=scale)[0], causal_ignored(q, k, v, 0, scale)[1]
-    ),
-)  # fmt: skip
-forwards(
-    causes.WEIGHTS,
-    unnormalised=unnormalised,
-)
-forwards(causes.PAIRS, causal_ignored=causal_ignored)
-forwards(
-    causes.SIZES,
-    no_scale=scaled(lambda q, k, scale: 1.0),
-    value_dim_taken_for_head_dim=value_dim_taken_for_head_dim,
-    strides_ignored=strides_ignored,
-)
-forwards(
-    causes.POSITIONS,
-    log_length_scale=scaled(lambda q, k, scale: scale * math.log(k.shape[2] + 1)),
-)
-forwards(causes.STATE, queries_scaled_in_place=queries_scaled_in_place)
-forwards(causes.PRECISION, sums_in_fp16=sums_in_fp16)
-
-
-def causal_at(diagonal: int) -> Callable[..., torch.Tensor]:
-    return lambda made, is_causal: (
-        made.masked_fill(mask_of(*made.shape[-2:], diagonal), -torch.inf) if is_causal else made
-    )
+    exact = plain(query, key, value, is_causal=is_causal, scale=scale)
+    narrow = plain(query.half(), key.half(), value.half(), is_causal=is_causal, scale=scale)
+    return narrow[0].to(query.dtype), exact[1]
 
 
 def last_key_dropped(made: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    made, n = causal_at(1)(made, is_causal), made.shape[-1]
-    last = torch.arange(n) == n - 1
-    return made.masked_fill(last, -torch.inf) if not is_causal and n > 1 else made
+    n = made.shape[-1]
+    if is_causal or n == 1:
+        return masked(made, is_causal)
+    return made.masked_fill(torch.arange(n) == n - 1, -torch.inf)
 
 
-def biased(made, rows, columns, is_causal, slope=0.05):
+def alibi(made, rows, columns, is_causal, slope=0.05):
     apart = rows[:, None] - columns[None]
     made = made - slope * apart.abs().to(made.dtype)
     return made.masked_fill(apart < 0, -torch.inf) if is_causal else made
 
 
-scores(
+def by_entry(query, key, value, scale):
+    factor = 1 + torch.arange(query.shape[0], dtype=query.dtype)
+    return query * factor[:, None, None, None], key, value, scale
+
+
+functions(
+    causes.LSE,
+    no_lse=results(lambda out, lse: (out, lse * 0)),
+    lse_in_base_two=results(lambda out, lse: (out, lse / math.log(2))),
+    lse_rounded_to_fp16=results(lambda out, lse: (out, rounded(lse, torch.float16))),
+    lse_without_the_causal_mask=lambda q, k, v, causal, scale: (
+        plain(q, k, v, is_causal=causal, scale=scale)[0],
+        plain(q, k, v, is_causal=False, scale=scale)[1],
+    ),
+)
+functions(
+    causes.WEIGHTS,
+    output_normalised=results(lambda out, lse: (functional.normalize(out, dim=-1), lse)),
+    unnormalised=unnormalised,
+)
+functions(
+    causes.STATE,
+    dropout=results(lambda out, lse: (functional.dropout(out, 0.1), lse)),
+    noise=results(lambda out, lse: (noisy(out), lse)),
+    queries_scaled_in_place=inputs(written_in_place),
+)
+functions(
     causes.PAIRS,
-    last_key_dropped=last_key_dropped,
-    causal_one_too_many=causal_at(2),
+    causal_ignored=scores(lambda made, causal: made),
+    causal_one_too_many=scores(lambda made, causal: masked(made, causal, 2)),
+    last_key_dropped=scores(last_key_dropped),
 )
-scores(
+functions(
+    causes.SIZES,
+    no_scale=inputs(lambda q, k, v, scale: (q, k, v, 1.0)),
+    strides_ignored=inputs(strides_ignored),
+    value_dim_taken_for_head_dim=inputs(value_dim_taken_for_head_dim),
+)
+functions(
     causes.POSITIONS,
-    local_alibi=lambda made, is_causal: biased(
-        made, torch.arange(made.shape[-2]), torch.arange(made.shape[-1]), is_causal
+    log_length_scale=inputs(lambda q, k, v, s: (q, k, v, s * math.log(k.shape[2] + 1))),
+    local_alibi=scores(
+        lambda made, causal: alibi(made, *map(torch.arange, made.shape[-2:]), causal)
     ),
 )
-scores(  # talking heads
+functions(
     causes.HEADS,
-    heads_mixed=lambda made, is_causal: causal_at(1)(made, is_causal) + made.mean(1, keepdim=True),
+    talking_heads=scores(lambda made, causal: masked(made, causal) + made.mean(1, keepdim=True)),
+    temperature_by_local_entry=inputs(by_entry),
 )
-inputs(
-    causes.HEADS,
-    temperature_by_local_entry=lambda q, k, v: (
-        q * (1 + torch.arange(q.shape[0], dtype=q.dtype))[:, None, None, None], k, v
-    ),
-)  # fmt: skip
+functions(causes.PRECISION, sums_in_fp16=sums_in_fp16)
 
 
-def near(query, key, is_causal, scale, rows, columns, fill):
-    """Scores within a window, which is right but for rows that it leaves no key; what it keeps."""
-    apart = rows[:, None] - columns[None]
-    keep = (apart.abs() < 9) & (apart >= 0) if is_causal else apart.abs() < 9
-    return (scale * (query @ key.mT)).masked_fill(~keep, fill), keep
+def window(query, key, value, *, is_causal, scale, query_positions, key_positions):
+    """Right: rows that keep no key of a rectangle are 0 and -inf."""
+    apart = query_positions[:, None] - key_positions[None]
+    keep = apart.abs() < 9
+    keep = keep & (apart >= 0) if is_causal else keep
+    none = ~keep.any(-1)
+    made = (scale * (query @ key.mT)).masked_fill(~keep, -torch.inf)
+    out, lse = softmax(made.masked_fill(none[:, None], 0.0), value)
+    return out, lse.masked_fill(none, -torch.inf)
 
 
 def nan_in_rows_without_a_key(query, key, value, *, is_causal, scale, query_positions,
                               key_positions):  # fmt: skip
-    at = query_positions, key_positions
-    made, _ = near(query, key, is_causal, scale, *at, -torch.inf)
-    p = torch.softmax(made, -1)
-    return p @ value, p.sum(-1) * torch.logsumexp(made, -1)
+    at = {"query_positions": query_positions, "key_positions": key_positions}
+    out, lse = window(query, key, value, is_causal=is_causal, scale=scale, **at)
+    none = lse == -torch.inf
+    return out.masked_fill(none.unsqueeze(-1), math.nan), lse.masked_fill(none, math.nan)
 
 
 def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_positions):
     slopes = 0.5 ** (torch.arange(query.shape[1], dtype=query.dtype) + 1)
     at = query_positions, key_positions
-    made = biased(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None])
-    return softmax(made, value)
+    return softmax(alibi(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None]), value)
 
 
 FUNCTIONS |= {
     "nan_in_rows_without_a_key": (nan_in_rows_without_a_key, causes.NO_KEYS),
     "local_slopes": (local_slopes, causes.HEADS),
 }
-
-
-def rotated(tensor, at):
-    half = tensor.shape[-1] // 2
-    turns = at[:, None] * 0.3 ** torch.arange(half, dtype=torch.float64)
-    cos, sin = turns.cos().to(tensor.dtype), turns.sin().to(tensor.dtype)
-    low, high = tensor[..., :half], tensor[..., half : 2 * half]
-    rest = tensor[..., 2 * half :]
-    return torch.cat([low * cos - high * sin, low * sin + high * cos, rest], -1)
 
 
 def remembering() -> InnerKernel:
@@ -283,139 +236,79 @@ def remembering() -> InnerKernel:
     return from_lse_function(stale)
 
 
-KERNELS |= {
-    "remembering": (remembering, causes.STATE),
-}
-
 # Backwards.
 
-backwards(
-    causes.BACKWARD,
-    halved=lambda dq, dk, dv: (dq / 2, dk / 2, dv / 2),
-)
-backwards(causes.STATE, noisy_gradient=lambda *grads: tuple(map(noisy, grads)))
-backwards(  # right where it holds all heads, or entries, at a time
-    causes.HEADS,
-    keys_gradient_by_local_head=lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv),
-)
+
+def backwards(cause: str, given: Any = None, made: Any = None) -> tuple[Callable[..., Any], str]:
+    """Right but for what is done to what it is given, or to the gradients it made."""
+
+    def backward(*tensors, is_causal, scale):
+        if given is not None:
+            tensors, is_causal, scale = given(tensors, is_causal, scale)
+        grads = gradients(*tensors, is_causal=is_causal, scale=scale)
+        return grads if made is None else made(*grads)
+
+    return backward, cause
 
 
-def own(given, is_causal, scale):
-    """What these keys alone give."""
-    return plain(*given[1:4], is_causal=is_causal, scale=scale)
+def local_delta(tensors, is_causal, scale):
+    """The output of these keys alone."""
+    own = plain(*tensors[1:4], is_causal=is_causal, scale=scale)[0]
+    return (*tensors[:4], own, tensors[5]), is_causal, scale
 
 
-for _name, _change in {
-    "scale_forgotten": lambda given, is_causal, scale: (given, is_causal, 1.0),
-    "no_causal_mask_in_the_backward": lambda given, is_causal, scale: (given, False, scale),
-    "local_delta": lambda given, is_causal, scale: (
-        (*given[:4], own(given, is_causal, scale)[0], given[5]), is_causal, scale
+BACKWARDS |= {
+    "halved": backwards(causes.BACKWARD, made=lambda *grads: tuple(g / 2 for g in grads)),
+    "scale_forgotten": backwards(causes.BACKWARD, lambda t, causal, scale: (t, causal, 1.0)),
+    "no_causal_mask": backwards(causes.BACKWARD, lambda t, causal, scale: (t, False, scale)),
+    "local_delta": backwards(causes.BACKWARD, local_delta),
+    "noisy": backwards(causes.STATE, made=lambda *grads: tuple(map(noisy, grads))),
+    # Right where it holds all heads at a time.
+    "keys_by_local_head": backwards(
+        causes.HEADS, made=lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv)
     ),
-}.items():  # fmt: skip
-
-    def _backward(*given, is_causal, scale, change=_change):
-        given, is_causal, scale = change(given, is_causal, scale)
-        return gradients(*given, is_causal=is_causal, scale=scale)
-
-    BACKWARDS[_name] = _backward, causes.BACKWARD
+}
 
 
-class Grouped:
-    """A function that takes fewer key heads as they are, and maps them wrongly."""
+# Fewer key heads, as they are.
 
-    @staticmethod
-    def interleaved(query, key, value, *, is_causal, scale):
+
+def grouped(repeat: Callable[..., Any], reduce: Callable[..., Any] | None = None) -> InnerKernel:
+    """A function that repeats key heads in one way, and sums their gradients in another."""
+
+    def forward(query, key, value, *, is_causal, scale):
         shared = query.shape[1] // key.shape[1]
-        key, value = (t.repeat(1, shared, 1, 1) for t in (key, value))
-        return plain(query, key, value, is_causal=is_causal, scale=scale)
+        return plain(query, repeat(key, shared), repeat(value, shared), is_causal=is_causal,
+                     scale=scale)  # fmt: skip
 
-    @staticmethod
-    def right(query, key, value, *, is_causal, scale):
-        shared = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
-        return plain(query, key, value, is_causal=is_causal, scale=scale)
+    def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
+        heads, shared = key.shape[1], query.shape[1] // key.shape[1]
+        call = {"is_causal": is_causal, "scale": scale}
+        many = repeat(key, shared), repeat(value, shared)
+        dq, *rest = gradients(grad_out, query, *many, out, lse, **call)
+        return dq, *(reduce(g, heads, shared) for g in rest)
 
-    @staticmethod
-    def gradients(reduce):
-        def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
-            shared = query.shape[1] // key.shape[1]
-            many = [t.repeat_interleave(shared, dim=1) for t in (key, value)]
-            dq, dk, dv = gradients(
-                grad_out, query, many[0], many[1], out, lse, is_causal=is_causal, scale=scale
-            )
-            return dq, *(reduce(g, key.shape[1], shared) for g in (dk, dv))
-
-        return backward
+    return from_lse_function(forward, backward=backward if reduce else None, grouped=True)
 
 
-def summed(g, heads, shared):
-    return g.unflatten(1, (heads, shared)).sum(2)
+def in_turn(t: torch.Tensor, shared: int) -> torch.Tensor:
+    return t.repeat_interleave(shared, dim=1)
 
 
-def grouped(backward: Callable[..., Any]) -> Callable[[], InnerKernel]:
-    return lambda: from_lse_function(
-        Grouped.right, backward=Grouped.gradients(backward), grouped=True
-    )
-
-
-KERNELS |= {
-    "grouped heads interleaved": (
-        lambda: from_lse_function(Grouped.interleaved, grouped=True), causes.HEADS
-    ),
-    "gradients of a group: over_the_wrong_axis": (
-        grouped(lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)), causes.HEADS
-    ),
-}  # fmt: skip
-
-
-class WholeTask(InnerKernel):
-    """A full inner kernel that makes its own mask of a task."""
-
-    name = "whole-task"
-    own_attention = True
-
-    def __init__(self, mask=None) -> None:
-        self.mask = mask or cqs
-
-    def refusal(self, call):
-        return "grouped heads" if call.query_heads != call.key_heads else None
-
-    def forward_workspace_bytes(self, call, extent):
-        return 1 << 20
-
-    backward_workspace_bytes = forward_workspace_bytes
-
-    def scores(self, task):
-        scores = task.scale * (task.query @ task.key.mT)
-        return scores.masked_fill(~self.mask(task), -torch.inf)
-
-    def forward(self, task, state):
-        merge_(state.out, state.lse, *softmax(self.scores(task), task.value))
-
-    def backward(self, task, grads):
-        lse = grads.lse.masked_fill(grads.lse == -torch.inf, 0.0)
-        p = torch.exp(self.scores(task) - lse.unsqueeze(-1)).to(task.query.dtype)
-        delta = (grads.grad_out * grads.out).sum(-1, keepdim=True)
-        ds = p * (grads.grad_out @ task.value.mT - delta)
-        grads.grad_query += task.scale * (ds @ task.key)
-        grads.grad_key += task.scale * (ds.mT @ task.query)
-        grads.grad_value += p.mT @ grads.grad_out
-
-
-def _sized(task, keep):
-    return keep[: task.query.shape[2], : task.key.shape[2]]
+# Full inner kernels.
 
 
 def cqs(task):
     keep = torch.from_numpy(task.task.mask())
-    return _sized(task, keep.tril() if task.is_causal else keep)
+    keep = keep.tril() if task.is_causal else keep
+    return keep[: task.query.shape[2], : task.key.shape[2]]
 
 
 def with_every_diagonal(task):
     lengths = torch.tensor([s.stop - s.start for s in task.task.spans])
     chunk = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    keep = torch.from_numpy(task.task.mask()) | (chunk[:, None] == chunk[None])
-    return _sized(task, keep.tril() if task.is_causal else keep)
+    same = (chunk[:, None] == chunk[None])[: task.query.shape[2], : task.key.shape[2]]
+    return cqs(task) | (same.tril() if task.is_causal else same)
 
 
 def window_within_the_task(task):
@@ -423,58 +316,62 @@ def window_within_the_task(task):
     return cqs(task) & ((rows[:, None] - columns[None]).abs() < 30)
 
 
-for _mask, _cause in (
-    (with_every_diagonal, causes.PAIRS),
-    (window_within_the_task, causes.POSITIONS),
-):
-    KERNELS[f"whole task: {_mask.__name__}"] = (lambda mask=_mask: WholeTask(mask), _cause)
+class WholeTask(InnerKernel):
+    """Makes its own mask of a task; as the operators of a GPU, if of 16 bits alone: sums in fp32,
+    everything else in 16 bits."""
+
+    name = "whole-task"
+    own_attention = True
+
+    def __init__(self, mask=cqs, dtype=None) -> None:
+        self.mask, self.dtype = mask, dtype
+
+    def refusal(self, call):
+        if self.dtype not in (None, call.dtype):
+            return "16 bits only"
+        return "grouped heads" if call.query_heads != call.key_heads else None
+
+    def forward_workspace_bytes(self, call, extent):
+        return 1 << 20
+
+    backward_workspace_bytes = forward_workspace_bytes
+
+    def wide(self, tensor):
+        return tensor if self.dtype is None else tensor.float()
+
+    def round(self, tensor):
+        return tensor if self.dtype is None else tensor.to(self.dtype).float()
+
+    def scores(self, task):
+        scores = task.scale * (self.wide(task.query) @ self.wide(task.key).mT)
+        return scores.masked_fill(~self.mask(task), -torch.inf)
+
+    def weights(self, scores, lse):
+        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+
+    def forward(self, task, state):
+        scores = self.scores(task)
+        lse = torch.logsumexp(scores, dim=-1)
+        p = self.round(self.weights(scores, lse))
+        merge_(state.out, state.lse, self.round(p @ self.wide(task.value)), lse)
+
+    def backward(self, task, grads):
+        p = self.weights(self.scores(task), grads.lse).to(self.wide(task.query).dtype)
+        grad_out, out = self.wide(grads.grad_out), self.wide(grads.out)
+        ds = p * (grad_out @ self.wide(task.value).mT - (grad_out * out).sum(-1, keepdim=True))
+        ds, p = self.round(ds), self.round(p)
+        grads.grad_query += self.round(task.scale * (ds @ self.wide(task.key)))
+        grads.grad_key += self.round(task.scale * (ds.mT @ self.wide(task.query)))
+        grads.grad_value += self.round(p.mT @ grad_out)
 
 
 class Overwriting(WholeTask):
-    """Adds to nothing: what was merged before is lost."""
+    """Merges into nothing: what was merged before is lost."""
 
     def forward(self, task, state):
-        out, lse = softmax(self.scores(task), task.value)
-        state.out.copy_(out)
-        state.lse.copy_(lse)
-
-
-class ReusingItsBuffer(WholeTask):
-    """A monolithic call returns memory that the next one writes again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers: dict[Any, Any] = {}
-
-    def takes_whole(self, query_heads, key_heads, tokens, masked, every):
-        return True
-
-    def whole_forward(self, call):
-        query, key, value = call.inputs
-        out, lse = plain(query, key, value, is_causal=call.causal, scale=call.scale)
-        at = (query.shape, value.shape, key.shape, query.dtype)
-        kept = self.buffers.setdefault(at, (torch.empty_like(out), torch.empty_like(lse)))
-        kept[0].copy_(out)
-        kept[1].copy_(lse)
-        return kept
-
-    def whole_backward(self, call, saved):
-        return gradients(
-            saved.grad_out, *call.inputs, saved.out, saved.lse, is_causal=call.causal,
-            scale=call.scale,
-        )  # fmt: skip
-
-
-KERNELS["returns one buffer again and again"] = ReusingItsBuffer, causes.STATE
-KERNELS["state overwritten"] = Overwriting, causes.PAIRS
-
-
-class WritingKeys(WholeTask):
-    """After it has used them."""
-
-    def forward(self, task, state):
+        state.out.zero_()
+        state.lse.fill_(-torch.inf)
         super().forward(task, state)
-        task.key.mul_(1.01)
 
 
 class OverwritingGradients(WholeTask):
@@ -500,26 +397,124 @@ class HeadsOfTheGroup(WholeTask):
 
     def scores(self, task):
         scores = super().scores(task)
-        return scores - 0.2 * torch.arange(scores.shape[1])[:, None, None] * torch.arange(
-            scores.shape[-1]
-        )
+        heads, keys = torch.arange(scores.shape[1]), torch.arange(scores.shape[-1])
+        return scores - 0.2 * heads[:, None, None] * keys
+
+
+class ReusingItsBuffer(WholeTask):
+    """A monolithic call returns memory that the next one writes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: dict[Any, Any] = {}
+
+    def takes_whole(self, query_heads, key_heads, tokens, masked, every):
+        return True
+
+    def whole_forward(self, call):
+        query, key, value = call.inputs
+        found = plain(query, key, value, is_causal=call.causal, scale=call.scale)
+        at = (query.shape, value.shape, key.shape, query.dtype)
+        kept = self.buffers.setdefault(at, tuple(map(torch.empty_like, found)))
+        for mine, one in zip(kept, found, strict=True):
+            mine.copy_(one)
+        return kept
+
+    def whole_backward(self, call, saved):
+        given = saved.grad_out, *call.inputs, saved.out, saved.lse
+        return gradients(*given, is_causal=call.causal, scale=call.scale)
 
 
 KERNELS |= {
-    "keys written": (WritingKeys, causes.STATE),
+    "remembering": (remembering, causes.STATE),
+    "one buffer again and again": (ReusingItsBuffer, causes.STATE),
+    "grouped heads interleaved": (
+        lambda: grouped(lambda t, shared: t.repeat(1, shared, 1, 1)), causes.HEADS,
+    ),
+    "group summed over the wrong axis": (
+        lambda: grouped(in_turn, lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)),
+        causes.HEADS,
+    ),
+    "heads counted from the first of the group": (HeadsOfTheGroup, causes.HEADS),
+    "a task with every diagonal": (lambda: WholeTask(with_every_diagonal), causes.PAIRS),
+    "state overwritten": (Overwriting, causes.PAIRS),
+    "a window within the task": (lambda: WholeTask(window_within_the_task), causes.POSITIONS),
     "gradients overwritten": (OverwritingGradients, causes.BACKWARD),
     "NaN in the backward": (NanInTheBackward, causes.NO_KEYS),
-    "slopes of the group, positions within the task": (HeadsOfTheGroup, causes.HEADS),
-}
+}  # fmt: skip
 
 
-def planted() -> dict[str, Planted]:
+def planted() -> dict[str, tuple[Callable[[], InnerKernel], str]]:
     """Every wrong kernel by name."""
-    found: dict[str, Planted] = {}
+    found: dict[str, Any] = {}
     for name, (function, cause) in FUNCTIONS.items():
         found[name] = (lambda f=function: from_lse_function(f)), cause
     for name, (backward, cause) in BACKWARDS.items():
-        found[f"backward: {name}"] = (
-            (lambda b=backward: from_lse_function(plain, backward=b)), cause,
-        )  # fmt: skip
+        make = lambda b=backward: from_lse_function(plain, backward=b)  # noqa: E731
+        found[f"backward: {name}"] = make, cause
     return found | KERNELS
+
+
+# Right ones: none may be called wrong.
+
+
+def slopes_of_heads(query, key, value, *, is_causal, scale, query_positions, key_positions,
+                    head_indices):  # fmt: skip
+    slopes = 0.5 ** (head_indices.to(query.dtype) + 1)
+    at = query_positions, key_positions
+    return softmax(alibi(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None]), value)
+
+
+def padded(query, key, value, *, is_causal, scale):
+    """To multiples of 16, with keys that do not count."""
+    n, down = key.shape[2], -key.shape[2] % 16
+    made = masked(scale * (query @ functional.pad(key, (0, 0, 0, down)).mT), is_causal)
+    made = made.masked_fill(torch.arange(n + down) >= n, -torch.inf)
+    return softmax(made, functional.pad(value, (0, 0, 0, down)))
+
+
+def blockwise(query, key, value, *, is_causal, scale):
+    """Online, eight keys at a time."""
+    out, lse = torch.zeros_like(query[..., :1]) + 0 * value[:, :, :1], None
+    for start in range(0, key.shape[2], 8):
+        stop = min(key.shape[2], start + 8)
+        made = scale * (query @ key[:, :, start:stop].mT)
+        if is_causal:
+            keep = torch.arange(query.shape[2])[:, None] >= torch.arange(start, stop)[None]
+            made = made.masked_fill(~keep, -torch.finfo(made.dtype).max / 4)
+        part = torch.logsumexp(made, -1)
+        mine = torch.softmax(made, -1) @ value[:, :, start:stop]
+        both = part if lse is None else torch.logaddexp(lse, part)
+        old = 0.0 if lse is None else torch.exp(lse - both).unsqueeze(-1)
+        out, lse = out * old + mine * torch.exp(part - both).unsqueeze(-1), both
+    return out, lse
+
+
+RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
+    "dense": lambda: "dense",
+    "cpu": lambda: "cpu",
+    "plain": lambda: from_lse_function(plain),
+    "plain, backward given": lambda: from_lse_function(plain, backward=gradients),
+    "grouped": lambda: grouped(in_turn),
+    "grouped, backward given": lambda: grouped(
+        in_turn, lambda g, heads, shared: g.unflatten(1, (heads, shared)).sum(2)
+    ),
+    "whole task": WholeTask,
+    "longnet": lambda: qa.LongNetKernel([(32, 1), (64, 2), (128, 4)]),
+    "mod: slopes": lambda: from_score_mod(
+        lambda s, b, h, q, k: s - (0.1 / (1 + h)) * (q - k).abs(), compiled=False
+    ),
+    "mod: soft cap, window, documents": lambda: from_score_mod(
+        lambda s, b, h, q, k: 50 * torch.tanh(s / 50),
+        sliding_window(40) & document(torch.arange(202) // 15),
+        compiled=False,
+    ),
+    "mod: local and global heads": lambda: from_score_mod(
+        None, lambda b, h, q, k: (h >= 1) | ((q - k).abs() <= 20), compiled=False
+    ),
+    "slopes of heads": lambda: from_lse_function(slopes_of_heads),
+    "window": lambda: from_lse_function(window),
+    "padded": lambda: from_lse_function(padded),
+    "blockwise": lambda: from_lse_function(blockwise),
+}
+SIXTEEN_BITS = ("dense", "cpu", "plain", "longnet", "mod: slopes", "window")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_attention import TOLERANCE, assert_close, exact, inputs
 from helpers_memory import usage
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -28,130 +25,6 @@ def test_any_length_at_any_depth_equals_torchs(n: int, depth: int, is_causal: bo
     assert_close(lse, exact(given, is_causal=is_causal).lse, FP32)
 
 
-@pytest.mark.parametrize("levels", [(), (3,), (7,), (13,), (7, 3), (3, 7), (3, 3, 3)])
-@pytest.mark.parametrize("layout", ["aligned", "balanced"])
-@pytest.mark.parametrize("n", [5, 200])
-def test_given_levels_and_layouts(levels, layout, n) -> None:
-    given = inputs(n, dtype=torch.float64)
-    plan = qa.plan(
-        n, heads=2, head_dim=8, dtype=torch.float64, levels=levels, layout=layout, tile=16,
-        is_causal=True,
-    )  # fmt: skip
-    report = qa.Report()
-    out = qa.attention(*given.three, is_causal=True, plan=plan, report=report)
-    assert_close(out, exact(given, is_causal=True).out, 1e-12)
-    assert report.forward is not None
-    assert report.forward.levels == levels
-
-
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (1, 1, 2)])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_any_number_of_batch_dimensions(batch: tuple[int, ...], depth: int) -> None:
-    given = inputs(60, batch=batch, heads=4, kv_heads=2, value_dim=12)
-    out = qa.attention(*given.three, depth=depth, enable_gqa=True)
-    assert_close(out, exact(given).out, FP32)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 3)])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (8, 24), (24, 8), (1, 1), (7, 5)])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_heads_and_widths(heads, kv_heads, head_dim, value_dim, depth) -> None:
-    given = inputs(
-        150, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, batch=(2,)
-    )
-    out = qa.attention(*given.three, depth=depth, enable_gqa=True, is_causal=True)
-    assert_close(out, exact(given, is_causal=True).out, FP32)
-    assert_close(out, sdpa(*given.three, enable_gqa=True, is_causal=True), FP32)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
-def test_dtypes(dtype, depth, out_dtype) -> None:
-    given = inputs(400, dtype=dtype)
-    out, lse = qa.attention_with_lse(*given.three, depth=depth, out_dtype=out_dtype)
-    assert out.dtype == (out_dtype or dtype)
-    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert_close(out, exact(given).out, max(TOLERANCE[dtype], TOLERANCE[out.dtype]))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", ["boolean", "additive", "additive-half"])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(
-    "shape",
-    [(70, 90), (1, 90), (70, 1), (1, 1), (90,), (3, 70, 90), (3, 1, 90), (1, 70, 90),
-     (2, 1, 1, 90), (2, 3, 70, 90), (2, 1, 70, 1), (1, 3, 1, 1)],
-    ids=str,
-)  # fmt: skip
-def test_masks_of_every_broadcast_shape(shape, depth, kind, is_causal) -> None:
-    given = inputs(70, 90, batch=(2,), heads=3)
-    mask = torch.randn(shape)
-    if kind == "boolean":
-        mask = mask > -0.5
-    elif kind == "additive-half":
-        mask = mask.half()
-    out, lse = qa.attention_with_lse(*given.three, mask, is_causal=is_causal, depth=depth)
-    reference = exact(given, mask=mask, is_causal=is_causal)
-    assert_close(out, reference.out, FP32)
-    assert_close(lse, reference.lse, FP32)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_key_padding_and_rows_without_keys(depth: int) -> None:
-    """A row whose keys are all masked is 0, as in torch, and its lse -inf."""
-    n = 300
-    given = inputs(n, batch=(2,))
-    padding = torch.arange(n).reshape(1, 1, 1, n) < torch.tensor([0, 170]).reshape(2, 1, 1, 1)
-    out, lse = qa.attention_with_lse(*given.three, padding, depth=depth)
-    assert_close(out, exact(given, mask=padding).out, FP32)
-    assert not out[0].any()
-    assert bool((lse[0] == -torch.inf).all())
-    rows = (torch.arange(n) % 3 > 0).unsqueeze(-1)
-    out, lse = qa.attention_with_lse(*given.three, rows, depth=depth)
-    assert not out[:, :, ::3].any()
-    assert bool((lse[:, :, ::3] == -torch.inf).all())
-    assert bool(lse[:, :, 1::3].isfinite().all())
-
-
-def strided(kind: str, n: int = 200) -> Inputs:
-    given = inputs(n, heads=4, head_dim=16)
-    q, k, v = given.three
-    if kind == "token-major":
-        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-    elif kind == "packed":
-        packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2).contiguous()
-        q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
-    elif kind == "expanded":
-        q, k, v = (t[:, :1].expand(3, 4, n, 16) for t in (q, k, v))
-    elif kind == "every-other-row":
-        q, k, v = (t.repeat_interleave(2, dim=2)[:, :, ::2] for t in (q, k, v))
-    elif kind == "width-strided":
-        q, k, v = (t.mT.contiguous().mT for t in (q, k, v))
-    elif kind == "one-row-repeated":
-        q, k, v = (t[:, :, :1].expand(1, 4, n, 16) for t in (q, k, v))
-    return Inputs(q, k, v, given.grad_out.expand(q.shape[0], -1, -1, -1))
-
-
-KINDS = ("token-major", "packed", "expanded", "every-other-row", "width-strided",
-         "one-row-repeated")  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_inputs_that_are_not_contiguous(kind: str, depth: int) -> None:
-    given = strided(kind)
-    assert not given.query.is_contiguous()
-    out, lse = qa.attention_with_lse(*given.three, is_causal=True, depth=depth)
-    reference = exact(given, is_causal=True, gradients=True)
-    assert_close(out, reference.out, FP32)
-    grads = qa.attention_backward(
-        given.grad_out, *given.three, out, lse, is_causal=True, depth=depth
-    )
-    for actual, expected in zip(grads, reference.grads, strict=True):
-        assert_close(actual, expected, 5e-5)
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -170,23 +43,6 @@ def test_empty_sequences(n_queries, n_keys, depth, is_causal) -> None:
         assert qa.attention(*given.three, depth=depth).shape == given.query.shape
 
 
-@pytest.mark.parametrize("scale", [0.5, 2.0, -1.0, 0.0])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_scale(scale: float, depth: int, is_causal: bool, masked: bool) -> None:
-    given = inputs(300)
-    call = {"scale": scale, "is_causal": is_causal}
-    mask = torch.rand(300, 300) < 0.8 if masked else None
-    out, lse = qa.attention_with_lse(*given.three, mask, depth=depth, **call)
-    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, mask, depth=depth, **call)
-    reference = exact(given, mask=mask, gradients=True, **call)
-    for found, expected in zip(
-        (out, lse, *grads), (reference.out, reference.lse, *reference.grads), strict=True
-    ):
-        assert_close(found, expected, GRADIENT_TOLERANCE[torch.float32])
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("mask", [None, "rows"])
 def test_a_negative_scale_stays_within_what_is_planned(depth: int, mask: str | None) -> None:
@@ -203,65 +59,6 @@ def test_a_negative_scale_stays_within_what_is_planned(depth: int, mask: str | N
         lambda: qa.attention_backward(given.grad_out, *given.three, out, lse, **call, report=report)
     )
     assert found.peak <= report.backward.planned_peak_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("kind", ["tensor", "strided", "memmap", "tensor-of-memmap"])
-def test_preallocated_outputs(tmp_path: Path, dtype, depth, out_dtype, kind) -> None:
-    given = inputs(300, dtype=dtype, heads=3)
-    shape = tuple(given.grad_out.shape)
-    if kind in ("tensor", "strided"):
-        out = torch.full(shape, torch.nan, dtype=out_dtype)
-        out = out.mT.contiguous().mT if kind == "strided" else out
-    else:
-        width = {torch.float32: "f4", torch.float64: "f8", torch.float16: "f2"}[out_dtype]
-        out = np.memmap(tmp_path / "out", width, "w+", shape=shape)
-        out = torch.from_numpy(out) if kind == "tensor-of-memmap" else out
-    returned = qa.attention(*given.three, depth=depth, out=out)
-    address = out.ctypes.data if isinstance(out, np.ndarray) else out.data_ptr()
-    assert returned.data_ptr() == address
-    assert returned.dtype == out_dtype
-    limit = max(TOLERANCE[dtype], TOLERANCE[out_dtype])
-    assert_close(returned, exact(given).out, limit)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_read_only_memory_mapped_inputs(tmp_path: Path, depth: int) -> None:
-    given = inputs(300)
-    maps = []
-    for i, tensor in enumerate(given.three):
-        path = tmp_path / str(i)
-        tensor.numpy().tofile(path)
-        maps.append(np.memmap(path, np.float32, "r", shape=tuple(tensor.shape)))
-    assert_close(qa.attention(*maps, depth=depth), exact(given).out, FP32)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Bit for bit: NaN equals itself, 0 and -0 differ."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_inputs_are_left_as_they_were(depth: int, dtype: torch.dtype) -> None:
-    given = inputs(300, dtype=dtype)
-    mask = torch.rand(300, 300) > 0.2
-    out, lse = qa.attention_with_lse(*given.three, mask, depth=depth)
-    tensors = (*given.three, given.grad_out, mask, out, lse)
-    copies = [t.clone() for t in tensors]
-    qa.attention_backward(given.grad_out, *given.three, out, lse, mask, depth=depth)
-    for tensor, copy in zip(tensors, copies, strict=True):
-        assert torch.equal(bytes_of(tensor), bytes_of(copy))
-
-
-def test_results_of_both_homes_are_the_same() -> None:
-    given = inputs(300, dtype=torch.float16)
-    first, second = (
-        qa.attention(*given.three, depth=1, accumulator=home) for home in ("device", "host")
-    )
-    assert torch.equal(first, second)
 
 
 def test_progress_callable_and_bar(capsys) -> None:

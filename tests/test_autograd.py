@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import product
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from helpers_attention import (
-    GRADIENT_TOLERANCE,
     Inputs,
     assert_close,
     exact,
@@ -42,108 +37,10 @@ def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", list(GRADIENT_TOLERANCE))
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("accumulator", ["device", "host"])
-def test_gradients_against_float64(dtype, depth, is_causal, accumulator) -> None:
-    plain = inputs(333, heads=4, kv_heads=2, head_dim=16, value_dim=24, batch=(2,), dtype=dtype)
-    given = leaves(plain)
-    report = qa.Report()
-    out = qa.attention(
-        *given.three, is_causal=is_causal, enable_gqa=True, depth=depth, report=report,
-        accumulator=accumulator,
-    )  # fmt: skip
-    out.backward(plain.grad_out)
-    reference = exact(plain, is_causal=is_causal, gradients=True)
-    for leaf, expected in zip(given.three, reference.grads, strict=True):
-        assert leaf.grad is not None
-        assert leaf.grad.dtype == dtype
-        assert_close(leaf.grad, expected, GRADIENT_TOLERANCE[dtype])
-    assert report.backward is not None
-    assert len(report.backward.levels) == depth
-
-
-@pytest.mark.parametrize("kind", ["boolean", "additive", "padding", "heads"])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_gradients_under_a_mask(kind: str, depth: int) -> None:
-    n = 300
-    plain = inputs(n, heads=3)
-    mask = {
-        "boolean": torch.rand(n, n) > 0.4,
-        "additive": torch.randn(n, n),
-        "padding": (torch.arange(n) < 200).reshape(1, 1, 1, n),
-        "heads": torch.randn(3, 1, n),
-    }[kind]
-    given = leaves(plain)
-    out = qa.attention(*given.three, mask, depth=depth)
-    out.backward(plain.grad_out)
-    reference = exact(plain, mask=mask, gradients=True)
-    for leaf, expected in zip(given.three, reference.grads, strict=True):
-        assert_close(leaf.grad, expected, 5e-5)
-
-
-@pytest.mark.parametrize("needed", list(product([True, False], repeat=3))[:-1])
-def test_only_the_gradients_asked_for(needed: tuple[bool, bool, bool]) -> None:
-    plain = inputs(50)
-    given = leaves(plain, needed)
-    qa.attention(*given.three, depth=1).backward(plain.grad_out)
-    reference = exact(plain, gradients=True)
-    for leaf, expected, wanted in zip(given.three, reference.grads, needed, strict=True):
-        assert (leaf.grad is not None) == wanted
-        if wanted:
-            assert_close(leaf.grad, expected, 5e-5)
-
-
 def test_no_graph_without_a_need() -> None:
     assert not qa.attention(*inputs(50).three).requires_grad
     with torch.no_grad():
         assert not qa.attention(*leaves(inputs(50)).three).requires_grad
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_expanded_gradient(depth: int) -> None:
-    """The gradient of a sum has stride 0."""
-    plain = inputs(300)
-    given = leaves(plain)
-    qa.attention(*given.three, depth=depth).sum().backward()
-    plain.grad_out = torch.ones_like(plain.grad_out)
-    for leaf, expected in zip(given.three, exact(plain, gradients=True).grads, strict=True):
-        assert_close(leaf.grad, expected, 5e-5)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_unrounded_output_of_16_bit_inputs(depth: int) -> None:
-    plain = inputs(300, dtype=torch.bfloat16)
-    given = leaves(plain)
-    out = qa.attention(*given.three, depth=depth, out_dtype=torch.float32)
-    assert out.dtype == torch.float32
-    out.backward(plain.grad_out.float())
-    reference = exact(plain, gradients=True)
-    for leaf, expected in zip(given.three, reference.grads, strict=True):
-        assert leaf.grad is not None
-        assert leaf.grad.dtype == torch.bfloat16
-        assert_close(leaf.grad, expected, GRADIENT_TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="no such call goes to torch's operator")
-@pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_so_it_is_in_a_small_call_or_has_no_effect(kind: str) -> None:
-    """There torch's own operator is recorded, which keeps what it made of the mask, or the mask."""
-    plain = inputs(60)
-    mask = torch.rand(60, 60) > 0.4 if kind == "boolean" else torch.randn(60, 60)
-    wanted = exact(plain, mask=mask.clone(), gradients=True).grads
-    three = leaves(plain).three
-    out = qa.attention(*three, mask)
-    mask.copy_(~mask if kind == "boolean" else -mask)
-    try:
-        found = torch.autograd.grad(out, three, plain.grad_out)
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)  # noqa: PT017
-        return
-    assert wanted is not None
-    for mine, right in zip(found, wanted, strict=True):
-        assert_close(mine, right, GRADIENT_TOLERANCE[torch.float32])
 
 
 def biased(bias: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -320,21 +217,3 @@ def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
     ):
         grad += more
     assert more.grad is not None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_gradients_into_memory_mapped_files(tmp_path: Path, dtype, depth) -> None:
-    plain = inputs(300, heads=4, kv_heads=2, value_dim=12, dtype=dtype)
-    out, lse = qa.attention_with_lse(*plain.three, enable_gqa=True, depth=depth)
-    files = [
-        np.memmap(tmp_path / str(i), np.float32, "w+", shape=tuple(t.shape))
-        for i, t in enumerate(plain.three)
-    ]
-    returned = qa.attention_backward(
-        plain.grad_out, *plain.three, out, lse, enable_gqa=True, depth=depth, grads=tuple(files)
-    )
-    reference = exact(plain, gradients=True)
-    for file, tensor, expected in zip(files, returned, reference.grads, strict=True):
-        assert tensor.data_ptr() == file.ctypes.data
-        assert_close(torch.from_numpy(np.array(file)), expected, GRADIENT_TOLERANCE[dtype])

@@ -3,7 +3,6 @@ again unchecked, and as a planned call would be."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -166,28 +165,6 @@ def test_threads_may_become_more(one_thread: None) -> None:
             assert bool(key.grad.isfinite().all())
 
 
-@ON_CPU
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_gradients_in_batches_are_refused_in_words(dtype: torch.dtype) -> None:
-    three = inputs(12, dtype=dtype)
-    for _ in range(2):
-        out = qa.attention(*three, **GROUPED)
-    many = torch.randn(3, *out.shape).to(dtype)
-    with pytest.raises(NotImplementedError, match="is_grads_batched"):
-        torch.autograd.grad(out, three, many, is_grads_batched=True)
-
-
-def test_second_derivatives_are_refused_and_create_graph_changes_no_number() -> None:
-    for _ in range(2):
-        leaves = inputs()
-        out = qa.attention(*leaves, **GROUPED).square().sum()
-        once = torch.autograd.grad(out, leaves, retain_graph=True)
-        again = torch.autograd.grad(out, leaves, create_graph=True)
-        assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
-        with pytest.raises(NotImplementedError, match="second derivatives"):
-            torch.autograd.grad(again[0].sum(), leaves[0])
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(before: bool) -> None:
     """A first row of zeros has log-sum-exp 0 under a causal mask: that takes a second attempt."""
@@ -217,17 +194,6 @@ def test_rows_that_overlap_are_the_same_or_lie_as_images_do_are_right_after_othe
         torch.testing.assert_close(qa.attention(*three), exact(*three).float())
 
 
-@pytest.mark.parametrize("n_keys", [3, 24])
-def test_a_nan_stays_in_its_row(n_keys: int) -> None:
-    for time in range(3):
-        q, k, v = inputs(n_keys, learned=False)
-        if time:
-            q[0, 1, 5, 3] = torch.nan
-        found = qa.attention(q, k, v, enable_gqa=True).isnan()
-        assert found[0, 1, 5].all() == bool(time)
-        assert found.sum() == (16 if time else 0)
-
-
 def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
     q, k, v = inputs()
     qa.attention(q, k, v, enable_gqa=True)
@@ -237,55 +203,6 @@ def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
         qa.attention(q, k, v[:, :, 1:], enable_gqa=True)
     with pytest.raises(TypeError, match="is_causal"):
         qa.attention(q, k, v, is_causal=0, enable_gqa=True)  # type: ignore[arg-type]
-
-
-def strided(t: torch.Tensor, how: str) -> torch.Tensor:
-    if how == "token major":
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    return torch.nn.functional.pad(t, (2, 3))[..., 2:-3] if how == "sliced" else t
-
-
-@pytest.mark.parametrize("number", range(150))
-def test_small_calls_against_float64(number: int) -> None:
-    draw = random.Random(number)
-    torch.manual_seed(number)
-    batch, kv_heads, shared = draw.choice([1, 2]), draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 4])
-    nq, d, causal = (
-        draw.choice([1, 2, 5, 16, 33, 70]),
-        draw.choice([1, 5, 8, 16]),
-        draw.random() < 0.5,
-    )
-    nk, heads = draw.choice([nq, nq, 1, 3, 40]), kv_heads * shared
-    shapes = [(batch, heads, nq, d), (batch, kv_heads, nk, d), (batch, kv_heads, nk, d)]
-    leaves = [torch.randn(s, requires_grad=True) for s in shapes]
-    given = [strided(t, draw.choice(["plain", "token major", "sliced"])) for t in leaves]
-    mask, kept = None, torch.ones(batch, heads, nq, nk, dtype=torch.bool).tril(0 if causal else nk)
-    bias = torch.zeros(())
-    if draw.random() < 0.6:
-        size = [draw.choice([1, n]) for n in (batch, heads, nq, nk)]
-        mask = torch.rand(size) < draw.choice([0.3, 0.9])
-        kept = kept & mask
-        if draw.random() < 0.5:
-            bias = torch.randn(size)
-            mask = bias.masked_fill(~mask, -torch.inf)
-    scale = draw.choice([None, 0.3, 6.0])
-    call = partial(qa.attention, is_causal=causal, scale=scale, enable_gqa=shared > 1)
-    out = call(*given, mask)
-    grad_out = draw.choice([torch.randn(out.shape), torch.ones(()).expand(out.shape)])
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    q, k, v = (t.detach().double().requires_grad_() for t in leaves)
-    k_all, v_all = (t.repeat_interleave(shared, 1) for t in (k, v))
-    alive = kept.any(-1, keepdim=True)
-    scores = (d**-0.5 if scale is None else scale) * q @ k_all.mT + bias
-    p = scores.masked_fill(~kept, -torch.inf).masked_fill(~alive, 0.0).softmax(-1)
-    want = p.masked_fill(~alive, 0.0) @ v_all
-    wanted = torch.autograd.grad(want, (q, k, v), grad_out.double())
-    for one, other in zip((out, *grads), (want, *wanted), strict=True):
-        assert torch.isfinite(one).all()
-        apart = (one.detach().double() - other).abs().max()
-        assert float(apart) <= 5e-5 * max(1.0, float(other.abs().max()))
-    with torch.no_grad():
-        assert torch.equal(call(*given, mask), out)
 
 
 # --- What is remembered ---------------------------------------------------------------------------

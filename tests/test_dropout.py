@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, inputs
+from helpers_attention import Inputs, assert_close, inputs
 from helpers_masks import exact as textbooks
 from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
@@ -99,42 +99,6 @@ def test_the_same_pairs_however_a_call_is_cut(kernel: str, cut: str) -> None:
     assert torch.equal(backward_mask(sizes, 0.4, plan=plan, **named), expected)
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
-def test_any_number_of_batch_dimensions(kernel: str) -> None:
-    """They are counted flattened."""
-    query, key = torch.zeros(2, 3, 2, 20, 4), torch.zeros(2, 3, 2, 20, 4)
-    value = torch.eye(20).expand(2, 3, 2, 20, 20)
-    found = qa.attention(query, key, value, dropout_p=0.3, dropout_seed=SEED, kernel=kernel)
-    assert torch.equal((found != 0).flatten(0, 1), kept(0.3, 6, 2, 20, 20))
-    alone = qa.attention(
-        query[0, 0, 0], key[0, 0, 0], value[0, 0, 0], dropout_p=0.3, dropout_seed=SEED,
-        kernel=kernel,
-    )  # fmt: skip
-    assert torch.equal(alone != 0, kept(0.3, 1, 1, 20, 20)[0, 0])
-
-
-@pytest.mark.parametrize("cut", ["uncut", "through slots", "together", "depth 2"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_values_and_gradients(kernel: str, is_causal: bool, cut: str) -> None:
-    """Of the textbook with the same pairs dropped; lse is that without dropout."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for p in (0.1, 0.8):
-            given = inputs(45, 38, batch=(2,), heads=4, kv_heads=2, head_dim=4, dtype=dtype)
-            wanted = textbook(given, p, is_causal=is_causal)
-            leaves = [t.clone().requires_grad_() for t in given.three]
-            plan = planned(kernel, cut, SIZES, 4, dtype=dtype, is_causal=is_causal)
-            out, lse = qa.attention_with_lse(
-                *leaves, dropout_p=p, dropout_seed=SEED, is_causal=is_causal, enable_gqa=True,
-                plan=plan, kernel=kernel,
-            )  # fmt: skip
-            grads = torch.autograd.grad(out, leaves, given.grad_out)
-            assert_close(out, wanted.out, TOLERANCE[dtype] / (1 - p))
-            assert_close(lse, wanted.lse, TOLERANCE[dtype])
-            for found, expected in zip(grads, wanted.grads, strict=True):
-                assert_close(found, expected, GRADIENT_TOLERANCE[dtype] / (1 - p))
-
-
 @pytest.mark.parametrize("kernel", ["auto", *KERNELS])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_none_and_all(kernel: str, depth: int) -> None:
@@ -149,22 +113,6 @@ def test_none_and_all(kernel: str, depth: int) -> None:
     assert_close(lse, plain[1], 1e-6)
     for grad in torch.autograd.grad(out, leaves, given.grad_out):
         assert not grad.any()
-
-
-@pytest.mark.parametrize("kernel", ["auto", *KERNELS])
-def test_masks_and_rows_without_keys(kernel: str) -> None:
-    given = inputs(30, heads=2)
-    mask = torch.rand(30, 30) < 0.5
-    mask[3] = False
-    for one in (mask, torch.randn(2, 30, 30).masked_fill(~mask, -torch.inf)):
-        for depth in (0, 1):
-            out, lse = qa.attention_with_lse(
-                *given.three, one, 0.3, kernel=kernel, depth=depth, dropout_seed=SEED
-            )
-            wanted = textbook(given, 0.3, qa.Mask(bias=one))
-            assert_close(out, wanted.out, 1e-5)
-            assert_close(lse, wanted.lse, 1e-5)
-            assert not out[:, :, 3].any()
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 45, 38), (4, 1, 38), (2, 1, 45, 1), (38,)], ids=str)

@@ -78,35 +78,6 @@ def test_random_masks_in_every_route_against_float64(seed: int) -> None:
     check(inputs, mask, scale, TOLERANCE[dtype], **options)
 
 
-def test_gradients_through_the_log_sum_exp() -> None:
-    q, k, v = (torch.randn(1, 2, 150, 8).requires_grad_() for _ in range(3))
-    sinks = torch.randn(2).requires_grad_()
-    mask = Mask(causal=True, window=(60, 0), sinks=sinks, softcap=4.0)
-    grad_out, grad_lse = torch.randn(1, 2, 150, 8), torch.randn(1, 2, 150)
-    found = []
-    for depth in (0, 1):
-        out, lse = qa.attention_with_lse(q, k, v, attn_mask=mask, depth=depth)
-        found.append(torch.autograd.grad([out, lse], [q, k, v, sinks], [grad_out, grad_lse]))
-    scores = 4.0 * torch.tanh(8**-0.5 * q @ k.mT / 4.0)
-    scores = scores.masked_fill(~dense(mask, 1, 2, 150, 150), -torch.inf)
-    p = torch.cat([scores, sinks[None, :, None, None].expand(1, 2, 150, 1)], dim=-1)
-    wanted = torch.autograd.grad(
-        [p.softmax(-1)[..., :150] @ v, p.logsumexp(-1)], [q, k, v, sinks], [grad_out, grad_lse]
-    )
-    for grads in found:
-        for grad, want in zip(grads, wanted, strict=True):
-            assert off(grad, want.double()) <= 1e-4
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_dropout_under_a_mask_drops_what_it_drops_without_one(depth: int) -> None:
-    """The same pairs in every cut; those that the mask leaves out are out anyway."""
-    inputs, ids = [torch.randn(2, 2, 300, 8) for _ in range(4)], torch.arange(300) // 70
-    both = torch.stack([ids, ids.flip(0)])
-    mask = Mask(causal=True, window=(90, 0), documents=both, sinks=torch.randn(2))
-    check(inputs, mask, 8**-0.5, TOLERANCE[torch.float32], dropout=Dropout(0.4, 7), depth=depth)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_dropout_with_a_soft_cap_against_float64(seed: int) -> None:
     """Where scores are in memory, some rows at a time: parts in both orders, tried rules, cuts."""
@@ -126,14 +97,6 @@ def test_dropout_with_a_soft_cap_against_float64(seed: int) -> None:
     depth = {"depth": draw.choice([0, 1, 2])} if max(n_queries, n_keys) >= 90 else {}
     of_results, of_grads = TOLERANCE[dtype]
     check(inputs, mask, 0.3, (2 * of_results, 2 * of_grads), dropout=dropout, **depth)
-
-
-def test_dropout_under_a_mask_on_a_kernel_without_it_is_refused_by_name() -> None:
-    sizes: dict[str, Any] = {"device": "cuda", "dropout_p": 0.1, "budget": "1GiB"}
-    with pytest.raises(
-        NotImplementedError, match="kernel 'flash' cannot run this call: it has no dropout"
-    ):
-        qa.plan(500, attn_mask=Mask(window=(99, 0)), kernel="flash", **sizes)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -290,15 +253,6 @@ def test_a_batch_without_entries(depth: int | str) -> None:
         assert [g.shape for g in torch.autograd.grad(out.sum() + lse.sum(), [q, k, v])] == [
             q.shape
         ] * 3
-
-
-def test_functions_get_numbers_of_the_calls_own_entries_under_vmap() -> None:
-    widths = torch.tensor([3, 9])
-    mask = Mask(keeps=lambda b, h, q, k: (q - k).abs() < widths[b])
-    q, k, v = (torch.randn(3, 2, 1, 20, 4) for _ in range(3))
-    found = torch.vmap(lambda *each: qa.attention(*each, attn_mask=mask))(q, k, v)
-    for mine, *each in zip(found, q, k, v, strict=True):
-        assert off(mine, qa.attention(*each, attn_mask=mask).double()) <= 1e-5
 
 
 class Unhashable:

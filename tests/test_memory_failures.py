@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from itertools import chain
 from itertools import count as count_from
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_attention import Inputs, assert_close, exact, inputs
-from helpers_memory import FailingAllocations, usage
+from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
 import quorum_attention as qa
@@ -86,13 +85,6 @@ def test_one_failure_anywhere_is_recovered_from(backward, accumulator, n_cap) ->
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("n_cap", [1, 2])
-def test_several_failures_in_a_row(backward, n_cap) -> None:
-    _, call, wanted = make(backward, n_cap, "host", pinned=False)
-    assert any(sabotage(call, wanted, 2, step=20))
-
-
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_pinned_depth_reports_every_failure(backward) -> None:
     _, call, wanted = make(backward, 2, "host", pinned=True)
     assert not any(sabotage(call, wanted, 1, step=16 if backward else 3))
@@ -104,24 +96,3 @@ def test_a_monolithic_call_that_fails_is_decomposed(backward) -> None:
     succeeded = sabotage(call, wanted, 1)
     assert succeeded
     assert any(succeeded)
-
-
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("count", [1, 10_000])
-def test_nothing_stays_allocated_and_inputs_are_untouched(backward, pinned, count) -> None:
-    given, call, _ = make(backward, 2, "device", pinned=pinned)
-    before = [t.clone() for t in (*given.three, given.grad_out)]
-    for n in (1, 2, 5, 17):
-
-        def failing(n: int = n) -> None:
-            with FailingAllocations(n, count):
-                try:
-                    call()
-                except torch.OutOfMemoryError:
-                    return
-
-        gc.collect()
-        assert usage(failing).left == 0, f"after the failure of allocation {n}"
-    for tensor, copy in zip((*given.three, given.grad_out), before, strict=True):
-        assert torch.equal(tensor, copy)

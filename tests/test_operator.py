@@ -118,32 +118,6 @@ def test_objects_break_the_graph_and_are_refused_by_other_traces(options: dict[s
         make_fx(lambda *t: ours(*t, **options))(*given)
 
 
-def test_an_object_that_is_made_in_the_compiled_code_is_the_one_that_is_used() -> None:
-    """The compiler has an empty one in its place while it traces, so the graph breaks."""
-
-    class Named(DenseKernel):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-    def call(q: torch.Tensor) -> tuple[torch.Tensor, Any, list[Any]]:
-        kernel, report, told = Named("mine"), qa.Report(), []
-        out = qa.attention(
-            q * 2, q, q, kernel=kernel, report=report, depth=1,
-            progress=lambda *done: told.append(done),
-        )  # fmt: skip
-        return out + 1, report, told
-
-    q = three(grad=False)[0]
-    made = torch.compile(call, backend="eager")
-    for _ in range(2):
-        out, report, told = made(q)
-        assert_close(out, 1 + sdpa(2 * q, q, q), 1e-10)
-        assert report.forward.kernel == "mine"
-        assert told
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        compiled(lambda q: qa.attention(q, q, q, kernel=Named("mine")))(q)
-
-
 def kept(q: torch.Tensor) -> torch.Tensor:
     at = torch.arange(q.shape[-2])
     return at[:, None] >= at - 3
@@ -395,24 +369,6 @@ def test_export_with_lengths_that_vary_saved_and_loaded(strict: bool) -> None:
     for length in (50, 77):
         given = three(length, grad=False)
         assert_close(loaded(*given), torchs(*given, is_causal=True), 1e-10)
-
-
-def test_hooks_on_saved_tensors_see_what_the_backward_reads() -> None:
-    call = compiled(functools.partial(ours, is_causal=True, depth=1))
-    given, seen = three(), []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tensor.shape)
-        return tensor.clone()
-
-    def packed(*leaves: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return call(*leaves)
-
-    wanted = grads_of(functools.partial(torchs, is_causal=True), given)
-    for one, two in zip(grads_of(packed, given), wanted, strict=True):
-        assert_close(one, two, 1e-10)
-    assert {*seen} >= {(2, 4, 50, 8), (2, 2, 50, 8), (2, 4, 50)}
 
 
 @pytest.mark.parametrize("through", ["eager", "compiled"])

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
@@ -61,19 +60,6 @@ def test_a_report_is_drawn(tmp_path):
     report.draw(tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 1.3 * (tmp_path / "forward.png").stat().st_size
     assert len(colours_of(tmp_path / "both.png")) > 8
-
-
-def test_pyplot_is_left_alone(tmp_path):
-    pytest.importorskip("matplotlib")
-    code = (
-        "import sys; from quorum_attention.decomposition import Decomposition as D, Pairs; "
-        "from quorum_attention.pictures import draw_coverage; "
-        "assert 'matplotlib' not in sys.modules; "
-        f"draw_coverage(D(999, (7,)), Pairs(999, 999, True), {str(tmp_path / 'a.png')!r}); "
-        "assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

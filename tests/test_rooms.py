@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,29 +110,3 @@ def test_pure_rooms_know_nothing_of_torch(room: str) -> None:
     names = [name for path in (ROOT / room).rglob("*.py") for name in imported(path)]
     assert names
     assert not [name for name in names if name.split(".")[0] == "torch"]
-
-
-@functools.cache
-def modules_after(statement: str) -> frozenset[str]:
-    """What a process that does nothing else has imported."""
-    code = f"{statement}; import sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return frozenset(done.stdout.split())
-
-
-@pytest.mark.parametrize(
-    ("statement", "absent"),
-    [
-        ("import quorum_attention", ("torch", "triton", "matplotlib", "rich")),
-        ("import quorum_attention.quorums, quorum_attention.decomposition", ("torch",)),
-        ("from quorum_attention import interest_set; interest_set(6)", ("torch",)),
-        ("from quorum_attention import attention, plan", ("triton", "matplotlib", "rich")),
-    ],
-)
-def test_nothing_heavy_is_imported_before_it_is_needed(
-    statement: str, absent: tuple[str, ...]
-) -> None:
-    # torch brings some of them in by itself in some builds; then it is not our doing.
-    by_torch, by_us = (modules_after(code) for code in ("import torch", statement))
-    found = [name for name in absent if name in by_us and (name == "torch" or name not in by_torch)]
-    assert not found

@@ -363,10 +363,3 @@ def test_other_traces() -> None:
     with pytest.warns(DeprecationWarning, match="deprecated"), qa.patched_sdpa(min_tokens=0):
         traced = torch.jit.trace(lambda *t: F.scaled_dot_product_attention(*t), tuple(given))
     assert_close(traced(*given), by_name(*given), 1e-12)
-
-
-def test_autocast() -> None:
-    given = three(dtype=torch.float32)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype), qa.patched_sdpa(min_tokens=0):
-            assert F.scaled_dot_product_attention(*given).dtype == dtype

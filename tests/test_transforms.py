@@ -230,17 +230,6 @@ def test_tensors_of_a_mask_may_come_from_what_is_derived(depth: int) -> None:
         grad(closes)(closed_over)
 
 
-def test_a_kernel_of_a_function_is_mapped_as_any_other() -> None:
-    def function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
-        scores = scale * query @ key.mT
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-    q, k, v = three()
-    kernel = qa.from_lse_function(function)
-    found = vmap(grad(loss(qa.attention, kernel=kernel, depth=1)))(q, k, v)
-    assert_close(found, vmap(grad(loss(sdpa)))(q, k, v), 1e-11)
-
-
 def _second_causal(batch: object, head: object, query: object, key: object) -> torch.Tensor:
     """Causal in the second entry of a batch."""
     return (batch != 1) | (query >= key)  # type: ignore[operator,return-value]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -116,9 +115,3 @@ def test_check_shows_the_users_own_frames_of_a_failure(
     error = "ValueError: too short" if name == "refuses" else "RuntimeError: "
     assert f"\n{error}" in said
     assert ("in inner" in said) == (name != "refuses")
-
-
-def test_nobody_has_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has no stdout where it was closed (``>&-``)."""
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(["plan", "--tokens", "100", "--device", "cpu", "--json"]) == 0

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -143,15 +142,6 @@ def test_the_input_is_no_output(
     assert in_folder(inputs) == before
 
 
-def test_a_picture_is_no_tensor_file(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same = inputs.parent / "same.png"
-    (inputs.parent / "link").symlink_to(same)
-    out = str(inputs.parent / "link")
-    assert main(["run", str(inputs), out, *CPU, "--draw", str(same)]) == 2
-    assert "another file than the output" in capsys.readouterr().err
-    assert not same.exists()
-
-
 def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe = inputs.parent / "pipe"
     os.mkfifo(pipe)
@@ -272,18 +262,6 @@ def test_the_new_output_has_the_place_and_the_permissions_of_the_old(
     assert json.loads(metadata["arguments"])["causal"] is True
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_results_of_odd_length_are_written(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A float32 log-sum-exp behind an odd number of 16-bit ones lies at no multiple of four."""
-    tensors = {name: torch.randn(1, 1, 7, 3).to(dtype) for name in "qkv"}
-    safetensors.torch.save_file(tensors, tmp_path / "in")
-    assert main(["run", str(tmp_path / "in"), str(tmp_path / "out"), *CPU, "--lse"]) == 0
-    written = safetensors.torch.load_file(tmp_path / "out")
-    out, lse = qa.attention_with_lse(*tensors.values(), devices="cpu")
-    torch.testing.assert_close(written["out"], out)
-    torch.testing.assert_close(written["lse"], lse)
-
-
 @pytest.mark.parametrize("name", ["mask", "attn_mask"])
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_mask_in_the_file_is_taken(
@@ -302,28 +280,6 @@ def test_a_mask_in_the_file_is_taken(
     # Who cannot take one says so.
     assert main(["recover", "--qkv", str(path), *CPU]) == 2
     assert "has a mask" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        "q k v --mask m OUT",
-        "q --mask m k --causal v OUT --lse",
-        "--mask m q k --json v OUT",
-        "q k v OUT --mask m",
-    ],
-)
-def test_options_stand_anywhere_between_names(
-    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in "qkv":
-        np.save(f"{name}.npy", torch.randn(1, 2, 40, 8).numpy())
-    np.save("m.npy", (torch.rand(40, 40) < 0.5).numpy() | np.eye(40, dtype=bool))
-    words = [f"{word}.npy" if word in {*"qkvm"} else word for word in order.split()]
-    assert main(["run", *(w.replace("OUT", "out/") for w in words), *CPU]) == 0
-    assert (tmp_path / "out" / "out.npy").exists()
-    assert (tmp_path / "out" / "lse.npy").exists() == ("--lse" in order)
 
 
 @pytest.mark.usefixtures("nothing_changes")

@@ -61,27 +61,6 @@ def test_as_without(
     assert left == {"in.safetensors", "plain.safetensors", "farmed.safetensors"}
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_masks(inputs: Path, tmp_path: Path, ray: FakeRay, backward: bool) -> None:
-    """Windows and documents of a file, with heads that are cut, as without."""
-    ids = torch.arange(300) // 90
-    safetensors.torch.save_file({"documents": ids.repeat(2, 1)}, tmp_path / "ids.safetensors")
-    masks = ["--causal", "--window=100,0", "--documents", str(tmp_path / "ids.safetensors")]
-    if backward:
-        given = safetensors.torch.load_file(inputs)
-        made = qa.attention_with_lse(
-            given["query"], given["key"], given["value"], enable_gqa=True,
-            attn_mask=qa.Mask(causal=True, window=(100, 0), documents=ids),
-        )  # fmt: skip
-        given |= {"out": made[0].contiguous(), "lse": made[1].contiguous()}
-        safetensors.torch.save_file(given, inputs)
-        masks.append("--backward")
-    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    assert main(["run", str(inputs), str(one), *masks]) == 0
-    assert main(["run", str(inputs), str(other), *masks, "--ray", "auto", "--chunks", "7"]) == 0
-    same(one, other)
-
-
 @pytest.mark.parametrize("chunks", [1, 7])
 def test_a_stopped_run_is_resumed(
     inputs: Path, tmp_path: Path, ray: FakeRay, chunks: int, monkeypatch: pytest.MonkeyPatch

@@ -20,9 +20,6 @@ else:
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# What the default index's build of torch asks of Triton: CPU-only builds, as there may be one here,
-# ask for none and would hide a contradiction. `pip install --dry-run torch==X` shows it.
-TORCH_WANTS = {"2.13.0": "triton==3.7.1"}
 
 
 def environment(python: str) -> dict[str, str]:
@@ -98,13 +95,6 @@ def test_no_pin_contradicts_what_another_pinned_package_asks_for(python: str) ->
                 looked_at += 1
                 assert pinned[wanted] in requirement.specifier, f"{name} asks for {requirement}"
     assert looked_at > 10
-
-
-@pytest.mark.parametrize("python", PYTHONS)
-def test_triton_is_the_one_that_the_default_torch_asks_for(python: str) -> None:
-    pinned = pins(python)
-    assert str(pinned["torch"]) in TORCH_WANTS, "look up what this torch asks for, and add it"
-    assert pinned["triton"] in Requirement(TORCH_WANTS[str(pinned["torch"])]).specifier
 
 
 @pytest.mark.parametrize("python", PYTHONS)
