@@ -1,7 +1,7 @@
 """The first call of a process, made inside some mode of the caller's, and what is kept of it.
 
-Run by a fresh process for each case (``test_first_calls.py``, ``gpu/test_cuda_first_calls.py``):
-nothing of the package has been imported there.
+Run by a fresh process for each case (``test_traces.py``, ``gpu/test_cuda_first_calls.py``): nothing
+of the package has been imported there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from helpers_attention import Inputs, assert_close, exact
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -25,20 +26,23 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 def attend_with(kernel: str) -> Attend:
     """Causal attention of (1, 4, n, d), its first two heads as keys and values."""
 
+    @functools.cache
+    def made() -> dict[str, Any]:
+        import quorum_attention as qa
+
+        return {
+            "score_mod": lambda: {"kernel": qa.from_score_mod(lambda s, b, h, i, j: s + 0.0)},
+            "function": lambda: {"kernel": qa.from_lse_function(_function)},
+            "keeps": lambda: {"attn_mask": qa.Mask(keeps=lambda b, h, i, j: i >= j)},
+            "window": lambda: {"attn_mask": qa.Mask(causal=True, window=4096)},
+        }.get(kernel, lambda: {"kernel": kernel})()
+
     def attend(x: torch.Tensor) -> torch.Tensor:
         import quorum_attention as qa
 
-        if kernel not in made:
-            made[kernel] = {
-                "score_mod": lambda: {"kernel": qa.from_score_mod(lambda s, b, h, i, j: s + 0.0)},
-                "function": lambda: {"kernel": qa.from_lse_function(_function)},
-                "keeps": lambda: {"attn_mask": qa.Mask(keeps=lambda b, h, i, j: i >= j)},
-                "window": lambda: {"attn_mask": qa.Mask(causal=True, window=4096)},
-            }.get(kernel, lambda: {"kernel": kernel})()
-        causal = {} if "attn_mask" in made[kernel] else {"is_causal": True}
-        return qa.attention(x, x[:, :2], x[:, :2], enable_gqa=True, **causal, **made[kernel])
+        causal = "attn_mask" not in made()
+        return qa.attention(x, x[:, :2], x[:, :2], enable_gqa=True, is_causal=causal, **made())
 
-    made: dict[str, dict[str, Any]] = {}
     return attend
 
 
@@ -46,29 +50,19 @@ def _function(query, key, value, *, is_causal, scale):  # type: ignore[no-untype
     scores = scale * (query @ key.mT)
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
-
-
-def exact(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradient of the sum, in float64 on the CPU."""
-    leaf = x.detach().to("cpu", torch.float64).requires_grad_()
-    keys = leaf[:, :2].repeat_interleave(2, 1)
-    scores = leaf @ keys.mT / x.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    out = scores.masked_fill(later, -torch.inf).softmax(-1) @ keys
-    return out.detach(), torch.autograd.grad(out.sum(), leaf)[0]
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
 def check(x: torch.Tensor, out: torch.Tensor, grad: torch.Tensor | None, dtype: Any = None) -> None:
     """Compare with float64; ``dtype``: the one computed in, if not x's."""
-    bound = TOLERANCES[dtype or x.dtype]
-    for found, wanted in zip((out, grad), exact(x), strict=True):
-        if found is not None:
-            off = (
-                found.detach().to("cpu", torch.float64) - wanted
-            ).abs().max() / wanted.abs().max()
-            assert off <= bound, f"off by {off:.1e}"
+    wide = x.detach().cpu().double()
+    keys = wide[:, :2]
+    right = exact(Inputs(wide, keys, keys, torch.ones_like(wide)), is_causal=True, gradients=True)
+    assert right.grads is not None
+    assert_close(out, right.out, TOLERANCES[dtype or x.dtype])
+    if grad is not None:
+        right.grads[0][:, :2] += right.grads[1] + right.grads[2]
+        assert_close(grad, right.grads[0], TOLERANCES[dtype or x.dtype])
 
 
 def twice(attend: Attend, x: torch.Tensor, mode: Callable[[], Any], dtype: Any = None) -> None:
@@ -90,31 +84,16 @@ def without_gradients(attend: Attend, x: torch.Tensor, mode: Callable[[], Any]) 
     check(x, out.clone(), None)
 
 
-def checkpointed(attend: Attend, x: torch.Tensor, **how: Any) -> None:
+def wrapped(attend: Attend, x: torch.Tensor, wrap: Callable[[Attend], Attend]) -> None:
     leaf = x.detach().clone().requires_grad_()
-    out = checkpoint(attend, leaf, **how)
-    out.sum().backward()
-    check(x, out, leaf.grad)
-
-
-def compiled(attend: Attend, x: torch.Tensor) -> None:
-    leaf = x.detach().clone().requires_grad_()
-    out = torch.compile(lambda t: attend(t * 1), backend="aot_eager")(leaf)
+    out = wrap(attend)(leaf)
     out.sum().backward()
     check(x, out, leaf.grad)
 
 
 def mapped(attend: Attend, x: torch.Tensor) -> None:
     out = torch.vmap(attend)(x[None])[0]
-    grad = torch.func.grad(lambda t: attend(t).sum())(x)
-    check(x, out, grad)
-
-
-def faked(attend: Attend, x: torch.Tensor) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        assert attend(mode.from_tensor(x)).shape == x.shape
+    check(x, out, torch.func.grad(lambda t: attend(t).sum())(x))
 
 
 @contextmanager
@@ -131,32 +110,20 @@ def packing(refuse: bool = False) -> Iterator[list[Any]]:
         yield found
 
 
-class Dispatching(TorchDispatchMode):
-    """Says which operators were called."""
+@contextmanager
+def watching(kind: type) -> Iterator[list[str]]:
+    """Says which operators were called, or which of torch's functions made tensors."""
+    found: list[str] = []
 
-    def __enter__(self) -> list[str]:  # type: ignore[override]
-        self.found: list[str] = []
-        super().__enter__()
-        return self.found
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Overriding(TorchFunctionMode):
-    """Says which of torch's functions made tensors."""
-
-    def __enter__(self) -> list[str]:  # type: ignore[override]
-        self.found: list[str] = []
-        super().__enter__()
-        return self.found
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def watched(mode, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.found.append(str(func))
+        if kind is TorchDispatchMode or isinstance(made, torch.Tensor):
+            found.append(str(func))
         return made
+
+    name = "__torch_dispatch__" if kind is TorchDispatchMode else "__torch_function__"
+    with type("Watching", (kind,), {name: watched})():
+        yield found
 
 
 @contextmanager
@@ -168,44 +135,41 @@ def setting(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[
         change(before)
 
 
-def narrow() -> Any:
-    return setting(torch.set_default_dtype, torch.bfloat16, torch.float32)
-
-
-def wide() -> Any:
-    return setting(torch.set_default_dtype, torch.float64, torch.float32)
-
-
-def deterministic() -> Any:
-    return setting(torch.use_deterministic_algorithms, True, False)
-
-
 @contextmanager
 def autocast() -> Iterator[None]:
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
         yield
 
 
+def _recomputed(reentrant: bool) -> Callable[[Attend], Attend]:
+    return lambda attend: functools.partial(checkpoint, attend, use_reentrant=reentrant)
+
+
+def _compiled(attend: Attend) -> Attend:
+    return torch.compile(lambda t: attend(t * 1), backend="aot_eager")
+
+
 MODES: dict[str, Callable[[Attend, torch.Tensor], None]] = {
     "nothing": lambda f, x: without_gradients(f, x, torch.enable_grad),
-    "checkpoint": lambda f, x: checkpointed(f, x, use_reentrant=False),
-    "reentrant checkpoint": lambda f, x: checkpointed(f, x, use_reentrant=True),
+    "checkpoint": lambda f, x: wrapped(f, x, _recomputed(False)),
+    "reentrant checkpoint": lambda f, x: wrapped(f, x, _recomputed(True)),
     "hooks that count": lambda f, x: twice(f, x, packing),
     "hooks that raise": lambda f, x: without_gradients(f, x, lambda: packing(refuse=True)),
     "save_on_cpu": lambda f, x: twice(f, x, torch.autograd.graph.save_on_cpu),
     "inference_mode": lambda f, x: without_gradients(f, x, torch.inference_mode),
-    "no_grad": lambda f, x: without_gradients(f, x, torch.no_grad),
     "autocast": lambda f, x: twice(f, x, autocast, torch.bfloat16),
     "vmap": mapped,
-    "compile": compiled,
-    "a fake mode": faked,
-    "a dispatch mode": lambda f, x: twice(f, x, Dispatching),
-    "a function mode": lambda f, x: twice(f, x, Overriding),
+    "compile": lambda f, x: wrapped(f, x, _compiled),
+    "a dispatch mode": lambda f, x: twice(f, x, lambda: watching(TorchDispatchMode)),
+    "a function mode": lambda f, x: twice(f, x, lambda: watching(TorchFunctionMode)),
     "anomaly mode": lambda f, x: twice(f, x, torch.autograd.detect_anomaly),
     "a default device": lambda f, x: twice(f, x, lambda: torch.device("meta")),
-    "a narrow default dtype": lambda f, x: twice(f, x, narrow),
-    "a wide default dtype": lambda f, x: twice(f, x, wide),
-    "deterministic": lambda f, x: twice(f, x, deterministic),
+    "a narrow default dtype": lambda f, x: twice(
+        f, x, lambda: setting(torch.set_default_dtype, torch.bfloat16, torch.float32)
+    ),
+    "deterministic": lambda f, x: twice(
+        f, x, lambda: setting(torch.use_deterministic_algorithms, True, False)
+    ),
 }
 
 
@@ -228,10 +192,7 @@ def main(mode: str, kernel: str, device: str, dtype: str, tokens: int, width: in
     attend = attend_with(kernel)
     MODES[mode](attend, x)
     assert torch.equal(torch.get_rng_state(), state), "random numbers of the caller's were drawn"
-    leaf = x.clone().requires_grad_()
-    out = attend(leaf)
-    out.sum().backward()
-    check(x, out, leaf.grad)
+    wrapped(attend, x, lambda f: f)
     told = facts()
     # Read from disk, not found out.
     told.pop("quorum_attention.kernels.probe._memo", None)

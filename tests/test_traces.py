@@ -1,8 +1,8 @@
 """Invariant 8: what fails under a trace, or comes of a mode, is never remembered.
 
-Every first call is made in a process of its own, under a mode (others: test_first_calls.py); an
-ordinary call after it has to run on the kernel that it would have run on anyway, and come out
-right.
+Every first call is made in a process of its own, inside a checkpoint, under hooks, or in any mode
+of torch's. An ordinary call after it has to run on the kernel that it would have run on anyway, and
+come out right; and what is kept is what any other call would keep.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from helpers_first_calls import MODES
 from helpers_processes import run_python
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,6 +53,13 @@ kernel = "cpu" if not torch.cuda.is_available() else report.forward.kernel
 assert report.forward.kernel == kernel != "dense", report.forward.kernel
 assert report.backward.kernel == kernel, report.backward.kernel
 print("right")
+"""
+
+_FACTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import helpers_first_calls
+helpers_first_calls.main(*sys.argv[2:4], "cpu", sys.argv[4], 300, 16)
 """
 
 FIRST = {
@@ -134,6 +144,25 @@ def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: s
     done = run_python(_BEGIN + _THEN + textwrap.dedent(FIRST[mode]) + _AFTER)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "right"
+
+
+@cache
+def facts_after(mode: str, kernel: str, dtype: str = "float32") -> str:
+    done = run_python(_FACTS, Path(__file__).parent, mode, kernel, dtype)
+    assert not done.returncode, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "kernel", "dtype"),
+    [*((mode, "auto", "float32") for mode in MODES if mode != "nothing"),
+     # Inside these autograd, or what records it, takes part.
+     *(("checkpoint", kernel, "float32") for kernel in ("dense", "function", "keeps")),
+     *(("hooks that count", kernel, "float32") for kernel in ("score_mod", "window")),
+     ("checkpoint", "auto", "bfloat16")],
+)  # fmt: skip
+def test_a_first_call_keeps_what_any_other_would(mode: str, kernel: str, dtype: str) -> None:
+    assert facts_after(mode, kernel, dtype) == facts_after("nothing", "auto")
 
 
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")

@@ -1,4 +1,4 @@
-"""The first call of a process on a GPU, in modes of the caller's: see ``test_first_calls.py``. All
+"""The first call of a process on a GPU, in modes of the caller's: see ``test_traces.py``. All
 processes run at once, because each takes seconds to begin."""
 
 from __future__ import annotations

@@ -97,16 +97,6 @@ def test_what_others_may_have_written_is_neither_read_nor_written(
     assert re.search(said, why)
 
 
-def test_ones_own_link_may_lead_elsewhere(folder: Path) -> None:
-    behind = folder.parent / "large disk"
-    planted(behind)
-    folder.symlink_to(behind)
-    assert load(NAME) == ["planted"]
-    store(NAME, lambda said: [*said, "more"])
-    assert json.loads((behind / NAME).read_text()) == ["planted", "more"]
-    assert folder.is_symlink()
-
-
 @pytest.mark.parametrize("text", ["", "[1, 2", "nonsense", "[" * 100_000, "\0" * 10, "[1]\xff"])
 def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
     planted(folder)
@@ -116,15 +106,11 @@ def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
     assert load(NAME) == [None]
 
 
-@pytest.mark.parametrize("home", [None, "/proc/nothing", "/dev/null"])
-def test_a_call_without_a_home_folder_goes_on(home: str | None, tmp_path: Path) -> None:
+def test_a_call_without_a_home_folder_goes_on(tmp_path: Path) -> None:
     environment = {n: v for n, v in os.environ.items() if n not in ("HOME", "XDG_CACHE_HOME")}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     environment.pop("QUORUM_ATTENTION_CACHE")
-    if home is None:
-        environment["QUORUM_ATTENTION_CACHE"] = "/proc/nothing"
-    else:
-        environment["HOME"] = home
+    environment["HOME"] = "/dev/null"
     program = (
         "import torch, quorum_attention as qa\n"
         "q = torch.randn(1, 2, 3000, 16)\n"
@@ -149,11 +135,6 @@ def test_the_doctor_says_that_it_is_not_used(
     folder_for_all(folder, monkeypatch)
     assert main(["doctor", "--json"]) == 0
     assert "others may write" in json.loads(capsys.readouterr().out)["cache_not_used"]
-    assert main(["doctor"]) == 0
-    assert "the cache is not used: others may write" in " ".join(capsys.readouterr().out.split())
-    folder.chmod(0o700)
-    assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cache_not_used"] is None
 
 
 def _add(number: int, seconds: float) -> None:

@@ -127,3 +127,13 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
                 run = partial(kernel.backward, task, Gradients(grad_out, grad_out, lse, *sums))
         bound = getattr(kernel, f"{'backward' if backward else 'forward'}_workspace_bytes")
         assert usage(run).peak <= bound(call, extent), (call, extent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype) -> None:
+    """However large its lse: rounding of that is no reason to take 0 for all of its weight."""
+    query, key, value, grad_out, out = torch.randn(5, 1, 1, 4, 8, dtype=dtype)
+    for lse in (1e3, 1e5, 3e6, 1e9, 1e18):
+        saved = Saved(grad_out, out, torch.full((1, 1, 4), lse, dtype=dtype))
+        found = reference.whole_backward(Call(query, key, value), saved, reference.SMALL)
+        assert all(bool((t == 0).all()) for t in found), lse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_made_up_gpu import forget_files
 
 import quorum_attention as qa
 import quorum_attention.kernels.registry as registry
@@ -87,14 +87,6 @@ class Broken(CpuKernel):
     def rectangle_forward(self, call):
         if self.how == "raises":
             raise RuntimeError("no plan for this shape\nlots of detail")
-        if self.how == "exhausted":
-            raise torch.OutOfMemoryError("out of memory")
-        if self.how == "not loaded":
-            raise RuntimeError("Triton Error [CUDA]: out of memory")
-        if self.how == "no handle":
-            raise RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            )
         out, lse = super().rectangle_forward(call)
         if self.how == "nan":
             out[..., 3, :] = torch.nan
@@ -182,6 +174,11 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 GPU = torch.device("cuda", 0)
 CALL = CallShape("cuda", torch.float16, 2, 2, 8, 8)
 probing = sys.modules["quorum_attention.kernels.probe"]
+
+
+def forget_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read from files has to be read again."""
+    monkeypatch.setattr(probing, "_memo", functools.cache(probing._memo.__wrapped__))
 
 
 @pytest.fixture

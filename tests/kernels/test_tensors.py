@@ -7,39 +7,7 @@ import torch
 
 from quorum_attention.kernels import vendors
 from quorum_attention.kernels.protocol import Call, Saved
-from quorum_attention.kernels.tensors import (
-    bias_for_padding,
-    pad_rows,
-    repeat_last,
-)
 from quorum_attention.kernels.vendors import CudnnKernel
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", [None, (1, 2, 5, 7), (1, 1, 1, 7), (1, 2, 5, 1)])
-@pytest.mark.parametrize("least", [(5, 7), (16, 7), (5, 16), (16, 16)])
-def test_a_padded_call_is_the_call(causal: bool, shape, least: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
-    """Computed with the padding and cut off again, rows come out as without."""
-    n_queries, n_keys = (5, 5) if causal else (5, 7)
-    query = torch.randn(1, 2, n_queries, 4, dtype=torch.float64)
-    key, value = torch.randn(2, 1, 2, n_keys, 4, dtype=torch.float64)
-    bias = None if shape is None else torch.randn(shape, dtype=torch.float64)[..., :n_keys]
-    if causal:
-        least = (max(least), max(least))
-    mask = bias_for_padding(bias, query, n_keys, least, causal)
-
-    def attended(q, k, v, mask):  # type: ignore[no-untyped-def]
-        scores = q @ k.mT
-        if mask is not None:
-            scores = scores + mask
-        if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
-        return scores.softmax(-1) @ v
-
-    padded = attended(
-        repeat_last(query, least[0]), repeat_last(key, least[1]), pad_rows(value, least[1]), mask
-    )
-    torch.testing.assert_close(padded[:, :, :n_queries], attended(query, key, value, bias))
 
 
 def _scores(query, key, scale, bias, causal):  # type: ignore[no-untyped-def]
