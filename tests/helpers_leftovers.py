@@ -7,8 +7,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from quorum_attention.execution.device.lookup import BACKENDS
 ON_GPU = torch.cuda.is_available()
 # Kernels keep small tables of numbers on the device, on purpose.
 _KEPT_BYTES = 1 << 20
-_PATIENCE_S = 5.0
 # Of torch's compiler and of Python: they outlive whoever asked for them first.
 _THREADS_NOT_OURS = ("torch", "triton", "tqdm", "multiprocessing")
 _PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker", NEST)
@@ -32,26 +29,7 @@ _VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO", "KMP_", *
 _FILES_NOT_OURS = ("torchinductor_", "torch_", "pytest-of-", "pymp-")
 
 page_locked: set[int] = set()
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What there is at one moment.
-
-    Attributes:
-        device_bytes: allocated on the GPUs, all together.
-        locked: addresses of page-locked ranges.
-        threads, processes: by number.
-        files: names in the folder of temporary files.
-        settings: of this process, torch's among them, by name.
-    """
-
-    device_bytes: int
-    locked: frozenset[int]
-    threads: frozenset[int]
-    processes: frozenset[int]
-    files: frozenset[str]
-    settings: tuple[tuple[str, Any], ...]
+Standing = dict[str, Any]
 
 
 def standing() -> Standing:
@@ -60,23 +38,33 @@ def standing() -> Standing:
     if kept is not None:
         kept.give_back()
     give_back()
-    return Standing(
-        _device_bytes(),
-        frozenset(page_locked),
-        frozenset(t.ident for t in threading.enumerate() if t.ident is not None),
-        frozenset(_children()),
-        frozenset(os.listdir(tempfile.gettempdir())),
-        tuple((name, ask()) for name, ask in _SETTINGS.items()),
-    )
+    devices = range(torch.cuda.device_count()) if ON_GPU else ()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_VARIABLES_NOT_OURS)}
+    return {
+        "bytes": sum(map(torch.cuda.memory_allocated, devices)),
+        "locks": set(page_locked),
+        "threads": {t.ident for t in threading.enumerate()},
+        "processes": _children(),
+        "files": set(os.listdir(tempfile.gettempdir())),
+        "settings": {
+            "threads of torch": torch.get_num_threads(),
+            "the default dtype": torch.get_default_dtype(),
+            "the default device": torch.get_default_device(),
+            "gradients": torch.is_grad_enabled(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "the precision of fp32 products": torch.get_float32_matmul_precision(),
+            "the working directory": os.getcwd(),
+            "the environment": environment,
+        },
+    }
 
 
-def left_since(before: Standing, *, patience_s: float = _PATIENCE_S) -> list[str]:
+def left_since(before: Standing, *, patience_s: float = 5.0) -> list[str]:
     """What is there now and was not there ``before``, in words; nothing is as it should be.
 
     What is on its way out (a thread that was told to stop) gets ``patience_s`` for it.
     """
-    left = _differences(before, standing())
-    if not left:
+    if not _differences(before, standing()):
         return []
     gc.collect()
     if ON_GPU:
@@ -92,30 +80,24 @@ def left_since(before: Standing, *, patience_s: float = _PATIENCE_S) -> list[str
 
 def _differences(before: Standing, now: Standing) -> list[str]:
     left = []
-    if now.device_bytes > before.device_bytes + _KEPT_BYTES:
-        left.append(f"{now.device_bytes - before.device_bytes:,} bytes on the device")
-    if now.locked - before.locked:
-        left.append(f"{len(now.locked - before.locked)} page-locked ranges")
+    if now["bytes"] > before["bytes"] + _KEPT_BYTES:
+        left.append(f"{now['bytes'] - before['bytes']:,} bytes on the device")
+    if now["locks"] - before["locks"]:
+        left.append(f"{len(now['locks'] - before['locks'])} page-locked ranges")
     for thread in threading.enumerate():
-        if thread.ident in now.threads - before.threads and not _not_ours(thread):
+        if thread.ident in now["threads"] - before["threads"] and not _not_ours(thread):
             left.append(f"the thread {thread.name}")
-    for number in sorted(now.processes - before.processes):
+    for number in sorted(now["processes"] - before["processes"]):
         command = _command(number)
         if command is not None and not any(name in command for name in _PROCESSES_NOT_OURS):
             left.append(f"the process {number}: {command}")
-    for name in sorted(now.files - before.files):
+    for name in sorted(now["files"] - before["files"]):
         if not name.startswith(_FILES_NOT_OURS):
             left.append(f"the file {Path(tempfile.gettempdir(), name)}")
-    for (name, was), (_, is_now) in zip(before.settings, now.settings, strict=True):
-        if was != is_now:
-            left.append(f"{name}: {is_now} instead of {was}")
+    for name, value in now["settings"].items():
+        if value != before["settings"][name]:
+            left.append(f"{name}: {value} instead of {before['settings'][name]}")
     return left
-
-
-def _device_bytes() -> int:
-    if not ON_GPU:
-        return 0
-    return sum(torch.cuda.memory_allocated(n) for n in range(torch.cuda.device_count()))
 
 
 def count_page_locks() -> None:
@@ -139,9 +121,8 @@ def count_page_locks() -> None:
 
 
 def _not_ours(thread: threading.Thread) -> bool:
-    """Whether other libraries started the thread, or native code did."""
-    # On a GPU autograd runs the backward in threads of its own, started in C++, that never end.
-    # Python knows each of them as a dummy.
+    """Whether other libraries started the thread, or native code did: on a GPU autograd runs the
+    backward in threads that never end, which Python knows as dummies."""
     if isinstance(thread, threading._DummyThread):
         return True
     runs = getattr(thread, "_target", None) or type(thread).run
@@ -162,10 +143,10 @@ def _children() -> set[int]:
 
 def _children_of(process: int | str, thread: int | None) -> set[int]:
     try:
-        with open(f"/proc/{process}/task/{thread}/children", encoding="ascii") as text:
-            return set(map(int, text.read().split()))
+        text = Path(f"/proc/{process}/task/{thread}/children").read_text()
     except OSError:  # a thread that ended meanwhile, or a system that does not tell
         return set()
+    return set(map(int, text.split()))
 
 
 def _command(number: int) -> str | None:
@@ -174,19 +155,3 @@ def _command(number: int) -> str | None:
     except OSError:
         return None
     return raw.replace(b"\0", b" ").decode(errors="replace").strip() or "ended, not waited for"
-
-
-_SETTINGS: dict[str, Callable[[], Any]] = {
-    "threads of torch": torch.get_num_threads,
-    "the default dtype": torch.get_default_dtype,
-    "the default device": torch.get_default_device,
-    "gradients": torch.is_grad_enabled,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "the precision of fp32 products": torch.get_float32_matmul_precision,
-    "the working directory": os.getcwd,
-    "the environment": lambda: {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_VARIABLES_NOT_OURS)
-    },
-}
