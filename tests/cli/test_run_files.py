@@ -17,7 +17,6 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -154,41 +153,6 @@ def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFix
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     os.close(reader)
     os.close(writer)
-
-
-# Of a process whose stdout, or stderr too, nobody reads any more.
-UNREAD = """
-import os, sys
-from quorum_attention.cli import main
-reader, writer = os.pipe()
-os.close(reader)
-for stream in sys.argv[1]:
-    os.dup2(writer, int(stream))
-sys.exit(main(sys.argv[2:]))
-"""
-# Killed when one of its parts is done.
-KILLED = """
-import os, sys
-from quorum_attention.cli import main
-from quorum_attention.files.inputs import Seen
-left = iter((1, 1, 0))
-Seen.check = lambda seen: next(left) or os._exit(9)
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.parametrize(("more", "streams"), [("", "1"), ("--resume", "12")])
-def test_readers_that_are_gone_change_neither_work_nor_status(
-    inputs: Path, more: str, streams: str
-) -> None:
-    """``| true`` and ``2>&1 | true``: nobody reads the first line, and the result is wanted."""
-    output = inputs.parent / "made.safetensors"
-    arguments = ["run", str(inputs), str(output), "--keep-every", "1", *CPU]
-    if more == "--resume":
-        assert run_python(KILLED, *arguments).returncode == 9
-        assert not output.exists()
-    assert run_python(UNREAD, streams, *arguments, *more.split()).returncode == 0
-    assert output.exists()
 
 
 _HUP, _INT = signal.SIGHUP, signal.SIGINT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import helpers_attention
@@ -42,7 +41,6 @@ class Case:
     tile: int = 16
     mask: torch.Tensor | None = None
     spread: float = 1.0
-    together: bool = True  # rectangles of one shape as one operator call
     shift: int = 0
     factor: float | None = None  # of the scores, where not the usual one
     seed: int = 0
@@ -68,26 +66,17 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim) if self.factor is None else self.factor
+        return self.head_dim**-0.5 if self.factor is None else self.factor
 
     def call(self, device: str) -> CallShape:
         mask = None
         if self.mask is not None:
-            spans = [n > 1 for n in self.mask.shape]
-            mask = MaskShape(self.mask.dtype == torch.bool, *spans)
+            mask = MaskShape(self.mask.dtype == torch.bool, *(n > 1 for n in self.mask.shape))
+        sizes = self.heads, self.key_heads, self.head_dim, self.value_dim
         return CallShape(
-            device,
-            self.dtype,
-            self.heads,
-            self.key_heads,
-            self.head_dim,
-            self.value_dim,
-            self.causal,
-            True,
-            mask,
-            self.scale > 0,
+            device, self.dtype, *sizes, self.causal, True, mask, self.scale > 0,
             exact_scale=scale_is_exact(self.scale, self.dtype),
-        )
+        )  # fmt: skip
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
         if self.mask is None or self.mask.dtype != torch.bool:
@@ -133,25 +122,18 @@ def run(kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True
     result = Result(full(do), full(do[..., 0]), full(q), full(k), full(v))
     empty_(result.out, result.lse)
     n_tokens = max(case.n_queries, case.n_keys)
-    decomposition = Decomposition(n_tokens, case.levels, case.layout, case.tile)
-    for task in decomposition.tasks():
+    tasks = list(Decomposition(n_tokens, case.levels, case.layout, case.tile).tasks())
+    for task in tasks:
         local, rows, keys = _task_tensors(case, task, q, k, v, mask)
         state = Statistics(_slot(result.out, rows), _slot(result.lse, rows))
         kernel.forward(local, state)
-        result.out[:, :, rows] = state.out
-        result.lse[:, :, rows] = state.lse
+        result.out[:, :, rows], result.lse[:, :, rows] = state.out, state.lse
     out = result.out.to(case.dtype)
-    for task in decomposition.tasks():
+    for task in tasks:
         local, rows, keys = _task_tensors(case, task, q, k, v, mask)
-        grads = Gradients(
-            _slot(do, rows),
-            _slot(out, rows),
-            _slot(result.lse, rows),
-            _slot(result.grad_query, rows),
-            _slot(result.grad_key, keys),
-            _slot(result.grad_value, keys),
-            Scaling(case.shift),
-        )
+        states = [(do, rows), (out, rows), (result.lse, rows)]
+        states += [(result.grad_query, rows), (result.grad_key, keys), (result.grad_value, keys)]
+        grads = Gradients(*(_slot(*state) for state in states), Scaling(case.shift))
         kernel.backward(local, grads)
         result.grad_query[:, :, rows] = grads.grad_query
         result.grad_key[:, :, keys] = grads.grad_key
@@ -162,49 +144,34 @@ def run(kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True
 def _slot(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Gathered rows as an executor holds them: a view of a slot with room for more."""
     gathered = tensor[:, :, index]
-    shape = list(gathered.shape)
-    shape[2] += 8
-    slot = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
-    slot = slot[:, :, : index.numel()]
-    return slot.copy_(gathered)
+    slot = gathered.new_full(
+        (*gathered.shape[:2], index.numel() + 8, *gathered.shape[3:]), torch.nan
+    )
+    return slot[:, :, : index.numel()].copy_(gathered)
 
 
 def _task_tensors(
-    case: Case,
-    task: Task,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
+    case: Case, task: Task, *tensors: torch.Tensor | None
 ) -> tuple[TaskTensors, torch.Tensor, torch.Tensor]:
+    q, k, v, mask = tensors
     tokens = torch.tensor(
-        [t for span in task.spans for t in range(span.start, span.stop)], dtype=torch.int64
+        [t for s in task.spans for t in range(s.start, s.stop)], dtype=torch.int64
     )
     rows, keys = tokens[tokens < case.n_queries], tokens[tokens < case.n_keys]
 
     def bias(r: Rectangle) -> torch.Tensor | None:
-        if mask is None:
-            return None
         part = mask
-        if part.shape[2] > 1:
+        if part is not None and part.shape[2] > 1:
             part = part[:, :, rows[r.query_start : r.query_stop]]
-        if part.shape[3] > 1:
+        if part is not None and part.shape[3] > 1:
             part = part[:, :, :, keys[r.key_start : r.key_stop]]
         return part
 
     rectangles = task.rectangles(case.causal, n_queries=case.n_queries, n_keys=case.n_keys)
-    tensors = TaskTensors(
-        task,
-        tuple(rectangles),
-        _slot(q, rows),
-        _slot(k, keys),
-        _slot(v, keys),
-        case.scale,
-        case.causal,
-        bias,
-        *([task.n_tokens] * 2 if case.together else [0, 0]),
-    )
-    return tensors, rows, keys
+    return TaskTensors(
+        task, tuple(rectangles), _slot(q, rows), _slot(k, keys), _slot(v, keys), case.scale,
+        case.causal, bias, task.n_tokens, task.n_tokens,
+    ), rows, keys  # fmt: skip
 
 
 def errors(result: Result, reference: Result) -> dict[str, float]:

@@ -95,11 +95,3 @@ def test_no_pin_contradicts_what_another_pinned_package_asks_for(python: str) ->
                 looked_at += 1
                 assert pinned[wanted] in requirement.specifier, f"{name} asks for {requirement}"
     assert looked_at > 10
-
-
-@pytest.mark.parametrize("python", PYTHONS)
-def test_everything_that_make_installs_by_name_is_pinned(python: str) -> None:
-    pinned = pins(python)
-    for requirement in demands("quorum-attention", python):
-        name = canonicalize_name(requirement.name)
-        assert name == "quorum-attention" or name in pinned, requirement
