@@ -87,11 +87,9 @@ def _on(task: TaskTensors, device: str) -> TaskTensors:
 
 
 def test_nothing_is_compiled_for_a_chance_or_a_seed(device: str) -> None:
-    """They are numbers on the device; without dropout not even that."""
-    from quorum_attention.kernels.native.launch import dropout_numbers
+    """Words are passed as signed numbers of 32 bits."""
+    from quorum_attention.kernels.native.launch import _words
 
-    one = dropout_numbers(Dropout(0.5, 2**63 - 1, 3, 4), torch.device(device))
-    assert one.dtype == torch.int32
-    assert one.tolist()[:6] == [-1, 2**31 - 1, -(2**31), 3, 4, 2**31 - 1]
-    assert one[6:].view(torch.float32).tolist() == [2.0, 0.5]
-    assert dropout_numbers(Dropout(1.0, 0), torch.device(device))[6:].tolist() == [0, 0]
+    found = _words(Dropout(0.5, 2**63 - 1, 3, 4))
+    assert found == (-1, 2**31 - 1, -(2**31), 3, 4, 2**31 - 1, 2.0, 0.5)
+    assert _words(Dropout(1.0, 0))[6:] == (0, 0)

@@ -43,7 +43,7 @@ class Constants(NamedTuple):
 @triton.jit
 def _bounds(entries, found, first, n, left, right, BY_QUERY: tl.constexpr, K: tl.constexpr) -> None:
     if BY_QUERY:
-        _, _, _, _, start, begin, end, stop = keys_of_run(entries, first, n, (left, right), K)
+        start, begin, end, stop = keys_of_run(entries, first, n, (left, right), K)
     else:
         start, begin, end, stop = rows_of_run(entries, first, n, (left, right), K)
     tl.store(found, start)

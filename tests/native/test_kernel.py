@@ -123,6 +123,7 @@ def test_a_large_table_goes_in_parts(
 def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> None:
     from quorum_attention.decomposition import Decomposition
     from quorum_attention.kernels import CallShape, Extent, TaskTensors
+    from quorum_attention.kernels.protocol import Call
 
     kernel = NativeKernel()
     shape = Decomposition(1 << 17, levels)
@@ -136,8 +137,9 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
         CallShape("cuda", half, 1, 1, 64, 64, causal), Extent(1, 1, 1, n, n, n)
     )
     pairs, tiled = 0, Config(128, 64, 4, 1)
-    for part in kernel._task_parts(tensors.rectangles, tensors, None, (("query", tiled),)):
-        (runs,) = part.on(empty.device, (("query", tiled),))
+    call = Call(empty, empty, empty)
+    for part in kernel._parts_of(call, tensors.rectangles, (("query", tiled),), task):
+        (runs,) = part.tables
         assert 4 * (runs.starts.numel() + runs.entries.numel()) <= bound
         rows, columns = (runs.entries[:, at + 1] - runs.entries[:, at] for at in (0, 2))
         pairs += int((rows.long() * columns).sum())

@@ -19,7 +19,7 @@ def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarra
     rows = n if axis == "query" else m
     assert len(starts) == -(-rows // block) + 1
     for b in range(len(starts) - 1):
-        for q0, q1, k0, k1, diagonal, distance, mixed in entries[starts[b] : starts[b + 1]]:
+        for q0, q1, k0, k1, diagonal, distance, mixed, _ in entries[starts[b] : starts[b + 1]]:
             assert mixed == 0
             low, high = (q0, q1) if axis == "query" else (k0, k1)
             assert b * block <= low < high <= (b + 1) * block
@@ -96,7 +96,7 @@ def test_neighbouring_runs_are_joined() -> None:
 def test_nothing_to_do(axis) -> None:
     starts, entries = table(pieces([], None, Geometry()), 300, 128, axis)
     assert starts.tolist() == [0, 0, 0, 0]
-    assert entries.shape == (0, 7)
+    assert entries.shape == (0, 8)
     assert NO_DIAGONAL > 1 << 29
 
 

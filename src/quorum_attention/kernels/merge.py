@@ -240,7 +240,7 @@ def sinks_gradient(
 
 # Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
 _BLOCK_ELEMENTS = 4096
-# The same for kernels that only read, or change in place.
+# The same for a kernel that changes in place.
 _READ_ELEMENTS = 8192
 _READ_PROGRAMS = 1024
 # The largest unit of strides, in elements: a power of two.
@@ -310,16 +310,32 @@ def launch_add(
     )  # fmt: skip
 
 
-def launch_over_runs(kernel: str, tensor: torch.Tensor, groups: int, *arguments: Any) -> None:
-    """Of each of ``groups`` equal runs of the rows of ``tensor`` (b, h, n, d): "norm" finds the
-    largest norm, "divide" divides by the power of two that follows from norms (``scaling.py``)."""
-    width = tensor.shape[3]
-    rows = tensor.shape[:3].numel() // max(1, groups)
+def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> None:
+    """Raise ``norms`` (b * key_heads,) fp32 to the largest squared norm of a finite row of
+    ``tensor`` (b, h, n, d), last dimension contiguous, for each key head."""
+    batch, heads, rows, width = tensor.shape
+    block_rows, block_width = _block(width)
+    blocks = -(-rows // block_rows)
+    _launch(
+        "norm", batch * heads * blocks, tensor, norms, heads, heads // key_heads, rows, blocks,
+        tensor.stride()[:3], width, block_rows, block_width,
+    )  # fmt: skip
+
+
+def launch_divide(
+    tensor: torch.Tensor, norms: torch.Tensor, unscale: torch.Tensor, shift: int
+) -> None:
+    """Divide each of equal runs of the rows of a dense tensor (b, h, n, d), one for each number of
+    ``unscale``, by the power of two that follows from ``norms`` (``scaling.py``)."""
+    width, groups = tensor.shape[3], unscale.numel()
+    rows = tensor.shape[:3].numel() // groups
     block_width = _block(width)[1]
     block_rows = max(1, _READ_ELEMENTS // block_width)
-    programs = min(-(-rows // block_rows), max(1, _READ_PROGRAMS // max(1, groups)))
-    constants = (width, block_rows, block_width)
-    _launch(kernel, groups * programs, tensor, *arguments, rows, programs, *constants)
+    programs = min(-(-rows // block_rows), max(1, _READ_PROGRAMS // groups))
+    _launch(
+        "divide", groups * programs, tensor, norms, unscale, groups, shift, rows, programs,
+        width, block_rows, block_width,
+    )  # fmt: skip
 
 
 # These run several times for each rectangle, where the host may be the limit.

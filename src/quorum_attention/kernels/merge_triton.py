@@ -90,39 +90,38 @@ def _add_kernel(
 
 
 # Row norms, and dividing ``grad_out`` by two Triton kernels: the host never waits for a factor.
-# Integers are not specialised, as in merge_triton.py, but for ``rows``: a tenth faster at D = 128.
-# Nor are pointers to a few numbers, whose alignment changes.
-@triton.jit(do_not_specialize=["largest", "programs"])
+@triton.jit(do_not_specialize=["norms", "heads", "group", "n_rows", "blocks"])
 def _norm_kernel(
-    tensor, largest, rows, programs, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
+    tensor, norms, heads, group, n_rows, blocks, strides, WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0) // programs
-    # 64 bits: the query heads of a key head are one long run of rows.
-    first = (tl.program_id(0) % programs).to(tl.int64) * BLOCK_ROWS
+    lane = tl.program_id(0) // blocks
+    row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
-    best = tl.zeros((BLOCK_ROWS,), tl.float32)
-    base = tensor + group.to(tl.int64) * rows * WIDTH
-    start = first
-    while start < rows:
-        row = start + tl.arange(0, BLOCK_ROWS)
-        cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
-        at = row[:, None] * WIDTH + column[None, :]
-        x = tl.load(base + at, mask=cells, other=0.0).to(tl.float32)
-        squares = tl.sum(x * x, axis=1)
-        # Finite rows only: the comparison is false for NaN, too.
-        best = tl.where((squares > best) & (squares < float("inf")), squares, best)
-        start += programs * BLOCK_ROWS
-    tl.atomic_max(largest + group, tl.sqrt(tl.max(best, axis=0)))
+    tensor += (lane // heads).to(tl.int64) * strides[0] + (lane % heads).to(tl.int64) * strides[1]
+    cells = (row < n_rows)[:, None] & (column < WIDTH)[None, :]
+    at = tensor + row[:, None] * strides[2] + column[None, :]
+    x = tl.load(at, mask=cells, other=0.0).to(tl.float32)
+    tl.atomic_max(norms + lane // group, largest_square(x))
 
 
+@triton.jit
+def largest_square(rows):
+    """The largest squared norm of the rows that are finite: others are so however they are scaled,
+    and would scale the rest to 0. (The comparison is false for NaN, too.)"""
+    squares = tl.sum(rows * rows, 1)
+    return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
+
+
+# ``rows`` is specialised: a tenth faster at D = 128.
 @triton.jit(do_not_specialize=["norms", "unscale", "groups", "shift", "programs"])
 def _divide_kernel(
     tensor, norms, unscale, groups, shift, rows, programs, WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) // programs
-    bound = tl.load(norms + group) * tl.maximum(2 * tl.load(norms + groups + group), 2.0)
+    gradient, value = tl.sqrt(tl.load(norms + group)), tl.sqrt(tl.load(norms + groups + group))
+    bound = gradient * tl.maximum(2 * value, 2.0)
     usable = (bound > 0) & (bound < float("inf"))
     exponent = tl.ceil(tl.log2(tl.where(usable, bound, 1.0))) + shift
     exponent = tl.where(usable, tl.minimum(tl.maximum(exponent, -60.0), 60.0), 0.0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.kernels.merge import launch_over_runs, triton_available
+from quorum_attention.kernels.merge import launch_divide, launch_norms, triton_available
 from quorum_attention.kernels.tensors import row_blocks
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
@@ -71,12 +71,11 @@ def _divide_by_launches_(
     groups = unscale.numel()
     if groups == 0:
         return
-    # The largest norm of a row of each key head: of the gradient, and of the values.
+    # The largest squared norm of a row of each key head: of the gradient, and of the values.
     norms = torch.zeros((2, groups), dtype=torch.float32, device=value.device)
-    launch_over_runs("norm", grad_out, groups, norms[0])
-    launch_over_runs("norm", value, groups, norms[1])
-    excess = shift - LOG2_LARGEST
-    launch_over_runs("divide", grad_out, groups, norms, unscale, groups, excess)
+    for tensor, largest in zip((grad_out, value), norms, strict=True):
+        launch_norms(tensor, largest, value.shape[1])
+    launch_divide(grad_out, norms, unscale, shift - LOG2_LARGEST)
 
 
 def largest_norm(tensor: torch.Tensor) -> float:

@@ -15,46 +15,17 @@ normal range and cannot overflow (design, section 2).
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.dropout_triton import load_dropout_params
-from quorum_attention.kernels.native.forward_triton import walk_keys
+from quorum_attention.kernels.merge_triton import largest_square
+from quorum_attention.kernels.native.dropout_triton import dropout_params
 from quorum_attention.kernels.native.tile_triton import (
     NOT_SPECIALIZED,
-    across,
-    bits_kept,
     block_rows,
     cells,
-    kept,
     lane_of,
     modified,
-    pairs_of_tile,
     rows_at,
-    rows_of_run,
+    walk,
 )
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def norm_kernel(
-    value, norms, heads, n_rows, v_s, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Norms (b, hk) = the largest squared norm of a row of value (b, hk, m, dv)."""
-    n_blocks = tl.cdiv(n_rows, BLOCK)
-    program = tl.program_id(0)
-    lane = program // n_blocks
-    rows = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
-    at = rows_at(
-        value, v_s, ((lane // heads).to(tl.int64), (lane % heads).to(tl.int64)), rows, PADDED
-    )
-    v = tl.load(at, mask=cells(rows, n_rows, VALUE_DIM, PADDED), other=0.0).to(tl.float32)
-    tl.atomic_max(norms + lane, _largest(v))
-
-
-@triton.jit
-def _largest(rows):
-    """The largest squared norm of the rows that are finite: others are so however they are scaled,
-    and would scale the rest to 0. (The comparison is false for NaN, too.)"""
-    squares = tl.sum(rows * rows, 1)
-    return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -74,7 +45,7 @@ def delta_kernel(
     found = tl.sum(g * o.to(tl.float32), 1)
     tl.store(delta + number.to(tl.int64) * n_rows + rows.to(tl.int64), found, mask=rows < n_rows)
     if NORMS:
-        tl.atomic_max(norms + number // group, _largest(g))
+        tl.atomic_max(norms + number // group, largest_square(g))
 
 
 @triton.jit
@@ -128,9 +99,11 @@ def _query_tile(dq, own, keys, tile, K: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def query_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_query, starts, entries, bias, slopes,
-    own_bits, key_bits, drops, heads, group, n_queries, n_blocks, key_lanes,
-    q_s, k_s, v_s, g_s, l_s, dq_s, bias_s, bias_row, bias_column,
-    scale, softcap, left, right, p_exponent, p_unscale, K: tl.constexpr,
+    own_bits, key_bits, heads, group, n_queries, n_blocks, key_lanes,
+    q_s, k_s, v_s, g_s, l_s, dq_s,
+    seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
+    bias_s, bias_row, bias_column, scale, softcap, left, right, p_exponent, p_unscale,
+    K: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dQ (b, h, n, d) to ``grad_query``, or write it there (ADD False).
 
@@ -161,7 +134,8 @@ def query_kernel(
     chances = 0, 0, 0, 0, 0, 1.0, 1.0
     largest = p_exponent
     if K.DROPOUT:
-        chances = load_dropout_params(drops, lane[1], lane[0])
+        drops = seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
+        chances = dropout_params(drops, lane[1], lane[0])
         # dS is larger by the factor of what is not dropped.
         largest = p_exponent + tl.log2(tl.maximum(chances[5], 1.0))
     ds_scale = 1.0
@@ -184,7 +158,8 @@ def query_kernel(
     bits = own_bits, key_bits
     table = starts, entries, n_queries, (left, right), bits, (mask, chances), keys
     dq = tl.full([K.BLOCK_M, K.PADDED], 0.0, tl.float32)
-    dq = walk_keys(dq, (q, do, lse2, d_row, ds_scale, chances[5]), block, table, _query_tile, K)
+    own_rows = q, do, lse2, d_row, ds_scale, chances[5]
+    dq = walk(dq, own_rows, block, table, _query_tile, False, K)
 
     dq = dq * (scale / ds_scale * p_unscale)
     dq_at = rows_at(grad_query, dq_s, lane, rows, K.PADDED)
@@ -227,9 +202,11 @@ def _key_tile(state, own, queries, tile, K: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def key_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_key, grad_value, starts, entries, bias,
-    slopes, own_bits, key_bits, drops, key_heads, group, n_queries, n_keys, n_blocks, key_lanes,
-    q_s, k_s, v_s, g_s, l_s, dk_s, dv_s, bias_s, bias_row, bias_column,
-    scale, softcap, left, right, p_exponent, p_unscale, K: tl.constexpr,
+    slopes, own_bits, key_bits, key_heads, group, n_queries, n_keys, n_blocks, key_lanes,
+    q_s, k_s, v_s, g_s, l_s, dk_s, dv_s,
+    seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
+    bias_s, bias_row, bias_column, scale, softcap, left, right, p_exponent, p_unscale,
+    K: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dK (b, hk, m, d) and dV (b, hk, m, dv), or write them (ADD False).
 
@@ -243,17 +220,16 @@ def key_kernel(
     shared = (number // key_heads).to(tl.int64), (number % key_heads).to(tl.int64)
     b, h_k = shared
 
-    first = block * K.BLOCK_N
-    keys = first + tl.arange(0, K.BLOCK_N)
+    keys = block * K.BLOCK_N + tl.arange(0, K.BLOCK_N)
     k_live = cells(keys, n_keys, K.HEAD_DIM, K.PADDED)
     v_live = cells(keys, n_keys, K.VALUE_DIM, K.PADDED)
     k = tl.load(rows_at(key, k_s, shared, keys, K.PADDED), mask=k_live, other=0.0)
     v = tl.load(rows_at(value, v_s, shared, keys, K.PADDED), mask=v_live, other=0.0)
-    live = (keys < n_keys)[:, None]
+    drops = seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
     chances = 0, 0, 0, 0, 0, 1.0, 1.0
     largest = p_exponent
     if K.DROPOUT:
-        chances = load_dropout_params(drops, h_k, b)
+        chances = dropout_params(drops, h_k, b)
         largest = p_exponent + tl.log2(tl.maximum(chances[5], 1.0))
     ds_scale = 1.0
     if K.SCALE_DS:
@@ -270,7 +246,7 @@ def key_kernel(
             bits = own_bits + b * left + h * right, key_bits
         some_chances = chances
         if K.DROPOUT:
-            some_chances = load_dropout_params(drops, h, b)
+            some_chances = dropout_params(drops, h, b)
         slope = 0.0
         if K.ALIBI:
             slope = tl.load(slopes + h)
@@ -284,33 +260,8 @@ def key_kernel(
             delta + (b * key_heads * group + h) * n_queries,
             (scale, scale * 1.4426950408889634, softcap, slope),
         )  # fmt: skip
-        for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
-            at = entries + index * K.FIELDS
-            distance = tl.load(at + 5)
-            run = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), distance
-            start, begin, end, stop = rows_of_run(at, first, n_keys, (left, right), K)
-            shift = 0
-            if K.DROPOUT:
-                shift = tl.load(at + 7)
-
-            for at_row in tl.range(begin, end, K.BLOCK_M):
-                rows = at_row + tl.arange(0, K.BLOCK_M)
-                pairs = pairs_of_tile((at_row, first, distance, shift), sides, K, True)
-                tile = at_row, rows, True, True, pairs, live
-                dk, dv = _key_tile((dk, dv), own, queries, tile, K, False)
-
-            # The ragged parts: before the clear part (at the diagonal), and after it.
-            for side in range(2):
-                low = tl.where(side == 1, end, start)
-                high = tl.where(side == 1, stop, begin)
-                for at_row in tl.range(low, high, K.BLOCK_M, num_stages=K.RAGGED):
-                    rows = at_row + tl.arange(0, K.BLOCK_M)
-                    both = across(rows, keys, True)
-                    keep = kept(both[0], both[1], run, (low, high), (left, right), K)
-                    keep = bits_kept(keep, bits, at, both, ((rows < high)[None, :], live), K)
-                    pairs = pairs_of_tile((at_row, first, distance, shift), sides, K, True)
-                    tile = at_row, rows, rows < high, keep, pairs, keep
-                    dk, dv = _key_tile((dk, dv), own, queries, tile, K, True)
+        table = starts, entries, n_keys, (left, right), bits, sides, queries
+        dk, dv = walk((dk, dv), own, block, table, _key_tile, True, K)
 
     dk = dk * (scale / ds_scale * p_unscale)
     dv = dv * p_unscale

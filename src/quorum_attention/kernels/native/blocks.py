@@ -87,7 +87,7 @@ class Room(NamedTuple):
         unsplit += 4 * min(tokens, UNSPLIT_BYTES)
         # Functions that are the same in all lanes have more blocks in the same bits.
         one = self._replace(lanes=1)
-        tables = 2 * 4 * (WIDTH + 1) * one.runs + 2 * 8 * one.partial
+        tables = 2 * 4 * WIDTH * one.runs + 2 * 8 * one.partial
         tables += 4 * ((self.n_queries + self.n_keys) // _SMALLEST + 4)
         return evaluated + bits + tokens + unsplit + tables + SLACK_BYTES
 
@@ -119,7 +119,7 @@ class RuledTask:
         full, partial, _ = listed_blocks(self._geometry, self._task, pairs, self.room.nbytes)
         nodes = np.concatenate((full, partial))
         n_queries, n_keys = len(pairs.queries), len(pairs.keys)
-        found = np.zeros((len(nodes), WIDTH + 1), dtype=np.int64)
+        found = np.zeros((len(nodes), WIDTH), dtype=np.int64)
         found[:, :4] = np.minimum(nodes[:, 1:] * BLOCK, (n_queries, n_queries, n_keys, n_keys))
         found[:, 4] = NO_DIAGONAL
         found[len(full) :, 6] = 1

@@ -6,43 +6,25 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seed_low", "seed_high", "threshold", "first_head", "first_entry", "repeat",
-    ]
-)  # fmt: skip
-def numbers_kernel(
-    drops, floats, seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
-):
-    """Write the numbers of ``launch.dropout_numbers`` to ``drops`` (8,) int32; ``floats`` is the
-    same memory as fp32."""
-    tl.store(drops, seed_low)
-    tl.store(drops + 1, seed_high)
-    tl.store(drops + 2, threshold)
-    tl.store(drops + 3, first_head)
-    tl.store(drops + 4, first_entry)
-    tl.store(drops + 5, repeat)
-    tl.store(floats + 6, rescale)
-    tl.store(floats + 7, share)
-
-
 @triton.jit
-def load_dropout_params(drops, h, b):
-    """What a program's tiles need of the numbers of ``launch.dropout_numbers``.
+def dropout_params(drops, h, b):
+    """What a program's tiles need of a dropout (``launch._words``).
 
     Args:
+        drops: halves of the seed, threshold, first head, first entry, after how many entries they
+            repeat, all int32; and 1 / (1 - p) and 1 - p, fp32.
         h, b: head and batch entry, numbered in the launch.
 
     Returns:
         (head, entry, key_low, key_high, threshold): words of 32 bits, the first two of the counter,
-        numbered in the whole call; and (rescale, share): 1 / (1 - p) and 1 - p, fp32.
+        numbered in the whole call; and (rescale, share): 1 / (1 - p) and 1 - p.
     """
-    head = (tl.load(drops + 3) + h).to(tl.uint32)
-    entry = ((tl.load(drops + 4) + b) % tl.load(drops + 5)).to(tl.uint32)
+    seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share = drops
+    head = (first_head + h).to(tl.uint32)
+    entry = ((first_entry + b) % repeat).to(tl.uint32)
     return (
-        head, entry, tl.load(drops).to(tl.uint32), tl.load(drops + 1).to(tl.uint32),
-        tl.load(drops + 2).to(tl.uint32), tl.load(drops + 6).to(tl.float32, bitcast=True),
-        tl.load(drops + 7).to(tl.float32, bitcast=True),
+        head, entry, seed_low.to(tl.uint32), seed_high.to(tl.uint32), threshold.to(tl.uint32),
+        rescale, share,
     )  # fmt: skip
 
 

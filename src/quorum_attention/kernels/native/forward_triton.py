@@ -15,69 +15,16 @@ thousands, a row of one key is one last place off its value.
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.dropout_triton import load_dropout_params
+from quorum_attention.kernels.native.dropout_triton import dropout_params
 from quorum_attention.kernels.native.tile_triton import (
     NOT_SPECIALIZED,
-    bits_kept,
     block_rows,
     cells,
-    keys_kept,
-    keys_of_run,
     lane_of,
     modified,
-    pairs_of_tile,
     rows_at,
+    walk,
 )
-
-
-@triton.jit
-def walk_keys(state, own, block, table, TILE: tl.constexpr, K: tl.constexpr):
-    """``state`` after all runs of a block of queries.
-
-    Args:
-        own: what TILE reads of the block's rows.
-        block: its number.
-        table: (starts, entries, queries, window, bits, sides, keys): of runs.py; of the call; see
-            ``pairs_of_tile``; and what TILE reads of the keys.
-        TILE: ``TILE(state, own, keys, tile, K, MASKED)`` is the state after one more tile: (first
-            key, keys (n,), which of them to read, pairs, which of these to keep, ``pairs_of_tile``,
-            pointers of the mask to read).
-    """
-    starts, entries, n_queries, window, bits, sides, keys = table
-    first = block * K.BLOCK_M
-    rows = first + tl.arange(0, K.BLOCK_M)
-    live = rows < n_queries
-    columns = tl.arange(0, K.BLOCK_N)
-    for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
-        at = entries + index * K.FIELDS
-        row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
-            at, first, n_queries, window, K
-        )
-        shift = 0
-        if K.DROPOUT:
-            shift = tl.load(at + 7)
-
-        for at_key in tl.range(begin, end, K.BLOCK_N):
-            some = at_key + columns
-            pairs = pairs_of_tile((first, at_key, distance, shift), sides, K, False)
-            tile = at_key, some, True, True, pairs, live[:, None]
-            state = TILE(state, own, keys, tile, K, False)
-
-        # The ragged parts: after the clear part, and before it (a window's left edge).
-        for side in range(2 if K.WINDOW else 1):
-            low = tl.where(side == 1, start, end)
-            high = tl.where(side == 1, begin, stop)
-            for at_key in tl.range(low, high, K.BLOCK_N, num_stages=K.RAGGED):
-                some = at_key + columns
-                both = rows[:, None], some[None, :]
-                run = row_low, row_high, diagonal, distance
-                keep = keys_kept(both[0], both[1], run, (low, high), window, K)
-                present = live[:, None], (some < high)[None, :]
-                keep = bits_kept(keep, bits, at, both, present, K)
-                pairs = pairs_of_tile((first, at_key, distance, shift), sides, K, False)
-                tile = at_key, some, some < high, keep, pairs, keep
-                state = TILE(state, own, keys, tile, K, True)
-    return state
 
 
 @triton.jit
@@ -112,9 +59,11 @@ def _tile(state, own, keys, tile, K: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
-    query, key, value, out, lse, starts, entries, bias, slopes, own_bits, key_bits, drops,
-    heads, group, n_queries, n_blocks, q_s, k_s, v_s, o_s, l_s, bias_s, bias_row, bias_column,
-    scale, softcap, left, right, RESUME: tl.constexpr, K: tl.constexpr,
+    query, key, value, out, lse, starts, entries, bias, slopes, own_bits, key_bits,
+    heads, group, n_queries, n_blocks, q_s, k_s, v_s, o_s, l_s,
+    seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
+    bias_s, bias_row, bias_column, scale, softcap, left, right,
+    RESUME: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Merge a task's runs into (out, lse), or write them there (RESUME False).
 
@@ -122,7 +71,7 @@ def forward_kernel(
     (b, h, n) fp32; strides (``_s``) in elements, the last dimension contiguous. ``starts`` and
     ``entries``: a table from runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``:
     local positions of the mask's first row and column. ``group``: query heads of a key head.
-    ``drops``: numbers from ``launch.dropout_numbers``, read with DROPOUT.
+    ``seed_low`` to ``share``: see ``dropout_params``; read with DROPOUT.
     BITS: 1: group bits; 2: ``own_bits`` are the mask bits of partial blocks (``bits_kept``), and
     ``left`` and ``right`` their strides by entry and head.
     """
@@ -153,7 +102,8 @@ def forward_kernel(
         own_bits += lane[0] * left + lane[1] * right
     chances = 0, 0, 0, 0, 0, 1.0, 1.0
     if K.DROPOUT:
-        chances = load_dropout_params(drops, lane[1], lane[0])
+        drops = seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
+        chances = dropout_params(drops, lane[1], lane[0])
 
     if RESUME:
         old = tl.load(lse_at, mask=live, other=float("-inf"))
@@ -175,7 +125,7 @@ def forward_kernel(
     mask = bias, bias_s[2], bias_s[3], bias_row, bias_column
     bits = own_bits, key_bits
     table = starts, entries, n_queries, (left, right), bits, (mask, chances), keys
-    acc, m, l = walk_keys((acc, m, l), q, block, table, _tile, K)
+    acc, m, l = walk((acc, m, l), q, block, table, _tile, False, K)
 
     fully_masked = l == 0.0
     total = tl.where(fully_masked, 1.0, l)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import real_number, switch
-from quorum_attention.kernels.native.kernel import NativeKernel, Tilings
+from quorum_attention.kernels.native.kernel import NativeKernel, Tilings, _Part
 from quorum_attention.kernels.native.launch import Launch
 from quorum_attention.kernels.native.runs import runs_of_bits
 from quorum_attention.kernels.protocol import Call, CallShape, Saved
@@ -73,7 +73,7 @@ class _WithBits(NativeKernel):
         if self.bits is None:
             return super()._whole_launch(call, tilings)
         tables = (runs_of_bits(*self.bits, call.is_causal, how, axis) for axis, how in tilings)
-        return replace(self._launch(call, tuple(tables)), bits=self.bits)
+        return replace(self._launch(call, _Part(tuple(tables))), bits=self.bits)
 
 
 class _Function(torch.autograd.Function):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
@@ -24,16 +23,7 @@ from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.blocks import BIT_BYTES, Room, RuledTask
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import Launch
-from quorum_attention.kernels.native.runs import (
-    UNLIMITED,
-    WIDTH,
-    Axis,
-    HostTable,
-    Ints,
-    Runs,
-    pieces,
-    table,
-)
+from quorum_attention.kernels.native.runs import UNLIMITED, WIDTH, Axis, Ints, Runs, pieces
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -71,39 +61,11 @@ Tilings = tuple[tuple[Axis, Config], ...]
 
 
 class _Part(NamedTuple):
-    """A launch on the host.
+    """A launch on the host: its tables, in the order of the tilings, and the rows and columns of
+    the partial blocks of rules, (2, blocks)."""
 
-    Attributes:
-        tables: in the order of the tilings.
-        rows, columns: its queries and keys, local positions; None: all.
-        blocks: rows and columns of the partial blocks of rules, (2, blocks).
-    """
-
-    tables: tuple[HostTable, ...]
-    rows: slice | None = None
-    columns: slice | None = None
+    tables: tuple[Runs, ...]
     blocks: torch.Tensor | None = None
-
-    @property
-    def n_entries(self) -> int:
-        """Runs of all tables together."""
-        return sum((host.both.numel() - host.n_starts) // host.width for host in self.tables)
-
-    def on(self, device: torch.device, tilings: Tilings) -> tuple[Runs, ...]:
-        """The tables on a device."""
-        pairs = zip(self.tables, tilings, strict=True)
-        return tuple(host.on(device, tiled) for host, (_, tiled) in pairs)
-
-
-class _Place(NamedTuple):
-    """What a table depends on besides its rectangles: the task, if global positions matter, how
-    many queries and keys there are, where it is copied to, and whether it is for dropout."""
-
-    task: Task | None
-    n_queries: int
-    n_keys: int
-    device_type: str
-    shifts: bool
 
 
 class NativeKernel(Kernel):
@@ -256,7 +218,7 @@ class NativeKernel(Kernel):
         # A single rectangle cannot be launched in parts: it has one run for every block.
         blocks = math.ceil(extent.n_tokens / 16) + 2
         entries = max(self._most_entries(extent.n_tokens), blocks)
-        return 4 * (blocks + entries * (WIDTH + call.dropout)) + SLACK_BYTES
+        return 4 * (blocks + entries * WIDTH) + SLACK_BYTES
 
     def _most_entries(self, n_tokens: int) -> int:
         """Entries of a table that the bound allows for; larger ones are launched in parts."""
@@ -265,20 +227,17 @@ class NativeKernel(Kernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for one in self._launches(task, tilings(("forward",), task)):
-            one.forward(one.of_rows(state.out), one.of_rows(state.lse), resume=True)
-            del one  # the next rectangle's mask is made when this one's has gone
+        for launch in self._launches(task, tilings(("forward",), task)):
+            launch.forward(state.out, state.lse, resume=True)
+            del launch  # the next rectangle's mask is made when this one's has gone
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         saved = Saved(grads.grad_out, grads.out, grads.lse)
-        for one in self._launches(task, tilings(("query", "key"), task)):
-            targets = (
-                one.of_rows(grads.grad_query), one.of_columns(grads.grad_key),
-                one.of_columns(grads.grad_value),
-            )  # fmt: skip
-            one.backward(saved.mapped(one.of_rows), targets, add=True)
-            del one
+        targets = grads.grad_query, grads.grad_key, grads.grad_value
+        for launch in self._launches(task, tilings(("query", "key"), task)):
+            launch.backward(saved, targets, add=True)
+            del launch
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
@@ -303,16 +262,9 @@ class NativeKernel(Kernel):
     rectangle_backward = whole_backward
 
     def _whole_launch(self, call: Call, tilings: Tilings) -> Launch:
-        n, m, device = call.query.shape[2], call.key.shape[2], call.query.device
-        place = _Place(None, n, m, device.type, call.dropout is not None)
-        whole = (Rectangle(0, n, 0, m, call.is_causal),)
-
-        def make() -> tuple[_Part, ...]:
-            found = pieces(whole, None, self.geometry)
-            return tuple(self._portions(found, place, tilings, None))
-
-        (part,) = self._parts.get((whole, place, tilings, "whole"), make)
-        return self._launch(call, part.on(device, tilings))
+        whole = (Rectangle(0, call.query.shape[2], 0, call.key.shape[2], call.is_causal),)
+        (part,) = self._parts_of(call, whole, tilings)
+        return self._launch(call, part)
 
     def _launches(self, task: TaskTensors, tilings: Tilings) -> Iterator[Launch]:
         """The launches of a task.
@@ -324,96 +276,62 @@ class NativeKernel(Kernel):
         if not live or 0 in task.query.shape[:2]:
             return
         for rectangles in [(r,) for r in live] if task.has_mask(live[0]) else [live]:
-            yield from self._launches_of(rectangles, task, tilings)
+            r = rectangles[0]
+            call = Call(
+                task.query, task.key, task.value, scale=task.scale, bias=task.bias(r),
+                dropout=task.dropout,
+            )  # fmt: skip
+            ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
+            for part in self._parts_of(call, rectangles, tilings, task.task, ruled):
+                launch = self._launch(call, part, task)
+                # No name here keeps the bits alive: the next launch has others.
+                bits = None if ruled is None else ruled.bits(part.blocks)
+                yield replace(launch, bias_at=(r.query_start, r.key_start), mask_bits=bits)
+                del launch, bits
+            del call
 
-    def _launches_of(
-        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, tilings: Tilings
-    ) -> Iterator[Launch]:
-        r, device = rectangles[0], task.query.device
-        call = Call(
-            task.query, task.key, task.value, scale=task.scale, bias=task.bias(r),
-            dropout=task.dropout,
-        )  # fmt: skip
-        ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
-        for part in self._task_parts(rectangles, task, ruled, tilings):
-            first, left = (0 if s is None else s.start for s in (part.rows, part.columns))
-            # No name here keeps the bits alive: the next launch has others.
-            yield replace(
-                self._launch(call, part.on(device, tilings), task),
-                rows=part.rows,
-                columns=part.columns,
-                bias_at=(r.query_start - first, r.key_start - left),
-                mask_bits=None if ruled is None else ruled.bits(part.blocks),
-            )
-
-    def _task_parts(
+    def _parts_of(
         self,
+        call: Call,
         rectangles: tuple[Rectangle, ...],
-        task: TaskTensors,
-        ruled: RuledTask | None,
         tilings: Tilings,
+        task: Task | None = None,
+        ruled: RuledTask | None = None,
     ) -> tuple[_Part, ...]:
-        shifts, device_type = task.dropout is not None, task.query.device.type
-        placed = shifts or self.slopes is not None or not self.geometry.keeps_all
-        n, m = task.query.shape[2], task.key.shape[2]
-        place = _Place(task.task if placed else None, n, m, device_type, shifts)
-        # The tasks of a level have the same rectangles, so most of them share one.
-        key: tuple[Hashable, ...] = (rectangles, place)
-        limits = self._most_entries(max(n, m)), 0
+        """The launches for rectangles of a task, or for a whole call; remembered."""
+        n, m, device_type = call.query.shape[2], call.key.shape[2], call.query.device.type
+        drops, limits = call.dropout is not None, (math.inf, math.inf)
+        if task is not None:
+            limits = self._most_entries(max(n, m)) * len(tilings), 0
+        if not drops and self.slopes is None and self.geometry.keeps_all:
+            # The tasks of a level have the same rectangles, so most of them share one.
+            task = None
+        key: Hashable = task, rectangles
         if ruled is not None:
-            key, limits = ruled.key, (ruled.room.runs, ruled.room.partial)
+            key, limits = ruled.key, (ruled.room.runs * len(tilings), ruled.room.partial)
             ruled.pairs, blocks = self._blocks.get(key, ruled.blocks)
+        sizes = {"query": n, "key": m}
+
+        def part(found: Ints) -> _Part:
+            mixed, on_host = found[:, 6] == 1, None
+            if ruled is not None:
+                found = found.copy()
+                found[mixed, 7] = np.arange(mixed.sum()) * (BIT_BYTES // 4)
+                on_host = _on_host(found[mixed][:, :4:2].T // BLOCK, device_type)
+            steady = drops and not self._window  # a window moves where runs begin
+            pinned = device_type == "cuda"
+            tables = (Runs.of(found, sizes[t[0]], t, pinned=pinned, steady=steady) for t in tilings)
+            return _Part(tuple(tables), on_host)
 
         def make() -> tuple[_Part, ...]:
-            found = pieces(rectangles, place.task, self.geometry) if ruled is None else blocks
-            return tuple(self._portions(found, place, tilings, limits))
+            found = pieces(rectangles, task, self.geometry) if ruled is None else blocks
+            if task is not None and not len(found):
+                return ()
+            return tuple(_portions(found, part, limits))
 
-        return self._parts.get((key, limits, tilings), make)
+        return self._parts.get((key, n, m, device_type, drops, limits, tilings), make)
 
-    def _portions(
-        self, found: Ints, place: _Place, tilings: Tilings, limits: tuple[int, int] | None
-    ) -> Iterator[_Part]:
-        """Launches of pieces, each with no more than so many runs and partial blocks.
-
-        Args:
-            limits: None: one launch, whatever it has.
-        """
-        runs, blocks = limits or (math.inf, math.inf)
-        mixed, half = found[:, 6] == 1, len(found) // 2
-        if not len(found) and limits is not None:
-            return
-        part = None if half and mixed.sum() > blocks else self._part(found, mixed, place, tilings)
-        if part is not None and (not half or part.n_entries <= runs * len(tilings)):
-            yield part
-            return
-        yield from self._portions(found[:half], place, tilings, limits)
-        yield from self._portions(found[half:], place, tilings, limits)
-
-    def _part(
-        self, found: Ints, mixed: NDArray[np.bool_], place: _Place, tilings: Tilings
-    ) -> _Part:
-        """One launch; under rules, of the queries and keys from the first to the last block."""
-        sizes = {"query": place.n_queries, "key": place.n_keys}
-        rows = columns = blocks = None
-        ruled = bool(self.geometry.rules)
-        if ruled:
-            first, last = found[:, :4:2].min(axis=0).tolist(), found[:, 1:4:2].max(axis=0).tolist()
-            rows, columns = (slice(*ends) for ends in zip(first, last, strict=True))
-            sizes = {"query": last[0] - first[0], "key": last[1] - first[1]}
-            blocks = _on_host(found[mixed][:, :4:2].T // BLOCK, place.device_type)
-            found = found - np.array([first[0]] * 2 + [first[1]] * 2 + [0] * 4)
-            found[mixed, 7] = np.arange(mixed.sum()) * (BIT_BYTES // 4)
-        width, pinned = WIDTH + (place.shifts or ruled), place.device_type == "cuda"
-        tables = (
-            table(found, sizes[axis], tiled.rows(axis), axis, width) for axis, tiled in tilings
-        )
-        steady = place.shifts and not self._window  # a window moves where runs begin
-        hosts = (HostTable.of(*both, pinned=pinned, steady=steady) for both in tables)
-        return _Part(tuple(hosts), rows, columns, blocks)
-
-    def _launch(
-        self, call: Call, tables: tuple[Runs, ...], task: TaskTensors | None = None
-    ) -> Launch:
+    def _launch(self, call: Call, part: _Part, task: TaskTensors | None = None) -> Launch:
         """A launch of a whole call, or of a task's."""
         device, heads, slopes, n_keys = call.query.device, slice(None), self.slopes, 0
         if task is not None:
@@ -425,9 +343,23 @@ class NativeKernel(Kernel):
                     self._slopes[device] = slopes.to(device)
             slopes = self._slopes[device][heads]
         return Launch(
-            call, tables, softcap=self.softcap, slopes=slopes, window=self._window,
-            tf32=self.allow_tf32, n_keys=n_keys,
+            call, tuple(table.on(device) for table in part.tables), softcap=self.softcap,
+            slopes=slopes, window=self._window, tf32=self.allow_tf32, n_keys=n_keys,
         )  # fmt: skip
+
+
+def _portions(
+    found: Ints, part: Callable[[Ints], _Part], limits: tuple[float, float]
+) -> Iterator[_Part]:
+    """Launches of pieces, each with no more than so many entries and partial blocks."""
+    half = len(found) // 2
+    if not half or (found[:, 6] == 1).sum() <= limits[1]:
+        made = part(found)
+        if not half or sum(len(table.entries) for table in made.tables) <= limits[0]:
+            yield made
+            return
+    yield from _portions(found[:half], part, limits)
+    yield from _portions(found[half:], part, limits)
 
 
 def tilings(halves: Sequence[Half], inputs: Call | TaskTensors) -> Tilings:
@@ -443,7 +375,7 @@ def _on_host(blocks: Ints, device_type: str) -> torch.Tensor:
 
 
 def _parts_bytes(parts: tuple[_Part, ...]) -> int:
-    tensors = [t for part in parts for t in (part.blocks, *(host.both for host in part.tables))]
+    tensors = [t for part in parts for t in (part.blocks, *(table.both for table in part.tables))]
     return 4096 + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.merge import launch_norms
 from quorum_attention.kernels.native.config import Config, padded
-from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.native.runs import WIDTH, Runs
 from quorum_attention.kernels.protocol import Call, Saved, Three
 
 # In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does not overflow,
@@ -53,12 +53,11 @@ class Constants(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch for some queries and keys of a task, or for a whole call.
+    """A launch for a task, or for a whole call.
 
     Attributes:
         call: the inputs of all, with what a launch reads of a call.
         tables: the runs, by blocks of queries; for a backward also by blocks of keys.
-        rows, columns: the queries and the keys, local positions; None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
         slopes: (h,) fp32 on the device, ALiBi: ``slope * |i - j|`` is subtracted; or None.
         window: a query at position i sees keys from ``i - window[0]`` to ``i + window[1]``, either
@@ -75,8 +74,6 @@ class Launch:
 
     call: Call
     tables: tuple[Runs, ...]
-    rows: slice | None = None
-    columns: slice | None = None
     softcap: float = 0.0
     slopes: torch.Tensor | None = None
     window: tuple[int, int] | None = None
@@ -96,7 +93,7 @@ class Launch:
         from quorum_attention.kernels.native.forward_triton import forward_kernel
 
         (runs,) = self.tables
-        query, key, value = self._inputs
+        query, key, value = map(_rows, self.call.inputs)
         batch, heads, n_queries, _ = query.shape
         if runs.n_blocks * batch * heads == 0:
             return
@@ -118,7 +115,7 @@ class Launch:
         """
         from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
 
-        query, key, value = self._inputs
+        query, key, value = map(_rows, self.call.inputs)
         grad_out, lse = _rows(saved.grad_out), saved.lse
         batch, heads, n_queries, _ = query.shape
         key_heads, m = key.shape[1:3]
@@ -148,12 +145,6 @@ class Launch:
                     by_key.entries, *pointers, key_heads, group, n_queries, m, by_key.n_blocks,
                     key_lanes, *strides, *_strides(*grads[1:]), *scores, **compiled,
                 )  # fmt: skip
-
-    @property
-    def _inputs(self) -> Iterator[torch.Tensor]:
-        call = self.call
-        some = self.of_rows(call.query), self.of_columns(call.key), self.of_columns(call.value)
-        return map(_rows, some)
 
     def _compiled(
         self, runs: Runs, *walked: torch.Tensor, **more: Any
@@ -186,7 +177,7 @@ class Launch:
             BIAS=biased,
             WINDOW=windowed,
             BITS=2 if self.mask_bits is not None else int(self.bits is not None),
-            FIELDS=runs.entries.shape[1],
+            FIELDS=WIDTH,
             READ=way,
             PRECISION="tf32" if self.tf32 else "ieee",
             DROPOUT=(1 + runs.aligned) * dropout,
@@ -197,57 +188,34 @@ class Launch:
 
     @property
     def _pointers(self) -> tuple[torch.Tensor, ...]:
-        """Bias, slopes, bits of queries (or mask bits) and of keys, dropout's numbers; or a
-        spare."""
+        """Bias, slopes, bits of queries (or mask bits) and of keys; or a spare."""
         call, (own, other) = self.call, self.bits or (self.mask_bits, None)
-        drops = None if call.dropout is None else dropout_numbers(call.dropout, call.query.device)
-        every = (call.bias, self.slopes, own, other, drops)
+        every = (call.bias, self.slopes, own, other)
         return tuple(call.query if tensor is None else tensor for tensor in every)
 
     @property
     def _scores(self) -> tuple[Any, ...]:
-        """Strides of the mask, 0 where it broadcasts, and its place; the factor of the scores and
-        the soft cap; the bounds of the window, or the strides of the mask bits by entry and
-        head."""
+        """Dropout; strides of the mask, 0 where it broadcasts, and its place; the factor of the
+        scores and the soft cap; the bounds of the window, or the strides of the mask bits by entry
+        and head."""
         bias, bits = self.call.bias, self.mask_bits
         strides = (0, 0, 0, 0) if bias is None else _broadcast(bias[(None,) * (4 - bias.ndim)])
         bounds = (self.window or (0, 0)) if bits is None else _broadcast(bits)[:2]
-        return strides, *self.bias_at, self.call.scale, self.softcap, *bounds
-
-    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The launch's queries of (b, h, n, ...), a view."""
-        return tensor if self.rows is None else tensor[:, :, self.rows]
-
-    def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The launch's keys of (b, hk, m, ...), a view."""
-        return tensor if self.columns is None else tensor[:, :, self.columns]
+        drops = _words(self.call.dropout)
+        return *drops, strides, *self.bias_at, self.call.scale, self.softcap, *bounds
 
 
-def dropout_numbers(dropout: Dropout, device: torch.device) -> torch.Tensor:
-    """What a launch reads of a dropout (``load_dropout_params``), (8,) int32 on the device: halves
-    of the seed, threshold, first head, first entry, after how many entries they repeat; and as
-    fp32 1 / (1 - p) and 1 - p.
-
-    A kernel writes them. A copy from the host would, in a CUDA graph, be made again at each replay,
-    from memory that others may have by then.
-    """
-    from quorum_attention.kernels.native.dropout_triton import numbers_kernel
-
+def _words(dropout: Dropout | None) -> tuple[int | float, ...]:
+    """A dropout as kernels are given it (``dropout_triton.dropout_params``)."""
+    if dropout is None:
+        return 0, 0, 0, 0, 0, 0, 0.0, 0.0
     words = (
-        dropout.seed & 0xFFFFFFFF,
-        dropout.seed >> 32,
-        dropout.threshold,
-        dropout.first_head,
-        dropout.first_entry,
-        dropout.repeat or 2**31 - 1,
-    )
-    numbers = torch.empty(8, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(numbers):
-        # As signed numbers of 32 bits: larger ones would be of another type, and compile again.
-        signed = (word - (word >> 31 << 32) for word in words)
-        floats = numbers.view(torch.float32)
-        numbers_kernel[(1,)](numbers, floats, *signed, dropout.rescale, 1.0 - dropout.p)
-    return numbers
+        dropout.seed & 0xFFFFFFFF, dropout.seed >> 32, dropout.threshold,
+        dropout.first_head, dropout.first_entry, dropout.repeat or 2**31 - 1,
+    )  # fmt: skip
+    # As signed numbers of 32 bits: larger ones would be of another type, and compile again.
+    signed = (word - (word >> 31 << 32) for word in words)
+    return *signed, dropout.rescale, 1.0 - dropout.p
 
 
 def p_exponent_of(n_keys: int, dtype: torch.dtype) -> int:
@@ -263,9 +231,9 @@ def _delta_and_norms(
     """What both backward kernels read: delta (b * h * n,), rowsum(grad_out * out); and norms
     (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each key head,
     which are set only ``with_norms``. All fp32."""
-    from quorum_attention.kernels.native.backward_triton import delta_kernel, norm_kernel
+    from quorum_attention.kernels.native.backward_triton import delta_kernel
 
-    batch, key_heads, m, value_dim = value.shape
+    batch, key_heads, _, value_dim = value.shape
     heads, n_queries = out.shape[1:3]
     n_delta, key_lanes = batch * heads * n_queries, batch * key_heads
     # One allocation for both.
@@ -275,9 +243,7 @@ def _delta_and_norms(
     block = max(16, 4096 // block_dv)
     if with_norms:
         norms.zero_()
-        norm_kernel[(-(-m // block) * key_lanes,)](
-            value, norms[key_lanes:], key_heads, m, *_strides(value), value_dim, block_dv, block
-        )  # fmt: skip
+        launch_norms(value, norms[key_lanes:], key_heads)
     if n_delta:
         delta_kernel[(-(-n_queries // block) * batch * heads,)](
             grad_out, out, delta, norms, heads, heads // key_heads, n_queries,

@@ -7,7 +7,6 @@ are joined. Within a run, pairs have to be tested only at its ragged ends and on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,18 +29,17 @@ UNLIMITED = (1 << 31) - 1
 """A side of a window that has no limit; sums with it need 64 bits."""
 
 FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "distance",
-          "mixed")  # fmt: skip
+          "mixed", "shift")  # fmt: skip
 """Columns of a table's entries, int32, local positions. A pair (q, k) belongs to the run if it is
 within bounds and ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed``
-is 1 if bits decide about each pair, else 0. A table for dropout has one column more, ``shift``: a
-query's global position is its local one plus that. One for blocks under rules has there where the
-bits of its block begin (``tile_triton.bits_kept``)."""
+is 1 if bits decide about each pair, else 0. A query's global position is its local one plus
+``shift``; under rules that is where the bits of a block begin (``tile_triton.bits_kept``)."""
 WIDTH = len(FIELDS)
 
 
 def pieces(rectangles: Sequence[Rectangle], task: Task | None, geometry: Geometry) -> Ints:
     """What a mask keeps of rectangles, cut where global positions jump: (n, 8), columns as in
-    ``FIELDS`` and shifts; disjoint.
+    ``FIELDS``; disjoint.
 
     Args:
         rectangles: local positions.
@@ -71,7 +69,7 @@ def pieces(rectangles: Sequence[Rectangle], task: Task | None, geometry: Geometr
                     (a - shift, b - shift, c - key_shift, d - key_shift, diagonal, distance, 0,
                      shift)
                 )  # fmt: skip
-    return np.array(found, dtype=np.int64).reshape(-1, WIDTH + 1)
+    return np.array(found, dtype=np.int64).reshape(-1, WIDTH)
 
 
 def _contiguous(r: Rectangle, task: Task | None) -> Iterator[tuple[Rows, Rows, bool]]:
@@ -83,15 +81,8 @@ def _contiguous(r: Rectangle, task: Task | None) -> Iterator[tuple[Rows, Rows, b
     yield queries, Rows(r.key_start, r.key_stop, r.key_start), r.causal
 
 
-def is_aligned(entries: NDArray[np.int32]) -> bool:
-    """Whether every run of a table with shifts begins at a key whose global position is a multiple
-    of four, as every fourth of its keys then is."""
-    shifts = entries[:, 7] - entries[:, 5]
-    return not ((entries[:, 2] % 4).any() or (shifts % 4).any())
-
-
 def table(
-    found: Ints, n_rows: int, block: int, axis: Axis, width: int = WIDTH
+    found: Ints, n_rows: int, block: int, axis: Axis
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Runs by blocks of rows.
 
@@ -100,10 +91,9 @@ def table(
         n_rows: rows along ``axis``.
         block: rows of a block.
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
-        width: columns of the table.
 
     Returns:
-        (starts, entries): entries (n, width), columns as in ``FIELDS``; those of block b are rows
+        (starts, entries): entries (n, 8), columns as in ``FIELDS``; those of block b are rows
         ``starts[b]`` to ``starts[b + 1]``. Bounds along ``axis`` are clipped to the block.
 
     Raises:
@@ -114,7 +104,7 @@ def table(
     count = np.maximum(-(-np.minimum(found[:, along + 1], n_rows) // block) - first, 0)
     piece = np.repeat(np.arange(len(found)), count)
     numbers = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
-    entries = found[piece, :width]
+    entries = found[piece]
     entries[:, along] = np.maximum(numbers * block, entries[:, along])
     stops = np.minimum((numbers + 1) * block, entries[:, along + 1])
     entries[:, along + 1] = np.minimum(stops, n_rows)
@@ -152,62 +142,51 @@ def _begins(numbers: Ints, entries: Ints, along: int, across: int) -> NDArray[np
     return first
 
 
-class HostTable(NamedTuple):
-    """A table in host memory.
+class Runs(NamedTuple):
+    """A table, in host memory or on a device.
 
     Attributes:
-        both: starts and entries in one tensor.
-        n_starts: the number of starts.
-        width: columns of the entries.
-        aligned: as in ``Runs``.
+        both: starts (blocks + 1,) and entries (n, 8), int32, in one tensor.
+        n_blocks: blocks of rows.
+        config: of the kernel that reads it.
+        aligned: whether every run is known to begin at a key whose global position is a multiple of
+            four, as every fourth of its keys then is.
     """
 
     both: torch.Tensor
-    n_starts: int
-    width: int
+    n_blocks: int
+    config: Config
     aligned: bool = False
 
     @classmethod
     def of(
-        cls, starts: NDArray[np.int32], entries: NDArray[np.int32], *, pinned: bool, steady: bool
-    ) -> HostTable:
-        """What ``table`` returned; ``steady``: it is for dropout, and no window moves where a run
-        begins."""
+        cls, found: Ints, n_rows: int, tiling: tuple[Axis, Config], *, pinned: bool, steady: bool
+    ) -> Runs:
+        """The ``table`` of pieces on the host; ``steady``: it is for dropout, and no window moves
+        where a run begins."""
+        axis, config = tiling
+        starts, entries = table(found, n_rows, config.rows(axis), axis)
+        shifts = entries[:, 7] - entries[:, 5]
+        aligned = steady and not ((entries[:, 2] % 4).any() or (shifts % 4).any())
         with outside():  # because it is cached
-            both = torch.empty(
-                len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned, device="cpu"
-            )
-            both[: len(starts)] = torch.from_numpy(starts)
-            both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
-        return cls(both, len(starts), entries.shape[1], steady and is_aligned(entries))
-
-    def on(self, device: torch.device, config: Config) -> Runs:
-        """The table on a device."""
-        both = self.both if device.type == "cpu" else self.both.to(device, non_blocking=True)
-        entries = both[self.n_starts :].view(-1, self.width)
-        return Runs(both[: self.n_starts], entries, config, self.aligned)
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """A table on a device.
-
-    Attributes:
-        starts: (blocks + 1,) int32.
-        entries: (n, 7 or 8) int32.
-        config: of the kernel that reads it.
-        aligned: of a steady table (``HostTable.of``), ``is_aligned``.
-    """
-
-    starts: torch.Tensor
-    entries: torch.Tensor
-    config: Config
-    aligned: bool = False
+            both = torch.from_numpy(np.concatenate((starts, entries.reshape(-1))))
+            return cls(both.pin_memory() if pinned else both, len(starts) - 1, config, aligned)
 
     @property
-    def n_blocks(self) -> int:
-        """Blocks of rows."""
-        return self.starts.numel() - 1
+    def starts(self) -> torch.Tensor:
+        """Where the entries of each block begin, and the end of the last."""
+        return self.both[: self.n_blocks + 1]
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """Of all blocks, one after the other."""
+        return self.both[self.n_blocks + 1 :].view(-1, WIDTH)
+
+    def on(self, device: torch.device) -> Runs:
+        """The table on a device."""
+        if device.type == "cpu":
+            return self
+        return self._replace(both=self.both.to(device, non_blocking=True))
 
 
 # Run tables for arbitrary group bits: any 64-bit number for every token (paper, section 4).
@@ -285,7 +264,7 @@ def runs_of_bits(
     entries[:, 6] = rows[:, 3] == PARTIAL
     blocks = torch.arange(any_a.numel() + 1, device=device)
     starts = torch.searchsorted(rows[:, 0].contiguous(), blocks).int()
-    return Runs(starts, entries, config)
+    return Runs(torch.cat((starts, entries.flatten())), any_a.numel(), config)
 
 
 def _runs_of_rows(verdict: torch.Tensor, first: int) -> torch.Tensor:

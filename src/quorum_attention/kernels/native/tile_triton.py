@@ -9,7 +9,7 @@ of three ways (READ): "pointers"; "descriptors", where the config says that they
 What belongs together is a tuple: strides; a ``lane`` (batch entry, head); a ``run`` (bounds of its
 rows of the block, diagonal, distance); a ``part`` of it, from and up to a row of the other side; a
 ``window`` (left, right); a ``mask`` (pointer, strides of rows and columns, its first row and
-column); ``drops``, as ``load_dropout_params`` returns them; ``scores`` (scale, scale over ln 2,
+column); ``drops``, as ``dropout_params`` returns them; ``scores`` (scale, scale over ln 2,
 soft cap, slope). K: a ``launch.Constants``.
 """
 
@@ -20,7 +20,8 @@ from quorum_attention.kernels.native.dropout_triton import dropped
 
 NOT_SPECIALIZED = [
     "starts", "entries", "norms", "heads", "key_heads", "group", "key_lanes", "n_queries", "n_keys",
-    "n_rows", "n_blocks", "left", "right", "bias_row", "bias_column",
+    "n_rows", "n_blocks", "left", "right", "bias_row", "bias_column", "seed_low", "seed_high",
+    "threshold", "first_head", "first_entry", "repeat",
 ]  # fmt: skip
 """Arguments of the kernels that would only make Triton compile again for other lengths."""
 
@@ -30,9 +31,8 @@ def keys_of_run(at, first, n_queries, window, K: tl.constexpr):
     """Bounds of the entry ``at`` of a table (runs.py) for the block that begins at ``first``.
 
     Returns:
-        (row_low, row_high, diagonal, distance, start, begin, end, stop): keys from ``begin`` to
-        ``end`` are whole blocks that every row keeps; those from ``start`` to ``begin`` and from
-        ``end`` to ``stop`` are ragged.
+        (start, begin, end, stop): keys from ``begin`` to ``end`` are whole blocks that every row
+        keeps; those from ``start`` to ``begin`` and from ``end`` to ``stop`` are ragged.
     """
     left, right = window
     row_low = tl.load(at)
@@ -40,15 +40,13 @@ def keys_of_run(at, first, n_queries, window, K: tl.constexpr):
     # Positions fit 32 bits; their sums with NO_DIAGONAL or UNLIMITED do not.
     start = tl.load(at + 2).to(tl.int64)
     high = tl.load(at + 3)
-    diagonal = tl.load(at + 4)
-    distance = tl.load(at + 5)
-    below = diagonal.to(tl.int64)
+    below = tl.load(at + 4).to(tl.int64)
     # No row keeps a key beyond the last row's diagonal; every row keeps the keys up to the first
     # row's diagonal.
     stop = tl.minimum(high, row_high + below)
     clear = tl.minimum(high, first + below + 1)
     if K.WINDOW:
-        apart = distance.to(tl.int64)
+        apart = tl.load(at + 5).to(tl.int64)
         stop = tl.minimum(stop, row_high + apart + right)
         clear = tl.minimum(clear, first + apart + right + 1)
         start = tl.maximum(start, row_low + apart - left)
@@ -63,10 +61,7 @@ def keys_of_run(at, first, n_queries, window, K: tl.constexpr):
         whole = whole & (tl.load(at + 6) == 0)
     clear = tl.where(whole, tl.maximum(clear, begin), begin)
     end = begin + (clear - begin) // K.BLOCK_N * K.BLOCK_N
-    return (
-        row_low, row_high, diagonal, distance,
-        start.to(tl.int32), begin.to(tl.int32), end.to(tl.int32), stop.to(tl.int32),
-    )  # fmt: skip
+    return start.to(tl.int32), begin.to(tl.int32), end.to(tl.int32), stop.to(tl.int32)
 
 
 @triton.jit
@@ -258,12 +253,16 @@ def pairs_of_tile(at, sides, K: tl.constexpr, BY_KEY: tl.constexpr):
     BY_KEY (keys, rows).
 
     Args:
-        at: (first row, first key, distance, shift): local positions; ``FIELDS`` of runs.py.
+        at: (first row of the block, first of the other side, distance, shift): local positions;
+            ``FIELDS`` of runs.py.
         sides: (mask, drops).
     """
     first_row, first_key, distance, shift = at
+    rows, keys = tl.arange(0, K.BLOCK_M)[:, None], tl.arange(0, K.BLOCK_N)[None, :]
+    if BY_KEY:
+        first_key, first_row, _, _ = at
+        rows, keys = tl.arange(0, K.BLOCK_M)[None, :], tl.arange(0, K.BLOCK_N)[:, None]
     mask, drops = sides
-    rows, keys = across(tl.arange(0, K.BLOCK_M), tl.arange(0, K.BLOCK_N), BY_KEY)
     bias, bias_q, bias_k, bias_row, bias_column = mask
     if K.BIAS:
         bias += (tl.cast(first_row, tl.int64) - bias_row + rows) * bias_q + (
@@ -280,9 +279,61 @@ def pairs_of_tile(at, sides, K: tl.constexpr, BY_KEY: tl.constexpr):
 
 
 @triton.jit
-def across(rows, keys, BY_KEY: tl.constexpr):
-    """(m,) and (n,) as they lie in a tile (rows, keys); with BY_KEY (keys, rows)."""
-    if BY_KEY:
-        return rows[None, :], keys[:, None]
-    else:  # noqa: RET505
-        return rows[:, None], keys[None, :]
+def walk(state, own, block, table, TILE: tl.constexpr, BY_KEY: tl.constexpr, K: tl.constexpr):
+    """``state`` after all runs of a block of queries, or with BY_KEY of a block of keys.
+
+    Args:
+        own: what TILE reads of the block's rows.
+        block: its number.
+        table: (starts, entries, rows, window, bits, sides, others): of runs.py, by the blocks; rows
+            of the call along them; see ``pairs_of_tile``; and what TILE reads of the other side.
+        TILE: ``TILE(state, own, others, tile, K, MASKED)`` is the state after one more tile: (first
+            row of the other side, rows (n,), which of them to read, pairs, which of these to keep,
+            ``pairs_of_tile``, pointers of the mask to read).
+    """
+    starts, entries, n_rows, window, bits, sides, others = table
+    SIDE: tl.constexpr = K.BLOCK_N if BY_KEY else K.BLOCK_M
+    STEP: tl.constexpr = K.BLOCK_M if BY_KEY else K.BLOCK_N
+    BEFORE: tl.constexpr = 0 if BY_KEY else 1
+    first = block * SIDE
+    rows = first + tl.arange(0, SIDE)
+    live = (rows < n_rows)[:, None]
+    steps = tl.arange(0, STEP)
+    for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
+        at = entries + index * K.FIELDS
+        distance = tl.load(at + 5)
+        if BY_KEY:
+            run = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), distance
+            start, begin, end, stop = rows_of_run(at, first, n_rows, window, K)
+        else:
+            run = tl.load(at), tl.load(at + 1), tl.load(at + 4), distance
+            start, begin, end, stop = keys_of_run(at, first, n_rows, window, K)
+        shift = 0
+        if K.DROPOUT:
+            shift = tl.load(at + 7)
+
+        for step in tl.range(begin, end, STEP):
+            some = step + steps
+            pairs = pairs_of_tile((first, step, distance, shift), sides, K, BY_KEY)
+            tile = step, some, True, True, pairs, live
+            state = TILE(state, own, others, tile, K, False)
+
+        # The ragged parts, at the diagonal first. Only a window has some before a block of queries.
+        for side in range(2 if K.WINDOW or BY_KEY else 1):
+            low = tl.where(side == BEFORE, start, end)
+            high = tl.where(side == BEFORE, begin, stop)
+            for step in tl.range(low, high, STEP, num_stages=K.RAGGED):
+                some = step + steps
+                inside = (some < high)[None, :]
+                if BY_KEY:
+                    both = some[None, :], rows[:, None]
+                    keep = kept(both[0], both[1], run, (low, high), window, K)
+                    keep = bits_kept(keep, bits, at, both, (inside, live), K)
+                else:
+                    both = rows[:, None], some[None, :]
+                    keep = keys_kept(both[0], both[1], run, (low, high), window, K)
+                    keep = bits_kept(keep, bits, at, both, (live, inside), K)
+                pairs = pairs_of_tile((first, step, distance, shift), sides, K, BY_KEY)
+                tile = step, some, some < high, keep, pairs, keep
+                state = TILE(state, own, others, tile, K, True)
+    return state
