@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention import api, direct
+from quorum_attention import direct
 from quorum_attention.call.options import Arguments
 from quorum_attention.direct import DirectCall, _described, cache_key
 from quorum_attention.kernels import registry
@@ -67,7 +67,7 @@ def test_it_is_right_and_is_not_checked_again(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qa.attention(*inputs(), **options, **GROUPED)
-    monkeypatch.setattr(api, "request_of", refused)
+    monkeypatch.setattr(direct, "request_of", refused)
     shape = (1, 4, 24, 16)
     for grad_out in (
         torch.randn(shape),

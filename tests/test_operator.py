@@ -274,31 +274,21 @@ def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(kind: str) -> 
         assert_close(one, two, 1e-10)
 
 
-def test_transformations_inside_of_a_graph() -> None:
+def test_transformations_inside_of_compiled_code_run_outside_of_its_graph() -> None:
     def gradient(function: Function) -> Function:
         return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2))
 
-    def summed(function: Function) -> Function:
-        return lambda *t: sum(g.square().sum(0) for g in function(*t))
-
-    mapped = torch.vmap(ours, (0, None, 0))
-    given = three(grad=False, kv_heads=4)
+    given = three(grad=False)
     for found, wanted in (
         (torch.vmap(ours), torchs),
-        (lambda q, k, v: mapped(q, k[0], v), lambda q, k, v: torchs(q, k[:1].expand_as(k), v)),
-        (lambda q, k, v: torch.vmap(ours)(q, k, v, q[:, 0] @ q[:, 1].mT),
-         lambda q, k, v: torchs(q, k, v, attn_mask=(q[:, 0] @ q[:, 1].mT)[:, None])),
-    ):  # fmt: skip
-        agree(found, wanted, (50,))
-    for found, wanted in (
-        (gradient(ours), gradient(torchs)),
-        (torch.vmap(gradient(ours)), torch.vmap(gradient(torchs))),
+        (lambda *t: gradient(ours)(*t)[1], lambda *t: gradient(torchs)(*t)[1]),
     ):
-        assert_close(compiled(summed(found))(*given), summed(wanted)(*given), 1e-9)
+        made = torch.compile(found, backend="aot_eager")
+        assert_close(made(*given), wanted(*given), 1e-9)
 
 
 @pytest.mark.parametrize("transform", ["jvp", "grad of grad", "jacfwd", "backward of backward"])
-def test_what_is_refused_in_a_graph_is_refused(transform: str) -> None:
+def test_what_is_refused_in_compiled_code_is_refused(transform: str) -> None:
     q, k, v = three(10, grad=False)
 
     def f(t: torch.Tensor) -> torch.Tensor:
@@ -309,10 +299,11 @@ def test_what_is_refused_in_a_graph_is_refused(transform: str) -> None:
         out = compiled(f)(leaf).square().sum()
         torch.autograd.grad(out, leaf, create_graph=True)[0].sum().backward()
 
+    broken = functools.partial(torch.compile, backend="aot_eager")
     ask: dict[str, Callable[..., Any]] = {
-        "jvp": compiled(lambda t: torch.func.jvp(f, (t,), (t,))[1]),
-        "jacfwd": compiled(torch.func.jacfwd(f)),
-        "grad of grad": compiled(
+        "jvp": broken(lambda t: torch.func.jvp(f, (t,), (t,))[1]),
+        "jacfwd": broken(torch.func.jacfwd(f)),
+        "grad of grad": broken(
             torch.func.grad(lambda t: torch.func.grad(lambda u: f(u).square().sum())(t).sum())
         ),
         "backward of backward": twice,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from quorum_attention.call.options import Arguments, CallOptions, RunOptions, se
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.direct import cache_key, cached_attention
+from quorum_attention.direct import direct_attention
 from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
@@ -124,13 +123,10 @@ def attention(
         CallOptions(**options),
     )  # fmt: skip
     if not torch.compiler.is_dynamo_compiling():
-        name = cache_key(query, key, value, call)
-        checked = partial(_request_of, "attention", query, key, value, call)
-        if name is not None:
-            return cached_attention(name, query, key, value, attn_mask, checked)
-        if not is_traced(query, key, value):
-            return attend(*checked(), out)[0]
-    return _traced(query, key, value, call)[0]
+        result = direct_attention(query, key, value, call)
+        if result is not None:
+            return result
+    return _attend(query, key, value, call)[0]
 
 
 def attention_with_lse(
@@ -165,9 +161,26 @@ def attention_with_lse(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         CallOptions(**options),
     )  # fmt: skip
+    return _attend(query, key, value, call)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse): by an operator where the call is traced and one can make it."""
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
-        return _traced(query, key, value, call)
-    return attend(*_request_of("attention", query, key, value, call), out)
+        results = as_operator(query, key, value, call)
+        if results is not None:
+            return results
+    return _attend_outside_of_graphs(query, key, value, call)
+
+
+@uncompiled
+def _attend_outside_of_graphs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_traces("attention", query, key, value)
+    return attend(*_request_of("attention", query, key, value, call), call.out)
 
 
 def _request_of(
@@ -180,23 +193,6 @@ def _request_of(
     from quorum_attention.devices import pool  # processes, only where they are used
 
     return pool.request_on_devices(function, query, key, value, call)
-
-
-def _traced(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call that is traced: as an operator, if one can be called so."""
-    found = None if several(call.written.devices) else as_operator(query, key, value, call)
-    return _outside_of_graphs(query, key, value, call) if found is None else found
-
-
-@uncompiled
-def _outside_of_graphs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call that is no operator: torch's compiler breaks its graph around it."""
-    refuse_traces("attention", query, key, value)
-    return attend(*_request_of("attention", query, key, value, call), call.out)
 
 
 @uncompiled

@@ -2,8 +2,8 @@
 
 All that the backward reads is saved as tensors: inputs, mask, results, and those that the kernel
 captures. So torch itself reports one that has been written to since, and hooks on saved tensors see
-all of them. One function records every call: as it is planned (``EagerCall``), as one kernel call
-(``direct.DirectCall``), or as an operator of a graph (``operator.py``).
+all of them. One function records every call: as it is planned (``EagerCall``), or as one kernel
+call (``direct.DirectCall``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.call.transforms import records, refuse_batched, refuse_mapped
+from quorum_attention.call.transforms import refuse_batched, refuse_mapped
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
@@ -49,7 +49,7 @@ class EagerCall:
         tensors = [] if kernel == "auto" else get_kernel(kernel).captured()
         return [tensor for tensor in tensors if not tensor.is_inference()]
 
-    def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    def forward(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
         compute = partial(run_forward, tensors, self.request)
         results = RESULTS.get()
@@ -58,26 +58,11 @@ class EagerCall:
         # tensor over the same memory, with the same version counter.
         return result if self.request.out is None else result.detach(), lse
 
-    def gradients(
-        self, read: Read, learned: Sequence[bool], more: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def gradients(self, read: Read, learned: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, then of mask and sinks where ``learned``."""
         refuse_batched(read[0], read[8])
-        # A function of autograd's only where a second derivative could be asked for.
-        if records(*read):
-            grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, self, learned)
-            return grads
-        return self.backward(read, learned)
-
-    def backward(self, read: Read, learned: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """As ``gradients``, run here and now."""
-        grad_out, query, key, value, out, lse, mask, sinks, grad_lse = read
-        given = BackwardInputs(grad_out, out, lse, None, learned[0], learned[1], grad_lse)
-        return run_backward(Tensors(query, key, value, mask, sinks), self.request, given)
-
-    def mapped(self, size: int, mask: torch.Tensor | None, *, same: bool) -> EagerCall:
-        """The call with one more batch dimension in front (``Request.mapped``)."""
-        return EagerCall(self.request.mapped(size, mask, same=same))
+        grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, self.request, learned)
+        return grads
 
 
 class _Quick(torch.autograd.Function):
@@ -98,127 +83,110 @@ class _Quick(torch.autograd.Function):
 
 
 class Attention(_Quick):
-    """The output and the log-sum-exp, of query, key, value, mask, sinks, the call (``EagerCall`` or
-    another with its methods) and more tensors of it."""
+    """The output and the log-sum-exp, of query, key, value, mask, sinks and an ``EagerCall``."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[torch.Tensor, ...]:
+    def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The call's results."""
-        call = args[5]
-        results: tuple[torch.Tensor, ...] = call.forward(Tensors(*args[:5]), args[6:])
+        *tensors, call = args
+        results: tuple[torch.Tensor, torch.Tensor] = call.forward(Tensors(*tensors))
         return results
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save what the backward reads."""
-        ctx.call = inputs[5]
-        ctx.save_for_backward(*inputs[:5], *output, *inputs[6:], *ctx.call.captured())
-        ctx.mark_non_differentiable(*output[2:])
+        *tensors, ctx.call = inputs
+        ctx.save_for_backward(*tensors, *output, *ctx.call.captured())
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @uncompiled
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
         """The gradients that are needed."""
-        grad_out, grad_lse = grad_outputs[:2]
         needed = ctx.needs_input_grad
-        if grad_out is None and grad_lse is None:
+        if not any(grad is not None for grad in upstream):
             return (None,) * len(needed)
-        saved = ctx.saved_tensors
-        if grad_out is None:
-            out = saved[5]
-            grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-        query, key, value, mask, sinks, out, lse, *more = saved
+        query, key, value, mask, sinks, out, lse = ctx.saved_tensors[:7]
+        grad_out, grad_lse = upstream_of(out, *upstream)
         read = grad_out, query, key, value, out, lse, mask, sinks, grad_lse
-        grads = ctx.call.gradients(read, needed[3:5], more)
-        learned = iter(grads[3:])
-        five = (*grads[:3], *(next(learned) if wanted else None for wanted in needed[3:5]))
-        wanted = (g if n else None for g, n in zip(five, needed, strict=False))
-        return (*wanted, *(None,) * (len(needed) - 5))
+        return (*needed_of(ctx.call.gradients(read, needed[3:5]), needed), None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """One more batch dimension."""
-        *tensors, call = args
-        five = mapped_inputs(info.batch_size, in_dims, *tensors)
-        mapped = call.mapped(info.batch_size, five[3], same=info.randomness == "same")
-        return Attention.apply(*five, mapped), (0, 0)
+        *three, mask, sinks, call = args
+        refuse_mapped("Mask.sinks", in_dims[4])
+        three = list(map(partial(_in_front, info.batch_size), three, in_dims))
+        mask = _mask_in_front(mask, in_dims[3], three[0].dim())
+        same = info.randomness == "same"
+        mapped = EagerCall(call.request.mapped(info.batch_size, mask, same=same))
+        return Attention.apply(*three, mask, sinks, mapped), (0, 0)
+
+
+def upstream_of(
+    out: torch.Tensor, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of output and log-sum-exp, the first of them zeros where there is none."""
+    if grad_out is None:
+        grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+    return grad_out, grad_lse
+
+
+def needed_of(grads: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Those gradients of query, key, value, mask and sinks that are needed.
+
+    Args:
+        grads: of query, key and value, then of mask and sinks where those are needed.
+    """
+    learned = iter(grads[3:])
+    five = (*grads[:3], *(next(learned) if wanted else None for wanted in needed[3:5]))
+    return [grad if wanted else None for grad, wanted in zip(five, needed, strict=False)]
+
+
+def refuse_second(ctx: Any, *upstream: Any) -> Any:
+    """The derivative of the gradients: an error."""
+    raise NotImplementedError(_REFUSED.format("second"))
 
 
 class Gradients(_Quick):
     """The backward as a function of its own, so that a second derivative meets a clear error: of
-    what it reads, the call, and whether the gradients of mask and sinks are wanted."""
+    what it reads, the request, and whether the gradients of mask and sinks are wanted."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:
         """The gradients."""
-        *read, call, learned = args
-        return tuple(call.backward(read, learned))
+        *read, request, learned = args
+        grad_out, query, key, value, out, lse, mask, sinks, grad_lse = read
+        given = BackwardInputs(grad_out, out, lse, None, learned[0], learned[1], grad_lse)
+        return run_backward(Tensors(query, key, value, mask, sinks), request, given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Nothing is saved: there is no derivative."""
         return
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        """Refused in words."""
-        raise NotImplementedError(_REFUSED.format("second"))
+    backward = staticmethod(refuse_second)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """One more batch dimension."""
-        *read, call, learned = args
+        *six, mask, sinks, grad_lse, request, (of_mask, of_sinks) = args
+        # Its gradient would have the mapped dimension, whether or not it has.
+        refuse_mapped("Mask.sinks, nor over their gradient", 0 if of_sinks else in_dims[7])
+        six = list(map(partial(_in_front, info.batch_size), six, in_dims))
+        if grad_lse is not None:
+            grad_lse = _in_front(info.batch_size, grad_lse, in_dims[8])
+        dim = in_dims[6]
+        if of_mask and dim is None:
+            mask, dim = mask.expand(info.batch_size, *mask.shape), 0
+        wide = _mask_in_front(mask, dim, six[1].dim())
         # Where the forward was made once, all gradients are of the same dropped pairs.
         same = info.randomness == "same" or in_dims[5] is None
-
-        def compute(*nine: Any) -> Any:
-            mapped = call.mapped(info.batch_size, nine[6], same=same)
-            return Gradients.apply(*nine, mapped, learned)
-
-        grads = mapped_gradients(info.batch_size, in_dims, read, learned, compute)
+        mapped = request.mapped(info.batch_size, wide, same=same)
+        grads = list(Gradients.apply(*six, wide, sinks, grad_lse, mapped, (of_mask, of_sinks)))
+        if of_mask:
+            grads[3] = grads[3].reshape(mask.movedim(dim, 0).shape)
         return tuple(grads), (0,) * len(grads)
-
-
-def mapped_inputs(
-    size: int, dims: tuple[Any, ...], query: Any, key: Any, value: Any, mask: Any, sinks: Any
-) -> tuple[Any, ...]:
-    """The inputs of a call with the dimension first that torch.vmap maps over.
-
-    Raises:
-        NotImplementedError: it maps over the sinks.
-    """
-    refuse_mapped("Mask.sinks", dims[4])
-    query, key, value = map(partial(_in_front, size), (query, key, value), dims)
-    return query, key, value, _mask_in_front(mask, dims[3], query.dim()), sinks
-
-
-def mapped_gradients(
-    size: int,
-    dims: tuple[Any, ...],
-    read: Read,
-    learned: Sequence[bool],
-    compute: Callable[..., Any],
-) -> list[torch.Tensor]:
-    """The gradients of a call that torch.vmap maps, as ``compute`` gives them for tensors that have
-    the dimension first.
-
-    Args:
-        learned: whether the gradients of mask and sinks are wanted.
-    """
-    *six, mask, sinks, grad_lse = read
-    of_mask, of_sinks = learned
-    # Its gradient would have the mapped dimension, whether or not it has.
-    refuse_mapped("Mask.sinks, nor over their gradient", 0 if of_sinks else dims[7])
-    six = list(map(partial(_in_front, size), six, dims))
-    grad_lse = None if grad_lse is None else _in_front(size, grad_lse, dims[8])
-    dim = dims[6]
-    if of_mask and dim is None:
-        mask, dim = mask.expand(size, *mask.shape), 0
-    grads = list(compute(*six, _mask_in_front(mask, dim, six[1].dim()), sinks, grad_lse))
-    if of_mask:
-        grads[3] = grads[3].reshape(mask.movedim(dim, 0).shape)
-    return grads
 
 
 def _in_front(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:

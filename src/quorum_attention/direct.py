@@ -9,16 +9,16 @@ is free then. Nothing is remembered that holds a tensor, or a kernel that its us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from quorum_attention.autograd import RESULTS, Attention, EagerCall, Read, attend
+from quorum_attention.autograd import RESULTS, Attention, EagerCall, Read
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments
-from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.errors import is_out_of_memory
@@ -186,13 +186,13 @@ class DirectCall(EagerCall):
             if self.request.records:
                 out: torch.Tensor = Attention.apply(*tensors, self)[0]
                 return out
-            return self.forward(tensors, ())[0]
+            return self.forward(tensors)[0]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         return None
 
-    def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    def forward(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
         out, lse = self.kernel.whole_forward(self._call(tensors, self.request.out_dtype))
         return as_own(out), lse
@@ -204,9 +204,7 @@ class DirectCall(EagerCall):
             bias = MaskView(mask, 1).whole(work.dtype, self.request.options.device)
         return Call(query, key, value, work.is_causal, self.request.scale, bias, out_dtype)
 
-    def gradients(
-        self, read: Read, learned: Sequence[bool], more: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def gradients(self, read: Read, learned: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """As ``EagerCall.gradients``."""
         grad_out, query, key, value, out, lse, mask, _, grad_lse = read
         refuse_batched(grad_out)
@@ -221,7 +219,7 @@ class DirectCall(EagerCall):
                     raise
                 # The next one is decided anew, by what is free then.
                 self.backwards.clear()
-        return EagerCall.gradients(self, read, learned, more)
+        return EagerCall.gradients(self, read, learned)
 
     def _is_one_backward(
         self, grad_out: torch.Tensor, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor
@@ -266,45 +264,27 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
 _CACHE: dict[Hashable, DirectCall | None] = {}
 
 
-def cached_attention(
-    name: Hashable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    checked: Callable[[], tuple[Tensors, Request]],
-) -> torch.Tensor:
-    """The output of a call: made as one before, or else checked and remembered.
-
-    Args:
-        name: its ``cache_key``.
-        checked: its tensors and request.
-    """
-    known = _CACHE.get(name)
-    if known is not None:
-        made = known.output(
-            Tensors(query, key, value, mask if isinstance(mask, torch.Tensor) else None)
-        )
-        if made is not None:
-            return made
-        # It may run out of memory again: it is remembered by the next call like it that does not.
+def direct_attention(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | None:
+    """The output of a call that is one kernel call; None if it is not, or memory ran out."""
+    name = cache_key(query, key, value, call)
+    if name is None:
+        return None
+    known, mask = _CACHE.get(name), call.attn_mask
+    if name not in _CACHE:
+        tensors, request = request_of("attention", query, key, value, call)
+        # Of tensors that were broadcast, others like the given ones are not.
+        if tensors.query is query and tensors.key is key and tensors.value is value:
+            known = direct_call(tensors, request)
+    tensors = Tensors(query, key, value, mask if isinstance(mask, torch.Tensor) else None)
+    made = None if known is None else known.output(tensors)
+    if known is not None and made is None:
+        # Memory ran out: the next call like it is decided anew, by what is free then.
         _CACHE.pop(name, None)
-        return attend(*checked(), None)[0]
-    tensors, request = checked()
-    # Of tensors that were broadcast or cast, others like the given ones are not.
-    same = tensors.query is query and tensors.key is key and tensors.value is value
-    if same and name not in _CACHE:
-        known = direct_call(tensors, request)
-        made = None if known is None else known.output(tensors)
-        # Not once more, unless memory runs out. Then it is not remembered either: a short call is
-        # decided without asking how much is free.
-        if known is None or made is not None:
-            if len(_CACHE) >= _MOST:
-                forget_all()
-            _CACHE[name] = known
-        if made is not None:
-            return made
-    return attend(tensors, request, None)[0]
+    elif name not in _CACHE:
+        if len(_CACHE) >= _MOST:
+            forget_all()
+        _CACHE[name] = known
+    return made
 
 
 def forget_all() -> None:

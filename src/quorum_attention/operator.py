@@ -1,59 +1,49 @@
 """Attention as one operator of torch's: what a trace sees instead of Python that plans and runs.
 
 ``torch.ops.quorum_attention.attention`` is the forward, ``attention_backward`` the gradients. Both
-know the shapes of their results (for fake tensors), the forward its derivative, and both how to be
-mapped. They are used where a call is traced (torch.compile, torch.export, make_fx, fake tensors) or
-where selective checkpoints choose among operators. All else calls ``autograd`` directly, which is
-quicker. (``torch.library.custom_op`` would be shorter, but has no derivative under torch.func.)
+know the shapes of their results (for fake tensors), the forward its derivative. They are used where
+a call is traced (torch.compile, torch.export, make_fx, fake tensors) or where selective checkpoints
+choose among operators. All else calls ``autograd`` directly, which is quicker and knows torch.func.
 
 Operators take tensors and plain values only. So options and a ``Mask`` are encoded as one string of
 literals; whole numbers and tensors, which may differ from call to call in one graph, are arguments
-of their own. Objects (a kernel, a plan, a report, a function) cannot be said: such a call is no
-operator. They are checked, planned and run when the graph runs: a budget holds then, and settings
-(``using``) are those of then. The forward returns what its backward has to know of that as a
-tensor: which settings.
+of their own. Objects (a kernel, a plan, a report, a function) cannot be encoded: such a call is no
+operator. Calls are planned and run when the graph runs: a budget holds then, and settings
+(``using``) are those of then. The forward returns which settings those were, as a tensor, for its
+backward.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import library
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils._pytree import tree_leaves
 
-from quorum_attention.autograd import (
-    Attention,
-    Gradients,
-    Read,
-    mapped_gradients,
-    mapped_inputs,
-)
+from quorum_attention.autograd import needed_of, refuse_second, upstream_of
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.options import Arguments, CallOptions, several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Layer, current, fill
-from quorum_attention.call.transforms import records, refuse_mapped
-from quorum_attention.call.validation import as_mask, broadcast_inputs
+from quorum_attention.call.validation import as_mask, broadcast_inputs, sizes_of
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.torch_private import has_transforms
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
 NAME = "quorum_attention"
 _Result = TypeVar("_Result")
-# The last three: whether gradients were recorded where the call was written, and whether those of
-# mask and sinks are asked for.
 _CALL = (
-    "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
-    "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
+    "Tensor? seed, Tensor[] parts, float dropout_p, float? scale, bool is_causal, bool enable_gqa, "
+    "ScalarType? out_dtype, str options, SymInt[] numbers"
 )
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = tuple(
@@ -61,15 +51,17 @@ _TAGS = tuple(
     for name in ("pt2_compliant_tag", "cudagraph_unsafe")
     if hasattr(torch.Tag, name)
 )
+# ``recorded``: whether gradients are recorded where the call is written; ``of_mask`` and
+# ``of_sinks``: whether those of mask and sinks are asked for.
 _SCHEMAS = {
     "attention": (
-        f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, Tensor? seed, "
-        f"Tensor[] parts, {_CALL}) -> (Tensor out, Tensor lse, Tensor known)"
+        f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, {_CALL}, "
+        "bool recorded, bool of_mask) -> (Tensor out, Tensor lse, Tensor known)"
     ),
     "attention_backward": (
-        f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"Tensor? attn_mask, Tensor? sinks, Tensor? grad_lse, Tensor known, Tensor? seed, "
-        f"Tensor[] parts, {_CALL}) -> Tensor[]"
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+        f"Tensor? attn_mask, Tensor? sinks, Tensor? grad_lse, Tensor known, {_CALL}, "
+        "bool of_mask, bool of_sinks) -> Tensor[]"
     ),
 }
 
@@ -77,9 +69,13 @@ _SCHEMAS = {
 def as_operator(
     query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(out, lse) of a call by the operator; None where it cannot be said to an operator."""
+    """(out, lse) of a call by the operator; None where no operator can make it.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: query, key and value do not fit each other.
+    """
     attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
-    if out is not None:
+    if out is not None or several(written.devices) or has_transforms():
         return None
     attn_mask = as_mask(attn_mask, query, key)
     if not (
@@ -112,10 +108,14 @@ def as_operator(
         if dropout_seed is not None:
             seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
     query, key, value, grouped, without_heads, _ = broadcast_inputs(query, key, value, enable_gqa)
-    # Whether gradients are asked for is seen where autograd sees the operator.
+    sizes_of(query, key, value, grouped)
+    recorded, of_mask = torch.is_grad_enabled(), mask is not None and mask.requires_grad
+    recorded = recorded and any(
+        t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
+    )
     out, lse, _ = torch.ops.quorum_attention.attention(
         query, key, value, mask, sinks, seed, parts, float(dropout_p), scale, is_causal,
-        grouped, out_dtype, options, numbers, False, False, False,
+        grouped, out_dtype, options, numbers, recorded, recorded and of_mask,
     )  # fmt: skip
     return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
 
@@ -208,7 +208,7 @@ def _backward(*args: Any) -> list[torch.Tensor]:
     number = int(known)
     settings = _kept.get(number, current()) if number else None
     with _mapping_dispatched():
-        tensors, request = _request(settings, *inputs, mask, sinks, *args[10:])
+        tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
         grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
@@ -266,7 +266,7 @@ def _mapping_dispatched() -> Iterator[None]:
 
 def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
     """The tensors of a call, and its request."""
-    query, key, value, mask, sinks, seed, parts, *call, recorded, of_mask, _ = args
+    query, key, value, mask, sinks, seed, parts, *call, recorded, of_mask = args
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call
     written, described = CallOptions(), None
     if options:
@@ -306,7 +306,7 @@ def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Resu
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out_dtype = rest[-6]
+    out_dtype = rest[-5]
     _refuse_meta(query, (key, value, *rest))
     state = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
@@ -338,115 +338,38 @@ def _fake_backward(*args: Any) -> list[torch.Tensor]:
     return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
 
 
-class _OperatorCall(NamedTuple):
-    """A call as autograd records it (``autograd.EagerCall``): by the operators below autograd.
-
-    Attributes:
-        call: the arguments that are no tensors.
-    """
-
-    call: tuple[Any, ...]
-
-    def captured(self) -> tuple[()]:
-        return ()
-
-    def forward(self, tensors: Tensors, more: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        seed, *parts = more
-        with _below():
-            return tuple(torch.ops.quorum_attention.attention(*tensors, seed, parts, *self.call))
-
-    def gradients(
-        self, read: Read, learned: Sequence[bool], more: Sequence[Any]
-    ) -> list[torch.Tensor]:
-        known, seed, *parts = more
-        grads: list[torch.Tensor] = torch.ops.quorum_attention.attention_backward(
-            *read, known, seed, parts, *self.call[:-2], *learned
-        )
-        return grads
-
-    def backward(self, read: Read, learned: Sequence[bool]) -> list[torch.Tensor]:
-        with _below():
-            grads: list[torch.Tensor] = torch.ops.quorum_attention.attention_backward(
-                *read[:11], list(read[11:]), *self.call
-            )
-        return grads
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *six, parts = inputs[:7]
+    ctx.call = inputs[7:14]
+    ctx.save_for_backward(*six, *output, *parts)
+    ctx.set_materialize_grads(False)
 
 
-@contextmanager
-def _below() -> Iterator[None]:
-    """For operators called below autograd. Where transformations are nested, the next of them may
-    record again (torch has turned that off for the function it is in)."""
-    again = torch._C._are_functorch_transforms_active()
-    with (
-        torch.enable_grad() if again else nullcontext(),
-        torch._C._AutoDispatchBelowAutograd(),
-    ):
-        yield
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """A function of autograd's, where torch dispatches to autograd: transformations of torch.func
-    are dealt with already, and torch's own ``apply`` would begin them again."""
-    transformed = torch._C._are_functorch_transforms_active()
-    with enable_single_level_autograd_function() if transformed else nullcontext():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-def _recorded_forward(*args: Any) -> Any:
-    *six, parts = args[:7]
-    if records(*six, *parts):
-        learned = [t is not None and t.requires_grad for t in six[3:5]]
-        call = _OperatorCall((*args[7:-3], True, *learned))
-        return _apply(Attention, *six[:5], call, six[5], *parts)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.quorum_attention.attention(*args)
-
-
-def _recorded_backward(*args: Any) -> Any:
-    *tensors, parts = args[:12]
-    if not records(*tensors, *parts):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.quorum_attention.attention_backward(*args)
-
-    return list(_apply(Gradients, *tensors, *parts, _OperatorCall(args[12:]), ()))
-
-
-def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    """One more batch dimension; what is not mapped is expanded."""
-    _refuse_others(args[7], *in_dims[5:7])
-    five = mapped_inputs(info.batch_size, in_dims, *args[:5])
-    return torch.ops.quorum_attention.attention(*five, *args[5:]), (0, 0, None)
-
-
-def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    _refuse_others(args[12], *in_dims[10:12])
-
-    def compute(*nine: Any) -> Any:
-        return torch.ops.quorum_attention.attention_backward(*nine, *args[9:])
-
-    grads = mapped_gradients(info.batch_size, in_dims, args[:9], args[-2:], compute)
-    return grads, [0] * len(grads)
-
-
-def _refuse_others(dropout_p: float, seed: int | None, parts: list[int | None]) -> None:
-    """Refuse to map a seed or a tensor of a mask; and dropout, because a seed would drop other
-    pairs than without the mapping."""
-    dropout = seed if dropout_p == 0.0 else 0
-    refuse_mapped("dropout in a graph, nor over tensors of a Mask", dropout, *parts)
+def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
+    query, key, value, mask, sinks, seed, out, lse, known, *parts = ctx.saved_tensors
+    grad_out, grad_lse = upstream_of(out, *upstream[:2])
+    needed = ctx.needs_input_grad
+    grads = torch.ops.quorum_attention.attention_backward(
+        grad_out, query, key, value, out, lse, mask, sinks, grad_lse, known, seed, parts,
+        *ctx.call, *needed[3:5],
+    )  # fmt: skip
+    # An empty list counts as one of tensors.
+    numbers = None if ctx.call[-1] else []
+    rest = None, [None] * len(parts), *(None,) * 6, numbers, None, None
+    return (*needed_of(grads, needed), *rest)
 
 
 def _register() -> library.Library:
     made = library.Library(NAME, "DEF")
-    functions: list[tuple[Callable[..., Any], ...]] = [
-        (_forward, _recorded_forward, _fake_forward, _map_forward),
-        (_backward, _recorded_backward, _fake_backward, _map_backward),
+    functions: list[tuple[Any, ...]] = [
+        (_forward, _fake_forward, _derivative, _save),
+        (_backward, _fake_backward, refuse_second, None),
     ]
-    for name, (compute, recorded, fake, mapped) in zip(_SCHEMAS, functions, strict=True):
+    for name, (compute, fake, derivative, save) in zip(_SCHEMAS, functions, strict=True):
         made.define(name + _SCHEMAS[name], tags=_TAGS)
         made.impl(name, compute, "CompositeExplicitAutograd")
-        made.impl(name, recorded, "Autograd")
         library.register_fake(f"{NAME}::{name}", fake, lib=made)
-        library.register_vmap(f"{NAME}::{name}", mapped, lib=made)
+        library.register_autograd(f"{NAME}::{name}", derivative, setup_context=save, lib=made)
     return made
 
 
