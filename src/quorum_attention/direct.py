@@ -22,30 +22,25 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.execution.call import MaskView, operand, rows_apart, steps_are_clear
-from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, best_device
+from quorum_attention.execution.call import MaskView, operand
+from quorum_attention.execution.device.lookup import BACKENDS, backend_of, best_device
 from quorum_attention.execution.problem import is_small, scales
 from quorum_attention.execution.routes.over_inputs import Whole, without_empty_rows
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.registry import registrations
+from quorum_attention.kernels.torch_private import has_modes, has_transforms
 from quorum_attention.mask import Mask
 from quorum_attention.passes import as_own, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner.calibration import rates_known
 from quorum_attention.planner.decide import Decision
 
 # By names of this file: to look them up in torch would take longer than the shortest calls.
-_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
-_transforms, _forward_ad = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
-# Included while there is a mode before dispatch.
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-_included = torch._C._dispatch_tls_is_dispatch_key_included
-_autocast, _records = torch.is_autocast_enabled, torch.is_grad_enabled
+_forward_ad, _autocast = torch.autograd.forward_ad, torch.is_autocast_enabled
 _deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
+_tracing, _records = torch._C._is_tracing, torch.is_grad_enabled
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float, str)
 _WORD = 16
-# Whether this torch could find a GPU, which then computes what lies in host memory.
-_ANY_GPU = torch.version.cuda is not None
 # Calls that are remembered; when there are more, all are forgotten. (Under a mask each keeps its
 # kernel's tables in page-locked memory, 0.4 MB for 262,144 tokens.)
 _MOST = 128
@@ -56,11 +51,7 @@ _MOST = 128
 
 def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | None:
     """What a call is looked up by; None if it is none that is remembered, as one with options.
-
-    Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
-    gradients are recorded: a model that decodes has another number at every call, and decisions
-    round it up (``planner/decide.py``).
-    """
+    Calls of one key differ in their numbers only."""
     attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
     if not (
         type(dropout_p) is float and dropout_p == 0.0 and written.says_nothing
@@ -69,7 +60,8 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
         and (scale is None or type(scale) is float)
     ):  # fmt: skip
         return None
-    for tensor in (query, key, value):
+    three = query, key, value
+    for tensor in three:
         if not _is_plain(tensor) or tensor.dim() != 4:
             return None
     kind = query.device.type
@@ -77,17 +69,19 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
     # Before sizes are looked at: under a trace they may be tensors.
     if backend is None or _is_unusual(kind):
         return None
-    records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    own = (
-        _on_a_gpu(query, key, value, attn_mask)
-        if backend.own_memory
-        else _on_a_cpu(query, key, value, attn_mask, is_causal or records)
-    )
-    if own is None:
+    mask = () if attn_mask is None else _described(attn_mask, query.device)
+    if mask is None:
         return None
+    try:
+        # To a multiple of a word, at which a GPU's operators want rows to begin.
+        starts = [tensor.data_ptr() % _WORD for tensor in three]
+    except RuntimeError:
+        # It has no memory of its own: it belongs to a transformation, even to one that is over.
+        return None
+    records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    lie = [(t.shape, t.stride(), t.dtype, t.device) for t in three]
     return (
-        own, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-        is_causal, scale, enable_gqa, records, backend,
+        *lie, *starts, mask, is_causal, scale, enable_gqa, records, backend, best_device(),
         _deterministic(), registrations(), rates_known(),
     )  # fmt: skip
 
@@ -99,45 +93,13 @@ def _is_plain(tensor: Any) -> bool:
     return not (tensor.is_nested or tensor.is_neg())
 
 
-def _on_a_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, exact: bool
-) -> Hashable | None:
-    n_keys = key.shape[2]
-    if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS[GPU].is_here()):
-        return None
-    steps = query.stride()
-    if steps[3] != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        return None
-    if not (steps_are_clear(query) and all(map(rows_apart, (query, key, value)))):
-        return None
-    kept: Hashable = None
-    if mask is not None:
-        if not _is_plain(mask) or mask.device != query.device or mask.requires_grad:
+def _described(mask: Any, device: torch.device) -> Hashable | None:
+    """A mask: in host memory a tensor, by how it lies; on a GPU a ``Mask`` without tensors,
+    functions and other masks, in numbers. None for others."""
+    if not BACKENDS[device.type].own_memory:
+        if not _is_plain(mask) or mask.device != device or mask.requires_grad:
             return None
-        kept = (mask.shape, mask.dtype)
-    keys = n_keys if exact or mask is not None else (n_keys - 1).bit_length()
-    return (query.shape, *key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3], keys, kept)
-
-
-def _on_a_gpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any
-) -> Hashable | None:
-    mask = () if attn_mask is None else _described(attn_mask)
-    if mask is None:
-        return None
-    try:
-        places = query.data_ptr() % _WORD, key.data_ptr() % _WORD, value.data_ptr() % _WORD
-    except RuntimeError:
-        # It has no memory of its own: it belongs to a transformation, even to one that is over.
-        return None
-    return (
-        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        places, best_device(), mask,
-    )  # fmt: skip
-
-
-def _described(mask: Any) -> Hashable | None:
-    """A ``Mask`` without tensors, functions and other masks, in numbers; None for others."""
+        return mask.shape, mask.stride(), mask.dtype
     if type(mask) is not Mask:
         return None
     said = mask.said()
@@ -152,8 +114,7 @@ def _is_unusual(kind: str) -> bool:
     return (
         current() is not None
         or RESULTS.get() is not None
-        or _modes() > 0
-        or _included(_PRE_DISPATCH)
+        or has_modes()
         or _tracing()
         or _is_transformed()
         or _autocast(kind)
@@ -162,7 +123,7 @@ def _is_unusual(kind: str) -> bool:
 
 def _is_transformed() -> bool:
     """Whether a transformation of torch.func or forward-mode is active."""
-    return bool(_transforms() or _forward_ad._current_level >= 0)
+    return has_transforms() or bool(_forward_ad._current_level >= 0)
 
 
 # --- One kernel call ------------------------------------------------------------------------------
