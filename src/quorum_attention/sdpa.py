@@ -20,12 +20,7 @@ from quorum_attention.autograd import attend
 from quorum_attention.call.options import Arguments, CallOptions, Defaults
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
-from quorum_attention.call.validation import (
-    broadcast_inputs,
-    check_kind,
-    is_causal_bias,
-    sizes_of,
-)
+from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator
 
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _Sdpa = Callable[..., torch.Tensor]
-_Call = tuple[Any, Any, Any, Arguments]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MIN_TOKENS = 4096
 
@@ -138,9 +132,9 @@ def _release(layer: Layer) -> None:
             torch.nn.functional.scaled_dot_product_attention = original
 
 
-def _tokens(layer: Layer) -> int:
-    tokens: int = layer["min_tokens"] if layer["sdpa"] else sys.maxsize
-    return tokens
+def _tokens(layer: Layer | None) -> int:
+    """From how many tokens on calls are taken."""
+    return layer["min_tokens"] if layer and layer.get("sdpa") else sys.maxsize
 
 
 def _least() -> int:
@@ -151,13 +145,13 @@ def _least() -> int:
 def _instead_of(original: _Sdpa) -> _Sdpa:
     def scaled_dot_product_attention(*args: Any, **named: Any) -> torch.Tensor:
         try:
-            call = _arguments(*args, **named)
+            query, key, value, call = _arguments(*args, **named)
         except TypeError:
             return original(*args, **named)  # torch's own says so
-        taken = _taken(call)
+        taken = _taken(query, key, value, call)
         if taken is not None:
             return taken
-        mask: Any = call[3].attn_mask
+        mask: Any = call.attn_mask
         # Torch's CausalBias looks for the name in torch.nn.functional, which is ours.
         own = mask._dispatch if is_causal_bias(mask) else original
         return own(*args, **named)
@@ -177,72 +171,49 @@ def _arguments(
     *,
     scale: Any = None,
     enable_gqa: Any = False,
-) -> _Call:
+) -> tuple[Any, Any, Any, Arguments]:
     """The arguments of a call of torch's function."""
-    said = Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
-    return query, key, value, said
+    return query, key, value, Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
 
 
 # --- Which calls are taken --------------------------------------------------------------------
 
 
-def _is_long(call: _Call, min_tokens: int) -> bool:
-    """Whether a call is of plain tensors, long enough, and has more than one query."""
-    query, key, value, said = call
-    mask = said.attn_mask
-    if mask is not None and said.is_causal:
-        return False  # refused by torch's own
-    given = [query, key, value]
-    if mask is not None and not is_causal_bias(mask):
-        given.append(mask)
-    if not all(type(tensor) in _PLAIN or _is_of_a_trace(tensor) for tensor in given):
-        return False
-    if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
-        return False
-    n_queries, n_keys = query.shape[-2], key.shape[-2]
-    long = n_queries >= min_tokens or n_keys >= min_tokens
-    return bool(n_queries > 1 and n_keys > 0 and long)
-
-
-def _is_of_a_trace(tensor: object) -> bool:
-    # torch's compiler says of its own fake tensors that they are plain ones.
-    return not torch.compiler.is_dynamo_compiling() and is_fake(tensor)
-
-
-def _taken(call: _Call) -> torch.Tensor | None:
-    """The result of a call; None if it is torch's, or refused before any work."""
-    if torch.compiler.is_dynamo_compiling():  # the settings are looked up when the graph runs
-        return _in_a_graph(call) if _is_long(call, _least()) else None
-    settings = current()
-    if not (settings and settings.get("sdpa") and _is_long(call, settings["min_tokens"])):
+def _taken(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | None:
+    """The result of a call; None if it is torch's, or refused before any work: torch's own can do
+    it, or says why not in its own words."""
+    compiled = torch.compiler.is_dynamo_compiling()
+    least = _least() if compiled else _tokens(current())
+    if not _is_long(query, key, value, call, least) or (not compiled and _is_special(query)):
         return None
-    query, key, value, said = call
-    if _is_special(query):
-        return None
-    if is_traced(query, key, value):
-        return _in_a_graph(call)
     try:
-        said = said._replace(written=filled(CallOptions()))
-        tensors, request = request_of("attention", query, key, value, said)
+        if compiled or is_traced(query, key, value):
+            results = as_operator(query, key, value, call)
+            return None if results is None else results[0]
+        call = call._replace(written=filled(CallOptions()))
+        tensors, request = request_of("attention", query, key, value, call)
     except (TypeError, ValueError, NotImplementedError):
-        return None  # torch's own can do it, or says why not in its own words
+        return None
     try:
         return attend(tensors, request, None)[0]
     except NotImplementedError:  # no kernel: said before any work
         return None
 
 
-def _in_a_graph(call: _Call) -> torch.Tensor | None:
-    """The result of the operator; None if it is torch's: checks come before the graph runs."""
-    query, key, value, said = call
-    try:
-        for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
-            check_kind(tensor, name)
-        sizes_of(*broadcast_inputs(query, key, value, said.enable_gqa)[:4])
-        found = as_operator(query, key, value, said)
-    except (TypeError, ValueError, NotImplementedError):
-        return None
-    return None if found is None else found[0]
+def _is_long(query: Any, key: Any, value: Any, call: Arguments, least: int) -> bool:
+    """Whether a call is of plain tensors, at least so long, and has more than one query."""
+    mask = call.attn_mask
+    if least == sys.maxsize or (mask is not None and call.is_causal):  # refused by torch's own
+        return False
+    given = [query, key, value, *([] if mask is None or is_causal_bias(mask) else [mask])]
+    # torch's compiler says of its own fake tensors that they are plain ones.
+    compiled = torch.compiler.is_dynamo_compiling()
+    if not all(type(t) in _PLAIN or (not compiled and is_fake(t)) for t in given):
+        return False
+    if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
+        return False
+    n_queries, n_keys = query.shape[-2], key.shape[-2]
+    return bool(n_queries > 1 and n_keys > 0 and (n_queries >= least or n_keys >= least))
 
 
 def _is_special(query: torch.Tensor) -> bool:
