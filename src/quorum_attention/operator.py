@@ -90,7 +90,7 @@ def as_operator(
     ):
         return None
     described = attn_mask if isinstance(attn_mask, Mask) else None
-    mask = attn_mask if described is None else described.bias
+    mask: Any = attn_mask if described is None else described.bias
     sinks = None if described is None else described.sinks
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
@@ -354,7 +354,7 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
         *ctx.call, *needed[3:5],
     )  # fmt: skip
     # An empty list counts as one of tensors.
-    numbers = None if ctx.call[-1] else []
+    numbers: list[Any] | None = None if ctx.call[-1] else []
     rest = None, [None] * len(parts), *(None,) * 6, numbers, None, None
     return (*needed_of(grads, needed), *rest)
 
