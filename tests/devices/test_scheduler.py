@@ -113,8 +113,8 @@ def coordinator(
     report = PoolPass()
     for at, one in enumerate(workers):
         one.device = f"device {at}"
-    homes = partition(CALL, [1.0] * max(2, len(workers)), 10)
-    schedule = Schedule(CALL, homes, {n: 1e15 for n, one in enumerate(workers) if one.alive})
+    speeds = dict.fromkeys(range(len(workers)), 1e15)
+    schedule, homes = Schedule(CALL, speeds, 10), partition(CALL, [1.0] * len(workers), 10)
     spec, budgets, more = PassSpec(7, False, CALL, steady=steady), [None] * len(workers), sums
     made = Coordinator(workers, spec, schedule, budgets, report, more)  # type: ignore[arg-type]
     return made, report, [block for home in homes for block in home]
@@ -239,7 +239,7 @@ def test_a_device_that_is_slower_than_was_expected_is_helped(seed: int) -> None:
     heads = draw.randint(1, 9)
     call = WholeCall((1,), heads, heads, 1 << 16, 1 << 16, is_causal=True)
     expected = dict.fromkeys(range(len(speeds)), 1e15)
-    schedule = Schedule(call, partition(call, [1.0] * len(speeds), 10), expected)
+    schedule = Schedule(call, expected, 10)
     now, events, done = 0.0, list[tuple[float, int]](), list[Block]()
     while not schedule.finished:
         for device in schedule.devices - set(schedule.running):

@@ -14,7 +14,7 @@ from quorum_attention import distributed as sharded
 
 def _in_turns(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.group.WORLD]
-    import_module("quorum_attention.distributed.attention").turns_of = lambda flops: 3
+    import_module("quorum_attention.distributed.partition").turns_of = lambda flops: 3
     for group, sizes in zip(pairs, ([5, 12], [7, 0, 4]), strict=True):
         if rank >= len(sizes):
             continue

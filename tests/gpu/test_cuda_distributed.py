@@ -27,7 +27,7 @@ SHAPES = [
 
 
 def _all_of_it(rank: int) -> None:
-    module = import_module("quorum_attention.distributed.attention")
+    module = import_module("quorum_attention.distributed.partition")
     turns_of = module.turns_of
     for turns in (1, 2, 3):  # on two streams
         module.turns_of = lambda flops, turns=turns: turns

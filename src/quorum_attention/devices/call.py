@@ -44,7 +44,6 @@ def request_on_several(
     *,
     count: int,
     pool_of: Callable[[], Pool],
-    pool_report: PoolReport | None = None,
 ) -> tuple[Tensors, Request]:
     """``request_of``, for several devices.
 
@@ -52,7 +51,6 @@ def request_on_several(
         inputs: query, key and value.
         count: how many devices there are.
         pool_of: gives their pool, for each pass.
-        pool_report: filled with what happened, beside the call's own report.
 
     Raises:
         Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
@@ -81,9 +79,8 @@ def request_on_several(
     options = CallOptions(
         depth=written.depth, kernel=written.kernel, accumulator=written.accumulator
     )
-    watched, report = pool_report is not None, pool_report or PoolReport()
     steady = mask is None or not mask.is_structured
-    runner = PoolCall(pool_of, budgets, options, pickled, steady, report, watched)
+    runner = PoolCall(pool_of, budgets, options, pickled, steady)
     return tensors, replace(request, runner=runner)
 
 
@@ -150,8 +147,6 @@ class PoolCall:
         written: depth, kernel and accumulator.
         mask: what is masked beside a bias, pickled for workers.
         steady: whether blocks take as long as their pairs say.
-        report: filled beside the call's own.
-        watched: whether somebody asked for that.
     """
 
     pool_of: Callable[[], Pool]
@@ -159,8 +154,6 @@ class PoolCall:
     written: CallOptions
     mask: bytes | None
     steady: bool
-    report: PoolReport
-    watched: bool
     _kept: dict[str, tuple[InFile, torch.Tensor]] = field(default_factory=dict)
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,8 +225,7 @@ class PoolCall:
                 results[name] = given, own
             spec = PassSpec(
                 next(pool.numbers), sums is not None, self._whole(request), self.mask, handles,
-                self.written, self.watched or request.report is not None,
-                len(set(self.budgets)) > 1, self.steady,
+                self.written, len(set(self.budgets)) > 1, self.steady,
             )  # fmt: skip
             with progress_of(request) as progress:
                 budgets = self._left(pool, request, home)
@@ -264,9 +256,8 @@ class PoolCall:
     def _reported(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:
         """A pass's report, in the call's own."""
         report, name = PoolPass(), "backward" if backward else "forward"
-        setattr(self.report, name, report)
         if request.report is not None:
-            request.report.pool = request.report.pool or self.report
+            request.report.pool = request.report.pool or PoolReport()
             setattr(request.report.pool, name, report)
         yield report
         made = as_one(report, backward)

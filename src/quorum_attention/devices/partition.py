@@ -14,7 +14,9 @@ arrival.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -57,7 +59,7 @@ def pairs(call: WholeCall, block: Block) -> int:
     return block.heads.length * (high - low)
 
 
-def pieces_of(call: WholeCall, speeds: Sequence[float], *, alike: bool, at_once: bool) -> int:
+def pieces_of(call: WholeCall, speeds: Mapping[int, float], *, alike: bool, at_once: bool) -> int:
     """In how many pieces to cut what a device has.
 
     Args:
@@ -72,7 +74,7 @@ def pieces_of(call: WholeCall, speeds: Sequence[float], *, alike: bool, at_once:
         return wanted
     if alike and at_once:
         every = batch * call.heads * _pairs_above(call, call.n_queries)
-        wanted = math.ceil(every / sum(speeds) / _LONGEST_SECONDS - 1e-3)
+        wanted = math.ceil(every / sum(speeds.values()) / _LONGEST_SECONDS - 1e-3)
     return max(1, min(wanted, each))
 
 
@@ -129,13 +131,9 @@ def _point(call: WholeCall, at: float) -> tuple[int, int]:
 
 def _row(call: WholeCall, part: float) -> int:
     """The row at which a part of a head's work is done, at the end of a tile."""
-    row = part * call.n_queries
-    if call.is_causal:
-        above = _pairs_above(call, call.n_queries) * part
-        square = min(call.n_queries, call.n_keys) ** 2 / 2
-        beyond = math.sqrt(2 * square) + (above - square) / max(1, call.n_keys)
-        row = math.sqrt(2 * above) if above <= square else beyond
-    return min(call.n_queries, round(row / _TILE) * _TILE)
+    n, above = call.n_queries, partial(_pairs_above, call)
+    row = bisect_left(range(n), part * above(n), key=above)
+    return min(n, round(row / _TILE) * _TILE)
 
 
 def _pairs_above(call: WholeCall, row: int) -> int:

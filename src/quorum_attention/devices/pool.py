@@ -18,7 +18,7 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
 from quorum_attention.devices.call import request_on_several
-from quorum_attention.devices.partition import Sums, partition, pieces_of
+from quorum_attention.devices.partition import Sums, pieces_of
 from quorum_attention.devices.processes import Turn, Worker, end, end_after, start
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.devices.scheduler import Coordinator, Schedule
@@ -26,6 +26,7 @@ from quorum_attention.devices.simulate import expected_speed
 from quorum_attention.devices.worker import PassSpec
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.execution.problem import Workload
+from quorum_attention.execution.report import Report
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
@@ -160,13 +161,12 @@ class Pool(Several):
         """
         said = Arguments(
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
-            written=CallOptions(budget, None, depth, kernel, devices=self, progress=progress),
+            written=CallOptions(
+                budget, None, depth, kernel, devices=self, progress=progress,
+                report=None if report is None else Report(pool=report),
+            ),
         )  # fmt: skip
-        tensors, request = request_on_several(
-            "attention", (query, key, value), said, count=len(self._workers),
-            pool_of=lambda: self, pool_report=report,
-        )  # fmt: skip
-        return attend(tensors, request, out)[0]
+        return attend(*request_on_devices("attention", query, key, value, said), out)[0]
 
     def run(
         self,
@@ -203,11 +203,8 @@ class Pool(Several):
             }  # fmt: skip
             alike = spec.steady and len({(workers[n].name, each[n]) for n in here}) == 1
             at_once = all(backend_of(torch.device(workers[n].device)).own_memory for n in here)
-            known = list(speeds.values())
-            pieces = pieces_of(spec.call, known, alike=alike, at_once=at_once)
-            blocks = iter(partition(spec.call, known, pieces))
-            homes = [next(blocks) if n in speeds else [] for n in range(len(workers))]
-            schedule = Schedule(spec.call, homes, speeds)
+            pieces = pieces_of(spec.call, speeds, alike=alike, at_once=at_once)
+            schedule = Schedule(spec.call, speeds, pieces)
             Coordinator(workers, spec, schedule, each, report, sums, progress).run()
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices.buffers import handle_of
-from quorum_attention.devices.partition import Buffers, Sums, pairs
+from quorum_attention.devices.partition import Buffers, Sums, pairs, partition
 from quorum_attention.devices.processes import Worker, listen
 from quorum_attention.devices.report import PoolPass, Ran
 from quorum_attention.devices.worker import Compute, Done, Failed, PassSpec
@@ -29,12 +29,14 @@ _HUNG_TIMES, _HUNG_SECONDS, _HOUR = 20.0, 60.0, 3600.0
 
 
 class Order(NamedTuple):
-    """A block that a device computes, with so many pairs; ``number`` is the block's."""
+    """A block that a device computes, with so many pairs; ``number`` is the block's, ``home`` the
+    device that it belongs to."""
 
     number: int
+    home: int
     block: Block
     work: int
-    begun: float
+    begun: float = 0.0
 
 
 class Schedule:
@@ -42,8 +44,8 @@ class Schedule:
 
     Args:
         call: whose blocks they are.
-        homes: blocks of each device, in the order in which it should begin them.
-        speeds: pairs a second that are expected of each device that takes part.
+        speeds: of each device that takes part, the pairs a second that are expected.
+        pieces: as of ``partition``.
 
     Attributes:
         count: of all blocks.
@@ -51,47 +53,44 @@ class Schedule:
         devices: those that take part.
     """
 
-    def __init__(
-        self, call: WholeCall, homes: Sequence[Sequence[Block]], speeds: Mapping[int, float]
-    ) -> None:
-        self._speeds, self._homes = speeds, list[int]()
-        # By home, what waits: number, block and pairs.
-        self._waiting: list[list[tuple[int, Block, int]]] = []
-        for home, blocks in enumerate(homes):
-            first = len(self._homes)
-            self._waiting.append([(first + n, b, pairs(call, b)) for n, b in enumerate(blocks)])
-            self._homes += [home] * len(blocks)
-        self.count, self.devices = len(self._homes), set(speeds)
+    def __init__(self, call: WholeCall, speeds: Mapping[int, float], pieces: int) -> None:
+        self.count, self.devices, self._speeds = 0, set(speeds), speeds
+        # By home, what waits.
+        self._waiting: dict[int, list[Order]] = {}
+        homes = partition(call, list(speeds.values()), pieces)
+        for home, blocks in zip(speeds, homes, strict=True):
+            orders = [Order(n, home, b, pairs(call, b)) for n, b in enumerate(blocks, self.count)]
+            self._waiting[home] = orders
+            self.count += len(blocks)
         self.running: dict[int, Order] = {}
 
     @property
     def finished(self) -> bool:
         """Whether nothing is left to do."""
-        return not self.running and not any(self._waiting)
+        return not self.running and not any(self._waiting.values())
 
     def take(self, device: int, now: float) -> Order | None:
         """What an idle device does next; None: nothing that would be done sooner by it."""
         if self._waiting[device]:
-            found = self._waiting[device].pop(0)
+            order = self._waiting[device].pop(0)
         else:
-            left = [sum(work for _, _, work in waiting) for waiting in self._waiting]
-            home = max(range(len(left)), key=left.__getitem__)
+            left = {home: sum(o.work for o in each) for home, each in self._waiting.items()}
+            home = max(left, key=left.__getitem__)
             if not self._waiting[home]:
                 return None
-            last, speed = self._waiting[home][-1][2], self._speeds[device]
+            last, speed = self._waiting[home][-1].work, self._speeds[device]
             if home in self.devices and last * self._speeds[home] > left[home] * speed:
                 return None
-            found = self._waiting[home].pop()
-        order = self.running[device] = Order(*found, now)
-        return order
+            order = self._waiting[home].pop()
+        self.running[device] = order._replace(begun=now)
+        return self.running[device]
 
     def put_back(self, device: int) -> None:
         """Others may take what a device was at."""
         order = self.running.pop(device, None)
         if order is not None:
-            waiting = self._waiting[self._homes[order.number]]
-            waiting.append(order[:3])
-            waiting.sort()
+            self._waiting[order.home].append(order)
+            self._waiting[order.home].sort()
 
 
 @dataclass(slots=True)

@@ -86,10 +86,9 @@ def simulate(
     names, speeds = [name for name, _ in devices], [speed for _, speed in devices]
     first = partition(call, speeds)[0]
     rate = sum(pairs(call, one) for one in first) / max(1e-9, sum(map(seconds, first)))
-    expected = [speed * rate for speed in speeds]
+    expected = {number: speed * rate for number, speed in enumerate(speeds)}
     pieces = pieces_of(call, expected, alike=len(set(devices)) == 1, at_once=True)
-    homes = partition(call, speeds, pieces)
-    schedule = Schedule(call, homes, dict(enumerate(expected)))
+    schedule = Schedule(call, expected, pieces)
     report = PoolPass(devices=names, parts=schedule.count)
     events: list[tuple[float, int]] = []
     idle, now = set(schedule.devices), 0.0

@@ -49,7 +49,6 @@ class PassSpec:
         tensors: handles by name: query, key, value, bias, sinks, out, lse; grad_out, grad_query,
             grad_key, grad_value, grad_lse.
         written: depth, kernel and accumulator.
-        watched: whether somebody reads the report.
         unequal: whether other workers may have more memory.
         steady: whether blocks take as long as their pairs say.
     """
@@ -60,7 +59,6 @@ class PassSpec:
     mask: bytes | None = None
     tensors: Handles = field(default_factory=dict)
     written: CallOptions = field(default_factory=CallOptions)
-    watched: bool = True
     unequal: bool = False
     steady: bool = True
 
@@ -118,7 +116,8 @@ class Rule:
     """
 
     def __init__(self, keeps: Keeps, sizes: tuple[int, ...], device: str) -> None:
-        self.keeps, name, pairs = keeps, shown(keeps), _sample_pairs(sizes)
+        self.keeps, name = keeps, shown(keeps)
+        sampled = sizes, random.SystemRandom().getrandbits(63), device
         try:
             pickled = pickle.dumps(keeps)
         except Exception as error:
@@ -127,7 +126,7 @@ class Rule:
                 f"{name} cannot be ({type(error).__name__}: {error}): use a function of a module, "
                 "not one made inside another function"
             ) from None
-        self._sent = pickled, name, pairs, _answers(keeps, pairs, device), device
+        self._sent = pickled, name, sampled, _answers(keeps, *sampled)
 
     def __call__(self, *at: Any) -> torch.Tensor:
         """Which pairs are kept."""
@@ -138,7 +137,7 @@ class Rule:
 
 
 def _opened_rule(
-    pickled: bytes, name: str, pairs: list[tuple[int, ...]], kept: list[bool], device: str
+    pickled: bytes, name: str, sampled: tuple[tuple[int, ...], int, str], kept: list[bool]
 ) -> Keeps:
     """The function of a ``Rule``, in a worker.
 
@@ -154,7 +153,7 @@ def _opened_rule(
             f"devices compute, and {name} cannot be ({type(error).__name__}: {error}): "
             "put it into a module"
         ) from error
-    if _answers(keeps, pairs, device) != kept:
+    if _answers(keeps, *sampled) != kept:
         raise RuntimeError(
             f"the mask function {name} keeps other pairs in a worker than in the process "
             "that made the call: a worker imports it by its name, and what it reads differs "
@@ -163,25 +162,20 @@ def _opened_rule(
     return keeps
 
 
-def _sample_pairs(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Some hundred pairs of a call, drawn anew each time: for each query keys at every order of
-    magnitude of the distance, and anywhere."""
-    draw = random.SystemRandom()  # no generator of the caller's moves on
-    batch, heads, n_queries, n_keys = sizes
-    pairs: list[tuple[int, ...]] = []
-    for number in range(512 if 0 not in sizes else 0):
-        query, key = draw.randrange(n_queries), draw.randrange(n_keys)
-        if number % 2:
-            away = int(n_keys ** draw.random()) - draw.randrange(2)
-            key = min(n_keys - 1, max(0, query + draw.choice((-1, 1)) * away))
-        pairs.append((draw.randrange(batch), draw.randrange(heads), query, key))
-    return pairs
-
-
-def _answers(keeps: Keeps, pairs: list[tuple[int, ...]], device: str) -> list[bool]:
-    """Which pairs a function of a mask keeps."""
-    at = [torch.tensor(numbers, device=device) for numbers in zip(*pairs, strict=True)]
-    return torch.vmap(indexing(boolean(keeps)))(*at).tolist() if at else []
+def _answers(keeps: Keeps, sizes: tuple[int, ...], seed: int, device: str) -> list[bool]:
+    """Which of some hundred pairs of a call a function keeps: half of them anywhere, half at every
+    order of magnitude of the distance."""
+    if 0 in sizes:
+        return []
+    with torch.device("cpu"):  # no generator of the caller's moves on
+        draw = torch.Generator().manual_seed(seed)
+        *others, query, key = (torch.randint(n, (512,), generator=draw) for n in sizes)
+        away = sizes[3] ** torch.rand(256, generator=draw) - torch.rand(256, generator=draw)
+        away *= torch.randint(2, (256,), generator=draw) * 2 - 1
+        key[::2] = (query[::2] + away.long()).clamp(0, sizes[3] - 1)
+    at = [numbers.to(device) for numbers in (*others, query, key)]
+    kept: list[bool] = torch.vmap(indexing(boolean(keeps)))(*at).tolist()
+    return kept
 
 
 def work(device: str, threads: int | None, pipe: Connection) -> None:
@@ -284,8 +278,7 @@ class BlockWorker:
         names = _INPUTS if spec.backward else _INPUTS[:3]
         inputs = {name: views[name] for name in names if name in views}
         written = spec.written._replace(
-            devices=self._device, budget=message.budget, total=report,
-            report=report if spec.watched else None,
+            devices=self._device, budget=message.budget, total=report, report=report,
         )  # fmt: skip
         with self._prepared(views, spec.backward):
             if not spec.backward:

@@ -16,33 +16,7 @@ from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import current, filled
 from quorum_attention.counts import shown
-from quorum_attention.distributed.agreement import (
-    Signature,
-    agreed_number,
-    agreed_sizes,
-    compare,
-    exchanging,
-    kernel_of_parts,
-    member_of,
-    refusing,
-    waits,
-)
-from quorum_attention.distributed.masks import (
-    checked_mask,
-    columns_of,
-    pairs_above,
-    signature_of,
-    tensors_of,
-    whole_mask,
-)
-from quorum_attention.distributed.partition import (
-    Assignment,
-    RowBytes,
-    Sequences,
-    choose,
-    forward_bytes,
-    turns_of,
-)
+from quorum_attention.distributed import agreement, masks, partition
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
@@ -120,33 +94,37 @@ def attention(
             of ``quorum_attention.attention`` come through on the rank that has them; others get an
             error when the group's time limit ends or that rank's connection does.
     """
-    group = member_of(group)
+    group = agreement.member_of(group)
     written = CallOptions(budget, None, depth, kernel)
-    with refusing(group, lengths is None or waits(group, query)):
-        mask = checked_mask(attn_mask)
+    with agreement.refusing(group, lengths is None or agreement.waits(group, query)):
+        mask = masks.checked_mask(attn_mask)
         said = Arguments(
             None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, written=filled(written)
         )
         inputs, shard = _checked_shard(query, key, value, said, report)
         written = written._replace(kernel=shard.options.kernel)
-    query, work, dropout = inputs.query, shard.work, shard.dropout
-    batch, heads, kv_heads, causal = work.batch, work.heads, work.kv_heads, work.is_causal
-    arguments: Signature = {
-        "batch size": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": work.head_dim,
-        "value_dim": work.value_dim, "dtype": str(work.dtype), "is_causal": causal,
-        "scale": shard.scale, "attn_mask": None if mask is None else signature_of(mask),
+    query, work, dropout, causal = inputs.query, shard.work, shard.dropout, shard.work.is_causal
+    batch, heads, kv_heads = work.batch, work.heads, work.kv_heads
+    sizes_of = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
+    arguments: agreement.Signature = {
+        **{name: getattr(work, name) for name in sizes_of}, "scale": shard.scale,
+        "attn_mask": None if mask is None else masks.signature_of(mask),
         "dropout_p": 0.0 if dropout is None else dropout.p,
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
         "gradients": shard.records,
     }  # fmt: skip
-    columns = [] if mask is None else columns_of(mask)
-    sizes = agreed_sizes(group, query, {"call": "attention", **arguments}, columns, lengths)
+    columns = [] if mask is None else masks.columns_of(mask)
+    sizes = agreement.agreed_sizes(
+        group, query, {"call": "attention", **arguments}, columns, lengths
+    )
     tokens, kept = sum(sizes), None
     if mask is not None:
-        mask = whole_mask(mask, group, sizes, work, query.device)
-        kept = pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
-        if any(name not in ("bias", "sinks") for name, _ in tensors_of(mask)):
-            agreed_number(group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)})
+        mask = masks.whole_mask(mask, group, sizes, work, query.device)
+        kept = masks.pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
+        if any(name not in ("bias", "sinks") for name, _ in masks.tensors_of(mask)):
+            agreement.agreed_number(
+                group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)}
+            )
     whole = WholeCall((batch,), heads, kv_heads, tokens, tokens, mask, causal, shard.scale, dropout)
     with torch.autocast(query.device.type, enabled=False):
         rows = [t.reshape(batch, *t.shape[-3:]) for t in inputs[:3]]
@@ -190,7 +168,7 @@ def _checked_shard(
             f"{tuple(query.shape)}, {tuple(key.shape)}"
         )
     if kernel != "auto":
-        kernel_of_parts(kernel)
+        agreement.kernel_of_parts(kernel)
     return tensors, request
 
 
@@ -199,7 +177,7 @@ def _assigned(
     whole: WholeCall,
     sizes: Sequence[int],
     kept: tuple[int, ...] | None,
-) -> tuple[Assignment, RowBytes]:
+) -> tuple[partition.Assignment, partition.RowBytes]:
     """Who computes what, and the bytes of a row. All ranks decide the same, of sizes alone.
 
     Args:
@@ -212,12 +190,12 @@ def _assigned(
     if whole.dropout is None:
         units = "pairs" if kept is None else "rows"
     starts, element = (0, *accumulate(sizes)), inputs[0].element_size()
-    of = Sequences(starts, heads, whole.kv_heads, whole.is_causal, units, kept=kept)
+    of = partition.Sequences(starts, heads, whole.kv_heads, whole.is_causal, units, kept=kept)
     pair_flops = 2.0 * (head_dim + value_dim)
     in_turns = units == "pairs" and not on_host(inputs[0].device)
-    of = replace(of, turns=turns_of(in_turns * batch * of.pairs / of.ranks * pair_flops))
-    moved = forward_bytes(head_dim, value_dim, element, max(4, element))
-    return choose(of, moved, pair_flops), moved
+    of = replace(of, turns=partition.turns_of(in_turns * batch * of.pairs / of.ranks * pair_flops))
+    moved = partition.forward_bytes(head_dim, value_dim, element, max(4, element))
+    return partition.choose(of, moved, pair_flops), moved
 
 
 class _Attention(torch.autograd.Function):
@@ -232,14 +210,14 @@ class _Attention(torch.autograd.Function):
         call: Sharded,
     ) -> torch.Tensor:
         keep = any(ctx.needs_input_grad)
-        with exchanging(call.group):
+        with agreement.exchanging(call.group):
             out, saved = call.forward(query, key, value, keep)
         if keep:
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
             # Tensors of the mask: changed before the backward, they would give a wrong one.
             mask: Any = call.whole.mask
-            read = [] if mask is None else [tensor for _, tensor in tensors_of(mask)]
+            read = [] if mask is None else [tensor for _, tensor in masks.tensors_of(mask)]
             ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
@@ -251,15 +229,15 @@ class _Attention(torch.autograd.Function):
         call: Sharded = ctx.call
         group, mask = call.group, call.whole.mask
         assert not isinstance(mask, torch.Tensor)
-        with exchanging(group):  # other ranks may have begun
+        with agreement.exchanging(group):  # other ranks may have begun
             saved = ctx.saved_tensors[: ctx.count]
         named = (None, None) if mask is None else (mask.bias, mask.sinks)
         of_mask = [
             torch.zeros_like(t, dtype=state_dtype(t.dtype)) if wanted and t is not None else None
             for wanted, t in zip(ctx.needs_input_grad[3:5], named, strict=True)
         ]
-        if waits(group, grad_out):  # the hosts wait anyway
-            compare(group, {"call": "the backward of attention", **call.arguments})
-        with exchanging(group):
+        if agreement.waits(group, grad_out):  # the hosts wait anyway
+            agreement.compare(group, {"call": "the backward of attention", **call.arguments})
+        with agreement.exchanging(group):
             made = call.backward(grad_out, ctx.shapes, saved, of_mask)
         return (*made, *of_mask, None)

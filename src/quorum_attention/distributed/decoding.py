@@ -14,15 +14,7 @@ import torch.distributed as dist
 
 from quorum_attention.api import attention_with_lse
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.distributed.agreement import (
-    Signature,
-    agreed_number,
-    exchanging,
-    kernel_of_parts,
-    member_of,
-    refusing,
-    waits,
-)
+from quorum_attention.distributed import agreement
 from quorum_attention.distributed.masks import checked_mask
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.problem import state_dtype
@@ -74,17 +66,17 @@ def decode(
             sinks). On a GPU they compare the first step of a kind; later on all have NaN where
             ranks are at different ones.
     """
-    everyone = member_of(group)
-    with refusing(everyone, waits(everyone, query)):
+    everyone = agreement.member_of(group)
+    with agreement.refusing(everyone, agreement.waits(everyone, query)):
         for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
             as_tensor(tensor, name)
         mask = checked_mask(attn_mask, query, key)
         if kernel != "auto":
-            kernel_of_parts(kernel)
+            agreement.kernel_of_parts(kernel)
     sinks = None if mask is None else mask.sinks
-    number = agreed_number(everyone, query, _arguments(query, value, scale, sinks))
+    number = agreement.agreed_number(everyone, query, _arguments(query, value, scale, sinks))
     made = None if report is None else Report()
-    with exchanging(everyone):
+    with agreement.exchanging(everyone):
         own = mask if mask is None or sinks is None else replace(mask, sinks=None)
         out, lse = attention_with_lse(
             query, key, value, own, scale=scale, enable_gqa=enable_gqa, budget=budget,
@@ -115,7 +107,7 @@ def decode(
 
 def _arguments(
     query: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
-) -> Signature:
+) -> agreement.Signature:
     """What must be the same on all ranks."""
     heads, queries, head_dim = query.shape[-3:]
     return {

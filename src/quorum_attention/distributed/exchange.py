@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quorum_attention.decomposition.intervals import Interval, counted, union
+from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.partition import Needed, Piece
+from quorum_attention.kernels.merge import add_, empty_, merge_
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
@@ -140,25 +141,38 @@ class Gathered:
             made.at(piece.rows).copy_(content)
         return made
 
-    def at(self, rows: tuple[int, int], heads: Interval | None = None) -> torch.Tensor:
-        """Consecutive rows, as a view; of all its heads, or of some."""
-        taken = self.tensor.narrow(2, self._position(rows[0]), rows[1] - rows[0])
-        if heads is None:
-            return taken
-        return taken.narrow(1, heads.start - self.needed.heads.start, heads.length)
+    @staticmethod
+    def add(
+        side: dict[Interval, list[Gathered]],
+        needed: Needed,
+        computed: Needed,
+        parts: Sequence[torch.Tensor],
+    ) -> None:
+        """Add up what was computed for some of the needed rows; an output and its lse are
+        merged."""
+        merges = parts[-1].dim() == 3
+        if needed.heads not in side:
+            if computed == needed:
+                side[needed.heads] = [Gathered(needed, part) for part in parts]
+                return
+            side[needed.heads] = [Gathered.zeros(needed, part, part.dtype) for part in parts]
+            if merges:
+                empty_(*(one.tensor for one in side[needed.heads]))
+        totals, lengths = side[needed.heads], [rows.length for rows in computed.rows]
+        split = zip(*(part.split(lengths, dim=2) for part in parts), strict=True)
+        for rows, some in zip(computed.rows, split, strict=True):
+            targets = [total.at(rows, heads=computed.heads) for total in totals]
+            if merges:
+                merge_(*targets, *some)
+                continue
+            for target, one in zip(targets, some, strict=True):
+                add_(target, one)
 
-    def over(self, pieces: Iterable[Interval], heads: Interval) -> torch.Tensor:
-        """The rows of several intervals: a view where nothing lies between them here."""
-        places = [(self._position(start), stop - start) for start, stop in pieces]
-        some = self.tensor.narrow(1, heads.start - self.needed.heads.start, heads.length)
-        runs = union((low, low + length) for low, length in places)
+    def at(self, *pieces: Interval, heads: Interval | None = None) -> torch.Tensor:
+        """Rows of all its heads, or of some; a view where nothing lies between them here."""
+        first, last = heads or self.needed.heads
+        some = self.tensor.narrow(1, first - self.needed.heads.start, last - first)
+        starts = [counted(below(self.needed.rows, piece.start)) for piece in pieces]
+        runs = union((n, n + piece.length) for n, piece in zip(starts, pieces, strict=True))
         views = [some.narrow(2, run.start, run.length) for run in runs]
         return views[0] if len(views) == 1 else torch.cat(views, dim=2)
-
-    def _position(self, row: int) -> int:
-        before = 0
-        for start, stop in self.needed.rows:
-            if start <= row < stop:
-                return before + row - start
-            before += stop - start
-        raise ValueError(f"row {row} is not in {self.needed.rows}")

@@ -18,12 +18,9 @@ from quorum_attention.call.block import BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import filled
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.agreement import (
-    Signature,
-    alive,
-)
+from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.exchange import Gathered, Transfer
-from quorum_attention.distributed.partition import Assignment, Block, Piece
+from quorum_attention.distributed.partition import Assignment, Block, Needed, Piece
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.problem import state_dtype
@@ -35,6 +32,7 @@ from quorum_attention.passes import compute_block
 _ByHeads = dict[Interval, list[Gathered]]
 _Sides = tuple[_ByHeads, _ByHeads]
 _Shards = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+_OF_QUERIES = ("grad_out", "query", "out", "lse")
 # The gradients of a mask's bias and sinks, added up over what this rank computes; None: not wanted.
 MaskGradients = Sequence[torch.Tensor | None]
 
@@ -78,13 +76,13 @@ class Sharded:
             results += [torch.empty(query.shape[:3], dtype=state, device=query.device)]
 
         def compute(stage: int, queries: _ByHeads, keys: _ByHeads) -> _Sides:
-            found = self._statistics(stage, queries, keys, state)
+            found = self._computed(stage, (queries, keys), state)
             if self.assignment.kept and keep:
                 for heads, (rows,) in queries.items():
-                    part, part_lse = found[heads]
+                    part, part_lse = found[0][heads]
                     kept.extend((rows.tensor, part.tensor.to(query.dtype), part_lse.tensor))
                 kept.extend(rows.tensor for both in keys.values() for rows in both)
-            return found, {}
+            return found
 
         received = self._stages(((query,), (key, value)), compute, (results, ()), state, kept)
         if self.report is not None:
@@ -118,7 +116,7 @@ class Sharded:
                     rows.extend([Gathered(rows[0].needed, next(held)) for _ in range(3)])
                 for needed in self.assignment.needs(self.group.rank(), stage, of_keys=True):
                     keys[needed.heads] = [Gathered(needed, next(held)) for _ in range(2)]
-            return self._gradients(stage, queries, keys, state, of_mask)
+            return self._computed(stage, (queries, keys), state, of_mask)
 
         received = self._stages(shards, compute, (grads[:1], grads[1:]), state)
         if self.report is not None:
@@ -230,79 +228,34 @@ class Sharded:
             for target, total in zip(targets[piece.of_keys], totals[piece.of_keys], strict=True):
                 self._own(target, piece).copy_(self._own(total, piece))
 
-    def _statistics(
-        self, stage: int, queries: _ByHeads, keys: _ByHeads, state: torch.dtype
-    ) -> _ByHeads:
-        """Output and lse of a stage's rows over the keys of this rank's blocks, in ``state``; the
-        output of whole heads in their own dtype."""
-        found: _ByHeads = {}
-        blocks = self.assignment.blocks(self.group.rank(), stage)
-        results = BlockResults(out_dtype=None if self.assignment.whole_heads else state)
-        for heads, (rows,) in queries.items():
-            mine = [block for block in blocks if block.heads == heads]
-            for block in mine:
-                part, lse = self.compute(block, self._inputs(block, {"query": rows}, keys), results)
-                lse = lse.to(part.device)
-                if len(mine) == 1:
-                    found[heads] = [Gathered(rows.needed, part), Gathered(rows.needed, lse)]
-                    break
-                if heads not in found:
-                    found[heads] = [Gathered.zeros(rows.needed, t, state) for t in (part, lse)]
-                    empty_(*(one.tensor for one in found[heads]))
-                total, weight = (one.at(block.queries) for one in found[heads])
-                merge_(total, weight, part, lse)
-        return found
-
-    def _gradients(
-        self,
-        stage: int,
-        queries: _ByHeads,
-        keys: _ByHeads,
-        state: torch.dtype,
-        of_mask: MaskGradients,
+    def _computed(
+        self, stage: int, sides: _Sides, state: torch.dtype, of_mask: MaskGradients = (None, None)
     ) -> _Sides:
-        """The gradients of a stage's rows, added up over this rank's blocks, in ``state``; of whole
-        heads in their own dtype."""
-        names = "grad_out", "query", "out", "lse"
-        blocks = self.assignment.blocks(self.group.rank(), stage)
-        inputs = [
-            self._inputs(block, dict(zip(names, queries[block.heads], strict=True)), keys)
-            for block in blocks
-        ]
-        if self.assignment.whole_heads:
-            ((heads, rows),), ((kv, both),) = queries.items(), keys.items()
-            q, *two = self.compute(blocks[0], inputs[0], BlockResults(), of_mask)
-            pairs = zip(both, two, strict=True)
-            return {heads: [Gathered(rows[0].needed, q)]}, {
-                kv: [Gathered(one.needed, grad) for one, grad in pairs]
-            }
-        of_query, of_keys = (
-            {h: [Gathered.zeros(one.needed, one.tensor, state) for one in some] for h, some in side}
-            for side in ([(h, rows[1:2]) for h, rows in queries.items()], keys.items())
-        )
-        for block, three in zip(blocks, inputs, strict=True):
-            q, k, v = (
-                torch.empty(three[name].shape, dtype=state, device=three[name].device)
-                for name in ("query", "key", "value")
-            )
-            self.compute(block, three, BlockResults(grads=(q, k, v)), of_mask)
-            add_(of_query[block.heads][0].at(block.queries), q)
-            ((kv, both),) = of_keys.items()
-            for total, part in zip(both, (k, v), strict=True):
-                parts = part.split([rows.length for rows in block.keys], dim=2)
-                for columns, some in zip(block.keys, parts, strict=True):
-                    add_(total.at(columns, self.assignment.of.kv_of(block.heads)), some)
-        return of_query, of_keys
-
-    def _inputs(
-        self, block: Block, of_queries: Mapping[str, Gathered], keys: _ByHeads
-    ) -> dict[str, torch.Tensor]:
-        """What a block's attention call is given."""
-        inputs = {name: rows.at(block.queries) for name, rows in of_queries.items()}
-        (both,), kv = keys.values(), self.assignment.of.kv_of(block.heads)
-        for name, rows in zip(("key", "value"), both, strict=True):
-            inputs[name] = rows.over(block.keys, kv)
-        return inputs
+        """The results of a stage over this rank's blocks, from the rows that came of queries and of
+        keys: output and lse; gradients, if the upstream gradient is among the rows. In ``state``,
+        those of whole heads in their own dtype."""
+        found: _Sides = {}, {}
+        own_dtype = self.assignment.whole_heads
+        for block in self.assignment.blocks(self.group.rank(), stage):
+            rows, (both,) = sides[0][block.heads], sides[1].values()
+            names = _OF_QUERIES if len(rows) > 1 else ("query",)
+            inputs = {n: one.at(block.queries) for n, one in zip(names, rows, strict=True)}
+            kv = self.assignment.of.kv_of(block.heads)
+            for name, one in zip(("key", "value"), both, strict=True):
+                inputs[name] = one.at(*block.keys, heads=kv)
+            results = BlockResults(out_dtype=None if own_dtype else state)
+            if len(rows) == 1:
+                out, lse = self.compute(block, inputs, results)
+                parts = [out, lse.to(out.device)]
+            else:
+                if not own_dtype:
+                    q, k, v = (inputs[name] for name in ("query", "key", "value"))
+                    made = [t.new_empty(t.shape, dtype=state) for t in (q, k, v)]
+                    results = BlockResults(grads=(made[0], made[1], made[2]))
+                *parts, k, v = self.compute(block, inputs, results, of_mask)
+                Gathered.add(found[1], both[0].needed, Needed(kv, block.keys), [k, v])
+            Gathered.add(found[0], rows[0].needed, Needed(block.heads, (block.queries,)), parts)
+        return found
 
     def compute(
         self,
