@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -150,9 +148,6 @@ class CpuKernel(reference.ReferenceDropout):
         """See ``RectangleKernel.whole_backward``; takes grouped heads."""
         if call.dropout is not None:
             return reference.whole_backward(call, saved)
-        heads = _heads_widened(call)
-        if heads:
-            return _widened_gradients(self.whole_backward, heads, call, saved)
         if call.query.shape[1] != call.key.shape[1]:
             return grouped_backward(self.whole_backward, call, saved)
         return super().whole_backward(call, saved)
@@ -240,12 +235,6 @@ class CpuKernel(reference.ReferenceDropout):
             gradients += sizes.rows * (4 * width * sizes.item + 2 * sizes.work)
         # The operator copies a grad_out that is not token-major.
         inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
-        if _quicker_widened(call.dtype, grouped=shared > 1):
-            widths, lanes = (call.head_dim, call.value_dim), extent.batch * extent.key_heads
-            one = _bytes_widened(
-                shared, extent.max_queries, extent.max_keys, widths, call.mask is not None
-            )
-            inside += min(_WIDENED_BYTES, lanes * one)
         if call.head_dim < width:
             inside += (sizes.rows + sizes.key_rows) * width * sizes.item
         if call.value_dim < width:
@@ -275,106 +264,6 @@ def _widened(sizes: RectangleSizes, numbers: int) -> int:
 
 def _tile(extent: Extent) -> tuple[int, int]:
     return min(_TILE_QUERIES, extent.max_queries), min(_TILE_KEYS, extent.max_keys)
-
-
-# Gradients of a short 16-bit call in fp32.
-#
-# torch's operator multiplies matrices of 16 bits one small tile at a time, by a library whose call
-# takes longer than the product; where the processor has no instructions for fp16, five times as
-# long and more. In fp32, with all that it reads copied and its results rounded once, the same
-# backward takes a seventh of the time in fp16, and half in bf16. It is twice as exact too:
-# probabilities and the parts of sums are not rounded to 16 bits (docs/gradients.md).
-
-# Most bytes in fp32 that are held at any one time.
-_WIDENED_BYTES = 4 << 20
-_At = tuple[slice, slice]
-
-
-def _quicker_widened(dtype: torch.dtype, *, grouped: bool) -> bool:
-    """Whether gradients of this dtype are computed in fp32: not those of bf16 that torch's autograd
-    records, of calls without grouped heads."""
-    if dtype == torch.bfloat16:
-        return grouped
-    return dtype == torch.float16 and not _multiplies_fp16()
-
-
-def _heads_widened(call: Call) -> int:
-    """How many key heads of a backward, with their query heads, go to the operator together in
-    fp32; all of the batch's if there are as many. 0 if it is not quicker so, one is too large, or
-    that would leave threads idle."""
-    query, key, value = call.inputs
-    batch, key_heads = key.shape[:2]
-    shared = query.shape[1] // key_heads
-    if not _quicker_widened(query.dtype, grouped=shared > 1):
-        return 0
-    widths = query.shape[3], value.shape[3]
-    one = _bytes_widened(shared, query.shape[2], key.shape[2], widths, call.bias is not None)
-    most, every = _WIDENED_BYTES // max(1, one), batch * key_heads
-    # More key heads than an entry has only if all fit.
-    most = most if most >= every else min(most, key_heads)
-    return most if most * shared >= min(torch.get_num_threads(), every * shared) else 0
-
-
-def _bytes_widened(
-    shared: int, n_queries: int, n_keys: int, widths: tuple[int, int], masked: bool
-) -> int:
-    """Bytes of a key head and its query heads in fp32."""
-    pads = widths[0] != widths[1]
-    # Query, output, their gradients, a copy of one in another order, the query times a part of the
-    # scale; keys and values, their gradients, and those of every query head before they are summed.
-    rows = (6 + 2 * pads) * shared * n_queries
-    keys = (4 + 2 * pads + 2 * shared) * n_keys
-    return 4 * ((rows + keys) * max(widths) + masked * shared * n_queries * n_keys)
-
-
-def _widened_gradients(
-    run: Callable[[Call, Saved], Three], heads: int, call: Call, saved: Saved
-) -> Three:
-    """The gradients of query, key and value, rounded once to what they are stored in.
-
-    Args:
-        run: the operator's backward, in fp32.
-        heads: ``_heads_widened``.
-    """
-    batch, key_heads = call.key.shape[:2]
-    shared = call.query.shape[1] // key_heads
-    dtype, every = call.stored or call.query.dtype, slice(None)
-    if heads >= batch * key_heads:
-        dq, dk, dv = run(*_in_fp32(call, saved, (every, every), (every, every)))
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
-    query, key, value = (torch.empty_like(t, dtype=dtype) for t in call.inputs)
-    for entry, first in product(range(batch), range(0, key_heads, heads)):
-        one = slice(entry, entry + 1)
-        keys = one, slice(first, first + heads)
-        rows = one, slice(shared * first, shared * (first + heads))
-        made = run(*_in_fp32(call, saved, rows, keys))
-        for whole, at, part in zip((query, key, value), (rows, keys, keys), made, strict=True):
-            whole[at].copy_(part)
-        del made, part
-    return query, key, value
-
-
-def _in_fp32(call: Call, saved: Saved, rows: _At, keys: _At) -> tuple[Call, Saved]:
-    """Some batch entries and heads of a call in fp32."""
-    bias = call.bias
-    if bias is not None:
-        # What broadcasts does so in parts too.
-        cuts = zip(rows, bias.shape[:2], strict=True)
-        bias = bias[tuple(cut if n > 1 else slice(None) for cut, n in cuts)].float()
-    widened = call.mapped(
-        lambda tensor: tensor[rows].float(), lambda tensor: tensor[keys].float(), bias=bias
-    )
-    return widened, saved.mapped(lambda tensor: tensor[rows].float())
-
-
-@functools.cache
-def _multiplies_fp16() -> bool:
-    """Whether torch's matrix products of fp16 have instructions of this processor's."""
-    try:
-        asked: Any = torch.ops.mkldnn._is_mkldnn_fp16_supported
-        return bool(asked())
-    except (AttributeError, RuntimeError):
-        return False
 
 
 # Grouped heads, without expanding keys.
