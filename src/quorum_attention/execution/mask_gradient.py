@@ -33,7 +33,7 @@ from quorum_attention.execution.problem import Group, Workload, group_part
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.protocol import Saved
-from quorum_attention.kernels.reference import BackwardRows, Block, runs, scores_of
+from quorum_attention.kernels.reference import PLAIN, BackwardRows, Block, runs
 from quorum_attention.sizes import counted
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
@@ -116,7 +116,7 @@ def add_up_mask_gradient(
     target = target.reshape(mask.shape)
     walk = _Walk(job, given, target, pairs_of(job.work, job.kernel))
     # What is tested of each pair takes a distance of 64 bits, and a few flags.
-    tested = 8 if job.kernel.pairwise else 0
+    tested = 8 if job.kernel.own_attention else 0
     tile = fitting(job.work, job.device, left, mask.element_size() + tested)
     recoveries: list[str] = []
     for index in product(*(range(n) for n in mask.shape[:-3])):
@@ -231,7 +231,7 @@ class _Walk:
         whole = Decomposition(work.n_tokens).task(())
         task = job.task((work.n_queries, work.n_keys), group, Tools(Clock()), whole, ())
         exact = whole_rows and work.dtype != torch.float32 and not work.sinks
-        how = scores_of(job.kernel, _positions)
+        how = job.kernel.scores_of_pairs() or PLAIN
         how = replace(how, whole_rows=exact, exact_delta=exact, columns=work.columns)
         r = Rectangle(queries.start, queries.stop, 0, work.n_keys, work.is_causal)
         like = torch.empty(0, dtype=work.state_dtype, device=job.device)
@@ -244,17 +244,10 @@ class _Walk:
         """A tile's part of the gradient: (heads or 1, queries or 1, keys or 1), summed over what
         the mask broadcasts over."""
         block = rows.block
-        p, ds, _, _ = rows.pairs(block.of_keys(block.task.key, keys), keys)
+        key = block.of_keys(block.task.key, keys)
+        p, ds, _, _ = rows.pairs(key, keys, derivative=False)
         # 0 times a value that is not finite is NaN, and a hidden pair has no part in anything.
         ds.masked_fill_(p == 0.0, 0.0)
         ds = block.by_head(ds).squeeze(0)
         over = [dim for dim, n in enumerate(self.target.shape[-3:]) if n == 1]
         return ds.sum(dim=over, keepdim=True) if over else ds
-
-
-def _positions(block: Block, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    device = block.query.device
-    return (
-        torch.arange(block.rows.start, block.rows.stop, device=device),
-        torch.arange(keys.start, keys.stop, device=device),
-    )

@@ -347,8 +347,6 @@ class Kernel(ABC):
             ``takes_whole`` only.
         grouped: its operator takes fewer key/value heads than query heads.
         sparse: it has a mask of its own and says which pairs that keeps (``kept_pairs``).
-        pairwise: it says how it changes each score (``change_``, ``masked_pairs``), so that the
-            gradient of a mask beside it is computed as beside plain softmax.
     """
 
     name: str
@@ -370,7 +368,6 @@ class Kernel(ABC):
     operator: bool = False
     grouped: bool = False
     sparse: bool = False
-    pairwise: bool = False
 
     @abstractmethod
     def refusal(self, call: CallShape) -> str | None:
@@ -457,21 +454,10 @@ class Kernel(ABC):
         """
         return Pairs(n_queries, n_keys, is_causal)
 
-    def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """Change scaled scores in place, before the mask is added; returns the derivative of the
-        change, or None where it is 1."""
+    def scores_of_pairs(self) -> Any:
+        """How it changes and masks each score (``reference.Scores``); None: it computes more than
+        that, and the gradient of a mask beside it is not computed as beside plain softmax."""
         return None
-
-    def masked_pairs(
-        self,
-        entries: tuple[int, ...],
-        heads: slice,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> torch.Tensor:
-        """Which pairs of a tile it masks, by numbers of entries and heads and positions (q,), (k,)
-        in the whole call: bool, broadcastable to (entries, heads, queries, keys)."""
-        raise NotImplementedError
 
     def keeps_pace(self, call: CallShape) -> bool:
         """Whether its rates have been measured for such calls, so that a planner may choose it
@@ -506,7 +492,7 @@ def check_mask_gradient(kernel: Kernel) -> None:
     Raises:
         NotImplementedError: it computes another function of the scores.
     """
-    if (kernel.own_attention or kernel.probed_as is not None) and not kernel.pairwise:
+    if (kernel.own_attention or kernel.probed_as is not None) and not kernel.scores_of_pairs():
         raise NotImplementedError(
             f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more than the "
             f"softmax of scores and mask; pass attn_mask.detach(), or take another kernel"

@@ -97,32 +97,6 @@ class Scores:
         return max(1, n_keys if self.whole_rows else min(n_keys, limits.keys))
 
 
-def scores_of(
-    kernel: Kernel, positions: Callable[[Block, slice], tuple[torch.Tensor, torch.Tensor]]
-) -> Scores:
-    """How a kernel that is ``pairwise`` changes and masks scores; of another, nothing.
-
-    Args:
-        positions: of a block's queries, and of some keys, in the whole sequence.
-    """
-    if not kernel.pairwise:
-        return Scores()
-
-    def change(
-        scores: torch.Tensor, block: Block, keys: slice, derivative: bool
-    ) -> tuple[torch.Tensor, None]:
-        kernel.change_(scores)
-        return scores, None
-
-    def kept(block: Block, keys: slice) -> torch.Tensor:
-        first = block.task.first_head
-        heads = slice(first + block.heads.start, first + block.heads.stop)
-        entries = block.task.entries[block.entries]
-        return ~kernel.masked_pairs(entries, heads, *positions(block, keys))
-
-    return Scores(change, kept, matrices=4)
-
-
 PLAIN = Scores()
 WHOLE_ROWS = Scores(whole_rows=True, tiles=LARGE)
 SMALL = replace(WHOLE_ROWS, exact_delta=True)
@@ -291,7 +265,7 @@ def _backward_block(block: Block, grads: Gradients) -> None:
     grad_query = torch.zeros_like(block.query)
     for keys in block.tiles():
         key = block.of_keys(task.key, keys)
-        p, ds, derivative, drops = rows.pairs(key, keys)
+        p, ds, derivative, drops = rows.pairs(key, keys, derivative=True)
         if drops is not None:
             p.masked_fill_(drops, 0.0)
         at = (block.entries, block.key_heads, keys)
@@ -332,19 +306,19 @@ class BackwardRows:
         return cls(block, grad_out, delta, lse.masked_fill(lse == -torch.inf, 0.0), taken)
 
     def pairs(
-        self, key: torch.Tensor, keys: slice
+        self, key: torch.Tensor, keys: slice, *, derivative: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Of a tile: probabilities; the gradient of scores after their change; the derivative of
-        that (``Block.scores``); and which pairs are dropped."""
+        that if it is asked for (``Block.scores``); and which pairs are dropped."""
         block, dropout = self.block, self.block.task.dropout
-        p, derivative = block.scores(key, keys, derivative=True)
+        p, slope = block.scores(key, keys, derivative=derivative)
         p.sub_(self.lse).exp_()
         drops = block.dropped(p, keys)
         ds = self.grad_out @ block.of_keys(block.task.value, keys).mT
         if dropout is not None and drops is not None:
             ds.mul_(dropout.rescale).masked_fill_(drops, 0.0)
         ds.sub_(self.delta_of(p, ds) if block.how.whole_rows else self.delta).mul_(p)
-        return p, ds, derivative, drops
+        return p, ds, slope, drops
 
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
         """Delta, of rows that have no keys but those of ``p`` by ``exact_delta``. Their

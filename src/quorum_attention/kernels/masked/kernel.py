@@ -17,6 +17,7 @@ from quorum_attention.decomposition import (
     PARTIAL,
     Pairs,
     Ranges,
+    Rectangle,
     Verdict,
 )
 from quorum_attention.decomposition.bands import Band
@@ -39,7 +40,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
-from quorum_attention.kernels.reference import backward_by_task, forward_by_task
+from quorum_attention.kernels.reference import Block, Scores, backward_by_task, forward_by_task
 from quorum_attention.kernels.registry import get_kernel, select_kernel
 from quorum_attention.mask import Mask
 
@@ -57,7 +58,6 @@ class MaskedKernel(Kernel):
 
     own_attention = True
     sparse = True
-    pairwise = True
 
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
         # Not the mask, which holds its kernels.
@@ -120,29 +120,22 @@ class MaskedKernel(Kernel):
         share = self._share * n_queries * n_keys / max(1, every)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
 
-    def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """See ``Kernel``: the soft cap."""
-        cap = self._scores.change
-        return None if cap is None else cap(scores, None, slice(None), True)[1]  # type: ignore[arg-type]
+    def scores_of_pairs(self) -> Scores:
+        """See ``Kernel``: the soft cap, and what the geometries keep."""
+        return replace(self._scores, kept=self._kept)
 
-    def masked_pairs(
-        self,
-        entries: tuple[int, ...],
-        heads: slice,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> torch.Tensor:
-        """See ``Kernel``."""
-        numbers = torch.tensor(entries, device=queries.device) % self.batch
-        of_heads = torch.arange(heads.start, heads.stop, device=queries.device)
-        found = [
-            (numbers[at], four_dims(geometry.keeps(Indices(numbers[at], of_heads, queries, keys))))
-            for at, geometry in self._by_geometry(entries)
+    def _kept(self, block: Block, keys: slice) -> torch.Tensor:
+        rows = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
+        pairs = block.task.indices(rows, block.entries, block.heads)
+        numbers = pairs.entries % self.batch
+        parts = [
+            (at.stop - at.start, four_dims(geometry.keeps(replace(pairs, entries=numbers[at]))))
+            for at, geometry in self._by_geometry(block.task.entries[block.entries])
         ]
-        if len(found) == 1:
-            return ~found[0][1]
-        n_heads = max(kept.shape[1] for _, kept in found)
-        return ~torch.cat([kept.expand(len(at), n_heads, -1, -1) for at, kept in found])
+        if len(parts) == 1:
+            return parts[0][1]
+        n_heads = max(kept.shape[1] for _, kept in parts)
+        return torch.cat([kept.expand(n, n_heads, -1, -1) for n, kept in parts])
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
