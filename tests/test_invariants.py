@@ -107,14 +107,14 @@ _KERNEL = WatchedKernel()
 
 def in_order(monkeypatch: pytest.MonkeyPatch, order: random.Random) -> None:
     """Every pass runs its tasks in an order of its own."""
-    usual = Decomposition.paths
+    usual = Decomposition.tasks
 
     def shuffled(self: Decomposition):  # type: ignore[no-untyped-def]
-        paths = list(usual(self))
-        order.shuffle(paths)
-        return iter(paths)
+        tasks = list(usual(self))
+        order.shuffle(tasks)
+        return iter(tasks)
 
-    monkeypatch.setattr(Decomposition, "paths", shuffled)
+    monkeypatch.setattr(Decomposition, "tasks", shuffled)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -6,7 +6,7 @@ from helpers_decomposition import bits, decompositions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Census, Decomposition
+from quorum_attention.decomposition import Census, Decomposition, Pairs, census
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,8 @@ from quorum_attention.decomposition import Census, Decomposition
 )
 def test_the_papers_census(n_tokens, depth, masked, clear, mixed):
     """Appendix A.2: balanced, c = 7, causal, 128 x 128 tiles, pooled over all tasks."""
-    found = Decomposition(n_tokens, (7,) * depth, "balanced").census(True, 128)
+    tasks = Decomposition(n_tokens, (7,) * depth, "balanced").tasks()
+    found = census(tasks, Pairs(n_tokens, n_tokens, True))
     assert round(100 * found.masked, 1) == masked
     assert round(100 * found.clear, 1) == clear
     assert round(100 * found.mixed, 2) == mixed
@@ -39,4 +40,6 @@ def test_census_agrees_with_a_dense_count(decomposition, is_causal, tile):
                     masked += 1
                 else:
                     mixed += 1
-    assert decomposition.census(is_causal, tile) == Census(masked, clear, mixed)
+    pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
+    found = census(decomposition.tasks(), pairs, tile)
+    assert found == Census(masked, clear, mixed)

@@ -68,5 +68,9 @@ def test_every_rectangle_is_in_exactly_one_batch(
     shape = Decomposition(n, levels, layout, tile=16)
     task = shape.task(tuple(data.draw(st.integers(0, c - 1)) for c in levels))
     rectangles = task.rectangles(causal, n, n)
-    found = [r for batch in batches(tuple(rectangles)) for r in batch.rectangles()]
+    found = [
+        batch.rectangle(number)
+        for batch in batches(tuple(rectangles))
+        for number in range(batch.count)
+    ]
     assert sorted(found, key=repr) == sorted(rectangles, key=repr)

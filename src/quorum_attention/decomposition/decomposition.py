@@ -269,13 +269,9 @@ class Decomposition:
         """The decomposition with one more level, of ``c`` chunks."""
         return replace(self, levels=(*self.levels, c))
 
-    def paths(self) -> Iterator[tuple[int, ...]]:
-        """The paths of all tasks, lazily, in order."""
-        return product(*(range(c) for c in self.levels))
-
     def tasks(self) -> Iterator[Task]:
-        """All tasks, lazily, in order."""
-        return map(self.task, self.paths())
+        """All tasks, lazily, in the order of their paths."""
+        return map(self.task, product(*map(range, self.levels)))
 
     def task(self, path: tuple[int, ...]) -> Task:
         """The task named by ``path``, one owner chunk for each level.
@@ -327,10 +323,6 @@ class Decomposition:
             return self.task(())
         edges = (self._boundaries(self.n_tokens, self.levels[0], i) for i in range(self.levels[0]))
         return Task((), tuple(Span(start, stop, 0) for start, stop in edges if start < stop))
-
-    def census(self, is_causal: bool, tile: int = 128) -> Census:
-        """Counts masked, clear and mixed tiles of all tasks (paper, Appendix A.2)."""
-        return census(self.tasks(), Pairs(self.n_tokens, self.n_tokens, is_causal), tile)
 
 
 # --- The tile census: how many score tiles are masked, clear or mixed (paper, Appendix A.2) ------

@@ -150,29 +150,6 @@ def covered(intervals: Sequence[tuple[int, int]], least: int) -> list[Interval]:
     return found
 
 
-class Cells:
-    """The intervals between neighbouring ``edges``.
-
-    Overlapping intervals whose bounds are all edges are unions of whole cells.
-
-    Args:
-        edges: in any order, with repetitions.
-    """
-
-    def __init__(self, edges: Iterable[int]) -> None:
-        self.edges = sorted(set(edges))
-
-    def __len__(self) -> int:
-        return max(0, len(self.edges) - 1)
-
-    def __getitem__(self, number: int) -> Interval:
-        return Interval(self.edges[number], self.edges[number + 1])
-
-    def of(self, start: int, stop: int) -> range:
-        """The numbers of the cells in [start, stop), both of which are edges."""
-        return range(bisect_left(self.edges, start), bisect_left(self.edges, stop))
-
-
 def cut(one: tuple[int, int], edges: Sequence[int]) -> Iterator[Interval]:
     """``one`` cut at those of ``edges`` (ascending) that lie inside it."""
     start, stop = one

@@ -104,17 +104,12 @@ def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
         for first, last in ones(every):
             yield Rectangle(starts[low], starts[high], starts[first], starts[last])
         if some := wanted & some & ~every:
-            middle = _middle(starts, low, high)
+            centre = starts[low] + starts[high]  # cut at the span boundary nearest to the middle
+            middle = min(range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre))
             yield from halve(low, middle, some)
             yield from halve(middle, high, some)
 
     return list(halve(0, len(rows), (1 << len(rows)) - 1)) if rows else []
-
-
-def _middle(starts: Sequence[int], low: int, high: int) -> int:
-    """The span boundary nearest to the middle token of spans [low, high)."""
-    centre = starts[low] + starts[high]
-    return min(range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre))
 
 
 def _along(rectangles: list[Rectangle], *, keys: bool) -> list[Rectangle]:
@@ -215,10 +210,6 @@ class Batch:
         r = self.first
         bounds = (r.query_start + q, r.query_stop + q, r.key_start + k, r.key_stop + k)
         return Rectangle(*bounds, r.causal)
-
-    def rectangles(self) -> list[Rectangle]:
-        """The rectangles, in order."""
-        return [self.rectangle(number) for number in range(self.count)]
 
     def continued(self, after: Rectangle) -> Batch | None:
         """The batch with ``after``, of the same size, as its next rectangle; None if it is not."""

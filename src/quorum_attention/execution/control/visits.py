@@ -11,12 +11,13 @@ Everything here is integers: no tensors, no device.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from quorum_attention.decomposition import Rows, Task
-from quorum_attention.decomposition.intervals import Cells, joined
+from quorum_attention.decomposition.intervals import joined
 
 
 class Carried(NamedTuple):
@@ -64,24 +65,26 @@ def visits(
         carry: whether state may be carried from slot to slot; this takes two slots or more.
     """
     every = [rows for task in tasks for rows in task.runs]
-    cells = Cells(edge for held in (*every, *touched) for edge in held[:2])
-    remaining = [0] * len(cells)
-    for start, stop, _ in every:
-        for cell in cells.of(start, stop):
-            remaining[cell] += 1
-    exists = [False] * len(cells)
-    for start, stop in touched:
-        for cell in cells.of(start, stop):
-            exists[cell] = True
+    # Rows between neighbouring edges have one fate.
+    edges = sorted({edge for held in (*every, *touched) for edge in held[:2]})
+    remaining, exists = [0] * len(edges), [False] * len(edges)
 
-    edges = cells.edges
+    def cells(start: int, stop: int) -> range:
+        return range(bisect_left(edges, start), bisect_left(edges, stop))
+
+    for start, stop, _ in every:
+        for cell in cells(start, stop):
+            remaining[cell] += 1
+    for start, stop in touched:
+        for cell in cells(start, stop):
+            exists[cell] = True
     previous: dict[int, int] = {}
     for task in tasks:
         fresh, loaded, finished, stored = (list[Rows]() for _ in range(4))
         carried: list[Carried] = []
         here: dict[int, int] = {}
         for start, stop, local in task.runs:
-            for cell in cells.of(start, stop):
+            for cell in cells(start, stop):
                 first = edges[cell]
                 rows = Rows(first, edges[cell + 1], local + first - start)
                 here[cell] = rows.local
