@@ -39,7 +39,7 @@ def made_up_cudnn(monkeypatch: pytest.MonkeyPatch) -> CudnnKernel:
     prefix = "_scaled_dot_product_cudnn_attention"
     monkeypatch.setattr(torch.ops.aten, prefix, _forward, raising=False)
     monkeypatch.setattr(torch.ops.aten, f"{prefix}_backward", _backward, raising=False)
-    monkeypatch.setattr(vendors, "_TEMPLATES", [(3, torch.int64)])
+    monkeypatch.setattr(vendors, "_forward_template", lambda device: (3, torch.int64))
     return CudnnKernel()
 
 

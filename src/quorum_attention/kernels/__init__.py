@@ -8,17 +8,14 @@ import sys
 from types import ModuleType
 
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.kernels.fa4 import Fa4Kernel
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, empty_, merge_
+from quorum_attention.kernels.merge import add_, empty_, merge_
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import (
-    Bias,
     Call,
     CallShape,
     Extent,
     Gradients,
     InnerKernel,
-    Kernel,
     MaskShape,
     Saved,
     Statistics,
@@ -33,38 +30,12 @@ from quorum_attention.kernels.registry import (
     register_kernel,
     why_not,
 )
-from quorum_attention.kernels.vendors import CudnnKernel, EfficientKernel, FlashKernel
 
 __all__ = [
-    "MERGE_WORKSPACE_BYTES",
-    "Bias",
-    "Call",
-    "CallShape",
-    "CpuKernel",
-    "CudnnKernel",
-    "DenseKernel",
-    "EfficientKernel",
-    "Extent",
-    "Fa4Kernel",
-    "FlashKernel",
-    "Gradients",
-    "InnerKernel",
-    "Kernel",
-    "MaskShape",
-    "RectangleKernel",
-    "Saved",
-    "Statistics",
-    "TaskTensors",
-    "add_",
-    "empty_",
-    "get_kernel",
-    "is_kernel",
-    "kernels",
-    "merge_",
-    "probe",
-    "register_kernel",
-    "why_not",
-]
+    "Call", "CallShape", "CpuKernel", "DenseKernel", "Extent", "Gradients", "InnerKernel",
+    "MaskShape", "RectangleKernel", "Saved", "Statistics", "TaskTensors", "add_", "empty_",
+    "get_kernel", "is_kernel", "kernels", "merge_", "probe", "register_kernel", "why_not",
+]  # fmt: skip
 
 
 class _CallableModule(ModuleType):

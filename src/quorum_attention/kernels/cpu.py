@@ -16,10 +16,14 @@ from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
     Extent,
+    Gradients,
     Saved,
+    Statistics,
+    TaskTensors,
     Three,
 )
 from quorum_attention.kernels.rectangles import (
+    RectangleKernel,
     RectangleSizes,
     operator_refusal,
     round_up,
@@ -112,18 +116,27 @@ _TRIAL_BYTES = 6 << 20
 _BUSY = 0.9
 
 
-class CpuKernel(reference.ReferenceDropout):
+class CpuKernel(RectangleKernel):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
     name = "cpu"
     rounds_scale = True
     plain_softmax = True
+    dropout = True
     heads_by_thread = True
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         reason = operator_refusal(call, "cpu", _DTYPES)
         return reason or operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place; with dropout by the reference."""
+        (super().forward if task.dropout is None else reference.forward)(task, state)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place; with dropout by the reference."""
+        (super().backward if task.dropout is None else reference.backward)(task, grads)
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -268,21 +281,21 @@ def _tile(extent: Extent) -> tuple[int, int]:
 
 # Grouped heads, without expanding keys.
 #
-# Without a causal mask, the query heads that share a key/value head become further rows of one
-# head. Otherwise each key/value head becomes a batch entry: the query heads of its group are the
-# entry's heads, and all of them read its keys through a stride of 0. Where (batch, key heads)
-# cannot become one dimension without a copy, the batch entries are run one after the other.
-
-_FEW_ROWS = 64
+# In a forward without a causal mask, the query heads that share a key/value head become further
+# rows of one head. Otherwise each key/value head becomes a batch entry: the query heads of its
+# group are the entry's heads, and all of them read its keys through a stride of 0. Where (batch,
+# key heads) cannot become one dimension without a copy, batch entries run one after the other.
 
 
 def grouped_forward(
     run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``run`` of a call with fewer key heads than query heads, by calls with as many."""
-    query, key = call.query, call.key
-    if _folds(call):
-        out, lse = run(replace(call, query=_as_rows(query, key)))
+    query, key, bias = call.query, call.key, call.bias
+    batch, key_heads = key.shape[:2]
+    if not call.causal and (bias is None or bias.shape[1:3] == (1, 1)):
+        rows = query.reshape(batch, key_heads, -1, query.shape[-1])
+        out, lse = run(replace(call, query=rows))
     elif _flattens(call):
         out, lse = run(_by_group_of(call))
     else:
@@ -294,10 +307,6 @@ def grouped_forward(
 def grouped_backward(run: Callable[[Call, Saved], Three], call: Call, saved: Saved) -> Three:
     """The gradients of query, key and value, summed over the query heads that share a key head."""
     query, key, value = call.inputs
-    if _folds(call) and _few_rows(query, key):
-        rows = saved.mapped(lambda tensor: _as_rows(tensor, key))
-        found = run(replace(call, query=_as_rows(query, key)), rows)
-        return found[0].reshape(query.shape), found[1], found[2]
     if _flattens(call):
         found = run(_by_group_of(call), saved.mapped(lambda tensor: _by_group(tensor, key)))
         return (
@@ -326,24 +335,6 @@ def _by_group_of(call: Call) -> Call:
         lambda tensor: tensor.flatten(0, 1).unsqueeze(1).expand(-1, shared, -1, -1),
         bias=bias if bias is None or bias.shape[1] == 1 else _by_group(bias, key),
     )
-
-
-def _folds(call: Call) -> bool:
-    """Whether all rows and all heads have the same mask, so that heads can become rows."""
-    bias = call.bias
-    return not call.causal and (bias is None or bias.shape[1:3] == (1, 1))
-
-
-def _few_rows(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether folding keeps all threads busy: in a backward each head is the work of one thread."""
-    rows = query.shape[1] // key.shape[1] * query.shape[2]
-    return rows <= _FEW_ROWS or key.shape[0] * key.shape[1] >= torch.get_num_threads()
-
-
-def _as_rows(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """(b, h, n, ...) as (b, hk, h / hk * n, ...); copied where its strides allow no view."""
-    batch, heads = key.shape[:2]
-    return tensor.reshape(batch, heads, -1, *tensor.shape[3:])
 
 
 def _flattens(call: Call) -> bool:

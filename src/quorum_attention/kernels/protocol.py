@@ -343,8 +343,7 @@ class Kernel(ABC):
         heads_by_thread: on a CPU each thread computes whole heads of batch entries in the backward
             of an uncut call, and an equal part of all rows in its forward.
         empty_rows: its backward takes an lse of -inf, which rows without keys have.
-        operator: ``rectangle_forward`` and ``rectangle_backward`` run a single rectangle; beside
-            ``takes_whole`` only.
+        operator: ``whole_forward`` and ``whole_backward`` run a single rectangle.
         grouped: its operator takes fewer key/value heads than query heads.
         sparse: it has a mask of its own and says which pairs that keeps (``kept_pairs``).
     """
@@ -389,7 +388,7 @@ class Kernel(ABC):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
 
-    # --- Monolithic calls, and single rectangles ---------------------------------------------
+    # --- Monolithic calls --------------------------------------------------------------------
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -411,14 +410,6 @@ class Kernel(ABC):
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """Gradients of query, key and value; lse is 0 in rows without keys."""
-        raise NotImplementedError
-
-    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``RectangleKernel.rectangle_forward``."""
-        raise NotImplementedError
-
-    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
-        """As ``RectangleKernel.rectangle_backward``."""
         raise NotImplementedError
 
     # --- What it reads, calls and keeps ------------------------------------------------------

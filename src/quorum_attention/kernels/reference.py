@@ -37,7 +37,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.rectangles import SLACK_BYTES, RectangleKernel
+from quorum_attention.kernels.rectangles import SLACK_BYTES
 from quorum_attention.kernels.tensors import positions
 
 
@@ -536,31 +536,6 @@ def small_bytes(call: CallShape, extent: Extent) -> int:
         return 0
     fits = backward_bytes(call, replace(extent, direct=False), SMALL) <= _MOST_BYTES
     return backward_bytes(call, replace(extent, direct=True), SMALL) if fits else 0
-
-
-class ReferenceDropout(RectangleKernel):
-    """A kernel without dropout of its own: calls with it are the reference's.
-
-    Attributes:
-        scores: what the kernel does to scores.
-    """
-
-    dropout = True
-    scores = PLAIN
-
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        if task.dropout is None:
-            super().forward(task, state)
-        else:
-            forward(task, state, self.scores)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        if task.dropout is None:
-            super().backward(task, grads)
-        else:
-            backward(task, grads, self.scores)
 
 
 class DenseKernel(Kernel):

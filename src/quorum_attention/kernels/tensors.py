@@ -67,17 +67,9 @@ def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
     Operators allocate the output for a query ``model`` in this layout.
     """
-    shape = tensor.shape
-    order = sorted(range(tensor.dim()), key=lambda dim: model.stride(dim))
-    strides = [0] * tensor.dim()
-    step = 1
-    for dim in order:
-        strides[dim] = step
-        step *= max(1, shape[dim])
-    if all(n <= 1 or s == t for n, s, t in zip(shape, strides, tensor.stride(), strict=True)):
-        return tensor
-    copy = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)
+    order = sorted(range(tensor.dim()), key=model.stride)[::-1]
+    back = [order.index(dim) for dim in range(tensor.dim())]
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def token_major(tensor: torch.Tensor) -> torch.Tensor:

@@ -299,12 +299,9 @@ class CudnnKernel(RectangleKernel):
             query, key = (repeat_last(t, _SHORTEST) for t in (query, key))
             value = pad_rows(value, _SHORTEST)
         mask = None if bias is None else aligned_bias(bias, key.shape[2])
-        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, True, 0.0, call.is_causal, False, scale=call.scale
-        )
-        out, lse = results[:2]
-        if not _TEMPLATES:
-            _TEMPLATES.append((lse.dim(), results[6].dtype))
+        )[:2]
         return out[:, :, :rows], lse.reshape(query.shape[:3])[:, :, :rows]
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
@@ -319,7 +316,7 @@ class CudnnKernel(RectangleKernel):
             lse = repeat_last(lse, least[0], -1)
             out, grad_out = pad_rows(out, least[0]), pad_rows(grad_out, least[0])
             value = pad_rows(value, least[1])
-        lse_dims, seed_dtype = _forward_template(query.device, query.dtype)
+        lse_dims, seed_dtype = _forward_template(query.device)
         lse = lse.contiguous()
         seed = torch.zeros((), dtype=seed_dtype, device=query.device)
         mask = None if bias is None else aligned_bias(bias, key.shape[2])
@@ -399,20 +396,15 @@ def _cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-_TEMPLATES: list[tuple[int, torch.dtype]] = []
-
-
-def _forward_template(device: torch.device, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+@functools.cache
+def _forward_template(device: torch.device) -> tuple[int, torch.dtype]:
     """How many dimensions cuDNN's lse has in this torch, and the dtype of the random state.
 
-    Both changed between releases, and the backward requires what the forward returned. Usually a
-    forward has been seen; a call for this alone takes 40 ms.
+    Both changed between releases, and the backward requires what the forward returned.
     """
-    if not _TEMPLATES:
-        with outside():
-            tiny = torch.zeros((1, 1, 64, 64), dtype=dtype, device=device)
-            results = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                tiny, tiny, tiny, None, True, 0.0, False, False
-            )
-        _TEMPLATES.append((results[1].dim(), results[6].dtype))
-    return _TEMPLATES[0]
+    with outside():
+        tiny = torch.zeros((1, 1, 64, 64), dtype=torch.float16, device=device)
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            tiny, tiny, tiny, None, True, 0.0, False, False
+        )
+    return results[1].dim(), results[6].dtype

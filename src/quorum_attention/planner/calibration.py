@@ -265,14 +265,14 @@ class _Bench:
         query, grad = self.random(rows, head_dim), self.random(rows, head_dim)
         key, value = self.random(other, head_dim), self.random(other, head_dim)
         spent = self.seconds(
-            lambda: kernel.rectangle_forward(Call(query, key, value, False, scale)), 0.3, warm
+            lambda: kernel.whole_forward(Call(query, key, value, False, scale)), 0.3, warm
         )
         # A backward is parallel over keys, so here the keys are the long side.
         query, key = key, query
         grad, value = value, grad
         call = Call(query, key, value, False, scale)
-        saved = Saved(grad, *kernel.rectangle_forward(call))
-        backward = self.seconds(lambda: kernel.rectangle_backward(call, saved), 0.3, warm)
+        saved = Saved(grad, *kernel.whole_forward(call))
+        backward = self.seconds(lambda: kernel.whole_backward(call, saved), 0.3, warm)
         return flops / spent, 2.5 * flops / backward
 
     def causal(self) -> float:
@@ -281,7 +281,7 @@ class _Bench:
         kernel, scale = self.kernel(64), 0.125
         query, key, value = (self.random(rows, 64) for _ in range(3))
         call = Call(query, key, value, True, scale)
-        spent = self.seconds(lambda: kernel.rectangle_forward(call), 0.2)
+        spent = self.seconds(lambda: kernel.whole_forward(call), 0.2)
         return 2.0 * 64 * rows * rows / spent
 
     def copies(self) -> dict[str, float]:
@@ -305,16 +305,16 @@ class _Bench:
         state = torch.zeros(1, 1, 128, 64, dtype=torch.float32, device=self.device)
         lse_state = torch.zeros(1, 1, 128, dtype=torch.float32, device=self.device)
         call = Call(query, key, value, False, 0.125)
-        saved = Saved(grad, *kernel.rectangle_forward(call))
+        saved = Saved(grad, *kernel.whole_forward(call))
 
         def forward() -> None:
             for _ in range(count):
-                part, part_lse = kernel.rectangle_forward(call)
+                part, part_lse = kernel.whole_forward(call)
                 merge_(state, lse_state, part, part_lse)
 
         def backward() -> None:
             for _ in range(count):
-                for part in kernel.rectangle_backward(call, saved):
+                for part in kernel.whole_backward(call, saved):
                     add_(state, part)
 
         # The factors are for slicing, scaling and streams around a call.
@@ -327,7 +327,7 @@ class _Bench:
         for tensor in fresh:
             self._wait()
             started = time.perf_counter()
-            kernel.rectangle_forward(Call(tensor, tensor, tensor, False, 0.125))
+            kernel.whole_forward(Call(tensor, tensor, tensor, False, 0.125))
             self._wait()
             times.append(time.perf_counter() - started)
         return {**found, "plan_seconds": statistics.median(times)}

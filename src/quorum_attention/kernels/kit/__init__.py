@@ -6,13 +6,6 @@ from quorum_attention.kernels.kit.longnet import DilatedSetting, LongNetKernel
 from quorum_attention.kernels.kit.masks import causal, document, prefix_lm, sliding_window
 
 __all__ = [
-    "DilatedSetting",
-    "FunctionKernel",
-    "LongNetKernel",
-    "causal",
-    "document",
-    "from_lse_function",
-    "from_score_mod",
-    "prefix_lm",
-    "sliding_window",
-]
+    "DilatedSetting", "FunctionKernel", "LongNetKernel", "causal", "document", "from_lse_function",
+    "from_score_mod", "prefix_lm", "sliding_window",
+]  # fmt: skip

@@ -257,10 +257,6 @@ class NativeKernel(Kernel):
         launch.backward(saved, (query, key, value), add=False)
         return query, key, value
 
-    # Rows without keys need no correction, so a rectangle is a whole call.
-    rectangle_forward = whole_forward
-    rectangle_backward = whole_backward
-
     def _whole_launch(self, call: Call, tilings: Tilings) -> Launch:
         whole = (Rectangle(0, call.query.shape[2], 0, call.key.shape[2], call.is_causal),)
         (part,) = self._parts_of(call, whole, tilings)
