@@ -169,8 +169,3 @@ def ones(mask: int) -> Iterator[Interval]:
         mask >>= length
         at += skip + length
         yield Interval(at - length, at)
-
-
-def bits(start: int, stop: int) -> int:
-    """The number whose bits [start, stop) are set, and no others."""
-    return ((1 << stop - start) - 1) << start

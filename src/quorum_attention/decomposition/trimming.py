@@ -16,7 +16,6 @@ from quorum_attention.decomposition.decomposition import Span, Task, tokens_of
 from quorum_attention.decomposition.intervals import (
     Interval,
     below,
-    bits,
     ones,
     union,
     within,
@@ -107,7 +106,8 @@ class _Marks:
         """The cells that ``intervals`` touch, as bits."""
         found = 0
         for start, stop in intervals:
-            found |= bits(start // self.cell, (stop - 1) // self.cell + 1)
+            # All bits from the first one that is touched to the last.
+            found |= (2 << (stop - 1) // self.cell) - (1 << start // self.cell)
         return found
 
     def have(self, intervals: Iterable[tuple[int, int]]) -> bool:
