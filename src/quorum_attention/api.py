@@ -9,9 +9,9 @@ import torch
 from quorum_attention.autograd import attend
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions, RunOptions, several
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import filled
-from quorum_attention.call.validation import as_tensor
+from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.direct import direct_attention
 from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask

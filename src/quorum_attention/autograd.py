@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.request import Request
 from quorum_attention.call.transforms import refuse_batched, refuse_mapped
-from quorum_attention.call.validation import as_tensor
+from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.passes import run_backward, run_forward

@@ -18,9 +18,10 @@ import torch
 from quorum_attention.autograd import RESULTS, Attention, EagerCall, Read
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
+from quorum_attention.call.validation import Tensors
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.call import MaskView, operand
 from quorum_attention.execution.device.lookup import BACKENDS, backend_of, best_device

@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 from quorum_attention.autograd import needed_of, refuse_second, upstream_of
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, CallOptions, several
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import Layer, current, fill
-from quorum_attention.call.validation import as_mask, broadcast_inputs, sizes_of
+from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms
 from quorum_attention.mask import Mask

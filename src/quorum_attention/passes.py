@@ -27,7 +27,8 @@ from quorum_attention.call.gradients import (
 )
 from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
 from quorum_attention.call.options import CallOptions
-from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.request import Request
+from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.call import Job, MaskView, Progress, divided_upstream

@@ -10,7 +10,8 @@ from helpers_attention import inputs
 
 import quorum_attention as qa
 from quorum_attention.call.options import Arguments, CallOptions
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import Request, request_of
+from quorum_attention.call.validation import Tensors
 from quorum_attention.devices import Pool
 from quorum_attention.ray import Farm
 

@@ -14,7 +14,8 @@ import torch
 
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import Request, request_of
+from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Keeps, Mask

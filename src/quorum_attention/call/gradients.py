@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.request import Request
 from quorum_attention.call.transforms import refuse_transforms
-from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
+from quorum_attention.call.validation import Tensors, as_tensor, check_apart, check_tensor
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.call import Three, divided_bytes, is_operand, lie_well
 from quorum_attention.execution.problem import Placement

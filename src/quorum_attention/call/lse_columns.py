@@ -27,7 +27,8 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.request import Request
+from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,27 +18,15 @@ from quorum_attention.call.transforms import (
     refuse_randomness,
     unwrapped,
 )
-from quorum_attention.call.validation import (
-    Sizes,
-    as_mask,
-    as_tensor,
-    broadcast_inputs,
-    check_apart,
-    check_kind,
-    check_mask,
-    check_place,
-    check_plan,
-    check_tensor,
-    sizes_of,
-)
-from quorum_attention.counts import chance, real_number, shown, switch, whole_number
+from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
+from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload, scale_is_exact
+from quorum_attention.execution.problem import Workload, scale_is_exact
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, MOST_POSITIONS, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
-from quorum_attention.kernels.protocol import MaskShape
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import capturing, outside
 from quorum_attention.mask import Mask, map_tensors
@@ -53,18 +41,6 @@ Array = torch.Tensor | np.ndarray
 
 # Smaller factors are 0 to operators, which compute with them in fp32 (in float64 for such inputs).
 _LEAST_SCALE = 2.0**-149
-
-
-class Tensors(NamedTuple):
-    """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
-    head_dim), value (*batch, kv_heads, n_keys, value_dim); mask broadcasts to (*batch, heads,
-    n_queries, n_keys); sinks are (heads,)."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    sinks: torch.Tensor | None = None
 
 
 class Runner(Protocol):
@@ -171,74 +147,51 @@ def request_of(
         ValueError, TypeError, NotImplementedError: arguments that do not fit, by name. Nothing has
             been allocated by then but the casts of autocast.
     """
-    attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
-    query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    attn_mask = as_mask(attn_mask, query, key)
-    described = attn_mask if isinstance(attn_mask, Mask) else None
-    attn_mask = attn_mask if described is None else described.bias
-    mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_kind(tensor, name)
-    query, key, value, shared, without_heads, cast_bytes = broadcast_inputs(
-        query, key, value, enable_gqa
-    )
-    if out is not None:
-        out = as_tensor(out, "out", written=True)
-        out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
-    if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
-        raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
-    p, seed = checked_dropout(dropout_p, dropout_seed, draws=function != "attention_backward")
-    sizes = sizes_of(query, key, value, shared)
-    if mask is not None:
-        check_mask(mask, query, key)
-    is_causal = switch(is_causal, "is_causal")
-    if out is not None:
+    backward, written, scale = function == "attention_backward", call.written, call.scale
+    p, seed = checked_dropout(call.dropout_p, call.dropout_seed, draws=not backward)
+    if call.out is not None:
         refuse_out()
-        shape_of_out = (*query.shape[:-1], value.shape[-1])
-        check_tensor(out, shape_of_out, "out", query.device, out_dtype, written=True)
-        read = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        check_apart({"out": out}, read)
+    tensors, out, described, sizes, without_heads, cast_bytes = check_tensors(
+        query, key, value, call
+    )
+    query, key, value, mask, sinks = tensors
     options = options_of(written, query.device)
     factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
-    switch(shared, "enable_gqa")
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
-    sinks = None
+    causal = switch(call.is_causal, "is_causal")
+    work = replace(sizes, is_causal=causal, mask=shape, dropout=p > 0.0)
     if described is not None:
-        sinks = checked_sinks(described, sizes.heads, query)
-        is_causal, options = under_mask(
-            described,
-            sizes,
-            is_causal,
-            options,
-            shape,
-            needs_grad=function == "attention_backward" or records(query, key, value),
-            dropout=p > 0.0,
+        causal, kernel = _under_mask(
+            described, work, options, needs_grad=backward or records(query, key, value)
         )
+        options = options if kernel is options.kernel else replace(options, kernel=kernel)
     if options.kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(options.kernel)
         options = replace(options, kernel=kernel)
         if is_followed():
             refuse_learned(kernel, query, key, value, options.device)
-    exact = scale_is_exact(factor, query.dtype)
-    work = Workload(
-        *sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0, exact_scale=exact
-    )
+    work = replace(
+        work, is_causal=causal, positive_scale=factor > 0, sinks=sinks is not None,
+        exact_scale=scale_is_exact(factor, query.dtype),
+    )  # fmt: skip
     if options.plan is not None:
         check_plan(options.plan, work)
-    dtype = out.dtype if out is not None else (out_dtype or query.dtype)
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    recorded = learned or records(query, key, value, *(() if sinks is None else (sinks,)))
-    counted = cast_bytes if query.device == options.device else 0
     counts = (work.n_tokens, work.heads, work.batch)
     request = Request(
-        work, factor, options, out, dtype, recorded, learned, counted, without_heads,
-        written.progress, written.report, written.sums,
-        dropout_of(p, seed, counts, options.device, query, key, value, mask) if p else None,
+        work, factor, options, out,
+        out_dtype=out.dtype if out is not None else (call.out_dtype or query.dtype),
+        records=learned or records(query, key, value, sinks),
+        mask_grad=learned,
+        cast_bytes=cast_bytes if query.device == options.device else 0,
+        without_heads=without_heads,
+        progress=written.progress, report=written.report, sums=written.sums,
+        dropout=dropout_of(p, seed, counts, options.device, query, key, value, mask) if p else None,
     )  # fmt: skip
-    return Tensors(query, key, value, mask, sinks), request
+    return tensors, request
 
 
 # --- Dropout --------------------------------------------------------------------------------------
@@ -313,31 +266,19 @@ def _drawn() -> int:
 # --- A Mask ---------------------------------------------------------------------------------------
 
 
-def under_mask(
-    mask: Mask,
-    sizes: Sizes,
-    is_causal: bool,
-    options: Options,
-    shape: MaskShape | None,
-    *,
-    needs_grad: bool,
-    dropout: bool = False,
-) -> tuple[bool, Options]:
-    """Whether a call under ``mask`` is causal, and its options, with the kernel that knows the mask
-    (bias and sinks left aside).
-
-    Args:
-        shape: of the mask's bias.
+def _under_mask(
+    mask: Mask, work: Workload, options: Options, *, needs_grad: bool
+) -> tuple[bool, str | InnerKernel]:
+    """Whether a call under ``mask`` is causal, and the kernel that knows the mask (bias and sinks
+    left aside).
 
     Raises:
         ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
     """
     mask = map_tensors(mask, _readable)
-    work = Workload(*sizes, is_causal, shape, dropout=dropout)
-    seen = MaskSizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
+    sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
-    causal, kernel = kernel_for_mask(mask, seen, is_causal, options.kernel, call, options.device)
-    return causal, options if kernel is options.kernel else replace(options, kernel=kernel)
+    return kernel_for_mask(mask, sizes, work.is_causal, options.kernel, call, options.device)
 
 
 def _readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -348,21 +289,3 @@ def _readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     check_kind(tensor, f"Mask.{name}")
     return unwrapped(tensor, f"Mask.{name}")
-
-
-def checked_sinks(mask: Mask, heads: int, query: torch.Tensor) -> torch.Tensor | None:
-    """The mask's sinks.
-
-    Raises:
-        ValueError, NotImplementedError: they do not fit the call.
-    """
-    sinks = mask.sinks
-    if sinks is None:
-        return None
-    check_kind(sinks, "Mask.sinks")
-    if sinks.shape != (heads,):
-        raise ValueError(
-            f"Mask.sinks must be one for each of the {heads} query heads, got {tuple(sinks.shape)}"
-        )
-    check_place(sinks, "Mask.sinks", query.device)
-    return sinks

@@ -16,11 +16,87 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from quorum_attention.call.options import Arguments
 from quorum_attention.call.overlap import Mappings, overlaps_itself
+from quorum_attention.counts import shown, switch
 from quorum_attention.execution.device.lookup import BACKENDS, is_known, on_host
 from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
+
+
+class Tensors(NamedTuple):
+    """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
+    head_dim), value (*batch, kv_heads, n_keys, value_dim); mask broadcasts to (*batch, heads,
+    n_queries, n_keys); sinks are (heads,)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    sinks: torch.Tensor | None = None
+
+
+class CheckedTensors(NamedTuple):
+    """The tensors of a call that fit each other.
+
+    Attributes:
+        read: what it reads.
+        out: the caller's tensor for the result, with a dimension of heads.
+        described: the mask, if it is a ``Mask``.
+        sizes: a ``Workload`` of sizes and dtype alone.
+        without_heads: whether the inputs were (tokens, head_dim).
+        cast_bytes: bytes of the casts of autocast, on the inputs' device.
+    """
+
+    read: Tensors
+    out: torch.Tensor | None
+    described: Mask | None
+    sizes: Workload
+    without_heads: bool
+    cast_bytes: int
+
+
+def check_tensors(query: Any, key: Any, value: Any, call: Arguments) -> CheckedTensors:
+    """The tensors of a call, checked and broadcast.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: one does not fit, by name.
+    """
+    query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    attn_mask: Any = as_mask(call.attn_mask, query, key)
+    described = attn_mask if isinstance(attn_mask, Mask) else None
+    attn_mask = attn_mask if described is None else described.bias
+    mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_kind(tensor, name)
+    query, key, value, shared, without_heads, cast_bytes = broadcast_inputs(
+        query, key, value, call.enable_gqa
+    )
+    sizes = sizes_of(query, key, value, switch(shared, "enable_gqa"))
+    out, out_dtype = call.out, call.out_dtype
+    if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
+        raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
+    if mask is not None:
+        _check_mask(mask, query, key)
+    if out is not None:
+        out = as_tensor(out, "out", written=True)
+        out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
+        shape = (*query.shape[:-1], value.shape[-1])
+        check_tensor(out, shape, "out", query.device, out_dtype, written=True)
+        every = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        check_apart({"out": out}, every)
+    sinks = None if described is None else described.sinks
+    if sinks is not None:
+        check_kind(sinks, "Mask.sinks")
+        if sinks.shape != (sizes.heads,):
+            raise ValueError(
+                f"Mask.sinks must be one for each of the {sizes.heads} query heads, got "
+                f"{tuple(sinks.shape)}"
+            )
+        _check_place(sinks, "Mask.sinks", query.device)
+    read = Tensors(query, key, value, mask, sinks)
+    return CheckedTensors(read, out, described, sizes, without_heads, cast_bytes)
 
 
 def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
@@ -116,7 +192,7 @@ def _check_device(tensor: torch.Tensor, name: str) -> None:
         raise NotImplementedError(f"{name} must be on a CPU or CUDA device, got '{tensor.device}'")
 
 
-def check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
+def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
     """Tensors beside the inputs are on the inputs' device ``home`` or in host memory."""
     if not on_host(tensor.device) and tensor.device != home:
         raise ValueError(
@@ -124,22 +200,9 @@ def check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
         )
 
 
-class Sizes(NamedTuple):
-    """The first fields of a ``Workload``, in its order."""
-
-    batch_shape: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    n_queries: int
-    n_keys: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-
 def sizes_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> Sizes:
+) -> Workload:
     """The sizes of a call, from tensors that have passed ``check_kind``.
 
     Raises:
@@ -176,10 +239,11 @@ def sizes_of(
         raise ValueError(f"key has {kv_heads} heads and query {heads}: give enable_gqa=True")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"query must have a multiple of the key's {kv_heads} heads, got {heads}")
-    return Sizes(tuple(batch), heads, kv_heads, n_queries, n_keys, head_dim, value_dim, dtype)
+    sizes = tuple(batch), heads, kv_heads, n_queries, n_keys, head_dim, value_dim
+    return Workload(*sizes, dtype, is_causal=False)
 
 
-def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
     """Check that a mask broadcasts to (*batch, heads, n_queries, n_keys).
 
     Raises:
@@ -217,7 +281,7 @@ def check_tensor(
     """
     check_kind(tensor, name)
     if written or not (on_host(home) and is_known(tensor.device)):
-        check_place(tensor, name, home)
+        _check_place(tensor, name, home)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if dtype is not None and tensor.dtype != dtype:

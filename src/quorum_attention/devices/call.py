@@ -14,8 +14,8 @@ from quorum_attention.call.block import WholeCall
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, Budget, CallOptions
 from quorum_attention.call.overlap import Mappings
-from quorum_attention.call.request import Request, Tensors, request_of
-from quorum_attention.call.validation import as_mask, as_tensor
+from quorum_attention.call.request import Request, request_of
+from quorum_attention.call.validation import Tensors, as_mask, as_tensor
 from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import InFile, handle_of, share, shared_memory
 from quorum_attention.devices.partition import Sums

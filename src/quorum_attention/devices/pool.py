@@ -14,7 +14,8 @@ import torch
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.options import Arguments, Budget, CallOptions, Several
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import Request, request_of
+from quorum_attention.call.validation import Tensors
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
 from quorum_attention.devices.call import request_on_several

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import Arguments, CallOptions
-from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current, filled
+from quorum_attention.call.validation import Tensors
 from quorum_attention.counts import shown
 from quorum_attention.distributed import agreement, masks, partition
 from quorum_attention.distributed.report import ShardedReport
