@@ -53,7 +53,7 @@ WRITERS: dict[str, tuple[Callable[[Path, int], Any], str, str, int]] = {
     "text": (lambda f, turn: write_text(f / "x.txt", f"{turn}\n" * 1_000), "OSError", _FULL, 0),
     "run": (_run("out.safetensors"), "2", _RESERVED, 0),
     # Room for the results, and for no more.
-    "run, its accumulators": (_run("out"), "2", "space for accumulators", 36 << 10),
+    "run, its accumulators": (_run("out"), "2", "-accumulators", 36 << 10),
     "new tensors": (
         lambda f, turn: create_tensors(f / f"x{turn}", {"t": ((5_000,), torch.float32)}).clear(),
         "OSError", _RESERVED, 0,

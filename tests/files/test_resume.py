@@ -3,6 +3,7 @@ of the rest is bit for bit what one run would have made, or it refuses by name."
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -237,3 +238,40 @@ def test_a_second_run_at_the_same_time_is_refused(
     assert run(folder, out="whole/") == 0
     for name in ("out.npy", "lse.npy"):
         assert (folder / "new" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("out", ["out", "new/"])
+def test_a_finished_output_is_not_computed_again(
+    folder: Path, out: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is asked for, the call is another one, or something else has been written there."""
+
+    def parts_computed(*options: str) -> int:
+        assert run(folder, "--resume", "--json", *options, out=out) == 0
+        return int(json.loads(capsys.readouterr().out)["total"]["forwards"])
+
+    assert parts_computed() == HEADS
+    before = contents(folder)
+    assert parts_computed() == 0
+    assert run(folder, "--resume", out=out) == 0
+    assert "is finished: nothing is computed" in capsys.readouterr().out
+    assert contents(folder) == before
+    assert parts_computed("--causal") == HEADS
+    os.utime(folder / "qkv", ns=(1, 1))
+    assert parts_computed("--causal") == HEADS
+    assert parts_computed("--causal") == 0
+    written = folder / (f"{out}lse.npy" if out == "new/" else out)
+    written.write_bytes(bytes(written.stat().st_size))
+    assert parts_computed("--causal") == HEADS
+    assert run(folder, "--causal", "--restart", "--json", out=out) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_parts"] is None
+    # A file system whose files have no attributes.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "setxattr", raises)
+        assert run(folder, "--causal", out=out) == 0
+    capsys.readouterr()
+    assert parts_computed("--causal") == HEADS
+
+
+def raises(*_: object) -> None:
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))

@@ -166,7 +166,7 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
         ({"depth": -1}, "depth"),
         ({"out": torch.zeros(1, 2, 60, 9)}, "out"),
         ({"out": torch.zeros(1, 2, 60, 8)}, "out must be mapped from a file"),
-        ({"out": None}, "out must be a tensor"),
+        ({"out": None}, "out must be a torch.Tensor"),
     ],
 )
 def test_what_is_refused(call: Callable[..., Any], change: dict[str, Any], said: str) -> None:

@@ -22,7 +22,6 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of
 from quorum_attention.files.call import FileCall, file_call, written_as
 from quorum_attention.files.compute import Compute, Work, compute_here
-from quorum_attention.files.formats import is_npy
 from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.files.run import (
     Mode,
@@ -196,7 +195,10 @@ def _tell(
             if report.total.forwards + report.total.backwards > 1:
                 say(f"this run:\n{report.total}\nthe last of {outcome.settings.parts} parts:")
             say(str(report))
-        say(f"wrote {options.output}")
+        if outcome.finished:
+            say(f"{options.output} is finished: nothing is computed (--restart begins anew)")
+        else:
+            say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
     if options.draw is not None and (report.forward or report.backward) is not None:
         report.draw(options.draw)
@@ -236,12 +238,12 @@ def _metadata(options: argparse.Namespace) -> dict[str, str]:
 
 def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     """Refuse a backward of another call than the forward that wrote its output."""
-    if not options.backward or is_npy(inputs.files["out"].path):
+    if not options.backward:
         return
     file, now = inputs.files["out"].path, _arguments(options)
     try:
         before = dict(json.loads(metadata_of(file).get("arguments", "{}")))
-    except (ValueError, TypeError, RecursionError):  # another program wrote it
+    except (ValueError, TypeError, RecursionError):  # a .npy file, or another program's
         return
     for name in (*masks.NAMES, "scale") if "causal" in before else ():
         if before.get(name) != now.get(name):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import mmap
-import tempfile
+import secrets
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from quorum_attention import passes
@@ -21,17 +19,16 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.call import FileCall, written_as
+from quorum_attention.files.formats import Wanted, create_tensors
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
 from quorum_attention.progress import progress_bar
-from quorum_attention.writing import reserve
 
 # What a kill may cost, about: heads that take less are computed together.
 SECONDS_OF_A_PART = 5.0
 # Accumulators in host memory that are more than this share of it are put into a file instead.
 _SHARE_OF_HOST = 0.25
-_ALIGNMENT = 1024  # elements, at whose multiples tensors of scratch space begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +105,6 @@ def settle(call: FileCall, heads: int | None = None) -> Settings:
     return Settings(heads, len(call.parts(heads)), budget, in_file, _words(decisions))
 
 
-def plan_words(call: FileCall, settings: Settings) -> str:
-    """How a part would be run now, as ``Settings.plan`` has it."""
-    made = replace(call, written=call.written._replace(budget=settings.budget_bytes))
-    return _words(_decided(made, settings.heads)[0])
-
-
 def _words(decisions: Sequence[Decision]) -> str:
     if not decisions:
         return "nothing to compute"
@@ -143,8 +134,8 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
     plans = [one.plan for one in decisions if one.plan is not None]
     if on_host(call.device) or all(plan.schedule.accumulator != "host" for plan in plans):
         return decisions, False
-    shapes = _scratch_shapes(call, parts[0], (), in_file=True).values()
-    needed = sum(map(math.prod, shapes)) * call.work.state_dtype.itemsize
+    scratch = _scratch(call, parts[0], (), in_file=True).values()
+    needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in scratch)
     if needed < _SHARE_OF_HOST * backend_of(HOST).free_bytes(HOST):
         return decisions, False
     return [_decision(call, part, in_file=True) for part in parts], True
@@ -181,14 +172,12 @@ def lse_given(call: FileCall, *, in_file: bool) -> bool:
 
 def compute_here(work: Work, numbers: Sequence[int]) -> Iterator[int]:
     """Compute parts one after the other in this process."""
-    call, settings, parts = work.call, work.settings, work.parts
+    call, parts = work.call, work.parts
     shown: AbstractContextManager[Any] = progress_bar() if work.progress else nullcontext()
     with shown as bar, torch.no_grad():
         for number in numbers:
-            progress = None if bar is None else _shifted(bar, number, settings.parts)
-            written = call.written._replace(
-                budget=settings.budget_bytes, report=work.report, progress=progress
-            )
+            progress = None if bar is None else _shifted(bar, number, len(parts))
+            written = call.written._replace(report=work.report, progress=progress)
             _compute(work, parts[number], written)
             yield number
 
@@ -201,11 +190,15 @@ def _shifted(bar: Any, number: int, parts: int) -> Any:
 def _compute(work: Work, part: Block, written: CallOptions) -> None:
     call, in_file = work.call, work.settings.in_file
     wanted = call.cut(written_as(call, work.results), part)
-    shapes = _scratch_shapes(call, part, wanted, in_file=in_file)
-    space = _scratch(work.folder, list(shapes.values()), call.work.state_dtype)
-    names = call.results(lse=lse_given(call, in_file=in_file))
-    made: dict[str, Any] = {name: wanted.get(name) for name in names}
-    made |= dict(zip(shapes, space, strict=True))
+    made: dict[str, Any] = dict(wanted)
+    if scratch := _scratch(call, part, wanted, in_file=in_file):
+        # Without a name: the system writes it to the disk and reads it back, so it may be larger
+        # than the host's memory.
+        path = work.folder / f"{secrets.token_hex(4)}-accumulators"
+        made |= create_tensors(path, scratch)
+        path.unlink()
+    if not lse_given(call, in_file=in_file):
+        made.pop("lse", None)
     results = BlockResults(made.get("out"), made.get("lse"))
     if call.backward:
         results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
@@ -219,34 +212,13 @@ def _compute(work: Work, part: Block, written: CallOptions) -> None:
             target.copy_(accumulated)
 
 
-def _scratch_shapes(
-    call: FileCall, part: Block, results: Container[str], *, in_file: bool
-) -> dict[str, tuple[int, ...]]:
-    """Shapes, in the state's dtype, of what a part is computed into and is no result."""
+def _scratch(call: FileCall, part: Block, results: Container[str], *, in_file: bool) -> Wanted:
+    """What a part is computed into and is no result."""
     accumulated = in_file and call.out_dtype != call.work.state_dtype
     whole = {
         name: torch.empty(shape, device="meta")
         for name, (shape, _) in call.results(lse=lse_given(call, in_file=in_file)).items()
         if (name not in results if name == "lse" else accumulated)
     }
-    return {name: tuple(t.shape) for name, t in call.cut(written_as(call, whole), part).items()}
-
-
-def _scratch(
-    folder: Path, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Tensors in a file that has no name: the system writes it to the disk and reads it back, so
-    they may be larger than the host's memory.
-
-    Raises:
-        OSError: the disk has no room for them.
-    """
-    sizes = [-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
-    if not sum(sizes):
-        return [torch.empty(shape, dtype=dtype, device="cpu") for shape in shapes]
-    with tempfile.TemporaryFile(dir=folder) as file:
-        reserve(file, sum(sizes) * dtype.itemsize, f"{folder}: space for accumulators")
-        mapping = mmap.mmap(file.fileno(), sum(sizes) * dtype.itemsize)
-    pieces = torch.from_numpy(np.frombuffer(mapping, np.uint8)).view(dtype).split(sizes)
-    pairs = zip(pieces, shapes, strict=True)
-    return [piece[: math.prod(shape)].view(shape) for piece, shape in pairs]
+    cut = call.cut(written_as(call, whole), part)
+    return {name: (tuple(t.shape), call.work.state_dtype) for name, t in cut.items()}

@@ -28,7 +28,6 @@ Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 SUFFIX = ".npy"
 npy: Any = np.lib.format  # it has no types
-_MAGIC = b"\x93NUMPY"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
@@ -148,15 +147,6 @@ def _create(path: Path_, header: bytes, n_bytes: int) -> None:
                 os.unlink(path)
             raise
         file.write(header)
-
-
-def is_npy(path: Path_) -> bool:
-    """Whether a file is called as .npy files are, or begins as they do."""
-    if os.fspath(path).endswith(SUFFIX):
-        return True
-    with suppress(FileNotFoundError), open_regular(path) as file:
-        return file.read(len(_MAGIC)) == _MAGIC
-    return False
 
 
 def open_npy(path: Path_, *, writable: bool = False) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.files.formats import SUFFIX, is_npy, open_npy, open_tensors
+from quorum_attention.files.formats import SUFFIX, open_npy, open_tensors
 from quorum_attention.writing import open_regular
 
 # What a tensor is for, and the names that it may have in a file.
@@ -141,19 +141,16 @@ def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, Seen]:
     Raises:
         ValueError: there are several, or none.
     """
-    seen = Seen.of(path)
-    if is_npy(path):
-        return open_npy(path), seen
-    tensors = open_tensors(path)
-    there = [name for name in names if name in tensors]
-    if not there and len(tensors) == 1:
-        there = list(tensors)
+    found = {name: (tensor, seen) for name, seen, tensor in _opened(path)}
+    there = [name for name in names if name in found]
+    if not there and len(found) == 1:
+        there = list(found)
     if len(there) != 1:
         raise ValueError(
             f"{path} must have one tensor, or one of {', '.join(names)}; it has "
-            f"{', '.join(tensors) or 'none'}"
+            f"{', '.join(found) or 'none'}"
         )
-    return tensors[there[0]], seen
+    return found[there[0]]
 
 
 def _opened(text: str) -> Iterator[tuple[str, Seen, torch.Tensor]]:
@@ -173,7 +170,7 @@ def _opened(text: str) -> Iterator[tuple[str, Seen, torch.Tensor]]:
             raise ValueError(f"{text} is a folder without {SUFFIX} files")
     for file, tensor in files.items():
         seen = Seen.of(file)
-        if file is not path or is_npy(file):
+        if file is not path or file.suffix == SUFFIX:
             yield tensor, seen, open_npy(file)
         else:
             for found, mapped in open_tensors(file).items():

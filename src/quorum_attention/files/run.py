@@ -10,6 +10,7 @@ removed.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,7 +35,6 @@ from quorum_attention.files.compute import (
     Settings,
     Work,
     compute_here,
-    plan_words,
     settle,
 )
 from quorum_attention.files.formats import (
@@ -58,6 +58,7 @@ from quorum_attention.writing import (
 
 FORMAT = 2
 LOCK, PROGRESS = "lock", "progress.json"
+_MARK = "user.quorum_attention.call"
 # Results, and folders of partial states beside them. Each beginning has a number of its own, so
 # that a worker of an earlier one (on another machine, maybe) finds nothing to write to.
 _OURS = re.compile(r"[0-9a-f]{8}-|progress\.json\.")
@@ -67,16 +68,18 @@ Mode = Literal["new", "resume", "restart"]
 Say = Callable[[str], None]
 
 
-class UnfinishedError(ValueError):
-    """There is an unfinished run, and it was not said what becomes of it."""
-
-
 class Outcome(NamedTuple):
-    """What a run came to: what was chosen for it, and how many parts an earlier process had done
-    (None: there was none)."""
+    """What a run came to.
+
+    Attributes:
+        settings: what was chosen for it.
+        resumed: how many parts an earlier process had done; None: there was none.
+        finished: whether there was nothing left to do.
+    """
 
     settings: Settings
     resumed: int | None
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,17 +250,15 @@ class RunFolder:
         Raises:
             OSError: its results, or ``progress.json``, could not be written.
         """
-        self._sync()
-        self.progress["done"].append(part)
-        write_text(self.output.run / PROGRESS, json.dumps(self.progress, indent=1))
-
-    def _sync(self) -> None:
         for path in self._paths():
             with open(path, "rb") as file:
                 try:
                     os.fsync(file.fileno())
                 except OSError as error:
                     raise named(error, path) from error
+        progress = {**self.progress, "done": [*self.progress["done"], part]}
+        write_text(self.output.run / PROGRESS, json.dumps(progress, indent=1))
+        self.progress = progress
 
     def finish(self) -> None:
         """Give all files their names. A second name each: after a kill they can be given again."""
@@ -268,14 +269,30 @@ class RunFolder:
                 os.link(path, spare)
             except OSError:  # no file system with hard links: a kill from here on costs the run
                 spare = path
+            with suppress(OSError):  # a file system without attributes
+                os.setxattr(path, _MARK, _mark(path, self.progress["call"]))
             with open(path, "rb") as file:
                 take_permissions(file, target)
             os.replace(spare, target)
         sync_directory(self.output.run.parent)
         (self.output.run / PROGRESS).unlink(missing_ok=True)
 
+    def is_finished(self) -> bool:
+        """Whether the output is of this call, and is as a run has left it. False also where files
+        have no attributes."""
+        call = self.progress["call"]
+        with suppress(OSError):
+            return all(os.getxattr(path, _MARK) == _mark(path, call) for path in self.output.files)
+        return False
+
     def _paths(self) -> list[Path]:
         return [self.output.run / name for name in self.progress["files"]]
+
+
+def _mark(path: Path, call: Mapping[str, Any]) -> bytes:
+    """What a finished output says of itself: which call it is of, and when it was written."""
+    text = f"{json.dumps(call)} {os.stat(path).st_mtime_ns}"
+    return hashlib.sha256(text.encode()).hexdigest().encode()
 
 
 def run_call(
@@ -304,7 +321,7 @@ def run_call(
     Raises:
         BudgetError, NotImplementedError: the call cannot be run; nothing has been written.
         OSError: no room, or another process writes the same output.
-        UnfinishedError, ValueError: see ``run_folder``; or an input changed meanwhile.
+        ValueError: see ``run_folder``; or an input changed meanwhile.
     """
     inputs = set(inputs)
 
@@ -312,43 +329,38 @@ def run_call(
         for seen in inputs:
             seen.check()
 
-    with run_folder(output, header, mode) as folder, _telling(folder, say):
+    with run_folder(output, header, mode) as folder:
+        if mode == "resume" and not folder.resumed and folder.is_finished():
+            settings = settle(call, heads)
+            return Outcome(settings, settings.parts, finished=True)
         if not folder.progress["settings"]:
             folder.progress["settings"] = asdict(settle(call, heads))
         settings = Settings(**folder.progress["settings"])
+        call = replace(call, written=call.written._replace(budget=settings.budget_bytes))
         done = list(folder.progress["done"])
         left = [number for number in range(settings.parts) if number not in done]
         if folder.resumed:
             say(f"resumed: {len(done)} of {settings.parts} parts were done")
-            if left and (now := plan_words(call, settings)) != settings.plan:
+            if left and (now := settle(call, settings.heads).plan) != settings.plan:
                 say(
                     f"the rest runs by another plan, so it may round otherwise: it was "
                     f"{settings.plan}, and is {now}"
                 )
         check()
         work = Work(call, settings, folder.open(), output.run, report, progress)
-        for number in compute(work, left) if left else ():
-            check()
-            folder.keep(number)
-        folder.finish()
-    return Outcome(settings, len(done) if folder.resumed else None)
-
-
-@contextmanager
-def _telling(folder: RunFolder, say: Say) -> Iterator[None]:
-    """Says what is kept of a run that ends with an exception."""
-    try:
-        yield
-    except BaseException:
-        # What the file says: a signal may have come right before it was written, or right after.
-        with suppress(OSError, ValueError):
-            left = _left(folder.output)
-            if left is not None:
+        try:
+            for number in compute(work, left) if left else ():
+                check()
+                folder.keep(number)
+            folder.finish()
+        except BaseException:
+            if kept := len(folder.progress["done"]):
                 say(
-                    f"{len(left['done'])} of {left['settings']['parts']} parts are done and "
-                    f"kept: --resume goes on from there"
+                    f"{kept} of {settings.parts} parts are done and kept: --resume goes on from "
+                    f"there"
                 )
-        raise
+            raise
+    return Outcome(settings, len(done) if folder.resumed else None)
 
 
 @contextmanager
@@ -362,8 +374,8 @@ def run_folder(output: Output, call: Mapping[str, Any], mode: Mode) -> Iterator[
     Raises:
         OSError: another process works there; the folder is another user's, or no run's; it cannot
             be made.
-        UnfinishedError: there is an unfinished run, and ``mode`` is "new".
-        ValueError: what there is to resume is damaged, or of another call; nothing has changed.
+        ValueError: there is an unfinished run, and ``mode`` is "new"; or what there is to resume is
+            damaged, or of another call. Nothing has changed.
     """
     path = output.run
     if output.new_folder is not None:
@@ -394,7 +406,7 @@ def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
         begun = {"format": FORMAT, "begun": now, "call": call, "settings": {}}
         return RunFolder(output, {**begun, "files": [], "done": []}, False)
     if mode == "new":
-        raise UnfinishedError(
+        raise ValueError(
             f"{output.name} was begun {left['begun']} and is not finished: {len(left['done'])} of "
             f"{left['settings']['parts']} parts are done ({output.run}); --resume goes on "
             f"with it, --restart removes it and begins anew"
@@ -430,28 +442,21 @@ def _left(output: Output) -> dict[str, Any] | None:
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
     """The folder of a run, made if it is not there, locked."""
-    while True:
-        with suppress(FileExistsError):
-            path.mkdir(0o700)
-            sync_directory(path.parent)
+    busy = OSError(f"{name} is being written by another process ({path} is locked)")
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+        sync_directory(path.parent)
+    _check_own(path)
+    with open(path / LOCK, "a+b") as lock:
         try:
-            _check_own(path)
-            lock = open(path / LOCK, "a+b")  # noqa: SIM115 - closed below
-        except FileNotFoundError:
-            continue  # another process has just finished, and removed it
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(
-                    f"{name} is being written by another process ({path} is locked)"
-                ) from None
-            except OSError:
-                pass  # a file system without locks
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
-                    yield
-                    return
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        except OSError:
+            pass  # a file system without locks
+        if not os.fstat(lock.fileno()).st_nlink:
+            raise busy  # it has just finished, and removed the folder
+        yield
 
 
 def _check_own(path: Path) -> None:
