@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -334,13 +335,26 @@ def test_compiled_calls_with_and_without_labels() -> None:
         torch.testing.assert_close(broken(ids).logits, wanted.logits)
 
 
-def test_what_was_given_another_forward_is_left_as_it_is() -> None:
-    """By hand, or by a library: the forward of its class would not be what it is."""
-    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
-    mlp, plain = model.model.layers[0].mlp, model.forward
+@pytest.mark.parametrize("of_class", [False, True])
+def test_what_was_given_another_forward_is_left_as_it_is(
+    of_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, or by a library for all models (Liger, Unsloth): its own forward is another one."""
+    model, ids = tiny("llama").train(), torch.randint(VOCABULARY, (1, 30))
+    mlp, plain = model.model.layers[0].mlp, type(model).forward
     mlp.forward = lambda x: -2 * type(mlp).forward(mlp, x)
     wanted = model(ids, labels=ids).loss
-    model.forward = lambda *args, **named: plain(*args, **named)
+
+    def fused(self: Any, *args: Any, **named: Any) -> Any:  # has no logits either
+        found = plain(self, *args, **named)
+        found.logits = None
+        return found
+
+    fused.__module__ = "liger_kernel.transformers.model.llama"
+    if of_class:
+        monkeypatch.setattr(type(model), "forward", fused)
+    else:
+        model.forward = MethodType(fused, model)
     summary = long_context(model, checkpoints=None, mlp_tile=8)
     assert {"chunked loss", "tiled MLP"} <= set(summary.left_out)
     assert "another forward" in str(summary)

@@ -68,9 +68,12 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
-    """Whether the module runs the forward of its class, or ours around that."""
-    found = vars(module).get("forward")
-    of_class = getattr(found, "__func__", None) is type(module).forward  # as in a model unpickled
+    """Whether the module runs the forward that its class was written with, or ours around that."""
+    found, kind = vars(module).get("forward"), type(module)
+    of_class = getattr(found, "__func__", None) is kind.forward  # as in a model unpickled
+    (written, *_) = (one for one in kind.__mro__ if "forward" in vars(one))
+    if kind.forward.__module__ != written.__module__:  # Liger's and Unsloth's, of all models
+        return False
     return found is None or of_class or hasattr(found, _OURS)
 
 
