@@ -7,7 +7,6 @@ name, whichever was asked for first.
 import sys
 from types import ModuleType
 
-from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.merge import add_, empty_, merge_
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import (
@@ -30,6 +29,7 @@ from quorum_attention.kernels.registry import (
     register_kernel,
     why_not,
 )
+from quorum_attention.kernels.vendors import CpuKernel
 
 __all__ = [
     "Call", "CallShape", "CpuKernel", "DenseKernel", "Extent", "Gradients", "InnerKernel",

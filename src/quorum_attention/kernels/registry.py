@@ -9,14 +9,13 @@ from typing import TypeGuard
 import torch
 
 from quorum_attention.counts import shown
-from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, Kernel, refusal
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.torch_private import flash_implementation
-from quorum_attention.kernels.vendors import CudnnKernel, EfficientKernel, FlashKernel
+from quorum_attention.kernels.vendors import CpuKernel, CudnnKernel, EfficientKernel, FlashKernel
 
 _KERNELS: dict[str, Kernel] = {}
 _registered = 0

@@ -12,7 +12,7 @@ from helpers_fake_device import FakeDevice, ignore_events
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.vendors import CpuKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
