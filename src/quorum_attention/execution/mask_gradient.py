@@ -238,7 +238,7 @@ class _Walk:
         at = slice(0, 1), slice(0, heads.stop - heads.start), queries
         given = self.given
         saved = (group_part(t, group, "query") for t in (given.grad_out, given.out, given.lse))
-        return BackwardRows.of(Block.of(task, r, how, at, like), Saved(*saved))
+        return BackwardRows(Block(task, r, how, at, like), Saved(*saved))
 
     def _tile(self, rows: BackwardRows, keys: slice) -> torch.Tensor:
         """A tile's part of the gradient: (heads or 1, queries or 1, keys or 1), summed over what

@@ -59,6 +59,9 @@ Change = Callable[[torch.Tensor, "Block", slice, bool], tuple[torch.Tensor, torc
 """Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked; it may write
 to them. Also returns the derivative if the last argument is True; None is a derivative of 1."""
 
+At = tuple[slice, slice, slice]
+"""Batch entries, key heads and queries."""
+
 Kept = Callable[["Block", slice], torch.Tensor | None]
 """Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys); None: all."""
 
@@ -102,47 +105,31 @@ WHOLE_ROWS = Scores(whole_rows=True, tiles=LARGE)
 SMALL = replace(WHOLE_ROWS, exact_delta=True)
 
 
-@dataclass(slots=True)
 class Block:
     """A block of queries: some key heads of some batch entries, with all their query heads.
 
-    Attributes:
+    Args:
         task, rectangle, how: what it is a part of, and what is done to its scores.
+        at: batch entries, key heads and queries (local positions).
+        like: on the device and in the dtype that is computed in.
+
+    Attributes:
+        heads: its query heads.
         most_keys: of a tile.
-        entries, key_heads, heads: which batch entries, key heads and query heads.
-        rows: queries, local positions.
-        query: (b, hk, g * rows, d), on the device and in the dtype that is computed in.
+        query: (b, hk, g * rows, d), like ``like``.
     """
 
-    task: TaskTensors
-    rectangle: Rectangle
-    how: Scores
-    most_keys: int
-    entries: slice
-    key_heads: slice
-    heads: slice
-    rows: slice
-    query: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        task: TaskTensors,
-        rectangle: Rectangle,
-        how: Scores,
-        at: tuple[slice, slice, slice],
-        like: torch.Tensor,
-    ) -> Block:
-        """The block of batch entries, key heads and queries ``at``; ``like``: see ``query``."""
-        entries, key_heads, rows = at
+    def __init__(
+        self, task: TaskTensors, rectangle: Rectangle, how: Scores, at: At, like: torch.Tensor
+    ) -> None:
+        self.task, self.rectangle, self.how = task, rectangle, how
+        self.entries, self.key_heads, self.rows = at
         shared = task.query.shape[1] // task.key.shape[1]
-        heads = slice(key_heads.start * shared, key_heads.stop * shared)
-        most = how.most_keys(rectangle.n_keys, how.limits(like.device.type))
-        query = task.query[entries, heads, rows].to(like.device).to(like.dtype)
-        shape = (query.shape[0], key_heads.stop - key_heads.start, -1, query.shape[-1])
-        return cls(
-            task, rectangle, how, most, entries, key_heads, heads, rows, query.reshape(shape)
-        )
+        self.heads = slice(self.key_heads.start * shared, self.key_heads.stop * shared)
+        self.most_keys = how.most_keys(rectangle.n_keys, how.limits(like.device.type))
+        query = self.of_rows(task.query).to(like.device).to(like.dtype)
+        groups = self.key_heads.stop - self.key_heads.start
+        self.query = query.reshape(query.shape[0], groups, -1, query.shape[-1])
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The block's part of (b, hq, nq, ...), a view."""
@@ -260,7 +247,7 @@ def backward(task: TaskTensors, grads: Gradients, how: Scores = PLAIN) -> None:
 
 
 def _backward_block(block: Block, grads: Gradients) -> None:
-    task, rows = block.task, BackwardRows.of(block, grads)
+    task, rows = block.task, BackwardRows(block, grads)
     rescale = 1.0 if task.dropout is None else task.dropout.rescale
     grad_query = torch.zeros_like(block.query)
     for keys in block.tiles():
@@ -280,30 +267,25 @@ def _backward_block(block: Block, grads: Gradients) -> None:
     target.add_(grad_query.view(target.shape), alpha=task.scale)
 
 
-@dataclass(frozen=True, slots=True)
 class BackwardRows:
     """What a backward reads of a block's rows, (b, hk, g * rows, 1 or dv).
 
     Attributes:
+        grad_out, delta, lse: of the rows.
         taken: what the last columns of the output add to delta.
     """
 
-    block: Block
-    grad_out: torch.Tensor
-    delta: torch.Tensor
-    lse: torch.Tensor
-    taken: torch.Tensor | float
-
-    @classmethod
-    def of(cls, block: Block, saved: Gradients | Saved) -> BackwardRows:
-        """Those of a block."""
-        columns, grad_out = block.how.columns, block.grouped(saved.grad_out)
-        products = grad_out * block.grouped(saved.out)
-        taken = products[..., -columns:].sum(dim=-1, keepdim=True) if columns else 0.0
-        delta = products.sum(dim=-1, keepdim=True)
+    def __init__(self, block: Block, saved: Gradients | Saved) -> None:
+        self.block, self.grad_out = block, block.grouped(saved.grad_out)
+        columns = block.how.columns
+        products = self.grad_out * block.grouped(saved.out)
+        self.taken: torch.Tensor | float = 0.0
+        if columns:
+            self.taken = products[..., -columns:].sum(dim=-1, keepdim=True)
+        self.delta = products.sum(dim=-1, keepdim=True)
         lse = block.grouped(saved.lse.unsqueeze(-1))
         # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
-        return cls(block, grad_out, delta, lse.masked_fill(lse == -torch.inf, 0.0), taken)
+        self.lse = lse.masked_fill(lse == -torch.inf, 0.0)
 
     def pairs(
         self, key: torch.Tensor, keys: slice, *, derivative: bool
@@ -371,7 +353,7 @@ def _blocks(task: TaskTensors, like: torch.Tensor, how: Scores) -> Iterator[Bloc
             runs(slice(0, key_heads), heads),
             runs(slice(r.query_start, r.query_stop), queries),
         ):
-            yield Block.of(task, r, how, at, like)
+            yield Block(task, r, how, at, like)
 
 
 def runs(whole: slice, most: int) -> Iterator[slice]:
