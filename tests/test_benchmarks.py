@@ -15,16 +15,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import run
 
 
-@pytest.mark.parametrize("name", run.CASES)
-def test_every_case_says_how_it_is_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name == "step":
-        pytest.importorskip("transformers")
-    with pytest.raises(SystemExit, match="0"):
-        run.main([name, "--help"])
-    assert f"run.py {name}" in capsys.readouterr().out
-    assert (ROOT / "benchmarks" / "cases" / f"{name}.py").exists()
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

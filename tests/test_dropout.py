@@ -8,8 +8,6 @@ import pytest
 import torch
 from helpers_attention import Inputs, assert_close, inputs
 from helpers_masks import exact as textbooks
-from helpers_memory import FailingAllocations
-from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition.intervals import Rows
@@ -129,35 +127,6 @@ def test_the_gradient_of_a_mask(
     )
     found = torch.autograd.grad(out, mask, given.grad_out)[0]
     assert_close(found, textbook(given, 0.3, qa.Mask(bias=mask)).grads[3], 1e-11)
-
-
-@pytest.mark.parametrize("first", [12, 20, 31, 45])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_recovery_drops_the_same_pairs(kernel: str, backward: bool, first: int) -> None:
-    """Out of memory in the middle: cut further, or run again, and right."""
-    given = inputs(120, heads=4, head_dim=4)
-    wanted = textbook(given, 0.3)
-    named: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": SEED, "report": qa.Report()}
-    named["kernel"] = kernel
-    plan = unpinned(
-        qa.plan(120, heads=4, head_dim=4, dtype=torch.float32, levels=(3,), tile=8,
-                over_inputs=False, n_cap=2, heads_per_group=2, backward=backward, kernel=kernel,
-                dropout_p=0.3)
-    )  # fmt: skip
-    if not backward:
-        with FailingAllocations(first):
-            found = qa.attention_with_lse(*given.three, **named, plan=plan)
-        assert named["report"].forward.recoveries
-        for one, expected in zip(found, (wanted.out, wanted.lse), strict=True):
-            assert_close(one, expected, 1e-5)
-        return
-    out, lse = qa.attention_with_lse(*given.three, **named)
-    with FailingAllocations(first):
-        grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **named, plan=plan)
-    assert named["report"].backward.recoveries
-    for one, expected in zip(grads, wanted.grads, strict=True):
-        assert_close(one, expected, 2e-5)
 
 
 def test_a_backward_needs_the_seed() -> None:

@@ -79,16 +79,6 @@ def test_no_room_grows() -> None:
     assert not grown
 
 
-def test_what_is_counted(tmp_path: Path) -> None:
-    text = (
-        '"""Of two\nlines."""\n\n# Why.\nx = [\n    1,  # one\n]\n\n\ndef f():\n    """What."""\n'
-    )
-    (tmp_path / "room").mkdir()
-    (tmp_path / "room" / "one.py").write_text(text + '    return """a\n\nb"""\n')
-    (tmp_path / "alone.py").write_text("")
-    assert sizes(tmp_path) == {"top": (0, 1), "room": (7, 1)}
-
-
 def test_the_list_of_slow_tests_names_tests_that_there_are() -> None:
     """Of tests/slow.txt; a test that is renamed or gone takes its line with it."""
     tests, gone = Path(__file__).parent, []

@@ -6,7 +6,6 @@ from argparse import Namespace
 from dataclasses import replace
 
 import pytest
-import torch
 
 from quorum_attention.bench import child
 from quorum_attention.bench.cases import EXPERIMENTS, spec
@@ -17,9 +16,7 @@ from quorum_attention.bench.child import (
     RESULTS,
     UNSUPPORTED,
     Answer,
-    Call,
     Spec,
-    exact,
 )
 
 
@@ -49,22 +46,6 @@ class Pretended:
     def __call__(self, experiment: str, spec: Spec) -> Answer:
         self.asked.append(spec)
         return self.rule(spec)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_float64_reference(causal: bool) -> None:
-    torch.manual_seed(0)
-    q, grad = (torch.randn(1, 4, 70, 8, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(2))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    scores = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT / 8**0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
-    out = scores.softmax(-1) @ leaves[2].repeat_interleave(2, 1)
-    wanted = [out, *torch.autograd.grad(out, leaves, grad)]
-    found = exact(Call(torch.device("cpu"), [q, k, v], grad, {"is_causal": causal}))
-    for mine, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, right.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_measurement_in_this_process() -> None:

@@ -53,27 +53,20 @@ def test_quickstart() -> None:
 def weights(width: int, words: int) -> dict[str, torch.Tensor]:
     """A model of the example's shape with few words and random numbers."""
     made = {
-        "embeddings.word_embeddings.weight": torch.randn(words, width),
-        "embeddings.position_embeddings.weight": torch.randn(512, width),
-        "embeddings.token_type_embeddings.weight": torch.randn(2, width),
-        "embeddings.LayerNorm.weight": torch.ones(width),
-        "embeddings.LayerNorm.bias": torch.zeros(width),
+        f"embeddings.{name}_embeddings.weight": torch.randn(n, width)
+        for name, n in (("word", words), ("position", 512), ("token_type", 2))
     }
-    sizes = {
-        "attention.self.query": (width, width),
-        "attention.self.key": (width, width),
-        "attention.self.value": (width, width),
-        "attention.output.dense": (width, width),
-        "intermediate.dense": (64, width),
-        "output.dense": (width, 64),
-    }
-    for layer in range(2):
-        for name, (out, into) in sizes.items():
-            made[f"encoder.layer.{layer}.{name}.weight"] = torch.randn(out, into) * into**-0.5
-            made[f"encoder.layer.{layer}.{name}.bias"] = torch.zeros(out)
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            made[f"encoder.layer.{layer}.{name}.weight"] = torch.ones(width)
-            made[f"encoder.layer.{layer}.{name}.bias"] = torch.zeros(width)
+    attention = (f"attention.{name}" for name in ("self.query", "self.key", "self.value"))
+    linear = dict.fromkeys((*attention, "attention.output.dense"), (width, width))
+    linear |= {"intermediate.dense": (64, width), "output.dense": (width, 64)}
+    layers = [f"encoder.layer.{layer}" for layer in range(2)]
+    for layer in layers:
+        for name, (out, into) in linear.items():
+            made[f"{layer}.{name}.weight"] = torch.randn(out, into) * into**-0.5
+            made[f"{layer}.{name}.bias"] = torch.zeros(out)
+    norms = [f"{x}.{y}.LayerNorm" for x in layers for y in ("attention.output", "output")]
+    for name in ("embeddings.LayerNorm", *norms):
+        made[f"{name}.weight"], made[f"{name}.bias"] = torch.ones(width), torch.zeros(width)
     return made
 
 
