@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
-from helpers_attention import TOLERANCE, assert_close, exact, inputs
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs
 from helpers_memory import usage
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -59,6 +62,28 @@ def test_a_negative_scale_stays_within_what_is_planned(depth: int, mask: str | N
         lambda: qa.attention_backward(given.grad_out, *given.three, out, lse, **call, report=report)
     )
     assert found.peak <= report.backward.planned_peak_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_memory_mapped_arrays(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Inputs that may be read alone, and results in float32, as NumPy maps them."""
+    given = inputs(300, dtype=dtype)
+    wanted = exact(given, gradients=True)
+    assert wanted.grads is not None
+
+    def mapped(name: str, mode: str, like: np.ndarray) -> np.ndarray:
+        return np.memmap(tmp_path / name, like.dtype, mode, shape=like.shape)
+
+    arrays = [t.numpy() for t in (*given.three, given.grad_out)]
+    for name, array in zip("qkvg", arrays, strict=True):
+        mapped(name, "w+", array)[:] = array
+    *three, grad_out = (mapped(n, "r", a) for n, a in zip("qkvg", arrays, strict=True))
+    out, *grads = (mapped(f"{i}", "w+", arrays[0].astype("f4")) for i in range(4))
+    _, lse = qa.attention_with_lse(*three, depth=1, out=out)
+    found = qa.attention_backward(grad_out, *three, out, lse, depth=1, grads=tuple(grads))
+    assert [t.data_ptr() for t in found] == [a.ctypes.data for a in grads]
+    for array, right in zip((out, *grads), (wanted.out, *wanted.grads), strict=True):
+        assert_close(torch.from_numpy(array), right, GRADIENT_TOLERANCE[dtype])
 
 
 def test_progress_callable_and_bar(capsys) -> None:
