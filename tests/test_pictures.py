@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -49,7 +51,7 @@ def test_coverage_is_drawn(shape, n_queries, n_keys, is_causal, tmp_path):
 def test_a_report_is_drawn(tmp_path):
     """One row a pass, wall clock and stages; after a monolithic call, that there are none."""
     pytest.importorskip("matplotlib")
-    report = qa.Report()
+    report, before = qa.Report(), "matplotlib.pyplot" in sys.modules
     with pytest.raises(ValueError, match="nothing has run yet"):
         report.draw(tmp_path / "none.svg")
     q, k, v = (torch.randn(1, 2, 300, 8, requires_grad=True) for _ in range(3))
@@ -60,6 +62,7 @@ def test_a_report_is_drawn(tmp_path):
     report.draw(tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 1.3 * (tmp_path / "forward.png").stat().st_size
     assert len(colours_of(tmp_path / "both.png")) > 8
+    assert before or "matplotlib.pyplot" not in sys.modules, "pyplot is left alone"
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -50,6 +50,13 @@ def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
 
 
+def test_names_as_long_as_there_may_be(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        write_text(tmp_path / ("x" * 255), text)
+    assert (tmp_path / ("x" * 255)).read_text() == "new"
+    assert len(names(tmp_path)) == 1
+
+
 def test_links_lead_where_they_led(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "far" / "x")

@@ -17,6 +17,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -141,6 +142,15 @@ def test_the_input_is_no_output(
     assert in_folder(inputs) == before
 
 
+def test_a_picture_is_no_tensor_file(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = inputs.parent / "same.png"
+    (inputs.parent / "link").symlink_to(same)
+    words = [str(inputs), str(inputs.parent / "link"), *CPU, "--draw", str(same)]
+    assert main(["run", *words]) == 2
+    assert "another file than the output" in capsys.readouterr().err
+    assert not same.exists()
+
+
 def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe = inputs.parent / "pipe"
     os.mkfifo(pipe)
@@ -153,6 +163,24 @@ def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFix
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     os.close(reader)
     os.close(writer)
+
+
+# Of a process whose output nobody reads any more.
+UNREAD = """
+import os, sys
+from quorum_attention.cli import main
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1), os.dup2(writer, 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_readers_that_are_gone_change_neither_work_nor_status(inputs: Path) -> None:
+    """``2>&1 | true``: nobody reads the first line, and the result is wanted."""
+    output = inputs.parent / "made.safetensors"
+    assert run_python(UNREAD, "run", inputs, output, *CPU).returncode == 0
+    assert output.exists()
 
 
 _HUP, _INT = signal.SIGHUP, signal.SIGINT
@@ -211,7 +239,7 @@ def test_the_new_output_has_the_place_and_the_permissions_of_the_old(
     earlier.chmod(0o640)
     link = earlier.parent / "link"
     link.symlink_to(earlier.name)
-    assert main(["run", str(inputs), str(link), *CPU, "--lse", "--causal"]) == 0
+    assert main(["run", str(inputs), *CPU, "--lse", str(link), "--causal"]) == 0
     assert link.is_symlink()
     assert stat.S_IMODE(earlier.stat().st_mode) == 0o640
     given = safetensors.torch.load_file(inputs)

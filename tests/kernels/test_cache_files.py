@@ -97,6 +97,14 @@ def test_what_others_may_have_written_is_neither_read_nor_written(
     assert re.search(said, why)
 
 
+def test_ones_own_link_may_lead_elsewhere(folder: Path) -> None:
+    planted(folder.parent / "large disk")
+    folder.symlink_to(folder.parent / "large disk")
+    store(NAME, lambda said: [*said, "more"])
+    assert load(NAME) == ["planted", "more"]
+    assert folder.is_symlink()
+
+
 @pytest.mark.parametrize("text", ["", "[1, 2", "nonsense", "[" * 100_000, "\0" * 10, "[1]\xff"])
 def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
     planted(folder)
