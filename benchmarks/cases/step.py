@@ -9,7 +9,7 @@ right answers are apart), with attention recovered, and with everything that lon
 long: steps on a longer text with everything: seconds of the first and the last, device memory, and
 what attention alone takes beyond q, k, v, o and their gradients. --layers 2,4 runs so many layers
 of the model, with all weights in memory, and says of the whole model what the difference comes to:
-extrapolated.
+extrapolated. --ranks 2 shards the text over two GPUs, each with all weights.
 
 longest: the longest text that fits, each way: the line through the memory of two lengths is
 followed, and the length found is run unless it is more than --most tokens. (With everything,
@@ -19,17 +19,24 @@ checkpoints are in host memory: the device has the same to hold however many --l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import io
+import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from measure import ROOT, Watched, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quorum_attention as qa
+from quorum_attention.integrations.transformers import register, sharded_positions
 from quorum_attention.recipes import long_context
 from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
 
@@ -59,6 +66,9 @@ def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
             model, budget=options.budget, checkpoints=None, mlp_tile=None, chunked_loss=False
         )
     if way == "everything":
+        if dist.is_initialized():
+            model.set_attn_implementation(register(group=dist.group.WORLD))
+            sharded_positions(model)
         print(long_context(model, budget=options.budget, mlp_tile=options.tile), flush=True)
     return model
 
@@ -66,9 +76,19 @@ def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
 def step(model: Any, ids: torch.Tensor) -> float:
     """Forward and backward; gradients are left in the adapters."""
     model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids).loss
+    if not dist.is_initialized():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return float(loss.detach())
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    ids, labels = (t.chunk(dist.get_world_size(), 1)[dist.get_rank()] for t in (ids, shifted))
+    tokens = ids.shape[1] * dist.get_world_size() - 1
+    loss = model(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=tokens).loss
     loss.backward()
-    return float(loss.detach())
+    loss = loss.detach()
+    for total in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
+        dist.all_reduce(total)
+    return float(loss)
 
 
 def weight_bytes(model: Any) -> int:
@@ -165,9 +185,34 @@ def long(options: argparse.Namespace) -> dict[str, Any]:
         found |= {"seconds": whole, "seconds_a_layer": a_layer, "extrapolated": True}
         print(f"{every} layers: {whole:.0f} s (extrapolated, {a_layer:.2f} s a layer)", flush=True)
     del model
+    if dist.is_initialized():
+        return found
     found["attention_bytes"] = attention_alone(options)
     print(f"attention takes {format_bytes(found['attention_bytes'])} beyond q, k, v, o and their "
           "gradients", flush=True)  # fmt: skip
+    return found
+
+
+def long_on(rank: int, options: argparse.Namespace, path: str) -> None:
+    """``long`` on a rank, whose figures rank 0 writes."""
+    on_gpu = options.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    address = {"init_method": "tcp://127.0.0.1:29534", "rank": rank, "world_size": options.ranks}
+    dist.init_process_group("nccl" if on_gpu else "gloo", **address)
+    with contextlib.redirect_stdout(sys.stdout if rank == 0 else io.StringIO()):
+        found = long(options)
+    if rank == 0:
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def long_sharded(options: argparse.Namespace) -> dict[str, Any]:
+    """``long`` on a process a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found")
+        torch.multiprocessing.spawn(long_on, (options, str(path)), nprocs=options.ranks)
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
@@ -300,6 +345,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=parse_count, help="tokens of the long step")
     parser.add_argument("--steps", type=int, default=2, help="of long; the last is counted")
     parser.add_argument("--layers", type=lambda s: [int(n) for n in s.split(",")])
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of long")
     parser.add_argument("--budget", help="of an attention call, with what it returns")
     parser.add_argument("--tile", type=parse_count, help="tokens of an MLP at a time")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
@@ -326,6 +372,9 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
     """The parts that are asked for; ``found`` has what earlier ones found."""
     complete(options)
     print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}", flush=True)
+    if options.ranks > 1:
+        yield found | {"shape": options.shape, f"long_{options.ranks}": long_sharded(options)}
+        return
     for part in (equal, long, longest):
         if part.__name__ in options.only.split(","):
             found |= {"shape": options.shape, part.__name__: part(options)}

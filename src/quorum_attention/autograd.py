@@ -36,6 +36,13 @@ Read = Sequence[Any]
 RESULTS: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("RESULTS", default=None)
 
 
+def computed_once(compute: Callable[[], Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by ``compute``, or as a checkpoint kept them."""
+    results = RESULTS.get()
+    out, lse = compute() if results is None else results(compute)
+    return out, lse
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerCall:
     """A checked call, planned and run when it is made."""
@@ -51,9 +58,7 @@ class EagerCall:
 
     def forward(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
-        compute = partial(run_forward, tensors, self.request)
-        results = RESULTS.get()
-        result, lse = compute() if results is None else results(compute)
+        result, lse = computed_once(partial(run_forward, tensors, self.request))
         # ``out`` gets no graph, so it can be given again. What is returned and saved is another
         # tensor over the same memory, with the same version counter.
         return result if self.request.out is None else result.detach(), lse

@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from quorum_attention.autograd import computed_once
 from quorum_attention.call.block import Block as PartOfCall
 from quorum_attention.call.block import BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
@@ -245,7 +247,7 @@ class Sharded:
                 inputs[name] = one.at(*block.keys, heads=kv)
             results = BlockResults(out_dtype=None if own_dtype else state)
             if len(rows) == 1:
-                out, lse = self.compute(block, inputs, results)
+                out, lse = computed_once(partial(self.compute, block, inputs, results))
                 parts = [out, lse.to(out.device)]
             else:
                 if not own_dtype:

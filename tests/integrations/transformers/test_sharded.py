@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from helpers_models import attended, distance, register_all, tiny
 
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.integrations.transformers import register, sharded_positions
+from quorum_attention.recipes import long_context
 
 
 def _of_all(
@@ -187,6 +189,35 @@ def _compiled(rank: int) -> None:
     assert distance(found, wanted[:, rows].double()) < 1e-5
 
 
+def _long_context(rank: int) -> None:
+    """A whole training step: the loss and gradients of one process, attention computed once."""
+    torch.manual_seed(5)
+    plain = tiny("llama").train()
+    ours, ids = copy.deepcopy(plain), torch.randint(1, 96, (1, 31))
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    wanted = plain(input_ids=ids, labels=ids).loss
+    wanted.backward()
+    rows, report = slice(*[0, 9, 23, 31][rank : rank + 2]), ShardedReport()
+    register(group=dist.group.WORLD, report=report)
+    ours.set_attn_implementation("quorum")
+    sharded_positions(ours)
+    done = long_context(ours, mlp_tile=4)
+    assert all(change.done for change in done.changes), done
+    part = ours(
+        input_ids=ids[:, rows], labels=ids[:, rows], shift_labels=shifted[:, rows],
+        num_items_in_batch=30,
+    ).loss  # fmt: skip
+    forward = len(report.calls)  # of the last layer
+    part.backward()
+    assert len(report.calls) == forward  # the first layer's second run, and its backward
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    assert distance(total, wanted.detach().double()) < 1e-5
+    for name, weight in ours.named_parameters():
+        dist.all_reduce(weight.grad)
+        assert distance(weight.grad, plain.get_parameter(name).grad.double()) < 1e-4, name
+
+
 def _all_of_it(rank: int) -> None:
     register_all()
     pair = dist.new_group([0, 1])
@@ -199,6 +230,7 @@ def _all_of_it(rank: int) -> None:
     _same(rank, "mistral", [9, 14, 8], everyone, padding=left)
     _same(rank, "qwen3", [9, 14, 8], everyone, hooked=True)
     _compiled(rank)
+    _long_context(rank)
     if rank < 2:
         _models(rank, [16, 11], pair)
         _refusals(rank, pair)
