@@ -7,6 +7,7 @@ Causal calls from host memory, forward and backward, under budgets of each devic
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,17 @@ def passes(tensors: list[torch.Tensor], rounds: int, **options: Any) -> tuple[An
     return found, sample
 
 
+def killed(pool: Pool, tensors: list[torch.Tensor], wanted: float, **how: Any) -> float:
+    """Seconds of a forward whose last worker is killed in the middle, over what is ideal: then the
+    others do all that was left. ``wanted``: seconds of an undisturbed one."""
+    timer = threading.Timer(wanted / 2, pool.workers[-1].process.kill)
+    timer.start()
+    took, _ = timed(lambda: qa.attention(*tensors[:3], devices=pool, **how))
+    count = len(pool.workers)
+    pool.mend()
+    return took / (wanted / 2 * (1 + count / (count - 1)))
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budgets", default="1GiB,128MiB", help="of each device, by commas")
     parser.add_argument("--devices", default="all", help="by commas")
@@ -47,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
     parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--kill", action="store_true", help="a worker, in the middle of a forward")
 
 
 def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -72,6 +85,10 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
             )
             assert off < 1e-2, "a result is wrong"
             every[budget] = {"one": one, "all": many}
+            if options.kill:
+                ratio = killed(pool, tensors, medians(many[1:])[0], **how)
+                every[budget]["killed"] = ratio
+                print(f"{budget}: a worker killed in the middle: {ratio:.3f} of ideal", flush=True)
             first, second = (
                 a / b for a, b in zip(medians(one[1:]), medians(many[1:]), strict=True)
             )
