@@ -148,11 +148,11 @@ class Gathered:
         computed: Needed,
         parts: Sequence[torch.Tensor],
     ) -> None:
-        """Add up what was computed for some of the needed rows; an output and its lse are
-        merged."""
+        """Add up what was computed for some of the needed rows; an output and its lse, which
+        others may hold, are merged into tensors of their own."""
         merges = parts[-1].dim() == 3
         if needed.heads not in side:
-            if computed == needed:
+            if computed == needed and not merges:
                 side[needed.heads] = [Gathered(needed, part) for part in parts]
                 return
             side[needed.heads] = [Gathered.zeros(needed, part, part.dtype) for part in parts]

@@ -249,6 +249,9 @@ class Sharded:
             if len(rows) == 1:
                 out, lse = computed_once(partial(self.compute, block, inputs, results))
                 parts = [out, lse.to(out.device)]
+                if own_dtype:  # no other block has these heads
+                    found[0][block.heads] = [Gathered(rows[0].needed, part) for part in parts]
+                    continue
             else:
                 if not own_dtype:
                     q, k, v = (inputs[name] for name in ("query", "key", "value"))
