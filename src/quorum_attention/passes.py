@@ -49,7 +49,8 @@ from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
 CASTS = "casts of the inputs"
-# Rows of a forward that are computed again, one of each of so many equal parts.
+# Rows of a forward that are computed again, each of one of so many equal parts; of a call in many
+# blocks one row of each, because each reads all keys of its block.
 _CHECKED_ROWS = 4
 
 
@@ -181,13 +182,20 @@ def _computing(device: torch.device) -> Iterator[None]:
 
 
 def check_forward(
-    call: WholeCall, block: Block, inputs: Mapping[str, torch.Tensor], written: CallOptions
+    call: WholeCall,
+    block: Block,
+    inputs: Mapping[str, torch.Tensor],
+    written: CallOptions,
+    blocks: int = 1,
 ) -> None:
     """Check that output and log-sum-exp, which come from elsewhere, are those of this call: a few
     rows of a backward's block, drawn anew each time, are computed again.
 
     Errors in other rows are not seen, nor are those within rounding. Not checked are kernels that
     compute another attention, and budgets too small for the forward of a row.
+
+    Args:
+        blocks: how many blocks of the call are checked.
 
     Raises:
         ValueError: some rows, computed again, are not.
@@ -202,7 +210,7 @@ def check_forward(
     device = written.devices
     on_gpu = isinstance(device, torch.device) and not on_host(device)
     n, draw = block.rows.length, random.SystemRandom()  # leaves the program's generators alone
-    parts = min(n, _CHECKED_ROWS)
+    parts = min(n, -(-_CHECKED_ROWS // blocks))
     for part in range(parts):
         at = draw.randrange(n * part // parts, n * (part + 1) // parts)
         row = block.rows.start + at

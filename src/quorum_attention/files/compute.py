@@ -204,7 +204,7 @@ def _compute(work: Work, part: Block, written: CallOptions) -> None:
         results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
     block = call.whole, part, call.cut(call.tensors, part), written
     if call.backward:
-        passes.check_forward(*block)
+        passes.check_forward(*block, work.settings.parts)
     found = passes.compute_block(*block, results)
     for name, target in wanted.items():
         accumulated = made.get(name, found[1])  # an lse may be made by the call

@@ -42,7 +42,7 @@ _OF_NUMPY = [
     if not name.startswith(("BF", "F8"))
 ]
 _METADATA = "__metadata__"
-_ALIGNMENT, _MOST_DIMS = 64, 64
+_ALIGNMENT = 64
 
 
 def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
@@ -69,10 +69,6 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
             raise ValueError(
                 f"{path}: {name} has dtype {described['dtype']!r}, which is not supported; it must "
                 f"be one of {', '.join(_DTYPES)}"
-            )
-        if len(shape) > _MOST_DIMS or max(shape, default=0) >= 1 << 60:
-            raise ValueError(
-                f"{path}: {name} has a shape that no tensor can have: {len(shape)} sizes"
             )
         start, n_bytes = (
             8 + length + described["data_offsets"][0],

@@ -56,7 +56,6 @@ from quorum_attention.writing import (
     write_text,
 )
 
-FORMAT = 2
 LOCK, PROGRESS = "lock", "progress.json"
 _MARK = "user.quorum_attention.call"
 # Results, and folders of partial states beside them. Each beginning has a number of its own, so
@@ -403,8 +402,8 @@ def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
         (output.run / PROGRESS).unlink(missing_ok=True)
         _empty(output.run)
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        begun = {"format": FORMAT, "begun": now, "call": call, "settings": {}}
-        return RunFolder(output, {**begun, "files": [], "done": []}, False)
+        begun = {"begun": now, "call": call, "settings": {}, "files": [], "done": []}
+        return RunFolder(output, begun, False)
     if mode == "new":
         raise ValueError(
             f"{output.name} was begun {left['begun']} and is not finished: {len(left['done'])} of "
@@ -430,13 +429,11 @@ def _left(output: Output) -> dict[str, Any] | None:
     path = output.run / PROGRESS
     try:
         found = json.loads(path.read_bytes())
+        return {name: found[name] for name in ("begun", "call", "settings", "files", "done")}
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}; --restart begins anew") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} is not of this version's format; --restart begins anew")
-    return found
 
 
 @contextmanager

@@ -349,15 +349,9 @@ class Farm:
 
     def _held(self) -> int:
         """How many workers the machines hold now."""
-        asked = {"CPU": self._cpus, "GPU": self._gpus}
-        return sum(
-            min(
-                (int(node["Resources"].get(name, 0) / n + 1e-6) for name, n in asked.items() if n),
-                default=0,
-            )
-            for node in self._ray.nodes()
-            if node["Alive"]
-        )
+        asked = [(name, n) for name, n in (("CPU", self._cpus), ("GPU", self._gpus)) if n]
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"] and asked]
+        return sum(min(int(one.get(name, 0) / n + 1e-6) for name, n in asked) for one in alive)
 
     def _remote(self, cpus: float, gpus: float) -> Any:
         # Workers stay for more tasks, so each opens its device once.
