@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,8 +45,8 @@ def test_what_numpy_wrote_is_read(tmp_path: Path, array: np.ndarray) -> None:
     np.testing.assert_array_equal(open_npy(path).numpy(), array)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_what_is_created_is_read_by_numpy(
     tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -64,26 +65,18 @@ def test_what_is_created_is_read_by_numpy(
         (np.zeros(3, "U4"), "elements of '<U4'"),
         (np.zeros(3, np.complex128), "elements of '<c16'"),
         (np.zeros(3, [("a", "f4")]), "elements of"),
-    ],
-)
-def test_other_elements_are_refused_by_name(tmp_path: Path, array: np.ndarray, said: str) -> None:
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(ValueError, match=said):
-        open_npy(tmp_path / "a.npy")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
         (lambda data: data[:-1], "truncated"),
         (lambda data: data + b"x", "corrupt"),
         (lambda data: data.replace(b"(3,)", b"(-3,"), "not a .npy file"),
     ],
-)  # fmt: skip
-def test_damaged_files_are_refused_by_name(tmp_path: Path, change, said: str) -> None:
+)
+def test_other_elements_and_damaged_files_are_refused_by_name(
+    tmp_path: Path, array: Any, said: str
+) -> None:
     path = tmp_path / "a.npy"
-    np.save(path, np.zeros(3))
-    path.write_bytes(change(path.read_bytes()))
+    np.save(path, np.zeros(3) if callable(array) else array)
+    if callable(array):
+        path.write_bytes(array(path.read_bytes()))
     with pytest.raises(ValueError, match=said) as raised:
         open_npy(path)
     assert str(path) in str(raised.value)

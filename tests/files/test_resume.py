@@ -70,10 +70,7 @@ def computed_by(compute: Any, does: Callable[[], int]) -> int:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("parts", range(HEADS))
 def test_a_resumed_run_gives_what_one_run_gives(
-    folder: Path,
-    backward: bool,
-    parts: int,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, backward: bool, parts: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = (folder / "out").read_bytes()
     assert run(folder, backward=backward, out="whole") == 0
@@ -101,8 +98,7 @@ def tensors(path: Path) -> dict[str, bytes]:
 
 
 def test_what_is_unfinished_is_not_destroyed_without_a_word(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped(folder, 2)
     before = contents(folder)
@@ -131,10 +127,7 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
     ],
 )
 def test_other_arguments_are_refused_by_name(
-    folder: Path,
-    options: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped(folder, 1)
     capsys.readouterr()
@@ -145,8 +138,7 @@ def test_other_arguments_are_refused_by_name(
 
 
 def test_a_changed_input_is_refused_by_name(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped(folder, 1)
     given = safetensors.torch.load_file(folder / "qkv")
@@ -199,9 +191,7 @@ def test_the_same_files_in_other_places_are_refused(
 
 @pytest.mark.parametrize("damaged", ["progress.json", "*-0"])
 def test_what_is_damaged_is_refused_by_name(
-    folder: Path,
-    damaged: str,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, damaged: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped(folder, 3)
     (path,) = (folder / "out.run").glob(damaged)

@@ -26,7 +26,6 @@ from quorum_attention.cli import main
 from quorum_attention.files import open_tensors
 from quorum_attention.ray import Farm
 from quorum_attention.ray import farm as ray_farm
-from quorum_attention.ray.farm import _check_there
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
@@ -189,53 +188,30 @@ def test_a_killed_driver_loses_nothing_but_time(
     assert {path.name for path in tmp_path.iterdir()} == {"in", "wanted", "out"}
 
 
-@needs_ray
-def test_the_room_does_not_hide_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # its import sets that
-    import ray
-
-    import quorum_attention.ray as room
-
-    assert ray_farm.ray_here() is ray is not room
-    assert "quorum_attention" not in str(ray.__file__)
-
-
 def test_without_ray_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'quorum-attention\[ray\]'"):
         Farm()
 
 
-@pytest.mark.parametrize(
-    ("address", "joined"), [((), "local"), ((None,), "local"), (("local",), "local"),
-                            (("auto",), "auto")],
-)  # fmt: skip
-def test_a_cluster_that_runs_is_joined_only_where_that_is_said(
-    address: tuple[str | None, ...], joined: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_is_joined_only_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be another user's: what its workers answer is unpickled here."""
     ray = FakeRay()
     monkeypatch.setattr(ray_farm, "ray_here", lambda: ray)
-    Farm(*address).close()
-    assert ray.asked == [joined]
 
+    def joined(*address: str | None) -> object:
+        ray.asked.clear()
+        Farm(*address).close()
+        return ray.asked[-1]
 
-def test_an_address_is_joined_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay()
-    monkeypatch.setattr(ray_farm, "ray_here", lambda: ray)
+    assert joined() == joined(None) == joined("local") == "local"
+    assert joined("auto") == "auto"
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        Farm(address).close()
-    assert ray.asked == [address]
-    ray.asked.clear()
-    with pytest.raises(ConnectionError, match="no Ray cluster"):
-        Farm("127.0.0.1:1")
-    assert not ray.asked, "nor is another one begun"
-
-
-def test_addresses_where_nobody_is() -> None:
+        assert joined(address) == address
     with pytest.raises(ConnectionError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
-        _check_there("127.0.0.1:1")
+        joined("127.0.0.1:1")
     for wrong in ("nonsense", "host:", "7"):
         with pytest.raises(ValueError, match="HOST:PORT"):
-            _check_there(wrong)
+            joined(wrong)
+    assert not ray.asked, "nor is another one begun"

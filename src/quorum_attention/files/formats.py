@@ -28,6 +28,12 @@ Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 SUFFIX = ".npy"
 npy: Any = np.lib.format  # it has no types
+
+
+def _numpy(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
@@ -36,11 +42,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_OF_NUMPY = [
-    str(dtype).removeprefix("torch.")
-    for name, dtype in _DTYPES.items()
-    if not name.startswith(("BF", "F8"))
-]
+_OF_NUMPY = [name for name in map(_numpy, _NAMES) if name in np.sctypeDict]
 _METADATA = "__metadata__"
 _ALIGNMENT = 64
 
@@ -202,10 +204,6 @@ def check_npy(name: str, dtype: torch.dtype) -> None:
             f"{name} has dtype {_numpy(dtype)}, which .npy files do not know: write safetensors, "
             f"or give another --out-dtype"
         )
-
-
-def _numpy(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _from_numpy(array: Any) -> torch.Tensor:

@@ -30,13 +30,7 @@ import quorum_attention
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.call import FileCall
-from quorum_attention.files.compute import (
-    Compute,
-    Settings,
-    Work,
-    compute_here,
-    settle,
-)
+from quorum_attention.files.compute import Compute, Settings, Work, compute_here, settle
 from quorum_attention.files.formats import (
     SUFFIX,
     Wanted,
