@@ -41,7 +41,7 @@ from quorum_attention.execution.routes.over_inputs import at_once
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
-from quorum_attention.kernels.registry import get_kernel, without_dropout
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
 from quorum_attention.planner.plan import Plan, log_cut
@@ -392,8 +392,6 @@ def _run(
         watched.pool = None
         if request.dropout is not None:
             report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
-            if request.options.kernel == "auto":
-                report.without_dropout = without_dropout(decision.kernel, decision.call_shape)
         setattr(watched, "backward" if backward else "forward", report)
     with _computing(device), progress_of(request) as progress:
         counted = backend_of(device).count_peak(device) if report.timed else None

@@ -75,8 +75,6 @@ def test_values_and_gradients(
     )  # fmt: skip
     grads = torch.autograd.grad(out, leaves, given.grad_out)
     assert report.forward.kernel == report.backward.kernel == "native"
-    if dtype != torch.float32:
-        assert "cudnn" in report.forward.without_dropout
     q, k, v = (t.double().requires_grad_() for t in given.three)
     wide = [t.repeat_interleave(2, 1) for t in (k, v)]
     s = q @ wide[0].mT * head_dim**-0.5

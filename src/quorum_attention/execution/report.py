@@ -123,7 +123,6 @@ class PassReport:
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
         dropout_p, dropout_seed: chance and seed of the call's dropout; None without dropout.
-        without_dropout: kernels that were passed over because they have no dropout.
         timed: whether ``stages`` are measured.
         stages: device seconds by stage (execution/device/mover.py); empty for a monolithic call.
         recoveries: one line for each recovery.
@@ -150,7 +149,6 @@ class PassReport:
     repeated_units: int = 0
     dropout_p: float | None = None
     dropout_seed: int | None = None
-    without_dropout: list[str] = field(default_factory=list)
     timed: bool = False
     stages: dict[str, float] = field(default_factory=dict)
     recoveries: list[str] = field(default_factory=list)
@@ -187,7 +185,6 @@ class PassReport:
             "moved": moved,
             "stages": ", ".join(map(" ".join, stages.items())),
             "transfers hidden": "" if self.overlap is None else f"{self.overlap:.0%}",
-            "passed over, without dropout": ", ".join(self.without_dropout),
         }
         if self.dropout_p is not None:
             cells["dropout"] = f"{self.dropout_p:g} of seed {self.dropout_seed}"

@@ -32,7 +32,6 @@ from quorum_attention.kernels.protocol import (
     InnerKernel,
     MaskShape,
     Saved,
-    is_bare,
 )
 from quorum_attention.kernels.reference import (
     DenseKernel,
@@ -240,7 +239,7 @@ def _entry(
     """The name of an entry; None for what is not remembered: users' kernels, other devices, and
     kernels with options, which are more than their names."""
     ours = type(kernel).__module__.startswith(__name__.rpartition(".")[0])
-    if device.type != "cuda" or not ours or not is_bare(kernel):
+    if device.type != "cuda" or not ours or vars(kernel):
         return None
     found = torch.cuda.get_device_properties(device)
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()

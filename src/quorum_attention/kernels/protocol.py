@@ -69,11 +69,6 @@ Bias = Callable[[Rectangle], torch.Tensor | None]
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
-def untimed(stage: str) -> AbstractContextManager[None]:
-    """Times nothing."""
-    return nullcontext()
-
-
 @dataclass(frozen=True, slots=True)
 class MaskShape:
     """The kind of an attention mask, and which dimensions it spans.
@@ -167,7 +162,7 @@ class TaskTensors:
     bias: Bias
     max_queries: int = 0
     max_keys: int = 0
-    timed: Timed = untimed
+    timed: Timed = lambda stage: nullcontext()
     lanes: Lanes | None = None
     first_head: int = 0
     entries: tuple[int, ...] = (0,)
@@ -469,12 +464,6 @@ def refusal(kernel: Kernel, call: CallShape) -> str | None:
     if reason is None and call.dropout and not kernel.dropout:
         return "it has no dropout by the position of a pair"
     return reason
-
-
-def is_bare(kernel: Kernel) -> bool:
-    """Whether a kernel is no more than its class: it keeps nothing that its results could depend
-    on, as the native one keeps its options."""
-    return not vars(kernel)
 
 
 def check_mask_gradient(kernel: Kernel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TypeGuard
 
@@ -211,18 +210,6 @@ def rivals(
         for kernel in kernels().values()
         if kernel is not preferred and kernel.keeps_pace(call) and refusal(kernel, call) is None
     )
-
-
-def without_dropout(chosen: InnerKernel, call: CallShape) -> list[str]:
-    """The kernels that "auto" would take before ``chosen`` if the call had no dropout, by name."""
-    plain = replace(call, dropout=False)
-    found = []
-    for kernel in kernels().values():
-        if kernel is chosen:
-            break
-        if refusal(kernel, call) is not None and refusal(kernel, plain) is None:
-            found.append(kernel.name)
-    return found
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -81,13 +81,16 @@ def without_autocast(*device_types: str) -> AbstractContextManager[object]:
     return off
 
 
-def tracing() -> str | None:
-    """The name of the tracer that is active, if any: its tensors have no numbers to compute with.
+def traced_by(*tensors: object) -> str | None:
+    """The name of the tracer that is active, or that made one of ``tensors``, if any: its tensors
+    have no numbers to compute with.
 
     ``torch.compile`` is not one of them: it breaks the graph where it cannot trace.
     """
     if torch._C._is_tracing():
-        return "torch.jit.trace"
+        return _JIT
+    if any(type(tensor) not in _REAL and is_fake(tensor) for tensor in tensors):
+        return "a FakeTensorMode"
     if not has_modes():
         return None
     keys = torch._C._TorchDispatchModeKey
@@ -101,22 +104,22 @@ def tracing() -> str | None:
 def is_traced(*inputs: object) -> bool:
     """Whether a call is traced and should be one operator: by make_fx or torch.export, of fake
     tensors, under functionalization, or where a selective checkpoint chooses among operators."""
-    for tensor in inputs:
-        if type(tensor) not in _REAL and is_fake(tensor):
-            return True
-    if torch._C._is_tracing():
+    tracer = traced_by(*inputs)
+    if tracer == _JIT:
         raise NotImplementedError(
             "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
             "torch.compile or torch.export"
         )
-    if not has_modes():
-        return False
-    return tracing() is not None or any(
-        type(mode).__name__ in _SELECTIVE
-        for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return tracer is not None or (
+        has_modes()
+        and any(
+            type(mode).__name__ in _SELECTIVE
+            for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        )
     )
 
 
+_JIT = "torch.jit.trace"
 # torch.utils.checkpoint's modes of create_selective_checkpoint_contexts.
 _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
@@ -127,12 +130,10 @@ def refuse_traces(function: str, *tensors: torch.Tensor | None) -> None:
     Raises:
         NotImplementedError: a tracer is active, or one of ``tensors`` is a fake tensor.
     """
-    found = tracing()
-    if found is None and any(type(t) not in _REAL and is_fake(t) for t in tensors):
-        found = "a FakeTensorMode"
-    if found is not None:
+    tracer = traced_by(*tensors)
+    if tracer is not None:
         raise NotImplementedError(
-            f"{function} cannot be traced: under {found} tensors have no numbers, and a call is "
+            f"{function} cannot be traced: under {tracer} tensors have no numbers, and a call is "
             f"planned by what runs right on the device. Call it outside; torch.compile does so by "
             f"itself (a graph break)"
         )

@@ -491,19 +491,16 @@ class FlexKernel(ScoreModKernel):
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
         made = self._launch(reference.whole_task(call))
-        if made is not None:
-            return self._run_forward(made)
-        shape = (*call.query.shape[:3], call.value.shape[-1])
-        lse = torch.full(shape[:3], -torch.inf, dtype=torch.float32, device=call.query.device)
-        return call.query.new_zeros(shape), lse
+        if made is None:
+            return reference.forward_by_task(self.forward, call)
+        return self._run_forward(made)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
         made = self._launch(reference.whole_task(call))
-        if made is not None:
-            return self._gradients(made, saved)
-        query, key, value = map(torch.zeros_like, call.inputs)
-        return query, key, value
+        if made is None:
+            return reference.backward_by_task(self.backward, call, saved)
+        return self._gradients(made, saved)
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
