@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from quorum_attention.decomposition.bands import Band
@@ -38,12 +38,11 @@ def by_head_dim(table: Mapping[int, tuple[float, float]], head_dim: int) -> tupl
     """The (forward, backward) rates of ``table`` for ``head_dim``, interpolated linearly between
     its entries; beyond them, those of the nearest entry."""
     known = sorted(table)
-    for low, high in pairwise(known):
-        if low <= head_dim <= high:
-            part = (head_dim - low) / (high - low)
-            (a, b), (c, d) = table[low], table[high]
-            return a + part * (c - a), b + part * (d - b)
-    return table[known[0] if head_dim < known[0] else known[-1]]
+    forward, backward = (
+        float(np.interp(head_dim, known, rates))
+        for rates in zip(*map(table.get, known), strict=True)
+    )
+    return forward, backward
 
 
 _PACKAGE = "flash-attn-4"

@@ -218,14 +218,6 @@ def flash_implementation() -> str | None:
     return found
 
 
-def operator_reason(*names: str) -> str | None:
-    """Why these operators cannot be called here, in words; None if torch has all of them."""
-    for name in names:
-        if not hasattr(torch.ops.aten, name):
-            return f"this torch ({torch.__version__}) has no operator {name}"
-    return None
-
-
 # Backwards that have no derivative of their own, and say so.
 #
 # torch's ``once_differentiable`` says so only where the upstream gradient requires one. Of a sum it

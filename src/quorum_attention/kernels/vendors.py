@@ -46,11 +46,9 @@ from quorum_attention.kernels.tensors import (
     token_major,
     zero_unit_strides,
 )
-from quorum_attention.kernels.torch_private import flash_implementation, operator_reason, outside
+from quorum_attention.kernels.torch_private import flash_implementation, outside
 
 _NARROW = (torch.float16, torch.bfloat16)
-_FLASH = "_scaled_dot_product_flash_attention"
-_FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
 _FLASH_BYTES = 256 * 1024
 
 
@@ -75,7 +73,7 @@ class FlashKernel(RectangleKernel):
         if instead is not None:
             # Other bounds, other refusals, and gradients that may differ from run to run.
             return f"torch's flash operators have been replaced by {instead}"
-        return operator_reason(_FLASH, *([_FLASH_BACKWARD] if call.needs_grad else []))
+        return None
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -139,8 +137,6 @@ def _small_factor(call: CallShape) -> str | None:
     return None
 
 
-_EFFICIENT = "_scaled_dot_product_efficient_attention"
-_EFFICIENT_BACKWARD = "_scaled_dot_product_efficient_attention_backward"
 _LSE_ROWS = 32
 
 
@@ -159,10 +155,7 @@ class EfficientKernel(RectangleKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        reason = operator_refusal(call, "cuda", (*_NARROW, torch.float32)) or _small_factor(call)
-        return reason or operator_reason(
-            _EFFICIENT, *([_EFFICIENT_BACKWARD] if call.needs_grad else [])
-        )
+        return operator_refusal(call, "cuda", (*_NARROW, torch.float32)) or _small_factor(call)
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -270,8 +263,6 @@ def _pad_bytes(call: CallShape, sizes: RectangleSizes, backward: bool) -> int:
     return padded * sizes.item
 
 
-_CUDNN = "_scaled_dot_product_cudnn_attention"
-_CUDNN_BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
 # What cuDNN allocates internally, independent of the shape (measured, with a margin).
 _CUDNN_BYTES = 4 * 1024 * 1024
 # With very few queries or keys its backward returns wrong results or crashes the process (seen with
@@ -303,9 +294,7 @@ class CudnnKernel(RectangleKernel):
             return reason
         if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
-        return _small_factor(call) or operator_reason(
-            _CUDNN, *([_CUDNN_BACKWARD] if call.needs_grad else [])
-        )
+        return _small_factor(call)
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -498,11 +487,10 @@ def _computed_again(
     return out[0, 0], lse[0, 0]
 
 
-_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
-_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
-_forward: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
-_backward: Any = getattr(torch.ops.aten, _BACKWARD, None)
+_forward: Any = getattr(torch, _CPU, None) or getattr(torch.ops.aten, _CPU, None)
+_backward: Any = getattr(torch.ops.aten, f"{_CPU}_backward", None)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
@@ -525,8 +513,7 @@ class CpuKernel(RectangleKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        reason = operator_refusal(call, "cpu", _DTYPES)
-        return reason or operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
+        return operator_refusal(call, "cpu", _DTYPES)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place; with dropout by the reference."""
@@ -568,7 +555,8 @@ class CpuKernel(RectangleKernel):
         value_dim = call.value.shape[-1]
         width = max(call.query.shape[-1], value_dim)
         pad = partial(pad_last, width=width)
-        out, lse = _run(call.mapped(pad, pad))
+        inputs = map(pad, call.inputs)
+        out, lse = _forward(*inputs, 0.0, call.causal, attn_mask=call.bias, scale=call.scale)
         return (out if width == value_dim else out[..., :value_dim]), lse
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
@@ -652,13 +640,6 @@ class CpuKernel(RectangleKernel):
             inside += (2 * sizes.rows + sizes.key_rows) * width * sizes.item
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
         return max(_TRIAL_BYTES, sizes.backward_bytes(gradients, inside, adding))
-
-
-def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor] = _forward(
-        *call.inputs, 0.0, call.causal, attn_mask=call.bias, scale=call.scale
-    )
-    return found
 
 
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
