@@ -40,7 +40,7 @@ def by_head_dim(table: Mapping[int, tuple[float, float]], head_dim: int) -> tupl
     known = sorted(table)
     forward, backward = (
         float(np.interp(head_dim, known, rates))
-        for rates in zip(*map(table.get, known), strict=True)
+        for rates in zip(*(table[dim] for dim in known), strict=True)
     )
     return forward, backward
 
