@@ -91,11 +91,6 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor + (tensor.to(dtype).to(tensor.dtype) - tensor).detach()
 
 
-def unnormalised(query, key, value, is_causal, scale):
-    made = masked(scale * (query @ key.mT), is_causal)
-    return torch.exp(made - made.amax(-1, keepdim=True)) @ value, torch.logsumexp(made, -1)
-
-
 def strides_ignored(query, key, value, scale):
     flat = torch.empty(0, dtype=key.dtype).set_(key.untyped_storage())
     read = flat[key.storage_offset() :][: key.numel()]
@@ -139,25 +134,15 @@ def alibi(made, rows, columns, is_causal, slope=0.05):
     return made.masked_fill(apart < 0, -torch.inf) if is_causal else made
 
 
-def by_entry(query, key, value, scale):
-    factor = 1 + torch.arange(query.shape[0], dtype=query.dtype)
-    return query * factor[:, None, None, None], key, value, scale
-
-
 functions(
     causes.LSE,
     no_lse=results(lambda out, lse: (out, lse * 0)),
     lse_in_base_two=results(lambda out, lse: (out, lse / math.log(2))),
     lse_rounded_to_fp16=results(lambda out, lse: (out, rounded(lse, torch.float16))),
-    lse_without_the_causal_mask=lambda q, k, v, causal, scale: (
-        plain(q, k, v, is_causal=causal, scale=scale)[0],
-        plain(q, k, v, is_causal=False, scale=scale)[1],
-    ),
 )
 functions(
     causes.WEIGHTS,
     output_normalised=results(lambda out, lse: (functional.normalize(out, dim=-1), lse)),
-    unnormalised=unnormalised,
 )
 functions(
     causes.STATE,
@@ -179,7 +164,6 @@ functions(
 )
 functions(
     causes.POSITIONS,
-    log_length_scale=inputs(lambda q, k, v, s: (q, k, v, s * math.log(k.shape[2] + 1))),
     local_alibi=scores(
         lambda made, causal: alibi(made, *map(torch.arange, made.shape[-2:]), causal)
     ),
@@ -187,7 +171,6 @@ functions(
 functions(
     causes.HEADS,
     talking_heads=scores(lambda made, causal: masked(made, causal) + made.mean(1, keepdim=True)),
-    temperature_by_local_entry=inputs(by_entry),
 )
 functions(causes.PRECISION, sums_in_fp16=sums_in_fp16)
 
@@ -259,7 +242,6 @@ def local_delta(tensors, is_causal, scale):
 
 BACKWARDS |= {
     "halved": backwards(causes.BACKWARD, made=lambda *grads: tuple(g / 2 for g in grads)),
-    "scale_forgotten": backwards(causes.BACKWARD, lambda t, causal, scale: (t, causal, 1.0)),
     "no_causal_mask": backwards(causes.BACKWARD, lambda t, causal, scale: (t, False, scale)),
     "local_delta": backwards(causes.BACKWARD, local_delta),
     "noisy": backwards(causes.STATE, made=lambda *grads: tuple(map(noisy, grads))),
@@ -392,15 +374,6 @@ class NanInTheBackward(WholeTask):
         grads.grad_query.masked_fill_(none, math.nan)
 
 
-class HeadsOfTheGroup(WholeTask):
-    """TaskTensors.first_head is not asked."""
-
-    def scores(self, task):
-        scores = super().scores(task)
-        heads, keys = torch.arange(scores.shape[1]), torch.arange(scores.shape[-1])
-        return scores - 0.2 * heads[:, None, None] * keys
-
-
 class ReusingItsBuffer(WholeTask):
     """A monolithic call returns memory that the next one writes again."""
 
@@ -435,7 +408,6 @@ KERNELS |= {
         lambda: grouped(in_turn, lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)),
         causes.HEADS,
     ),
-    "heads counted from the first of the group": (HeadsOfTheGroup, causes.HEADS),
     "a task with every diagonal": (lambda: WholeTask(with_every_diagonal), causes.PAIRS),
     "state overwritten": (Overwriting, causes.PAIRS),
     "a window within the task": (lambda: WholeTask(window_within_the_task), causes.POSITIONS),
@@ -456,13 +428,6 @@ def planted() -> dict[str, tuple[Callable[[], InnerKernel], str]]:
 
 
 # Right ones: none may be called wrong.
-
-
-def slopes_of_heads(query, key, value, *, is_causal, scale, query_positions, key_positions,
-                    head_indices):  # fmt: skip
-    slopes = 0.5 ** (head_indices.to(query.dtype) + 1)
-    at = query_positions, key_positions
-    return softmax(alibi(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None]), value)
 
 
 def padded(query, key, value, *, is_causal, scale):
@@ -494,8 +459,6 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     "dense": lambda: "dense",
     "cpu": lambda: "cpu",
     "plain": lambda: from_lse_function(plain),
-    "plain, backward given": lambda: from_lse_function(plain, backward=gradients),
-    "grouped": lambda: grouped(in_turn),
     "grouped, backward given": lambda: grouped(
         in_turn, lambda g, heads, shared: g.unflatten(1, (heads, shared)).sum(2)
     ),
@@ -512,7 +475,6 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     "mod: local and global heads": lambda: from_score_mod(
         None, lambda b, h, q, k: (h >= 1) | ((q - k).abs() <= 20), compiled=False
     ),
-    "slopes of heads": lambda: from_lse_function(slopes_of_heads),
     "window": lambda: from_lse_function(window),
     "padded": lambda: from_lse_function(padded),
     "blockwise": lambda: from_lse_function(blockwise),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         there = (page.parent / target).resolve() if target else page
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+SCRIPT = ROOT / "benchmarks" / "tables.py"
+
+
+def test_the_script_runs_as_it_says() -> None:
+    """And the page and README are up to date."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_raw_file_is_read_or_linked() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), SCRIPT, ROOT / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    for file in (ROOT / "benchmarks" / "results").iterdir():
+        assert file.name in text or file.name.endswith("-random-calls.json"), file.name
