@@ -191,7 +191,7 @@ class BlockResults:
 
     Attributes:
         out, lse: of a forward; None: they are made. ``lse`` is in the state's dtype.
-        out_dtype: of an output that is made; None: the query's.
+        out_dtype: of an output or gradients that are made; None: the inputs'.
         grads: of query, key and value; None: they are made.
         grad_mask: a tensor, or whether the gradient of the bias is wanted.
         grad_sinks: whether the gradient of the sinks is wanted.
@@ -238,8 +238,12 @@ def request_of_block(
     )  # fmt: skip
     if not backward:
         return tensors, request, None
+    grads, dtype = results.grads, results.out_dtype
+    if grads is None and dtype is not None:
+        query, key, value = (t.new_empty(t.shape, dtype=dtype) for t in three)
+        grads = query, key, value
     given = BackwardInputs(
-        inputs["grad_out"], inputs["out"], inputs["lse"], results.grads,
+        inputs["grad_out"], inputs["out"], inputs["lse"], grads,
         results.grad_mask, results.grad_sinks, inputs.get("grad_lse"),
     )  # fmt: skip
     return tensors, request, check_backward_inputs(tensors, request, given, three)

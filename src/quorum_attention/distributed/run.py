@@ -253,10 +253,6 @@ class Sharded:
                     found[0][block.heads] = [Gathered(rows[0].needed, part) for part in parts]
                     continue
             else:
-                if not own_dtype:
-                    q, k, v = (inputs[name] for name in ("query", "key", "value"))
-                    made = [t.new_empty(t.shape, dtype=state) for t in (q, k, v)]
-                    results = BlockResults(grads=(made[0], made[1], made[2]))
                 *parts, k, v = self.compute(block, inputs, results, of_mask)
                 Gathered.add(found[1], both[0].needed, Needed(kv, block.keys), [k, v])
             Gathered.add(found[0], rows[0].needed, Needed(block.heads, (block.queries,)), parts)

@@ -50,7 +50,6 @@ _LARGEST_QUORUM = 14
 _TILE = 128
 _HOST = torch.device("cpu")
 
-_Masked = tuple[AttnMask, bool]
 _State = list[torch.Tensor]
 Head = tuple[int, int]
 """A batch entry and a key/value head of it."""
@@ -286,17 +285,24 @@ class _Work:
     def task(self) -> None:
         """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk, an
         empty one of those without a pair."""
-        pairs, dtype = self._pairs(), self._job.call.work.state_dtype
-        used = sorted({chunk for pair in pairs for chunk in pair})
-        place = self._placed(used)
-        inputs = {n: self._read(n, place) for n in used}
-        states = {n: self._empty(n, place) for n in used}
-        for (own, other), masked in pairs.items():
+        job, number = self._job, self._unit.number
+        quorum, dtype = job.cut.quorum(number), job.call.work.state_dtype
+        place = self._placed(quorum)
+        inputs, states = dict[int, dict[str, torch.Tensor]](), dict[int, _State]()
+        for own, other in product(quorum, quorum):
+            block = self.block(own, other)
+            if own == other != number or not block.rows.length or not block.keys.length:
+                continue
+            masked = self._call.mask_of(block)
+            if _keeps_nothing(block, *masked):
+                continue
+            for n in {own, other} - states.keys():
+                inputs[n], states[n] = self._read(n, place), self._empty(n, place)
             read = inputs[own] | {name: inputs[other][name] for name in ("key", "value")}
-            made = self._computed(self.block(own, other), read, dtype, masked)
+            made = self._computed(block, read, dtype, masked)
             self._add(states[own], states[other], made)
-        for chunk in self._job.cut.quorum(self._unit.number):
-            self._job.leave(self._unit, chunk, states.get(chunk, []))
+        for chunk in quorum:
+            job.leave(self._unit, chunk, states.get(chunk, []))
 
     def merge(self) -> Sequence[torch.Tensor]:
         """The results of a chunk, from the states that tasks have left."""
@@ -308,19 +314,6 @@ class _Work:
             if state := self._job.read_state(self._unit, task):
                 self._add(total, total, state)
         return total
-
-    def _pairs(self) -> dict[tuple[int, int], _Masked]:
-        """The pairs of chunks (of queries, of keys) that the task computes, with their masks."""
-        found = {}
-        quorum = self._job.cut.quorum(self._unit.number)
-        for own, other in product(quorum, quorum):
-            _, _, rows, keys = block = self.block(own, other)
-            if own == other != self._unit.number or not rows.length or not keys.length:
-                continue
-            masked = self._call.mask_of(block)
-            if not _keeps_nothing(block, *masked):
-                found[own, other] = masked
-        return found
 
     def _read(self, chunk: int, place: torch.device = _HOST) -> dict[str, torch.Tensor]:
         """A chunk's rows of all inputs."""
@@ -335,17 +328,13 @@ class _Work:
         block: Block,
         inputs: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
-        masked: _Masked | None = None,
+        masked: tuple[AttnMask, bool] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A block's out and lse, or its gradients; ``dtype``: of all but the lse."""
         written = self._job.call.written._replace(
             budget=self._left, devices=self._device, report=self._report
         )
         results = BlockResults(out_dtype=dtype)
-        if self._job.call.backward:
-            three = (inputs[name] for name in ("query", "key", "value"))
-            query, key, value = (torch.empty_like(t, dtype=dtype) for t in three)
-            results = BlockResults(grads=(query, key, value))
         return compute_block(self._call, block, inputs, written, results, masked)
 
     def _empty(self, chunk: int, place: torch.device) -> _State:
@@ -365,13 +354,13 @@ class _Work:
         for target, one in zip([rows[0], *keys[1:]], made, strict=True):
             add_(target, one)
 
-    def _placed(self, used: Sequence[int]) -> torch.device:
+    def _placed(self, chunks: Sequence[int]) -> torch.device:
         """Where the rows of a task lie: on the device, if they fit, and calls have what is left."""
-        if on_host(self._device) or not used:
+        if on_host(self._device):
             return _HOST
         assert self._left is not None
-        rows = [t.nbytes for n in used for t in self._read(n).values()]
-        states = [sum(t.nbytes for t in self._empty(n, torch.device("meta"))) for n in used]
+        rows = [t.nbytes for n in chunks for t in self._read(n).values()]
+        states = [sum(t.nbytes for t in self._empty(n, torch.device("meta"))) for n in chunks]
         # A call's results and the result of an addition beside them.
         taken = sum(rows) + sum(states) + 3 * max(states)
         if taken > self._left * _RESIDENT:
