@@ -34,13 +34,14 @@ class Case:
         mask, options: arguments of ``attention``.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, alike: bool = False) -> None:
+        """``alike``: as many keys as queries."""
         draw = self.draw = random.Random(seed)
         torch.manual_seed(seed)
         batch = draw.choice([(1,), (2,), (3,), (), (2, 2)])
         kv_heads, share = draw.randint(1, 3), draw.choice([1, 1, 2, 3])
         n = draw.choice([1, 5, 40, 150, 300])
-        m = n if draw.random() < 0.5 else draw.choice([1, 33, 200, 310])
+        m = n if alike or draw.random() < 0.5 else draw.choice([1, 33, 200, 310])
         double = torch.float64
         self.dtype = draw.choice([double, double, torch.float32, torch.float16, torch.bfloat16])
         heads = kv_heads * share
@@ -99,9 +100,8 @@ class Case:
             assert apart <= GRADIENT_TOLERANCE[self.dtype], (name, apart, str(self))
 
 
-def on_devices(case: Case, devices: Any) -> Found:
-    """By autograd, with the gradients of a bias and of sinks."""
-    leaves = [t.clone().requires_grad_() for t in case.inputs[:3]]
+def learning(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The mask with a bias and sinks that have gradients, and these by the names of those."""
     mask, more = case.mask, dict[str, torch.Tensor]()
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         mask = more["grad_bias"] = mask.clone().requires_grad_()
@@ -110,6 +110,13 @@ def on_devices(case: Case, devices: Any) -> Found:
             if (tensor := getattr(mask, name)) is not None:
                 more[f"grad_{name}"] = tensor.clone().requires_grad_()
                 mask = replace(mask, **{name: more[f"grad_{name}"]})
+    return mask, more
+
+
+def on_devices(case: Case, devices: Any) -> Found:
+    """By autograd, with the gradients of a bias and of sinks."""
+    leaves = [t.clone().requires_grad_() for t in case.inputs[:3]]
+    mask, more = learning(case)
     out, lse = qa.attention_with_lse(
         *leaves, mask, enable_gqa=True, devices=devices, **case.options
     )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
 import weakref
-from collections import Counter
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers_attention import Inputs
 from helpers_attention import exact as textbook
+from helpers_conformance import NAMES, Case, Found, learning
 from helpers_processes import run_python
 
 import quorum_attention as qa
+from quorum_attention import Mask
 from quorum_attention import distributed as sharded
 
 TOLERANCES = {
@@ -160,32 +161,59 @@ def compare(
     return report
 
 
-def random_calls(seed: int, count: int, group: dist.ProcessGroup | None = None) -> None:
-    """Calls of drawn shapes, the same on all ranks of a group."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    ways: Counter[str] = Counter()
-    for number in range(count):
-        draw = random.Random(f"{seed} {ranks} {number}")
-        sizes = [draw.choice([0, 1, 3, draw.randint(0, 60)]) for _ in range(ranks)]
-        if draw.random() < 0.5:
-            sizes = [draw.randint(1, 60)] * ranks
-        if draw.random() < 0.05:
-            sizes = [draw.randint(60, 200) for _ in range(ranks)]
-        kv_heads = draw.randint(1, 4)
-        heads = kv_heads * draw.choice([1, 1, 2, 5])
-        torch.manual_seed(number + seed)
-        tensors = inputs_of(
-            heads, kv_heads, sum(sizes), draw.choice([8, 16]), draw.choice([8, 16, 12]),
-            draw.choice(list(TOLERANCES)), draw.choice([1, 1, 2]),
-        )  # fmt: skip
-        if not sum(sizes):
-            continue
-        options = {"lengths": sizes} if draw.random() < 0.3 else {}
-        causal = draw.random() < 0.6
+def by_ranks(case: Case, group: dist.ProcessGroup | None) -> Found:
+    """Every rank's rows, put together on all of them; the gradients of a bias and of sinks, added
+    up."""
+    rank, ranks, draw = dist.get_rank(group), dist.get_world_size(group), case.draw
+    n = case.inputs[0].shape[-2]
+    cuts = sorted(draw.randint(0, n) for _ in range(1, ranks))
+    if draw.random() < 0.4:
+        cuts = [n * number // ranks for number in range(1, ranks)]
+    rows = slice(*[0, *cuts, n][rank : rank + 2])
+    mine = [t[..., rows, :].to(HOME[0]) for t in case.inputs]
+    leaves = [t.clone().requires_grad_() for t in mine[:3]]
+    mask, more = learning(case)
+    if isinstance(mask, Mask):  # of this rank's rows alone
+        for name in ("documents", "key_padding"):
+            field = getattr(mask, name)
+            if field is not None and draw.random() < 0.5:
+                own = tuple(t[..., rows] for t in (field if isinstance(field, tuple) else [field]))
+                mask = replace(mask, **{name: own if isinstance(field, tuple) else own[0]})
+    sizes = [stop - start for start, stop in pairwise([0, *cuts, n])]
+    options = {"lengths": sizes} if draw.random() < 0.3 else {}
+    out = sharded.attention(*leaves, mask, enable_gqa=True, group=group, **options, **case.options)
+    out.backward(mine[3])
+    found: list[Any] = [None] * ranks
+    parts = [t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))]
+    dist.all_gather_object(
+        found, (parts, {name: leaf.grad.cpu() for name, leaf in more.items()}), group=group
+    )
+    whole = {
+        name: torch.cat(each, dim=-2)
+        for name, each in zip(
+            ("out", *NAMES[2:]), zip(*(one for one, _ in found), strict=True), strict=True
+        )
+    }
+    for name in more:
+        whole[name] = torch.stack([sums[name] for _, sums in found]).double().sum(0).to(case.dtype)
+    return whole
+
+
+def random_calls(first: int, count: int, group: dist.ProcessGroup | None = None) -> int:
+    """Calls of drawn shapes and masks, the same on all ranks of a group; how many are wrong."""
+    wrong = 0
+    for seed in range(int(first), int(first) + int(count)):
+        case = Case(seed, alike=True)
         try:
-            report = compare(rank, sizes, tensors, causal, group=group, **options)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, call {number} of {ranks} ranks") from error
-        ways[report.way] += 1
+            case.check(by_ranks(case, group))
+        except AssertionError as error:
+            wrong += 1
+            print(f"seed {seed} of {dist.get_world_size(group)} ranks: {error}", flush=True)
+    return wrong
+
+
+def count_wrong(rank: int, first: str, count: str) -> None:
+    """``random_calls``, and how many were wrong."""
+    wrong = random_calls(int(first), int(count))
     if rank == 0:
-        print(dict(ways))
+        print(f"{dist.get_world_size()} ranks: {count} calls, {wrong} wrong")

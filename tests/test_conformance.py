@@ -1,6 +1,7 @@
-"""One call by every way of computing it: one device, several, Ray (in this process), files.
+"""One call by every way of computing it: one device, several, Ray (in this process), files;
+ranks are in tests/distributed.
 
-More cases: ``python tests/test_conformance.py WAY FIRST COUNT``.
+More cases: ``python tests/test_conformance.py WAY FIRST COUNT`` (WAY may be "3 ranks").
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_conformance import Case, Found, by_farm, by_files, on_devices
+from helpers_ranks import count_wrong, spawn
 from helpers_ray import FakeRay, fake_farm
 from helpers_workers import quick_workers
 
@@ -67,6 +69,10 @@ def test_a_call_gives_the_textbooks_results(
 
 def main(way: str, first: str, count: str) -> None:
     torch.set_num_threads(1)
+    if way.endswith("ranks"):  # "3 ranks"
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(count_wrong, int(way.split()[0]), Path(folder), first, count)
+        return
     wrong = 0
     with WAYS[way]() as run, tempfile.TemporaryDirectory() as folder:
         for seed in range(int(first), int(first) + int(count)):
