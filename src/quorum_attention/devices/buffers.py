@@ -286,7 +286,7 @@ class _Mapping:
     Attributes:
         memory: all of it, addresses [start, stop).
         path: of the file.
-        first, last: numbers of the passes that were the first and the last to use it.
+        first: number of the pass that was the first to use it.
         locked: addresses [start, stop) that are page-locked; an empty range: nothing is.
         refused: whether the system did not lock it.
     """
@@ -296,7 +296,6 @@ class _Mapping:
     stop: int
     path: str
     first: int
-    last: int = 0
     locked: Interval = _NOTHING
     refused: bool = False
 
@@ -339,7 +338,6 @@ class MappedBuffers:
                 self._every[name] = _Mapping(memory, start, stop, handle.path, self._pass)
         finally:
             os.close(file)
-        self._every[name].last = self._pass
         return handle.within(self._every[name].memory)
 
     def forget_gone(self) -> None:
@@ -376,7 +374,9 @@ class MappedBuffers:
             both = (
                 Interval(min(low, start), max(high, stop)) if low < high else Interval(start, stop)
             )
-            if may and one.first < self._pass + (not results) and self._has_room(one, both):
+            others = sum(other.locked.length for other in self._every.values() if other is not one)
+            may &= one.first < self._pass + (not results)
+            if may and others + both.length <= self._most_bytes:
                 self._unlock(one)
                 one.refused = not self._locker.lock(both.start, both.length)
                 one.locked = one.locked if one.refused else both
@@ -387,17 +387,6 @@ class MappedBuffers:
         """Unlock everything."""
         for one in self._every.values():
             self._unlock(one)
-
-    def _has_room(self, wanted: _Mapping, locked: Interval) -> bool:
-        """Whether a mapping may have so much locked; unlocks what this pass has no use for."""
-        total = locked.length - wanted.locked.length
-        total += sum(one.locked.length for one in self._every.values())
-        for one in sorted(self._every.values(), key=lambda one: one.last):
-            if total <= self._most_bytes or one.last == self._pass:
-                break
-            total -= one.locked.length
-            self._unlock(one)
-        return total <= self._most_bytes
 
     def _unlock(self, one: _Mapping) -> None:
         if one.locked.length and self._locker is not None:

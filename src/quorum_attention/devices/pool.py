@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count as count_from
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import give_back
 from quorum_attention.devices.call import request_on_several
 from quorum_attention.devices.partition import Sums, pieces_of
-from quorum_attention.devices.processes import Turn, Worker, end, end_after, start
+from quorum_attention.devices.processes import Worker, end, end_after, start
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.devices.scheduler import Coordinator, Schedule
 from quorum_attention.devices.simulate import expected_speed
@@ -86,8 +87,33 @@ class Pool(Several):
         self._threads = count
         self._workers = start(names, count)
         end_after(self, self._workers)
-        self._turn = Turn()
+        self._lock, self._process, self._within = RLock(), os.getpid(), False
         self.numbers = count_from(1)  # of passes
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """Wait for the calls of other threads.
+
+        Raises:
+            RuntimeError: this thread has one already, and would wait for itself; or the process was
+                forked from the pool's.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "these workers belong to the process that this one was forked from: open a Pool "
+                "here, or give the devices by name"
+            )
+        with self._lock:
+            if self._within:
+                raise RuntimeError(
+                    "a call began within another one of the same workers (from its progress=, "
+                    "say): it would wait for itself"
+                )
+            try:
+                self._within = True
+                yield
+            finally:
+                self._within = False
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -106,7 +132,7 @@ class Pool(Several):
 
     def mend(self) -> None:
         """Start a worker in the place of each that was lost."""
-        with self._turn.taken():
+        with self._one_call():
             for number, worker in enumerate(self._workers):
                 if not worker.alive or not worker.process.is_alive():
                     worker.kill()
@@ -186,7 +212,7 @@ class Pool(Several):
             sums: adds up gradients; None in a forward.
             progress: told blocks that are done.
         """
-        with self._turn.taken():
+        with self._one_call():
             # Another thread may close the pool at any time, or start one more worker.
             workers = list(self._workers)
             here = [n for n, worker in enumerate(workers) if worker.alive]

@@ -14,8 +14,8 @@ import pickle
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -50,38 +50,6 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-class Turn:
-    """One call at a time, with ``taken()`` as a ``with`` block."""
-
-    def __init__(self) -> None:
-        self._lock, self._process, self._within = RLock(), os.getpid(), False
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for the calls of other threads.
-
-        Raises:
-            RuntimeError: this thread has it already, and would wait for itself; or the process was
-                forked from the lock's.
-        """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "these workers belong to the process that this one was forked from: open a Pool "
-                "here, or give the devices by name"
-            )
-        with self._lock:
-            if self._within:
-                raise RuntimeError(
-                    "a call began within another one of the same workers (from its progress=, "
-                    "say): it would wait for itself"
-                )
-            try:
-                self._within = True
-                yield
-            finally:
-                self._within = False
-
-
 @dataclass(eq=False)
 class Worker:
     """A worker process.
@@ -100,11 +68,6 @@ class Worker:
     name: str = ""
     alive: bool = True
     closing: Any = field(default_factory=RLock, repr=False)
-
-    @property
-    def label(self) -> str:
-        """Its device, for people."""
-        return f"{self.device} ({self.name})"
 
     def send(self, message: object) -> bool:
         """Send a message; False if the worker is gone."""

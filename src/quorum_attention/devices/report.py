@@ -82,12 +82,14 @@ class PoolReport:
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON: of each part who computed it and when."""
-        both = (("forward", self.forward), ("backward", self.backward))
-        return {name: None if one is None else one.to_dict() for name, one in both}
+        return {name: one and one.to_dict() for name, one in self._both.items()}
 
     def __str__(self) -> str:
-        both = (("forward", self.forward), ("backward", self.backward))
-        return "\n".join(f"{name}: {one}" for name, one in both if one is not None)
+        return "\n".join(f"{name}: {one}" for name, one in self._both.items() if one is not None)
+
+    @property
+    def _both(self) -> dict[str, PoolPass | None]:
+        return {"forward": self.forward, "backward": self.backward}
 
 
 def as_one(of: PoolPass, backward: bool) -> PassReport:

@@ -133,7 +133,7 @@ class Coordinator:
             Exception: what a worker raised.
         """
         schedule, report = self.schedule, self.report
-        report.devices = [worker.label for worker in self.workers]
+        report.devices = [f"{worker.device} ({worker.name})" for worker in self.workers]
         report.parts = schedule.count
         try:
             while not schedule.finished:

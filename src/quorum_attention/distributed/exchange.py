@@ -18,7 +18,6 @@ from quorum_attention.kernels.merge import add_, empty_, merge_
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
 _Like = tuple[tuple[int, ...], torch.dtype]
-_Shards = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Transfer:
@@ -43,12 +42,12 @@ class Transfer:
     def __init__(
         self,
         pieces: Iterable[Piece],
-        shards: _Shards,
+        shards: tuple[Sequence[Gathered], Sequence[Gathered]],
         content: Callable[[Piece], Sequence[torch.Tensor]],
         group: dist.ProcessGroup,
         state: torch.dtype | None = None,
     ) -> None:
-        here, ranks, device = group.rank(), group.size(), shards[0][0].device
+        here, ranks, device = group.rank(), group.size(), shards[0][0].tensor.device
         outgoing, incoming = ([list[_Like]() for _ in range(ranks)] for _ in range(2))
         sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         self.coming: list[Piece] = []
@@ -62,7 +61,7 @@ class Transfer:
                     (t.shape[0], piece.heads.length, piece.rows.length, *t.shape[3:]),
                     t.dtype if state is None or piece.alone else state,
                 )
-                for t in shards[piece.of_keys]
+                for t in (one.tensor for one in shards[piece.of_keys])
             ]
             if target == here:
                 self.coming.append(piece)

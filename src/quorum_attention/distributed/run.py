@@ -27,13 +27,12 @@ from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.merge import add_, empty_, merge_
 from quorum_attention.passes import compute_block
 
 # Tensors of some rows by their heads; of queries, and of keys and values.
 _ByHeads = dict[Interval, list[Gathered]]
 _Sides = tuple[_ByHeads, _ByHeads]
-_Shards = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+_Shards = tuple[list[Gathered], list[Gathered]]
 _OF_QUERIES = ("grad_out", "query", "out", "lse")
 # The gradients of a mask's bias and sinks, added up over what this rank computes; None: not wanted.
 MaskGradients = Sequence[torch.Tensor | None]
@@ -86,7 +85,8 @@ class Sharded:
                 kept.extend(rows.tensor for both in keys.values() for rows in both)
             return found
 
-        received = self._stages(((query,), (key, value)), compute, (results, ()), state, kept)
+        shards, targets = (self._shard(query), self._shard(key, value)), (self._shard(*results), [])
+        received = self._stages(shards, compute, targets, state, kept)
         if self.report is not None:
             self.report.forward_bytes = received
         return out, kept if self.assignment.kept else [query, key, value, *results]
@@ -106,10 +106,10 @@ class Sharded:
             of_mask: are added to.
         """
         state, grad_out = state_dtype(grad_out.dtype), grad_out.contiguous()
-        shards: _Shards = ((grad_out,), ())
+        shards: _Shards = self._shard(grad_out), []
         if not self.assignment.kept:
             query, key, value, out, lse = saved
-            shards = (grad_out, query, out, lse), (key, value)
+            shards = self._shard(grad_out, query, out, lse), self._shard(key, value)
         grads, held = [grad_out.new_empty(shape) for shape in shapes], iter(saved)
 
         def compute(stage: int, queries: _ByHeads, keys: _ByHeads) -> _Sides:
@@ -120,7 +120,8 @@ class Sharded:
                     keys[needed.heads] = [Gathered(needed, next(held)) for _ in range(2)]
             return self._computed(stage, (queries, keys), state, of_mask)
 
-        received = self._stages(shards, compute, (grads[:1], grads[1:]), state)
+        targets = self._shard(grads[0]), self._shard(*grads[1:])
+        received = self._stages(shards, compute, targets, state)
         if self.report is not None:
             self.report.backward_bytes = received
         return grads
@@ -142,7 +143,7 @@ class Sharded:
             state: dtype of results that have to be added up.
             kept: tensors that ``compute`` leaves to the backward.
         """
-        device, n_stages = targets[0][0].device, self.assignment.n_stages
+        device, n_stages = targets[0][0].tensor.device, self.assignment.n_stages
         coming = [self._sent(0, shards)] if n_stages else []
         lanes, backs = TwoStreams(device, self.two_streams), list[Transfer]()
         for stage in range(n_stages):
@@ -158,14 +159,14 @@ class Sharded:
             backs[-1].received_bytes += coming.pop(0).received_bytes
             del sides, results, made
         lanes.meet()
-        self._collect(backs, targets, state)
+        self._collect(backs, targets)
         return sum(back.received_bytes for back in backs)
 
-    def _own(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """A piece of a tensor of this rank's shard."""
-        start = piece.rows.start - self.assignment.of.starts[self.group.rank()]
-        rows = tensor.narrow(2, start, piece.rows.length)
-        return rows.narrow(1, piece.heads.start, piece.heads.length)
+    def _shard(self, *tensors: torch.Tensor) -> list[Gathered]:
+        """Tensors of this rank's rows, with the positions of these."""
+        rank = self.group.rank()
+        rows = (Interval(*self.assignment.of.starts[rank : rank + 2]),)
+        return [Gathered(Needed(Interval(0, t.shape[1]), rows), t) for t in tensors]
 
     def _sent(
         self,
@@ -178,11 +179,10 @@ class Sharded:
         here = self.group.rank()
 
         def content(piece: Piece) -> list[torch.Tensor]:
-            tensors = shards[piece.of_keys]
-            if results is None:
-                return [self._own(t, piece) for t in tensors]
-            every = results[piece.of_keys][piece.heads]
-            return [rows.at(piece.rows) for rows in every[: len(tensors)]]
+            wanted = source = shards[piece.of_keys]
+            if results is not None:
+                source = results[piece.of_keys][piece.heads][: len(wanted)]
+            return [one.at(piece.rows, heads=piece.heads) for one in source]
 
         pieces = [
             piece
@@ -203,32 +203,28 @@ class Sharded:
                     if piece.of_keys == of_keys and piece.heads == needed.heads
                 ]
                 side[needed.heads] = [
-                    Gathered.of(needed, [(piece, rows[n]) for piece, rows in mine], like)
+                    Gathered.of(needed, [(piece, rows[n]) for piece, rows in mine], like.tensor)
                     for n, like in enumerate(shards[of_keys])
                 ]
         return sides
 
-    def _collect(self, backs: Sequence[Transfer], targets: _Shards, state: torch.dtype) -> None:
+    def _collect(self, backs: Sequence[Transfer], targets: _Shards) -> None:
         """Merge or add up what came of this rank's rows, in ``targets``."""
-        partial = [p for back in backs for p in back.coming if not p.alone]
-        totals = [
-            [torch.zeros(t.shape if partial else 0, dtype=state, device=t.device) for t in side]
-            for side in targets
-        ]
-        merges = len(targets[0]) == 2
-        if merges:
-            empty_(*totals[0])
-        for piece, rows in (one for back in backs for one in back.arrived()):
-            into = targets if piece.alone else totals
-            mine = [self._own(t, piece) for t in into[piece.of_keys]]
-            if merges and not piece.alone:
-                merge_(mine[0], mine[1], *rows)
+        totals: _Sides = {}, {}
+        partial: list[Piece] = []
+        for piece, parts in (one for back in backs for one in back.arrived()):
+            shard = targets[piece.of_keys]
+            if piece.alone:
+                for target, part in zip(shard, parts, strict=True):
+                    target.at(piece.rows, heads=piece.heads).copy_(part)
                 continue
-            for target, part in zip(mine, rows, strict=True):
-                target.copy_(part) if piece.alone else add_(target, part)
-        for piece in partial:
-            for target, total in zip(targets[piece.of_keys], totals[piece.of_keys], strict=True):
-                self._own(target, piece).copy_(self._own(total, piece))
+            computed = Needed(piece.heads, (piece.rows,))
+            Gathered.add(totals[piece.of_keys], shard[0].needed, computed, parts)
+            partial.append(piece)
+        for of_keys, _, _, _, heads, rows, _ in partial:
+            (sums,) = totals[of_keys].values()
+            for target, total in zip(targets[of_keys], sums, strict=True):
+                target.at(rows, heads=heads).copy_(total.at(rows, heads=heads))
 
     def _computed(
         self, stage: int, sides: _Sides, state: torch.dtype, of_mask: MaskGradients = (None, None)
