@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers_ranks import compare, inputs_of, random_calls, spawn
 
 import quorum_attention as qa
 from quorum_attention import distributed as sharded
+from quorum_attention.distributed import partition
 
 
 def _all_of_it(rank: int) -> None:
@@ -19,6 +21,7 @@ def _all_of_it(rank: int) -> None:
     for ranks, group in groups.items():
         if rank < ranks:
             assert not random_calls(1000 * ranks, 16, group)
+    _in_turns(rank, groups)
     if rank < 2:
         _several_checks(rank, groups[2])
 
@@ -107,6 +110,42 @@ def _one_rank_refuses(rank: int, group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="dtype"), torch.autocast("cpu", enabled=rank == 0):
         sharded.attention(q, q, q, group=group)
     assert sharded.attention(q, q, q, group=group).shape == q.shape
+
+
+def _in_turns(rank: int, groups: dict[int, Any]) -> None:
+    """Heads that divide by the ranks are exchanged in turns, whole, and nothing is added up."""
+    turns_of, partition.turns_of = partition.turns_of, lambda flops: 3
+    for sizes in ([5, 12], [7, 0, 4]):
+        group = groups[len(sizes)]
+        if rank >= len(sizes):
+            continue
+        for number, dtype in enumerate((torch.float64, torch.bfloat16)):
+            ranks = len(sizes)
+            torch.manual_seed(number)
+            tensors = inputs_of(8 * ranks, 4 * ranks, sum(sizes), 16, 8, dtype, 2)
+            report = compare(rank, sizes, tensors, number == 0, group=group, lengths=sizes)
+            assert (report.way, report.stages, report.kept) == ("heads exchanged", 3, True)
+            assert len(report.calls) == 6
+            element = 8 if dtype == torch.float64 else 4  # calls this small are widened
+            if rank == sizes.index(max(sizes)):
+                continue
+            foreign, own = sum(sizes) - sizes[rank], sizes[rank] * (ranks - 1)
+            inward, back = 8 * 16 + 4 * 16 + 4 * 8, 8 * 8
+            assert report.forward_bytes == 2 * element * (foreign * inward + own * back)
+            inward, back = 8 * 8, inward
+            assert report.backward_bytes == 2 * element * (foreign * inward + own * back)
+    if rank < 2:
+        _twice_backward(groups[2])
+    partition.turns_of = turns_of
+
+
+def _twice_backward(group: dist.ProcessGroup) -> None:
+    q, k, v = (torch.randn(1, 4, 6, 8, requires_grad=True) for _ in range(3))
+    out = sharded.attention(q, k, v, group=group, lengths="equal")
+    out.sum().backward(retain_graph=True)
+    once = q.grad.clone()
+    out.sum().backward()
+    assert torch.allclose(q.grad, 2 * once)
 
 
 def test_without_a_group() -> None:
