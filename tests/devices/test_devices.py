@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers_masks import fifths
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -23,6 +26,7 @@ from quorum_attention import devices as pools
 from quorum_attention.devices import Pool, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.mask import Keeps
 
 TWO = ["cpu", "cpu"]
 
@@ -235,3 +239,43 @@ def test_vmap_is_refused(pool: Pool) -> None:
     q = torch.randn(3, 1, 2, 9, 8)
     with pytest.raises(NotImplementedError, match="vmap"):
         torch.vmap(lambda t: qa.attention(t, t, t, devices=pool))(q)
+
+
+width = 5
+
+
+def close(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A rule that reads a number of this module."""
+    return (q - k).abs() < width
+
+
+@pytest.fixture
+def absent() -> Iterator[Keeps]:
+    """A rule of a module that this process alone has."""
+    module = types.ModuleType("made_up_rules")
+    exec("def later(b, h, q, k):\n    return q >= k", module.__dict__)
+    sys.modules["made_up_rules"] = module
+    yield module.later
+    sys.modules.pop("made_up_rules", None)
+
+
+def test_a_rule_that_workers_cannot_import_is_refused_by_name(pool: Pool, absent: Keeps) -> None:
+    q = torch.randn(1, 2, 40, 8)
+    with pytest.raises(NotImplementedError, match=r"Mask.keeps .*later.*made_up_rules"):
+        qa.attention(q, q, q, Mask(keeps=absent), devices=pool)
+    even = Mask(keeps=fifths)
+    near([qa.attention(q, q, q, even, devices=pool)], [qa.attention(q, q, q, even)])
+
+
+def test_a_number_that_differs_in_a_worker_is_an_error(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module's number is changed in this process alone: its workers would keep other pairs."""
+    q = torch.randn(1, 2, 40, 8)
+    wanted = qa.attention(q, q, q, Mask(keeps=close))
+    near([qa.attention(q, q, q, Mask(keeps=close), devices=pool)], [wanted])
+    monkeypatch.setitem(globals(), "width", 9)
+    with pytest.raises(RuntimeError, match=r"close.* keeps other pairs in a worker"):
+        qa.attention(q, q, q, Mask(keeps=close), devices=pool)
+    monkeypatch.undo()
+    near([qa.attention(q, q, q, Mask(keeps=close), devices=pool)], [wanted])

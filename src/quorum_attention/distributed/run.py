@@ -85,8 +85,8 @@ class Sharded:
                 kept.extend(rows.tensor for both in keys.values() for rows in both)
             return found
 
-        shards, targets = (self._shard(query), self._shard(key, value)), (self._shard(*results), [])
-        received = self._stages(shards, compute, targets, state, kept)
+        shards, targets = (self._shard(query), self._shard(key, value)), self._shard(*results)
+        received = self._stages(shards, compute, (targets, []), state, kept)
         if self.report is not None:
             self.report.forward_bytes = received
         return out, kept if self.assignment.kept else [query, key, value, *results]
