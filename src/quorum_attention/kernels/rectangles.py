@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -69,6 +69,8 @@ class RectangleKernel(Kernel):
             this many rows.
         rounds_scale: in its backward the operator rounds a score times the factor otherwise than in
             its forward, so in fp32 too the factor it gets is a power of two (``signed``).
+        turned: causal rectangles are upper triangles: they are run with the orders of queries and
+            of keys turned round.
     """
 
     several_streams = True
@@ -80,6 +82,7 @@ class RectangleKernel(Kernel):
     lowest_score: float = -math.inf
     row_unit: int = 1
     rounds_scale: bool = False
+    turned: bool = False
 
     @abstractmethod
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +155,7 @@ class RectangleKernel(Kernel):
         """Merge the task's kept pairs into ``state``, in place."""
         lanes = task.lanes
         with nullcontext() if lanes is None else lanes.task():
-            for number, batch in enumerate(self.calls(task, backward=False)):
+            for number, batch in enumerate(self._calls(task, backward=False)):
                 with nullcontext() if lanes is None else lanes.call(number):
                     self._forward_batch(task, batch, state, number)
 
@@ -161,7 +164,7 @@ class RectangleKernel(Kernel):
         lanes = task.lanes
         lse = shifted_lse(grads.lse, grads.scaling.shift)
         with nullcontext() if lanes is None else lanes.task():
-            for number, batch in enumerate(self.calls(task, backward=True)):
+            for number, batch in enumerate(self._calls(task, backward=True)):
                 with nullcontext() if lanes is None else lanes.call(number):
                     for part in self._in_parts(task, batch):
                         self._backward_batch(task, part, grads, lse, number)
@@ -170,8 +173,8 @@ class RectangleKernel(Kernel):
         self, task: TaskTensors, batch: Batch, state: Statistics, number: int
     ) -> None:
         # One call in a function of its own: its mask is freed before the next one is made.
-        for pick, call in self.of_heads(task, batch):
-            out, lse = self.whole_forward(call)
+        for pick, call in self._of_heads(task, batch):
+            out, lse = map(self._turned, self.whole_forward(call))
             rows = (query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch))
             with _merging(task, number):
                 merge_(*rows, out, lse)
@@ -189,35 +192,40 @@ class RectangleKernel(Kernel):
         undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
         # Runs of rows with the same keys each return a part of these keys' gradients.
         keys = batch if batch.key_step else Batch(batch.first)
-        for pick, call in self.of_heads(task, batch):
+        for pick, call in self._of_heads(task, batch):
             saved = Saved(
                 readable(query_rows(pick(grads.grad_out), batch), dtype),
                 readable(query_rows(pick(grads.out), batch), dtype),
                 query_rows(pick(lse), batch),
-            )
+            ).mapped(self._turned)
             targets = (
                 query_rows(pick(grads.grad_query), batch),
                 key_rows(grads.grad_key, keys),
                 key_rows(grads.grad_value, keys),
             )
-            found = self.whole_backward(replace(call, stored=grads.grad_query.dtype), saved)
+            if not self.turned:  # results are copied
+                call = replace(call, stored=grads.grad_query.dtype)
+            found = tuple(map(self._turned, self.whole_backward(call, saved)))
             with _merging(task, number):
                 for target, parts in zip(targets, found, strict=True):
                     for part in parts.chunk(parts.shape[0] // target.shape[0]):
                         add_(target, part, *undo)
             del found, saved
 
-    def of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[tuple[Pick, Call]]:
+    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.flip(2) if self.turned else rows
+
+    def _of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[tuple[Pick, Call]]:
         """A call for the query heads that one call takes, with what selects them."""
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
-        key, value = key_rows(task.key, batch), key_rows(task.value, batch)
+        key, value = (self._turned(key_rows(t, batch)) for t in (task.key, task.value))
         for pick in self._head_views(task):
             mask = None if bias is None else _pick_bias(pick, bias, task.query.shape[1])
-            query = query_rows(pick(task.query), batch)
+            query = self._turned(query_rows(pick(task.query), batch))
             yield pick, Call(query, key, value, batch.first.causal, task.scale, mask)
 
-    def calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
+    def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
         if 0 in task.query.shape[:2]:
             return
@@ -250,7 +258,7 @@ class RectangleKernel(Kernel):
         side = r.n_queries // n_parts
         # Batch entries leave no room for others; a mask would have to be cut as well.
         several = task.query.shape[0] * batch.count > 1
-        if n_parts == 1 or side == 0 or several or task.has_mask(r):
+        if n_parts == 1 or side == 0 or several or self.turned or task.has_mask(r):
             yield batch
             return
         q, k = r.query_start, r.key_start
@@ -425,77 +433,44 @@ def mask_bytes(call: CallShape, extent: Extent, multiple: int = 1) -> int:
     return size * round_up((extent.max_keys if mask.columns else 1) * item, multiple)
 
 
-@dataclass(frozen=True, slots=True)
 class RectangleSizes:
     """Sizes of the largest operator call a kernel makes, and bounds of the bytes it takes.
 
-    Attributes:
+    Args:
         grouped: whether the operator takes fewer key heads than query heads.
         splits_scale: whether queries are copied to multiply them by a part of the scale, whatever
             that is (``signed``).
+
+    Attributes:
+        heads, shared: query heads of one call, and those of a key head.
+        lanes: batch entries times query heads of one call.
+        rows, key_rows: query rows and key rows of one call.
+        shared_key_rows: key rows of one call if every query head had its own.
+        item, work: bytes of an element of the inputs, and of the statistics.
+        aligned_bias_bytes: of a copy of the mask from ``aligned_bias``, every row at its full
+            length.
     """
 
-    call: CallShape
-    extent: Extent
-    grouped: bool = True
-    splits_scale: bool = False
-
-    @property
-    def heads(self) -> int:
-        """Query heads of one call."""
-        return self.extent.query_heads if self.grouped else self.extent.key_heads
-
-    @property
-    def shared(self) -> int:
-        """Query heads of a key head."""
-        return self.heads // max(1, self.extent.key_heads)
-
-    @property
-    def lanes(self) -> int:
-        """Batch entries times query heads of one call."""
-        return self.extent.batch * self.heads
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one call."""
-        return self.lanes * self.extent.max_queries
-
-    @property
-    def key_rows(self) -> int:
-        """Key rows of one call."""
-        return self.extent.batch * self.extent.key_heads * self.extent.max_keys
-
-    @property
-    def shared_key_rows(self) -> int:
-        """Key rows of one call if every query head had its own."""
-        return self.lanes * self.extent.max_keys
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element of the inputs."""
-        return self.call.dtype.itemsize
-
-    @property
-    def work(self) -> int:
-        """Bytes of an element of the statistics."""
-        return 8 if self.call.dtype == torch.float64 else 4
-
-    @property
-    def aligned_bias_bytes(self) -> int:
-        """Of a copy of the mask from ``aligned_bias``, every row at its full length."""
-        mask = self.call.mask
-        if mask is None:
-            return 0
-        whole = replace(self.call, mask=replace(mask, columns=True))
-        return mask_bytes(whole, self.extent, 16)
-
-    @property
-    def _held(self) -> int:
-        """The mask, and the queries of one call times a part of its scale."""
-        call = self.call
-        split = self.splits_scale or not call.positive_scale or self.work == 8
+    def __init__(
+        self, call: CallShape, extent: Extent, grouped: bool = True, splits_scale: bool = False
+    ) -> None:
+        self.call, self.extent = call, extent
+        self.heads = extent.query_heads if grouped else extent.key_heads
+        self.shared = self.heads // max(1, extent.key_heads)
+        self.lanes = extent.batch * self.heads
+        self.rows = self.lanes * extent.max_queries
+        self.key_rows = extent.batch * extent.key_heads * extent.max_keys
+        self.shared_key_rows = self.lanes * extent.max_keys
+        self.item = call.dtype.itemsize
+        self.work = 8 if call.dtype == torch.float64 else 4
+        self.aligned_bias_bytes = 0
+        if call.mask is not None:
+            whole = replace(call, mask=replace(call.mask, columns=True))
+            self.aligned_bias_bytes = mask_bytes(whole, extent, 16)
+        # The mask, and the queries of one call times a part of its scale.
+        split = splits_scale or not call.positive_scale or self.work == 8
         signed = self.rows * call.head_dim * self.item if split else 0
-        return mask_bytes(call, self.extent) + signed + SLACK_BYTES
+        self._held = mask_bytes(call, extent) + signed + SLACK_BYTES
 
     def forward_bytes(
         self, out_width: int, inside: int, merging: int = MERGE_WORKSPACE_BYTES

@@ -90,12 +90,6 @@ class MaskedKernel(Kernel):
         by_parts = not self._native or (drops and geometry.rules)
         return self._parts[geometry] if by_parts else self._native[geometry]
 
-    @property
-    def _in_one(self) -> bool:
-        """Whether a whole call is a whole call of each geometry's kernel, which knows no numbers of
-        entries."""
-        return not self._ruled and (self._uniform or bool(self._native))
-
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         return self.base.refusal(replace(call, is_causal=True))
@@ -155,7 +149,7 @@ class MaskedKernel(Kernel):
 
     def _times(self, extent: Extent) -> int:
         """2 where results of several geometries are put together at the end."""
-        return 2 if extent.direct and not self._uniform and self._in_one else 1
+        return 2 if extent.direct and self._native and not (self._uniform or self._ruled) else 1
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -182,27 +176,40 @@ class MaskedKernel(Kernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
-        if not self._in_one:
+        wholes = self._wholes(call)
+        if wholes is None:
             return forward_by_task(self.forward, replace(call, causal=False))
-        parts = [kernel.whole_forward(part) for _, kernel, part in self._calls(call)]
+        parts = [kernel.whole_forward(part) for _, kernel, part in wholes]
         out, lse = map(_together, zip(*parts, strict=True))
         return out, lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
-        if not self._in_one:
+        wholes = self._wholes(call)
+        if wholes is None:
             return backward_by_task(self.backward, replace(call, causal=False), saved)
         parts = [
             kernel.whole_backward(part, saved.mapped(partial(_some, entries=at)))
-            for at, kernel, part in self._calls(call)
+            for at, kernel, part in wholes
         ]
         query, key, value = map(_together, zip(*parts, strict=True))
         return query, key, value
 
-    def _calls(self, call: Call) -> Iterator[tuple[slice, Kernel, Call]]:
-        for at, geometry in self._by_geometry(tuple(range(call.query.shape[0]))):
-            kernel = self._kernel(geometry, drops=call.dropout is not None)
-            yield at, kernel, _call_of_entries(call, at)
+    def _wholes(self, call: Call) -> Iterator[tuple[slice, Kernel, Call]] | None:
+        """Whole calls that a whole call consists of, each of a run of batch entries: of the native
+        kernel, or of an operator that takes bands. None: it is run as a task."""
+        if self._native and not self._ruled:
+            return (
+                (at, self._native[geometry], _call_of_entries(call, at))
+                for at, geometry in self._by_geometry(tuple(range(call.query.shape[0])))
+            )
+        geometry, base = self._distinct[0], self.base
+        bands = self._uniform and isinstance(base, RectangleKernel) and base.bands
+        more = geometry.rules or geometry.blocks is not None or 0 in call.key.shape[2:3]
+        more = more or call.bias is not None or call.dropout is not None
+        if not bands or more or 0 in call.query.shape[:3]:
+            return None
+        return iter([(slice(None), base, replace(call, causal=geometry.band))])
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""

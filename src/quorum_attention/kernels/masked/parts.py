@@ -17,7 +17,7 @@ import torch
 
 from quorum_attention.decomposition import Ranges, Rectangle, Rows
 from quorum_attention.decomposition.bands import Part
-from quorum_attention.decomposition.rectangles import Batch, cut
+from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_table import (
@@ -29,7 +29,7 @@ from quorum_attention.kernels.masked.block_table import (
     listed_blocks,
 )
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -42,9 +42,8 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.rectangles import RectangleKernel, four_dims, shifted_lse
+from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
 from quorum_attention.kernels.scaling import Scaling
-from quorum_attention.kernels.tensors import Pick, key_rows, query_rows
 
 # Parts are joined to one call up to so many queries, and keys.
 _JOINED = 8192
@@ -139,6 +138,9 @@ class ByParts(Kernel):
         self._geometry, self._operator = geometry, copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
         self._operator.grouped = base.grouped or base.takes_whole(2, 1, 1, False, True)
+        self._upper = copy.copy(self._operator)
+        if isinstance(self._upper, RectangleKernel):
+            self._upper.turned = True
         self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
         self._tiles = Tiles(scores)
         self._has_ragged = bool(geometry.rules) or not geometry.band.keeps_all
@@ -218,43 +220,16 @@ class ByParts(Kernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for kernel, part, is_upper in self._tasks(task):
-            if is_upper:
-                _forward_upper(cast(RectangleKernel, kernel), part, state)
-            else:
-                kernel.forward(part, state)
+        for kernel, part in self._tasks(task):
+            kernel.forward(part, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        for kernel, part, is_upper in self._tasks(task):
-            if is_upper:
-                _backward_upper(cast(RectangleKernel, kernel), part, grads)
-            else:
-                kernel.backward(part, _unscaled(grads) if isinstance(kernel, Tiles) else grads)
+        for kernel, part in self._tasks(task):
+            kernel.backward(part, _unscaled(grads) if isinstance(kernel, Tiles) else grads)
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel``."""
-        banded = self._banded(call)
-        if self._bands is not None and banded is not None:
-            return self._bands.whole_forward(banded)
-        return reference.forward_by_task(self.forward, replace(call, causal=False))
-
-    def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """See ``Kernel``."""
-        banded = self._banded(call)
-        if self._bands is not None and banded is not None:
-            return self._bands.whole_backward(banded, saved)
-        return reference.backward_by_task(self.backward, replace(call, causal=False), saved)
-
-    def _banded(self, call: Call) -> Call | None:
-        """A whole call as one with a band; None where it is more than that."""
-        more = self._geometry.rules or self._geometry.blocks is not None
-        more = more or call.bias is not None or call.dropout is not None
-        empty = 0 in (*call.query.shape[:3], call.key.shape[2])
-        return None if more or empty else replace(call, causal=self._geometry.band)
-
-    def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors, bool]]:
-        """The parts of the task: for the operator, upper triangles (True), and ragged ones."""
+    def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors]]:
+        """The parts of the task: for the operator, upper triangles, and ragged ones."""
         live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         if not live or 0 in task.query.shape[:2]:
             return
@@ -266,13 +241,13 @@ class ByParts(Kernel):
         inside = replace(task, max_queries=limits[0], max_keys=limits[1], lanes=None)
         clear, upper, ragged = parts
         if clear:
-            yield kernel, replace(inside, rectangles=clear), False
+            yield kernel, replace(inside, rectangles=clear)
         if upper:
-            yield kernel, replace(inside, rectangles=upper), True
+            yield self._upper, replace(inside, rectangles=upper)
         if ragged:
             masks = partial(_part_mask, self._geometry, task, {})
             kernel = self._kernel_for(replace(call, mask=_ANY_MASK))
-            yield kernel, replace(inside, rectangles=ragged, bias=masks), False
+            yield kernel, replace(inside, rectangles=ragged, bias=masks)
 
     def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], call: CallShape) -> _Parts:
         """What the geometry keeps of rectangles; it has the call's own causal rule."""
@@ -376,45 +351,6 @@ def _cut(triangle: Part) -> Iterator[Part]:
         first, last = (b, side) if triangle.kind == "upper" else (0, a)
         if first < last:
             yield Part(q + a, q + b, k + first, k + last)
-
-
-def _turned_calls(
-    kernel: RectangleKernel, task: TaskTensors, backward: bool
-) -> Iterator[tuple[Batch, Pick, Call]]:
-    """The calls of a task of upper triangles, with both orders turned round: where the rows and the
-    keys of each are, and what selects its heads."""
-    for batch in kernel.calls(task, backward=backward):
-        for pick, call in kernel.of_heads(task, batch):
-            yield batch, pick, call.mapped(_turned, _turned)
-
-
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flip(2)
-
-
-def _forward_upper(kernel: RectangleKernel, task: TaskTensors, state: Statistics) -> None:
-    for batch, pick, call in _turned_calls(kernel, task, False):
-        out, lse = map(_turned, kernel.whole_forward(call))
-        with task.timed("merge"):
-            merge_(query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch), out, lse)
-        del call, out, lse  # freed before the next call is made
-
-
-def _backward_upper(kernel: RectangleKernel, task: TaskTensors, grads: Gradients) -> None:
-    scaling = grads.scaling
-    given = Saved(grads.grad_out, grads.out, shifted_lse(grads.lse, scaling.shift))
-    for batch, pick, call in _turned_calls(kernel, task, True):
-        saved = given.mapped(lambda tensor, at=batch, of=pick: _turned(query_rows(of(tensor), at)))  # type: ignore[misc]
-        found = tuple(map(_turned, kernel.whole_backward(call, saved)))
-        targets = (
-            query_rows(pick(grads.grad_query), batch), key_rows(grads.grad_key, batch),
-            key_rows(grads.grad_value, batch),
-        )  # fmt: skip
-        with task.timed("merge"):
-            undo = 2.0**-scaling.shift, scaling.unscale, scaling.overflow
-            for target, part in zip(targets, found, strict=True):
-                add_(target, part, *undo)
-        del call, saved, found
 
 
 def _unscaled(grads: Gradients) -> Gradients:
