@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_masks import RULES, exact, off, random_mask
+from helpers_masks import RULES, exact, few_at_a_time, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask, direct
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import version
-from quorum_attention.kernels.native.blocks import Room
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -149,12 +148,7 @@ def test_rules_that_are_tried_against_float64(
         given = replace(rules, keeps=lambda b, h, q, k: there[k] | (q == k))
         rules = replace(rules, keeps=lambda b, h, q, k: table[k] | (q == k))
     if draw.random() < 0.5:
-        few = draw.choice([1, 3])
-
-        def room(nbytes: int, lanes: int, n: int, m: int) -> Room:
-            return Room(few * 2048 * lanes, lanes, n, m)
-
-        monkeypatch.setattr(Room, "of", staticmethod(room))
+        few_at_a_time(monkeypatch, draw.choice([1, 3]))
     drawn.check(home, rules, given)
 
 

@@ -41,6 +41,13 @@ SMALL = {
     "mask by head": {"n_queries": 90, "levels": (3,), "causal": True, "mask": "heads"},
     "boolean mask": {"n_queries": 90, "levels": (3,), "mask": "boolean"},
     "mask of keys": {"n_queries": 90, "levels": (3,), "mask": "keys", "layout": "balanced"},
+    "a row without keys": {"n_queries": 60, "levels": (3,), "mask": "row"},
+    "wider queries": {"n_queries": 70, "levels": (3,), "head_dim": 192, "value_dim": 128,
+                      "dtype": half, "causal": True},
+    "narrow values": {"n_queries": 70, "levels": (3,), "head_dim": 64, "value_dim": 32,
+                      "dtype": half, "causal": True},
+    "wider values": {"n_queries": 70, "levels": (3,), "head_dim": 32, "value_dim": 128,
+                     "dtype": half, "causal": True},
 }  # fmt: skip
 MASKS = {
     "heads": lambda n: torch.randn(1, 2, n, n),
@@ -72,10 +79,6 @@ def test_a_query_of_nan(n: int, causal: bool, device: str) -> None:
     check_nan_in_a_query(NativeKernel(), case, device)
 
 
-def test_a_row_without_keys(device: str) -> None:
-    check(device, {"n_queries": 60, "levels": (3,), "mask": "row"})
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [half, brain, full], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 72, 80, 96, 128, 192, 256])
@@ -85,15 +88,6 @@ def test_wide(head_dim: int, dtype: torch.dtype, causal: bool, device: str, on_g
     check(device, {
         "n_queries": 700, "levels": (7,), "tile": 128, "head_dim": head_dim, "dtype": dtype,
         "causal": causal,
-    })  # fmt: skip
-
-
-@pytest.mark.parametrize("widths", [(192, 128), (64, 32), (32, 128)])
-def test_other_value_widths(widths: tuple[int, int], device: str, on_gpu: bool) -> None:
-    n = 500 if on_gpu else 70
-    check(device, {
-        "n_queries": n, "levels": (3,), "head_dim": widths[0], "value_dim": widths[1],
-        "dtype": half, "causal": True,
     })  # fmt: skip
 
 

@@ -278,7 +278,7 @@ def _under_mask(
     mask = map_tensors(mask, _readable)
     sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
-    return kernel_for_mask(mask, sizes, work.is_causal, options.kernel, call, options.device)
+    return kernel_for_mask(mask, sizes, options.kernel, call, options.device)
 
 
 def _readable(tensor: torch.Tensor, name: str) -> torch.Tensor:

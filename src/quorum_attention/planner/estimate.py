@@ -229,7 +229,7 @@ def _under(
     bias = None if mask.bias is None else mask_shape(mask.bias, len(work.batch_shape))
     sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
     call = work.call_shape(where.type, backward)
-    causal, kernel = kernel_for_mask(mask, sizes, work.is_causal, kernel, call, where, tried=False)
+    causal, kernel = kernel_for_mask(mask, sizes, kernel, call, where, tried=False)
     work = replace(work, is_causal=causal, mask=bias, sinks=mask.sinks is not None)
     return work, kernel
 

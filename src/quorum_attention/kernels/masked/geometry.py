@@ -99,15 +99,9 @@ class Geometry:
         return self._differ.get((device, self.seen), find)
 
     @property
-    def _tests(self) -> tuple[Rule, ...]:
-        """All that a pair has to pass."""
-        band = () if self.band.keeps_all else (_InBand(self.band),)
-        return (*band, *self.rules, *self.same)
-
-    @property
     def placed_bytes(self) -> int:
         """Device bytes of what its rules read, once they are evaluated there."""
-        return sum(rule.placed_bytes for rule in self._tests)
+        return sum(rule.placed_bytes for rule in (*self.rules, *self.same))
 
     def __and__(self, other: Geometry) -> Geometry:
         """Pairs that both keep."""
@@ -184,13 +178,14 @@ class Geometry:
     def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs of a tile are kept: bool, broadcastable to (b, h, q, k)."""
         found = torch.ones((1, 1), dtype=torch.bool, device=at.keys.device)
-        for rule in self._tests:
-            found = found & rule.keeps(at)
-        return found
+        if not self.band.keeps_all:
+            found = _in_band(self.band)(None, None, at.queries[:, None], at.keys)
+        return reduce(torch.logical_and, [r.keeps(at) for r in (*self.rules, *self.same)], found)
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
-        mods = [rule.mask_mod(device) for rule in self._tests]
+        mods = [] if self.band.keeps_all else [_in_band(self.band)]
+        mods += [rule.mask_mod(device) for rule in (*self.rules, *self.same)]
         return reduce(_and, mods) if mods else lambda b, h, q, k: q >= 0
 
     def count(self, n_queries: int, n_keys: int) -> int:
@@ -200,24 +195,14 @@ class Geometry:
         return sum(self.band.count(*block) for block in self.blocks.tolist())
 
 
-class _InBand(Rule):
-    """A band as a rule."""
-
-    def __init__(self, band: Band) -> None:
-        self._band = band
-
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """See ``Rule``."""
-        return self._band.verdict(block)
-
-    def mask_mod(self, device: torch.device) -> MaskMod:
-        """See ``Rule``."""
-        low, high = self._band.low, self._band.high
-        if low is None:
-            return lambda b, h, q, k: k - q <= high
-        if high is None:
-            return lambda b, h, q, k: k - q >= low
-        return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
+def _in_band(band: Band) -> MaskMod:
+    """A band as FlexAttention's ``mask_mod``."""
+    low, high = band.low, band.high
+    if low is None:
+        return lambda b, h, q, k: k - q <= high
+    if high is None:
+        return lambda b, h, q, k: k - q >= low
+    return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
 
 
 class FunctionRule(Rule):

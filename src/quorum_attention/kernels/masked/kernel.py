@@ -268,7 +268,6 @@ def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def kernel_for_mask(
     mask: Mask,
     sizes: Sizes,
-    is_causal: bool,
     wanted: str | Kernel,
     call: CallShape,
     device: torch.device,
@@ -278,7 +277,6 @@ def kernel_for_mask(
     """How a call under ``mask`` is computed, its bias and its sinks left aside.
 
     Args:
-        is_causal: of the call.
         wanted: the kernel that the caller asked for.
         call: what kernels are asked about.
         tried: whether kernels have to pass their test on the device.
@@ -290,7 +288,7 @@ def kernel_for_mask(
         ValueError: a tensor of the mask does not fit the call, by name.
         NotImplementedError: the kernel asked for cannot run it.
     """
-    found = resolve(mask, sizes, is_causal)
+    found = resolve(mask, sizes, call.is_causal)
     if found.keeps_all and mask.softcap is None:
         return found.is_causal, wanted
     base = None

@@ -156,10 +156,10 @@ def query_kernel(
     )  # fmt: skip
     mask = bias, bias_s[2], bias_s[3], bias_row, bias_column
     bits = own_bits, key_bits
-    table = starts, entries, n_queries, (left, right), bits, (mask, chances), keys
+    table = block, starts, entries, n_queries, (left, right), bits, (mask, chances), keys
     dq = tl.full([K.BLOCK_M, K.PADDED], 0.0, tl.float32)
     own_rows = q, do, lse2, d_row, ds_scale, chances[5]
-    dq = walk(dq, own_rows, block, table, _query_tile, False, K)
+    dq = walk(dq, own_rows, table, _query_tile, False, K)
 
     dq = dq * (scale / ds_scale * p_unscale)
     dq_at = rows_at(grad_query, dq_s, lane, rows, K.PADDED)
@@ -260,8 +260,8 @@ def key_kernel(
             delta + (b * key_heads * group + h) * n_queries,
             (scale, scale * 1.4426950408889634, softcap, slope),
         )  # fmt: skip
-        table = starts, entries, n_keys, (left, right), bits, sides, queries
-        dk, dv = walk((dk, dv), own, block, table, _key_tile, True, K)
+        table = block, starts, entries, n_keys, (left, right), bits, sides, queries
+        dk, dv = walk((dk, dv), own, table, _key_tile, True, K)
 
     dk = dk * (scale / ds_scale * p_unscale)
     dv = dv * p_unscale

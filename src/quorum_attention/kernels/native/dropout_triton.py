@@ -46,8 +46,9 @@ def philox(c0, c1, c2, c3, key_low, key_high):
 
 
 @triton.jit
-def _four(rows, groups, head, entry, key_low, key_high, threshold):
+def _four(rows, groups, drops):
     """Whether the four keys of each group are dropped, int8 each."""
+    head, entry, key_low, key_high, threshold, _, _ = drops
     w0, w1, w2, w3 = philox(groups, rows, head, entry, key_low, key_high)
     return (
         (w0 < threshold).to(tl.int8), (w1 < threshold).to(tl.int8),
@@ -61,24 +62,22 @@ def _pick(skipped, a, b, c, d):
 
 
 @triton.jit
-def dropped(
-    rows, at_key, head, entry, key_low, key_high, threshold, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, DROPOUT: tl.constexpr, BY_KEY: tl.constexpr,
-):  # fmt: skip
-    """Which pairs of a tile are dropped: (ROWS, KEYS) int8, not 0 where they are; with BY_KEY
-    (KEYS, ROWS).
+def dropped(rows, at_key, drops, BY_KEY: tl.constexpr, K: tl.constexpr):
+    """Which pairs of a tile are dropped: (BLOCK_M, BLOCK_N) int8, not 0 where they are; with BY_KEY
+    (BLOCK_N, BLOCK_M).
 
     Args:
-        rows: (ROWS,) int32, global positions of the queries.
-        at_key: int32, global position of the first of KEYS neighbouring keys; with DROPOUT 2 a
+        rows: (BLOCK_M,) int32, global positions of the queries.
+        at_key: int32, global position of the first of BLOCK_N neighbouring keys; with DROPOUT 2 a
             multiple of four, with 1 anything (twice the work).
+        drops: as ``dropout_params`` returns them.
     """
     at = at_key.to(tl.uint32)
-    groups = ((at // 4) + tl.arange(0, KEYS // 4).to(tl.uint32))[None, :]
+    groups = ((at // 4) + tl.arange(0, K.BLOCK_N // 4).to(tl.uint32))[None, :]
     rows = rows.to(tl.uint32)[:, None]
-    f0, f1, f2, f3 = _four(rows, groups, head, entry, key_low, key_high, threshold)
-    if DROPOUT == 1:
-        e0, e1, e2, _ = _four(rows, groups + 1, head, entry, key_low, key_high, threshold)
+    f0, f1, f2, f3 = _four(rows, groups, drops)
+    if K.DROPOUT == 1:
+        e0, e1, e2, _ = _four(rows, groups + 1, drops)
         skipped = at % 4
         g0 = _pick(skipped, f0, f1, f2, f3)
         g1 = _pick(skipped, f1, f2, f3, e0)
@@ -86,7 +85,7 @@ def dropped(
         f3 = _pick(skipped, f3, e0, e1, e2)
         f0, f1, f2 = g0, g1, g2
     # The last dimensions, of the joins, become neighbouring keys.
-    found = tl.join(tl.join(f0, f2), tl.join(f1, f3)).reshape(ROWS, KEYS)
+    found = tl.join(tl.join(f0, f2), tl.join(f1, f3)).reshape(K.BLOCK_M, K.BLOCK_N)
     if BY_KEY:
         found = tl.trans(found)
     return found

@@ -124,8 +124,8 @@ def forward_kernel(
     )  # fmt: skip
     mask = bias, bias_s[2], bias_s[3], bias_row, bias_column
     bits = own_bits, key_bits
-    table = starts, entries, n_queries, (left, right), bits, (mask, chances), keys
-    acc, m, l = walk((acc, m, l), q, block, table, _tile, False, K)
+    table = block, starts, entries, n_queries, (left, right), bits, (mask, chances), keys
+    acc, m, l = walk((acc, m, l), q, table, _tile, False, K)
 
     fully_masked = l == 0.0
     total = tl.where(fully_masked, 1.0, l)

@@ -52,7 +52,10 @@ def native_attention(
     """
     refuse_traces("native_attention", query, key, value)
     kernel = _WithBits(allow_tf32=allow_tf32)
-    kernel.bits = _checked_bits(query_bits, key_bits, query, key)
+    if query_bits is not None and key_bits is not None:
+        kernel.bits = query_bits, key_bits
+    elif query_bits is not None or key_bits is not None:
+        raise ValueError("query_bits and key_bits go together: one is missing")
     _check(kernel, query, key, value)
     call = Call(
         query, key, value, switch(is_causal, "is_causal"),
@@ -97,45 +100,30 @@ class _Function(torch.autograd.Function):
         return None, None, *ctx.kernel.whole_backward(call, saved), *(None for _ in bits)
 
 
-def _checked_bits(
-    query_bits: torch.Tensor | None,
-    key_bits: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    if query_bits is None and key_bits is None:
-        return None
-    if query_bits is None or key_bits is None:
-        raise ValueError("query_bits and key_bits go together: one is missing")
-    for name, bits, near in (("query_bits", query_bits, query), ("key_bits", key_bits, key)):
+def _check(kernel: _WithBits, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises what ``native_attention`` says."""
+    three = query, key, value
+    fits = {(t.ndim, t.dtype, t.device) for t in three} == {(4, query.dtype, query.device)}
+    if fits:
+        (batch, heads, _, d), key_heads = query.shape, key.shape[1]
+        fits = key.shape[::3] == (batch, d) and value.shape[:3] == key.shape[:3]
+        fits = fits and key_heads > 0 and heads % key_heads == 0
+    if not fits:
+        raise ValueError(
+            "query, key and value must be (b, h, n, d), (b, hk, m, d) and (b, hk, m, dv) of one "
+            "dtype and one device, h a multiple of hk, got "
+            + ", ".join(f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in three)
+        )
+    names = "query_bits", "key_bits"
+    for name, bits, near in zip(names, kernel.bits or (), three, strict=False):
         if bits.shape != near.shape[2:3] or bits.dtype != torch.int64:
             raise ValueError(
                 f"{name} must be int64 of shape {tuple(near.shape[2:3])}, got {bits.dtype} of "
                 f"shape {tuple(bits.shape)}"
             )
-    return query_bits, key_bits
-
-
-def _check(
-    kernel: NativeKernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
-    like = {(t.ndim, t.dtype, t.device) for t in (query, key, value)}
-    if like != {(4, query.dtype, query.device)}:
-        raise ValueError(
-            "query, key and value must have four dimensions, one dtype and one device, got "
-            + ", ".join(f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (query, key, value))
-        )
-    (batch, heads, _, d), (key_heads, m) = query.shape, key.shape[1:3]
-    fits = key.shape == (batch, key_heads, m, d) and value.shape[:3] == key.shape[:3]
-    if not fits or key_heads == 0 or heads % key_heads:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit query "
-            f"{tuple(query.shape)}: its heads must be a multiple of theirs"
-        )
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in three)
     shape = CallShape(
         query.device.type, query.dtype, heads, key_heads, d, value.shape[-1], needs_grad=needs_grad
     )
-    reason = kernel.refusal(shape)
-    if reason is not None:
+    if (reason := kernel.refusal(shape)) is not None:
         raise NotImplementedError(f"native_attention: {reason}")

@@ -270,28 +270,25 @@ def pairs_of_tile(at, sides, K: tl.constexpr, BY_KEY: tl.constexpr):
         ) * bias_k
     drop = 0
     if K.DROPOUT:
-        head, entry, key_low, key_high, threshold, _, _ = drops
-        drop = dropped(
-            first_row + tl.arange(0, K.BLOCK_M) + shift, first_key + shift - distance, head, entry,
-            key_low, key_high, threshold, K.BLOCK_M, K.BLOCK_N, K.DROPOUT, BY_KEY,
-        )  # fmt: skip
+        own = first_row + tl.arange(0, K.BLOCK_M) + shift
+        drop = dropped(own, first_key + shift - distance, drops, BY_KEY, K)
     return (first_row + rows) - (first_key + keys) + distance, bias, drop
 
 
 @triton.jit
-def walk(state, own, block, table, TILE: tl.constexpr, BY_KEY: tl.constexpr, K: tl.constexpr):
+def walk(state, own, table, TILE: tl.constexpr, BY_KEY: tl.constexpr, K: tl.constexpr):
     """``state`` after all runs of a block of queries, or with BY_KEY of a block of keys.
 
     Args:
         own: what TILE reads of the block's rows.
-        block: its number.
-        table: (starts, entries, rows, window, bits, sides, others): of runs.py, by the blocks; rows
-            of the call along them; see ``pairs_of_tile``; and what TILE reads of the other side.
+        table: (block, starts, entries, rows, window, bits, sides, others): its number; of runs.py,
+            by the blocks; rows of the call along them; see ``pairs_of_tile``; and what TILE reads
+            of the other side.
         TILE: ``TILE(state, own, others, tile, K, MASKED)`` is the state after one more tile: (first
             row of the other side, rows (n,), which of them to read, pairs, which of these to keep,
             ``pairs_of_tile``, pointers of the mask to read).
     """
-    starts, entries, n_rows, window, bits, sides, others = table
+    block, starts, entries, n_rows, window, bits, sides, others = table
     SIDE: tl.constexpr = K.BLOCK_N if BY_KEY else K.BLOCK_M
     STEP: tl.constexpr = K.BLOCK_M if BY_KEY else K.BLOCK_N
     BEFORE: tl.constexpr = 0 if BY_KEY else 1
