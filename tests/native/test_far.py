@@ -16,40 +16,22 @@ import torch
 from kernel_harness import Case, exact
 
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.native.runs import NO_DIAGONAL, UNLIMITED
+from quorum_attention.kernels.native.config import Config
+from quorum_attention.kernels.native.runs import NO_DIAGONAL, UNLIMITED, bounded
 from quorum_attention.kernels.protocol import Call, Saved
 
 tl = pytest.importorskip("triton.language")
 import triton  # noqa: E402
 
-from quorum_attention.kernels.native.tile_triton import (  # noqa: E402
-    kept,
-    keys_of_run,
-    rows_of_run,
-)
+from quorum_attention.kernels.native.tile_triton import kept  # noqa: E402
 
 FAR = (1 << 30) + 64 * 5
 
 
 class Constants(NamedTuple):
-    """Those that bounds depend on."""
+    """Those that ``kept`` depends on."""
 
     WINDOW: bool
-    BLOCK_M: int = 64
-    BLOCK_N: int = 64
-    BITS: int = 0
-
-
-@triton.jit
-def _bounds(entries, found, first, n, left, right, BY_QUERY: tl.constexpr, K: tl.constexpr) -> None:
-    if BY_QUERY:
-        start, begin, end, stop = keys_of_run(entries, first, n, (left, right), K)
-    else:
-        start, begin, end, stop = rows_of_run(entries, first, n, (left, right), K)
-    tl.store(found, start)
-    tl.store(found + 1, begin)
-    tl.store(found + 2, end)
-    tl.store(found + 3, stop)
 
 
 @triton.jit
@@ -61,30 +43,26 @@ def _keeps(found, row, column, n, diagonal, left, right, K: tl.constexpr) -> Non
     tl.store(found + at, keep.to(tl.int32))
 
 
-@pytest.mark.parametrize("by_query", [True, False])
+@pytest.mark.parametrize("axis", ["query", "key"])
 @pytest.mark.parametrize("window", [None, (UNLIMITED, 100), (100, UNLIMITED)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_bounds_of_runs(by_query: bool, window, causal: bool, device: str) -> None:
+def test_bounds_of_runs(axis, window, causal: bool) -> None:
     """Of a whole sequence, at a block in its middle and at its last: the pairs that are kept, by
     Python's integers, are those between ``start`` and ``stop``."""
     n = 2 * FAR - 1000
     for first in (FAR // 64 * 64, (n - 1) // 64 * 64):
         last = min(first + 64, n)
-        entry = [first, last, 0, n] if by_query else [0, n, first, last]
-        entry += [0 if causal else NO_DIAGONAL, 0, 0]
-        entries = torch.tensor(entry, dtype=torch.int32, device=device)
-        found = torch.zeros(4, dtype=torch.int32, device=device)
-        left, right = (0, 0) if window is None else window
-        constants = Constants(window is not None)
-        _bounds[(1,)](entries, found, first, n, left, right, BY_QUERY=by_query, K=constants)
-        start, begin, end, stop = found.tolist()
-        low, high = 0, n
-        before, after = (n, n) if window is None else (left, right)
+        piece = [first, last, 0, n] if axis == "query" else [0, n, first, last]
+        piece += [0 if causal else NO_DIAGONAL, 0, 0, 0]
+        tiling = axis, Config(64, 64, 4, 1)
+        (entry,) = bounded(torch.tensor([piece]), n, tiling, window).tolist()
+        start, begin, end, stop = entry[2:6]
+        before, after = window or (n, n)
         after = min(after, 0) if causal else after
-        if by_query:
-            low, high = max(low, first - before), min(high, last + after)
+        if axis == "query":
+            low, high = max(0, first - before), min(n, last + after)
         else:
-            low, high = max(low, first - after), min(high, last + before)
+            low, high = max(0, first - after), min(n, last + before)
         assert (start, stop) == (low, high)
         assert start <= begin <= end <= stop
         assert (end - begin) % 64 == 0

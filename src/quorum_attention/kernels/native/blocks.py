@@ -23,7 +23,7 @@ from quorum_attention.kernels.masked.block_table import (
     listed_blocks,
 )
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.native.runs import NO_DIAGONAL, WIDTH, Ints
+from quorum_attention.kernels.native.runs import FIELDS, NO_DIAGONAL, WIDTH, Ints
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
 
@@ -87,7 +87,7 @@ class Room(NamedTuple):
         unsplit += 4 * min(tokens, UNSPLIT_BYTES)
         # Functions that are the same in all lanes have more blocks in the same bits.
         one = self._replace(lanes=1)
-        tables = 2 * 4 * WIDTH * one.runs + 2 * 8 * one.partial
+        tables = 2 * 4 * FIELDS * one.runs + 2 * 8 * one.partial
         tables += 4 * ((self.n_queries + self.n_keys) // _SMALLEST + 4)
         return evaluated + bits + tokens + unsplit + tables + SLACK_BYTES
 

@@ -23,7 +23,7 @@ from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.blocks import BIT_BYTES, Room, RuledTask
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import Launch
-from quorum_attention.kernels.native.runs import UNLIMITED, WIDTH, Axis, Ints, Runs, pieces
+from quorum_attention.kernels.native.runs import FIELDS, UNLIMITED, Axis, Ints, Runs, Window, pieces
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -137,7 +137,7 @@ class NativeKernel(Kernel):
         return self.geometry.keeps_all and not self.softcap and self.slopes is None
 
     @property
-    def _window(self) -> tuple[int, int] | None:
+    def _window(self) -> Window | None:
         """How far before and after a query its keys are, if the kernel has to test both; beside
         rules the bits say it."""
         band = self.geometry.band
@@ -218,7 +218,7 @@ class NativeKernel(Kernel):
         # A single rectangle cannot be launched in parts: it has one run for every block.
         blocks = math.ceil(extent.n_tokens / 16) + 2
         entries = max(self._most_entries(extent.n_tokens), blocks)
-        return 4 * (blocks + entries * WIDTH) + SLACK_BYTES
+        return 4 * (blocks + entries * FIELDS) + SLACK_BYTES
 
     def _most_entries(self, n_tokens: int) -> int:
         """Entries of a table that the bound allows for; larger ones are launched in parts."""
@@ -314,9 +314,10 @@ class NativeKernel(Kernel):
                 found = found.copy()
                 found[mixed, 7] = np.arange(mixed.sum()) * (BIT_BYTES // 4)
                 on_host = _on_host(found[mixed][:, :4:2].T // BLOCK, device_type)
-            steady = drops and not self._window  # a window moves where runs begin
-            pinned = device_type == "cuda"
-            tables = (Runs.of(found, sizes[t[0]], t, pinned=pinned, steady=steady) for t in tilings)
+            tables = (
+                Runs.of(found, sizes[tiling[0]], tiling, self._window, pinned=device_type == "cuda")
+                for tiling in tilings
+            )
             return _Part(tuple(tables), on_host)
 
         def make() -> tuple[_Part, ...]:

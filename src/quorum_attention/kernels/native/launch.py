@@ -11,7 +11,7 @@ import torch
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import launch_norms
 from quorum_attention.kernels.native.config import Config, padded
-from quorum_attention.kernels.native.runs import WIDTH, Runs
+from quorum_attention.kernels.native.runs import FIELDS, Runs, Window
 from quorum_attention.kernels.protocol import Call, Saved, Three
 
 # In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does not overflow,
@@ -76,7 +76,7 @@ class Launch:
     tables: tuple[Runs, ...]
     softcap: float = 0.0
     slopes: torch.Tensor | None = None
-    window: tuple[int, int] | None = None
+    window: Window | None = None
     bias_at: tuple[int, int] = (0, 0)
     bits: tuple[torch.Tensor, torch.Tensor] | None = None
     mask_bits: torch.Tensor | None = None
@@ -177,7 +177,7 @@ class Launch:
             BIAS=biased,
             WINDOW=windowed,
             BITS=2 if self.mask_bits is not None else int(self.bits is not None),
-            FIELDS=WIDTH,
+            FIELDS=FIELDS,
             READ=way,
             PRECISION="tf32" if self.tf32 else "ieee",
             DROPOUT=(1 + runs.aligned) * dropout,

@@ -27,19 +27,26 @@ NO_DIAGONAL = (1 << 31) - 1
 
 UNLIMITED = (1 << 31) - 1
 """A side of a window that has no limit; sums with it need 64 bits."""
+# Farther than any two positions are apart.
+_FAR = 1 << 40
+Window = tuple[int, int]
+"""How far before and after a query its keys may be."""
 
-FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "distance",
-          "mixed", "shift")  # fmt: skip
-"""Columns of a table's entries, int32, local positions. A pair (q, k) belongs to the run if it is
-within bounds and ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed``
-is 1 if bits decide about each pair, else 0. A query's global position is its local one plus
-``shift``; under rules that is where the bits of a block begin (``tile_triton.bits_kept``)."""
-WIDTH = len(FIELDS)
+WIDTH = 8
+"""Columns of pieces: query_start, query_stop, key_start, key_stop, diagonal, distance, mixed and
+shift, local positions. A pair (q, k) belongs to a piece if it is within bounds and
+``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed`` is 1 if bits
+decide about each pair, else 0. A query's global position is its local one plus ``shift``; under
+rules that is where the bits of a block begin (``tile_triton.bits_kept``)."""
+
+FIELDS = 10
+"""Columns of a table's entries, int32: start and stop of a block's own rows; start, begin, end and
+stop of rows of the other side, of which those from ``begin`` to ``end`` are whole tiles of kept
+pairs, and the others ragged; and the last four columns of pieces."""
 
 
 def pieces(rectangles: Sequence[Rectangle], task: Task | None, geometry: Geometry) -> Ints:
-    """What a mask keeps of rectangles, cut where global positions jump: (n, 8), columns as in
-    ``FIELDS``; disjoint.
+    """What a mask keeps of rectangles, cut where global positions jump: (n, WIDTH), disjoint.
 
     Args:
         rectangles: local positions.
@@ -81,19 +88,17 @@ def _contiguous(r: Rectangle, task: Task | None) -> Iterator[tuple[Rows, Rows, b
     yield queries, Rows(r.key_start, r.key_stop, r.key_start), r.causal
 
 
-def table(
-    found: Ints, n_rows: int, block: int, axis: Axis
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Runs by blocks of rows.
+def table(found: Ints, n_rows: int, block: int, axis: Axis) -> tuple[Ints, Ints]:
+    """Pieces by blocks of rows, neighbouring ones joined to runs.
 
     Args:
-        found: disjoint pieces (n, 8).
+        found: disjoint pieces.
         n_rows: rows along ``axis``.
         block: rows of a block.
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
 
     Returns:
-        (starts, entries): entries (n, 8), columns as in ``FIELDS``; those of block b are rows
+        (starts, entries): entries are pieces; those of block b are rows
         ``starts[b]`` to ``starts[b + 1]``. Bounds along ``axis`` are clipped to the block.
 
     Raises:
@@ -124,7 +129,7 @@ def table(
             "kernel 'native' counts positions, and the distances of a window or of ALiBi, in 32 "
             f"bits: up to {np.iinfo(np.int32).max}, got {most}"
         )
-    return starts.astype(np.int32), joined.astype(np.int32)
+    return starts, joined
 
 
 def _begins(numbers: Ints, entries: Ints, along: int, across: int) -> NDArray[np.bool_]:
@@ -142,11 +147,52 @@ def _begins(numbers: Ints, entries: Ints, along: int, across: int) -> NDArray[np
     return first
 
 
+def bounded(
+    entries: torch.Tensor, n_rows: int, tiling: tuple[Axis, Config], window: Window | None
+) -> torch.Tensor:
+    """Pieces by blocks of rows as entries of a table, (n, FIELDS) int32.
+
+    Args:
+        n_rows: rows along the axis.
+        window: of the launch.
+    """
+    axis, config = tiling
+    left, right = window or (_FAR, _FAR)
+    q0, q1, k0, k1, diagonal, distance, mixed, _ = entries.long().unbind(1)
+    low, high, size, step = q0, q1, config.block_m, config.block_n
+    if axis == "key":
+        low, high, size, step = k0, k1, config.block_n, config.block_m
+    first = low // size * size
+    whole = (low == first) & (high == (first + size).clamp_max(n_rows)) & (mixed == 0)
+
+    def at_tiles(begin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``begin`` and the least number of whole tiles with so many rows, from there on."""
+        return begin + -(-rows.clamp_min(0) // step) * step
+
+    if axis == "query":
+        # No row keeps a key beyond the last row's diagonal; every row keeps the keys up to the
+        # first row's diagonal. The left edge of a window may cut the first tiles.
+        start = k0.maximum(q0 + distance - left)
+        stop = k1.minimum(q1 + diagonal).minimum(q1 + distance + right).maximum(start)
+        clear = k1.minimum(first + 1 + diagonal).minimum(first + 1 + distance + right)
+        begin = at_tiles(start, q1 - 1 + distance - left - start).minimum(stop)
+    else:
+        # Rows before the first key's diagonal keep no key; from the last key's diagonal on, all.
+        start = q0.maximum(k0 - diagonal).maximum(k0 - distance - right)
+        stop = q1.minimum(k1 - distance + left).maximum(start)
+        clear = q0.maximum(k1 - 1 - diagonal).maximum(k1 - 1 - distance - right)
+        begin = at_tiles(start, torch.where(whole, clear, stop) - start).minimum(stop)
+        clear = q1.minimum(k0 - distance + left + 1).minimum(stop)
+    end = begin + torch.where(whole, (clear - begin).clamp_min(0), 0) // step * step
+    bounds = torch.stack((low, high, start, begin, end, stop), dim=1)
+    return torch.cat((bounds, entries[:, 4:]), dim=1).int()
+
+
 class Runs(NamedTuple):
     """A table, in host memory or on a device.
 
     Attributes:
-        both: starts (blocks + 1,) and entries (n, 8), int32, in one tensor.
+        both: starts (blocks + 1,) and entries (n, FIELDS), int32, in one tensor.
         n_blocks: blocks of rows.
         config: of the kernel that reads it.
         aligned: whether every run is known to begin at a key whose global position is a multiple of
@@ -160,16 +206,23 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(
-        cls, found: Ints, n_rows: int, tiling: tuple[Axis, Config], *, pinned: bool, steady: bool
+        cls,
+        found: Ints,
+        n_rows: int,
+        tiling: tuple[Axis, Config],
+        window: Window | None,
+        *,
+        pinned: bool,
     ) -> Runs:
-        """The ``table`` of pieces on the host; ``steady``: it is for dropout, and no window moves
-        where a run begins."""
+        """The table of pieces on the host."""
         axis, config = tiling
-        starts, entries = table(found, n_rows, config.rows(axis), axis)
-        shifts = entries[:, 7] - entries[:, 5]
-        aligned = steady and not ((entries[:, 2] % 4).any() or (shifts % 4).any())
+        starts, joined = table(found, n_rows, config.rows(axis), axis)
+        # A window moves where runs begin.
+        shifts = joined[:, 7] - joined[:, 5]
+        aligned = window is None and not ((joined[:, 2] % 4).any() or (shifts % 4).any())
         with outside():  # because it is cached
-            both = torch.from_numpy(np.concatenate((starts, entries.reshape(-1))))
+            entries = bounded(torch.from_numpy(joined), n_rows, tiling, window)
+            both = torch.cat((torch.from_numpy(starts).int(), entries.flatten()))
             return cls(both.pin_memory() if pinned else both, len(starts) - 1, config, aligned)
 
     @property
@@ -180,7 +233,7 @@ class Runs(NamedTuple):
     @property
     def entries(self) -> torch.Tensor:
         """Of all blocks, one after the other."""
-        return self.both[self.n_blocks + 1 :].view(-1, WIDTH)
+        return self.both[self.n_blocks + 1 :].view(-1, FIELDS)
 
     def on(self, device: torch.device) -> Runs:
         """The table on a device."""
@@ -254,7 +307,7 @@ def runs_of_bits(
             verdict.masked_fill_(later >= 0, EMPTY)
         found.append(_runs_of_rows(verdict, start))
     rows = torch.cat(found)
-    entries = torch.zeros((rows.shape[0], WIDTH), dtype=torch.int32, device=device)
+    entries = torch.zeros((rows.shape[0], WIDTH), dtype=torch.int64, device=device)
     at, beside = (0, 2) if axis == "query" else (2, 0)
     entries[:, at] = rows[:, 0] * block
     entries[:, at + 1] = ((rows[:, 0] + 1) * block).clamp_max(n)
@@ -264,6 +317,7 @@ def runs_of_bits(
     entries[:, 6] = rows[:, 3] == PARTIAL
     blocks = torch.arange(any_a.numel() + 1, device=device)
     starts = torch.searchsorted(rows[:, 0].contiguous(), blocks).int()
+    entries = bounded(entries, n, (axis, config), None)
     return Runs(torch.cat((starts, entries.flatten())), any_a.numel(), config)
 
 

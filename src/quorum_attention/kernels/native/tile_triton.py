@@ -27,80 +27,6 @@ NOT_SPECIALIZED = [
 
 
 @triton.jit
-def keys_of_run(at, first, n_queries, window, K: tl.constexpr):
-    """Bounds of the entry ``at`` of a table (runs.py) for the block that begins at ``first``.
-
-    Returns:
-        (start, begin, end, stop): keys from ``begin`` to ``end`` are whole blocks that every row
-        keeps; those from ``start`` to ``begin`` and from ``end`` to ``stop`` are ragged.
-    """
-    left, right = window
-    row_low = tl.load(at)
-    row_high = tl.load(at + 1)
-    # Positions fit 32 bits; their sums with NO_DIAGONAL or UNLIMITED do not.
-    start = tl.load(at + 2).to(tl.int64)
-    high = tl.load(at + 3)
-    below = tl.load(at + 4).to(tl.int64)
-    # No row keeps a key beyond the last row's diagonal; every row keeps the keys up to the first
-    # row's diagonal.
-    stop = tl.minimum(high, row_high + below)
-    clear = tl.minimum(high, first + below + 1)
-    if K.WINDOW:
-        apart = tl.load(at + 5).to(tl.int64)
-        stop = tl.minimum(stop, row_high + apart + right)
-        clear = tl.minimum(clear, first + apart + right + 1)
-        start = tl.maximum(start, row_low + apart - left)
-    stop = tl.maximum(stop, start)
-    begin = start
-    if K.WINDOW:
-        # The whole blocks of keys that the left edge of the window may cut.
-        ragged = tl.maximum(0, row_high - 1 + apart - left - start)
-        begin = tl.minimum(start + tl.cdiv(ragged, K.BLOCK_N) * K.BLOCK_N, stop)
-    whole = (row_low == first) & (row_high == tl.minimum(first + K.BLOCK_M, n_queries))
-    if K.BITS:
-        whole = whole & (tl.load(at + 6) == 0)
-    clear = tl.where(whole, tl.maximum(clear, begin), begin)
-    end = begin + (clear - begin) // K.BLOCK_N * K.BLOCK_N
-    return start.to(tl.int32), begin.to(tl.int32), end.to(tl.int32), stop.to(tl.int32)
-
-
-@triton.jit
-def rows_of_run(at, first, n_keys, window, K: tl.constexpr):
-    """``keys_of_run`` for a table by blocks of keys, of the block that begins at key ``first``.
-
-    Returns:
-        (start, begin, end, stop): queries from ``begin`` to ``end`` are whole blocks that keep
-        every key; those from ``start`` to ``begin`` and from ``end`` to ``stop`` are ragged.
-    """
-    left, right = window
-    low = tl.load(at)
-    high = tl.load(at + 1)
-    column_low = tl.load(at + 2)
-    column_high = tl.load(at + 3)
-    below = tl.load(at + 4).to(tl.int64)
-    # Rows before the first key's diagonal keep no key; from the last key's diagonal on, all keys.
-    start = tl.maximum(low, column_low - below)
-    clear = tl.maximum(low, column_high - 1 - below)
-    stop = high.to(tl.int64)
-    beyond = stop
-    if K.WINDOW:
-        apart = tl.load(at + 5).to(tl.int64)
-        start = tl.maximum(start, column_low - apart - right)
-        clear = tl.maximum(clear, column_high - 1 - apart - right)
-        stop = tl.minimum(stop, column_high - apart + left)
-        beyond = tl.minimum(beyond, column_low - apart + left + 1)
-    stop = tl.maximum(stop, start)
-    whole = (column_low == first) & (column_high == tl.minimum(first + K.BLOCK_N, n_keys))
-    if K.BITS:
-        whole = whole & (tl.load(at + 6) == 0)
-    ragged = tl.where(whole, tl.maximum(0, clear - start), stop - start)
-    begin = tl.minimum(start + tl.cdiv(ragged, K.BLOCK_M) * K.BLOCK_M, stop)
-    beyond = tl.minimum(tl.maximum(beyond, begin), stop)
-    end = begin + (beyond - begin) // K.BLOCK_M * K.BLOCK_M
-    return start.to(tl.int32), begin.to(tl.int32), end.to(tl.int32), stop.to(tl.int32)
-
-
-@triton.jit
 def rows_at(source, strides, lane, rows, PADDED: tl.constexpr):
     """Pointers to rows of a head of (b, h, n, d): (rows, PADDED). Offsets that may span a whole
     tensor have 64 bits."""
@@ -226,16 +152,16 @@ def bits_kept(keep, bits, at, pairs, live, K: tl.constexpr):
     Args:
         bits: BITS 1: group bits of queries and of keys. BITS 2: first the mask bits, int32, of all
             partial blocks of a lane: 128 rows of four words, a bit for each key.
-        at: the run's entry, whose column 6 says whether it is a partial block, and column 7 where
-            its mask bits begin.
+        at: the run's entry, which says whether it is a partial block, and where its mask bits
+            begin.
         pairs: (queries, keys), local positions as they lie in the tile. Blocks divide them at
             multiples of 128.
         live: which of both there are.
     """
     rows, columns = pairs
     if K.BITS == 2:
-        mixed = tl.load(at + 6)
-        where = tl.load(at + 7) + (rows & 127) * 4 + ((columns & 127) >> 5)
+        mixed = tl.load(at + 8)
+        where = tl.load(at + 9) + (rows & 127) * 4 + ((columns & 127) >> 5)
         word = tl.load(bits[0] + where, mask=keep & (mixed != 0), other=0)
         bit = (word >> (columns & 31)) & 1
         keep = keep & ((bit != 0) | (mixed == 0))
@@ -298,16 +224,14 @@ def walk(state, own, table, TILE: tl.constexpr, BY_KEY: tl.constexpr, K: tl.cons
     steps = tl.arange(0, STEP)
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
         at = entries + index * K.FIELDS
-        distance = tl.load(at + 5)
-        if BY_KEY:
-            run = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), distance
-            start, begin, end, stop = rows_of_run(at, first, n_rows, window, K)
-        else:
-            run = tl.load(at), tl.load(at + 1), tl.load(at + 4), distance
-            start, begin, end, stop = keys_of_run(at, first, n_rows, window, K)
+        distance = tl.load(at + 7)
+        run = tl.load(at), tl.load(at + 1), tl.load(at + 6), distance
+        start, begin, end, stop = (
+            tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        )  # fmt: skip
         shift = 0
         if K.DROPOUT:
-            shift = tl.load(at + 7)
+            shift = tl.load(at + 9)
 
         for step in tl.range(begin, end, STEP):
             some = step + steps
