@@ -135,6 +135,7 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
     for part in kernel._parts_of(call, tensors.rectangles, (("query", tiled),), task):
         (runs,) = part.tables
         assert 4 * (runs.starts.numel() + runs.entries.numel()) <= bound
-        rows, columns = (runs.entries[:, at + 1] - runs.entries[:, at] for at in (0, 2))
+        rows, columns = (runs.entries[:, b] - runs.entries[:, a] for a, b in ((0, 1), (2, 5)))
         pairs += int((rows.long() * columns).sum())
-    assert pairs == sum(r.n_queries * r.n_keys for r in tensors.rectangles)
+    every = sum(r.n_queries * r.n_keys for r in tensors.rectangles)
+    assert pairs == every if not causal else pairs < every
