@@ -129,6 +129,12 @@ def _padded_dim(head_dim: int) -> int:
     return round_up(head_dim, 32) if head_dim <= 192 else 256
 
 
+def _bounded(extent: Extent, least: int = 0, most: int = 1 << 62) -> Extent:
+    """The extent with rectangles of at least ``least`` and at most ``most`` queries and keys."""
+    queries, keys = (min(max(least, n), most) for n in (extent.max_queries, extent.max_keys))
+    return replace(extent, max_queries=queries, max_keys=keys)
+
+
 def _small_factor(call: CallShape) -> str | None:
     """Why a kernel that multiplies gradients of scores by the factor before it rounds them to fp16
     cannot run a call: nothing would be left of them."""
@@ -190,9 +196,14 @@ class EfficientKernel(RectangleKernel):
         )[:3]
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
+    def _sizes(self, call: CallShape, extent: Extent) -> RectangleSizes:
+        if call.mask is not None:
+            extent = _bounded(extent, most=self.masked_limit)
+        return RectangleSizes(call, extent, grouped=False)
+
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes(call, self._limited(call, extent), grouped=False)
+        sizes = self._sizes(call, extent)
         value_dim = _aligned(call.value_dim, sizes.item)
         inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=False)
         if sizes.item == 2 and value_dim > 64:
@@ -202,7 +213,7 @@ class EfficientKernel(RectangleKernel):
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes(call, self._limited(call, extent), grouped=False)
+        sizes = self._sizes(call, extent)
         head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
         widths = head_dim + value_dim
         gradients = (sizes.rows * head_dim + sizes.key_rows * widths) * sizes.item
@@ -224,15 +235,6 @@ class EfficientKernel(RectangleKernel):
             workspace += splits * round_up(sizes.extent.max_keys, 128) * padded
         inside += batch_heads * (workspace + 4096) * 4
         return sizes.backward_bytes(gradients, inside)
-
-    def _limited(self, call: CallShape, extent: Extent) -> Extent:
-        if call.mask is None:
-            return extent
-        return replace(
-            extent,
-            max_queries=min(extent.max_queries, self.masked_limit),
-            max_keys=min(extent.max_keys, self.masked_limit),
-        )
 
 
 def _fit(tensor: torch.Tensor) -> torch.Tensor:
@@ -358,12 +360,12 @@ class CudnnKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes(call, _padded(extent, _SHORTEST))
+        sizes = RectangleSizes(call, _bounded(extent, least=_SHORTEST))
         return sizes.forward_bytes(call.value_dim, _CUDNN_BYTES + sizes.aligned_bias_bytes)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes(call, _padded(extent, _WHOLE_TILE))
+        sizes = RectangleSizes(call, _bounded(extent, least=_WHOLE_TILE))
         widths = call.head_dim + call.value_dim
         gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         copies = 2 * sizes.rows * call.value_dim * sizes.item
@@ -383,14 +385,6 @@ def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
         return _SHORTEST, keys
     # A causal rectangle is a square and has to stay one.
     return _WHOLE_TILE if causal else _SHORTEST, _WHOLE_TILE
-
-
-def _padded(extent: Extent, least: int) -> Extent:
-    return replace(
-        extent,
-        max_queries=max(least, extent.max_queries),
-        max_keys=max(least, extent.max_keys),
-    )
 
 
 def _whole_tiles(rows: int) -> int:
@@ -427,16 +421,6 @@ MEND_WORKSPACE_BYTES = 1 << 20
 for each row of a head."""
 
 MEND_ROW_BYTES = 48
-
-
-def _has_odd_rows(lse: torch.Tensor) -> bool:
-    """Whether the operator's lse of any row is 0, NaN or infinite, as of rows without keys."""
-    batch, heads, n_rows = lse.shape
-    for block in row_blocks(batch, heads, n_rows, lse.element_size()):
-        ones = lse[block] / lse[block]
-        if not torch.equal(ones, ones):  # one operator that tells a bool: no NaN equals itself
-            return True
-    return False
 
 
 def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
@@ -537,7 +521,8 @@ class CpuKernel(RectangleKernel):
         if call.query.shape[1] != call.key.shape[1]:
             return grouped_forward(self.whole_forward, call)
         out, lse = self.rectangle_forward(signed(call, self.rounds_scale)[0])
-        if _has_odd_rows(lse):
+        ones = lse / lse  # NaN where lse is 0, NaN or infinite, as of rows without keys
+        if not torch.equal(ones, ones):
             self.clear_dead_rows_(out, lse, call)
             mend_odd_rows_(out, lse, call)
         return out, lse
@@ -608,6 +593,7 @@ class CpuKernel(RectangleKernel):
         # Weights of the rows, and what mends odd rows, one head after the other.
         merging = min(MERGE_WORKSPACE_BYTES, sizes.rows * (3 * sizes.work + 2))
         merging += MEND_WORKSPACE_BYTES + extent.max_queries * MEND_ROW_BYTES
+        merging += sizes.rows * sizes.work
         merging += _widened(sizes, sizes.rows * call.value_dim)
         return max(_TRIAL_BYTES, sizes.forward_bytes(width, inside, merging))
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,22 +42,68 @@ WorkspaceBound = Callable[[CallShape, Extent], int]
 _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices")
 
 
-@dataclass(eq=False)
 class FunctionKernel(Kernel):
-    """See ``from_lse_function``."""
+    """An inner kernel from a function; pass it as ``kernel=``, or register it.
 
-    function: LseFunction
-    name: str
-    explicit_backward: BackwardFunction | None = None
-    grouped: bool = False
-    workspace: WorkspaceBound | None = None
-    positive_scale: bool = False
+    Args:
+        function: ``function(query, key, value, *, is_causal, scale, ...) -> (out, lse)`` for a
+            plain rectangle, or with ``is_causal`` a square whose keys after the query are masked.
+            query (b, h, lq, d), key (b, h, lk, d), value (b, h, lk, dv) are strided views. out
+            (b, h, lq, dv) is normalised; lse (b, h, lq) is the natural log of the sum of
+            exponentials, -inf (with any out) in rows without keys. If it has parameters of these
+            names, it also gets ``query_positions`` (lq,) and ``key_positions`` (lk,), int64,
+            *global*; ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). It must
+            stay what it is as long as the kernel lives, and runs without autocast.
+        name: for messages and reports; default the function's.
+        backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale, ...)``
+            -> gradients of query, key and value, given the whole row's out and lse (as in
+            FlashAttention). Default: autograd through ``function``, whose out and lse then have to
+            be differentiable.
+        grouped: whether the function takes fewer key heads than query heads.
+        workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call allocates.
+            Default: four score matrices in fp32, enough for a function that materialises scores.
+        positive_scale: whether the function is right for scales above 0 only, as torch's own
+            operator for CPUs is in causal calls; calls with others are refused then.
+
+    Raises:
+        TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
+
+    Examples:
+        >>> def mine(query, key, value, *, is_causal, scale):
+        ...     scores = scale * (query @ key.mT)
+        ...     if is_causal:
+        ...         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        ...     lse = torch.logsumexp(scores, -1)
+        ...     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+        >>> q = torch.randn(1, 2, 300, 16, requires_grad=True)
+        >>> out = qa.attention(q, q, q, kernel=qa.from_lse_function(mine), depth=1)
+        >>> out.sum().backward()
+    """
 
     own_attention = True
 
-    def __post_init__(self) -> None:
-        backward = self.explicit_backward
-        self._wants = _parameters(self.function, "function")
+    def __init__(
+        self,
+        function: LseFunction,
+        *,
+        name: str | None = None,
+        backward: BackwardFunction | None = None,
+        grouped: bool = False,
+        workspace: WorkspaceBound | None = None,
+        positive_scale: bool = False,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"function must be callable, got {type(function).__name__}")
+        for what, given in (("backward", backward), ("workspace", workspace)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{what} must be callable or None, got {shown(given)}")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str or None, got {shown(name)}")
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.function, self.explicit_backward, self.workspace = function, backward, workspace
+        self.grouped = switch(grouped, "grouped")
+        self.positive_scale = switch(positive_scale, "positive_scale")
+        self._wants = _parameters(function, "function")
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
         self.position_free = not (self._wants or self._backward_wants)
 
@@ -187,6 +232,9 @@ class FunctionKernel(Kernel):
         return self._run(*inputs, **{name: recordable(value) for name, value in named.items()})
 
 
+from_lse_function = FunctionKernel
+
+
 def gradients_by_autograd(
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     inputs: Sequence[torch.Tensor],
@@ -223,63 +271,6 @@ def gradients_by_autograd(
 def recordable(value: Any) -> Any:
     """A copy of a tensor of inference mode, which autograd refuses; anything else as it is."""
     return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
-
-
-def from_lse_function(
-    function: LseFunction,
-    *,
-    name: str | None = None,
-    backward: BackwardFunction | None = None,
-    grouped: bool = False,
-    workspace: WorkspaceBound | None = None,
-    positive_scale: bool = False,
-) -> FunctionKernel:
-    """An inner kernel from a function; pass it as ``kernel=``, or register it.
-
-    Args:
-        function: ``function(query, key, value, *, is_causal, scale, ...) -> (out, lse)`` for a
-            plain rectangle, or with ``is_causal`` a square whose keys after the query are masked.
-            query (b, h, lq, d), key (b, h, lk, d), value (b, h, lk, dv) are strided views. out
-            (b, h, lq, dv) is normalised; lse (b, h, lq) is the natural log of the sum of
-            exponentials, -inf (with any out) in rows without keys. If it has parameters of these
-            names, it also gets ``query_positions`` (lq,) and ``key_positions`` (lk,), int64,
-            *global*; ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). It must
-            stay what it is as long as the kernel lives, and runs without autocast.
-        name: for messages and reports; default the function's.
-        backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale, ...)``
-            -> gradients of query, key and value, given the whole row's out and lse (as in
-            FlashAttention). Default: autograd through ``function``, whose out and lse then have to
-            be differentiable.
-        grouped: whether the function takes fewer key heads than query heads.
-        workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call allocates.
-            Default: four score matrices in fp32, enough for a function that materialises scores.
-        positive_scale: whether the function is right for scales above 0 only, as torch's own
-            operator for CPUs is in causal calls; calls with others are refused then.
-
-    Raises:
-        TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
-
-    Examples:
-        >>> def mine(query, key, value, *, is_causal, scale):
-        ...     scores = scale * (query @ key.mT)
-        ...     if is_causal:
-        ...         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-        ...     lse = torch.logsumexp(scores, -1)
-        ...     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
-        >>> q = torch.randn(1, 2, 300, 16, requires_grad=True)
-        >>> out = qa.attention(q, q, q, kernel=qa.from_lse_function(mine), depth=1)
-        >>> out.sum().backward()
-    """
-    if not callable(function):
-        raise TypeError(f"function must be callable, got {type(function).__name__}")
-    for what, given in (("backward", backward), ("workspace", workspace)):
-        if given is not None and not callable(given):
-            raise TypeError(f"{what} must be callable or None, got {shown(given)}")
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a str or None, got {shown(name)}")
-    grouped, positive = switch(grouped, "grouped"), switch(positive_scale, "positive_scale")
-    found = name or str(getattr(function, "__name__", type(function).__name__))
-    return FunctionKernel(function, found, backward, grouped, workspace, positive)
 
 
 def upstream_of(
