@@ -13,7 +13,7 @@ from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.direct import direct_attention
-from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
+from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
 from quorum_attention.passes import CASTS, beside, run_backward
@@ -168,19 +168,16 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): by an operator where the call is traced and one can make it."""
-    if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
-        results = as_operator(query, key, value, call)
-        if results is not None:
-            return results
-    return _attend_outside_of_graphs(query, key, value, call)
+    results = as_operator(query, key, value, call)
+    return _attend_outside_of_graphs(query, key, value, call) if results is None else results
 
 
 @uncompiled
 def _attend_outside_of_graphs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    refuse_traces("attention", query, key, value)
-    return attend(*_request_of("attention", query, key, value, call), call.out)
+    tensors, request = _request_of("attention", query, key, value, call)
+    return attend(tensors, request, call.out)
 
 
 def _request_of(

@@ -35,7 +35,7 @@ from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import Layer, current, fill
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import has_transforms
+from quorum_attention.kernels.torch_private import has_transforms, is_traced, refuse_traces
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
@@ -69,29 +69,65 @@ _SCHEMAS = {
 def as_operator(
     query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(out, lse) of a call by the operator; None where no operator can make it.
+    """(out, lse) of a call by the operator; None where it is not traced, and where the graph of
+    torch's compiler has to break because no operator can make it.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: query, key and value do not fit each other.
+        TypeError, ValueError, NotImplementedError: query, key and value do not fit each other; no
+            operator can make the call, and another trace is active.
     """
-    attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
-    if out is not None or several(written.devices) or has_transforms():
+    compiled = torch.compiler.is_dynamo_compiling()
+    if not (compiled or is_traced(query, key, value)):
         return None
-    attn_mask = as_mask(attn_mask, query, key)
+    arguments = _arguments(query, key, value, call)
+    if arguments is None:
+        if not compiled:
+            refuse_traces("attention", query, key, value)
+        return None
+    mask, sinks, options, numbers, parts = arguments
+    dropout_p, dropout_seed = call.dropout_p, call.dropout_seed
+    seed = None
+    if dropout_p > 0.0:
+        # An operator of its own, so that whoever recomputes a graph takes care of it as of any
+        # other random numbers; the same seed goes to the backward.
+        seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu")
+        if dropout_seed is not None:
+            seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
+    query, key, value, grouped, without_heads, _ = broadcast_inputs(
+        query, key, value, call.enable_gqa
+    )
+    sizes_of(query, key, value, grouped)
+    recorded, of_mask = torch.is_grad_enabled(), mask is not None and mask.requires_grad
+    recorded = recorded and any(
+        t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
+    )
+    out, lse, _ = torch.ops.quorum_attention.attention(
+        query, key, value, mask, sinks, seed, parts, float(dropout_p), call.scale, call.is_causal,
+        grouped, call.out_dtype, options, numbers, recorded, recorded and of_mask,
+    )  # fmt: skip
+    return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
+
+
+def _arguments(
+    query: Any, key: Any, value: Any, call: Arguments
+) -> tuple[Any, Any, str, list[int], list[torch.Tensor]] | None:
+    """Mask, sinks, options, numbers and parts of a call as an operator takes them; None if it takes
+    only others."""
+    attn_mask, written = as_mask(call.attn_mask, query, key), call.written
+    if call.out is not None or several(written.devices) or has_transforms():
+        return None
     if not (
         isinstance(query, torch.Tensor)
         and isinstance(key, torch.Tensor)
         and isinstance(value, torch.Tensor)
         and (attn_mask is None or isinstance(attn_mask, (torch.Tensor, Mask)))
-        and isinstance(dropout_p, (int, float))
-        and isinstance(is_causal, bool)
-        and isinstance(enable_gqa, bool)
-        and (scale is None or isinstance(scale, (int, float)))
+        and isinstance(call.dropout_p, (int, float))
+        and isinstance(call.is_causal, bool)
+        and isinstance(call.enable_gqa, bool)
+        and (call.scale is None or isinstance(call.scale, (int, float)))
     ):
         return None
     described = attn_mask if isinstance(attn_mask, Mask) else None
-    mask: Any = attn_mask if described is None else described.bias
-    sinks = None if described is None else described.sinks
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
     options = ""
@@ -100,24 +136,9 @@ def as_operator(
             options = _text(_encode((*written[:-1], described), numbers, parts))
         except NotImplementedError:
             return None
-    seed = None
-    if dropout_p > 0.0:
-        # An operator of its own, so that whoever recomputes a graph takes care of it as of any
-        # other random numbers; the same seed goes to the backward.
-        seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu")
-        if dropout_seed is not None:
-            seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
-    query, key, value, grouped, without_heads, _ = broadcast_inputs(query, key, value, enable_gqa)
-    sizes_of(query, key, value, grouped)
-    recorded, of_mask = torch.is_grad_enabled(), mask is not None and mask.requires_grad
-    recorded = recorded and any(
-        t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
-    )
-    out, lse, _ = torch.ops.quorum_attention.attention(
-        query, key, value, mask, sinks, seed, parts, float(dropout_p), scale, is_causal,
-        grouped, out_dtype, options, numbers, recorded, recorded and of_mask,
-    )  # fmt: skip
-    return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
+    if described is None:
+        return attn_mask, None, options, numbers, parts
+    return described.bias, described.sinks, options, numbers, parts
 
 
 # --- Options and masks as a string --------------------------------------------------------------
@@ -239,14 +260,11 @@ def _keep(settings: Layer | None) -> int:
     return number
 
 
-_OF_MAPPING = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in (
-        "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched",
-        "FuncTorchVmapMode", "FuncTorchGradWrapper", "BatchedNestedTensor", "PythonTLSSnapshot",
-    )
-    if hasattr(torch._C.DispatchKey, name)
-)  # fmt: skip
+_OF_MAPPING = [
+    key
+    for name, key in torch._C.DispatchKey.__members__.items()
+    if name.startswith("FuncTorch") or name in ("BatchedNestedTensor", "PythonTLSSnapshot")
+]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from quorum_attention.call.options import Arguments, CallOptions, Defaults
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
 from quorum_attention.call.validation import is_causal_bias
-from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
+from quorum_attention.kernels.torch_private import capturing, is_fake
 from quorum_attention.operator import as_operator
 
 if TYPE_CHECKING:
@@ -187,9 +187,11 @@ def _taken(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | 
     if not _is_long(query, key, value, call, least) or (not compiled and _is_special(query)):
         return None
     try:
-        if compiled or is_traced(query, key, value):
-            results = as_operator(query, key, value, call)
-            return None if results is None else results[0]
+        results = as_operator(query, key, value, call)
+        if results is not None:
+            return results[0]
+        if compiled:
+            return None
         call = call._replace(written=filled(CallOptions()))
         tensors, request = request_of("attention", query, key, value, call)
     except (TypeError, ValueError, NotImplementedError):

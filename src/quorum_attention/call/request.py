@@ -162,10 +162,9 @@ def request_of(
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
     causal = switch(call.is_causal, "is_causal")
     work = replace(sizes, is_causal=causal, mask=shape, dropout=p > 0.0)
+    exact_scale, recorded = scale_is_exact(factor, query.dtype), records(query, key, value, sinks)
     if described is not None:
-        causal, kernel = _under_mask(
-            described, work, options, needs_grad=backward or records(query, key, value)
-        )
+        causal, kernel = _under_mask(described, work, options, needs_grad=backward or recorded)
         options = options if kernel is options.kernel else replace(options, kernel=kernel)
     if options.kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
@@ -173,9 +172,11 @@ def request_of(
         options = replace(options, kernel=kernel)
         if is_followed():
             refuse_learned(kernel, query, key, value, options.device)
+    if p > 0.0 and seed is None:
+        refuse_randomness(query, key, value, mask)
     work = replace(
         work, is_causal=causal, positive_scale=factor > 0, sinks=sinks is not None,
-        exact_scale=scale_is_exact(factor, query.dtype),
+        exact_scale=exact_scale,
     )  # fmt: skip
     if options.plan is not None:
         check_plan(options.plan, work)
@@ -184,12 +185,12 @@ def request_of(
     request = Request(
         work, factor, options, out,
         out_dtype=out.dtype if out is not None else (call.out_dtype or query.dtype),
-        records=learned or records(query, key, value, sinks),
+        records=learned or recorded,
         mask_grad=learned,
         cast_bytes=cast_bytes if query.device == options.device else 0,
         without_heads=without_heads,
         progress=written.progress, report=written.report, sums=written.sums,
-        dropout=dropout_of(p, seed, counts, options.device, query, key, value, mask) if p else None,
+        dropout=_dropout_of(p, seed, counts, options.device) if p else None,
     )  # fmt: skip
     return tensors, request
 
@@ -220,12 +221,8 @@ def checked_dropout(dropout_p: Any, dropout_seed: Any, *, draws: bool) -> tuple[
     return p, seed
 
 
-def dropout_of(
-    p: float,
-    seed: int | None,
-    counts: tuple[int, ...],
-    device: torch.device,
-    *inputs: torch.Tensor | None,
+def _dropout_of(
+    p: float, seed: int | None, counts: tuple[int, ...], device: torch.device
 ) -> Dropout:
     """The dropout of a call; draws the seed where it is None.
 
@@ -233,12 +230,10 @@ def dropout_of(
         p, seed: from ``checked_dropout``.
         counts: queries, keys, heads and batch entries.
         device: what computes.
-        inputs: the call's, as they were given.
 
     Raises:
         NotImplementedError: more of something than is counted; or a CUDA graph is captured, in
             which a drawn seed would be the same at every replay.
-        RuntimeError: ``torch.vmap`` of randomness="error".
     """
     if max(counts) > MOST_POSITIONS:
         each = "queries, keys, heads and batch entries"
@@ -251,7 +246,6 @@ def dropout_of(
                 "dropout_p in a CUDA graph needs dropout_seed: a seed drawn while the graph is "
                 "captured would be used again at every replay"
             )
-        refuse_randomness(*inputs)
         seed = _drawn()
     return Dropout(p, seed)
 

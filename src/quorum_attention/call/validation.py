@@ -79,13 +79,6 @@ def check_tensors(query: Any, key: Any, value: Any, call: Arguments) -> CheckedT
         raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
     if mask is not None:
         _check_mask(mask, query, key)
-    if out is not None:
-        out = as_tensor(out, "out", written=True)
-        out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
-        shape = (*query.shape[:-1], value.shape[-1])
-        check_tensor(out, shape, "out", query.device, out_dtype, written=True)
-        every = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        check_apart({"out": out}, every)
     sinks = None if described is None else described.sinks
     if sinks is not None:
         check_kind(sinks, "Mask.sinks")
@@ -95,6 +88,13 @@ def check_tensors(query: Any, key: Any, value: Any, call: Arguments) -> CheckedT
                 f"{tuple(sinks.shape)}"
             )
         _check_place(sinks, "Mask.sinks", query.device)
+    if out is not None:
+        out = as_tensor(out, "out", written=True)
+        out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
+        shape = (*query.shape[:-1], value.shape[-1])
+        check_tensor(out, shape, "out", query.device, out_dtype, written=True)
+        every = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        check_apart({"out": out}, every)
     read = Tensors(query, key, value, mask, sinks)
     return CheckedTensors(read, out, described, sizes, without_heads, cast_bytes)
 
