@@ -138,4 +138,4 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
         rows, columns = (runs.entries[:, b] - runs.entries[:, a] for a, b in ((0, 1), (2, 5)))
         pairs += int((rows.long() * columns).sum())
     every = sum(r.n_queries * r.n_keys for r in tensors.rectangles)
-    assert pairs == every if not causal else pairs < every
+    assert pairs <= every if causal else pairs == every
