@@ -28,21 +28,26 @@ def run(folder: Path, *options: str) -> int:
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> Path:
+def inputs(tmp_path: Path) -> Path:
+    qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
+    safetensors.torch.save_file(qkv, tmp_path / "qkv")
+    return tmp_path
+
+
+@pytest.fixture
+def begun(inputs: Path) -> Path:
     """A folder with a run that is unfinished, as another process left it."""
 
     def stop(self: RunFolder) -> None:
         raise StoppedError
 
-    qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
-    safetensors.torch.save_file(qkv, tmp_path / "qkv")
-    safetensors.torch.save_file({"old": torch.ones(3)}, tmp_path / "out")
+    safetensors.torch.save_file({"old": torch.ones(3)}, inputs / "out")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "finish", stop)
         with pytest.raises(StoppedError):
-            run(tmp_path)
-    assert (tmp_path / "out.run" / "progress.json").exists()
-    return tmp_path
+            run(inputs)
+    assert (inputs / "out.run" / "progress.json").exists()
+    return inputs
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -56,51 +61,43 @@ def given_away(path: Path) -> None:
     os.lchown(path, OTHER, OTHER)
 
 
-def linked(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
+def in_its_place(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def plant(path: Path) -> None:
+        path.rename(path.with_name("elsewhere"))
+        make(path)
 
-
-def piped(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    os.mkfifo(path)
+    return plant
 
 
 def somebodys(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
     path.mkdir()
     (path / "notes").write_text("mine")
 
 
-@pytest.mark.parametrize("options", [["--resume"], ["--restart"], []])
 @pytest.mark.parametrize(
     ("planted", "said"),
     [
         pytest.param(given_away, f"belongs to user {OTHER}", marks=ROOT),
         (lambda path: path.chmod(0o777), "may be written by other users"),
-        (linked, "is no folder"),
-        (piped, "is no folder"),
-        (somebodys, "is not the folder of a run"),
+        (in_its_place(lambda path: path.symlink_to("elsewhere")), "is no folder"),
+        (in_its_place(os.mkfifo), "is no folder"),
+        (in_its_place(somebodys), "is not the folder of a run"),
     ],
 )
 def test_a_folder_that_is_not_ones_own_is_not_taken_over(
-    begun: Path,
-    planted: Callable[[Path], None],
-    said: str,
-    options: list[str],
-    capsys: pytest.CaptureFixture[str],
+    begun: Path, planted: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted(begun / "out.run")
     before = contents(begun)
-    assert run(begun, *options) == 2
-    error = capsys.readouterr().err
-    assert f"{begun}/out.run {said}" in error
-    assert contents(begun) == before
+    for options in (["--resume"], ["--restart"], []):
+        assert run(begun, *options) == 2
+        assert f"{begun}/out.run {said}" in capsys.readouterr().err
+        assert contents(begun) == before
 
 
 @pytest.mark.parametrize("umask", [0, 0o077])
 def test_nobody_else_may_look_into_the_folder(
-    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, umask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = []
 
@@ -108,11 +105,9 @@ def test_nobody_else_may_look_into_the_folder(
         modes.append(stat.S_IMODE(self.output.run.stat().st_mode))
 
     monkeypatch.setattr(RunFolder, "keep", looked)
-    qkv = {name: torch.randn(1, 3, 100, 16) for name in "qkv"}
-    safetensors.torch.save_file(qkv, tmp_path / "qkv")
     before = os.umask(umask)
     try:
-        assert run(tmp_path) == 0
+        assert run(inputs) == 0
     finally:
         os.umask(before)
     assert modes == [0o700] * 3

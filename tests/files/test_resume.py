@@ -49,16 +49,23 @@ def run(folder: Path, *options: str, backward: bool = False, out: str = "out") -
     return main(["run", *inputs(folder, backward), f"{folder}/{out}", *EACH, *options])
 
 
-def stopped(folder: Path, parts: int, *options: str, **named: Any) -> int:
-    """A run that a signal stops when so many parts are computed and kept, and one more computed."""
+def stopping(parts: int, then: Callable[[], Any] | None = None) -> Any:
+    """Computes parts; a signal comes, or ``then`` is called, when so many are kept, and one more is
+    computed."""
 
     def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
         for number, part in enumerate(compute_here(work, left)):
-            if number == parts:
+            if number == parts and then is None:
                 raise Stopped(15)
+            if number == parts and then is not None:
+                then()
             yield part
 
-    return computed_by(compute, lambda: run(folder, *options, **named))
+    return compute
+
+
+def stopped(folder: Path, parts: int, *options: str, **named: Any) -> int:
+    return computed_by(stopping(parts), lambda: run(folder, *options, **named))
 
 
 def computed_by(compute: Any, does: Callable[[], int]) -> int:
@@ -115,26 +122,23 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
     assert tensors(folder / "out") == tensors(folder / "whole")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--causal"], "--causal was False and is True"),
-        (["--scale", "0.5"], "--scale was not given and is 0.5"),
-        (["--budget", "1GiB"], "--budget was not given and is 1073741824"),
-        (["--out-dtype", "fp64"], "the results"),
-        (["--kernel", "dense"], "--kernel was auto and is dense"),
-        (["--depth", "2"], "--depth was 1 and is 2"),
-    ],
-)
 def test_other_arguments_are_refused_by_name(
-    folder: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped(folder, 1)
-    capsys.readouterr()
     before = contents(folder)
-    assert run(folder, "--resume", *options) == 2
-    assert said in capsys.readouterr().err
-    assert contents(folder) == before
+    for options, said in (
+        ("--causal", "--causal was False and is True"),
+        ("--scale 0.5", "--scale was not given and is 0.5"),
+        ("--budget 1GiB", "--budget was not given and is 1073741824"),
+        ("--out-dtype fp64", "the results"),
+        ("--kernel dense", "--kernel was auto and is dense"),
+        ("--depth 2", "--depth was 1 and is 2"),
+    ):
+        capsys.readouterr()
+        assert run(folder, "--resume", *options.split()) == 2
+        assert said in capsys.readouterr().err
+        assert contents(folder) == before
 
 
 def test_a_changed_input_is_refused_by_name(
@@ -156,13 +160,7 @@ def test_a_changed_input_is_refused_by_name(
 def test_an_input_that_changes_meanwhile_ends_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
-        for number, part in enumerate(compute_here(work, left)):
-            if number == 1:
-                os.utime(folder / "qkv", ns=(1, 1))
-            yield part
-
-    old = (folder / "out").read_bytes()
+    old, compute = (folder / "out").read_bytes(), stopping(1, lambda: os.utime(folder / "qkv"))
     assert computed_by(compute, lambda: run(folder)) == 2
     assert "was changed while it was read" in capsys.readouterr().err
     assert (folder / "out").read_bytes() == old
@@ -176,13 +174,8 @@ def test_the_same_files_in_other_places_are_refused(
         np.save(tmp_path / f"{name}.npy", np.random.randn(2, 30, 8).astype(np.float32))
     q, a, b = (str(tmp_path / f"{name}.npy") for name in ("q", "a", "b"))
     out = [str(tmp_path / "out.npy"), *EACH]
-
-    def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
-        yield next(iter(compute_here(work, left)))
-        raise Stopped(15)
-
     command = ["run", q, f"k={a}", f"v={b}", *out]
-    assert computed_by(compute, lambda: main(command)) == 128 + 15
+    assert computed_by(stopping(1), lambda: main(command)) == 128 + 15
     capsys.readouterr()
     assert main(["run", q, f"v={a}", f"k={b}", *out, "--resume"]) == 2
     assert "the file of the key" in capsys.readouterr().err
