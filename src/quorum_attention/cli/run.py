@@ -190,15 +190,14 @@ def _tell(
             "resumed_parts": outcome.resumed, "kv_heads_per_part": outcome.settings.heads,
             "accumulators_in_file": outcome.settings.in_file,
         })  # fmt: skip
+    elif outcome.finished:
+        say(f"{options.output} is finished: nothing is computed (--restart begins anew)")
     else:
         if options.ray is None:
             if report.total.forwards + report.total.backwards > 1:
                 say(f"this run:\n{report.total}\nthe last of {outcome.settings.parts} parts:")
             say(str(report))
-        if outcome.finished:
-            say(f"{options.output} is finished: nothing is computed (--restart begins anew)")
-        else:
-            say(f"wrote {options.output}")
+        say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
     if options.draw is not None and (report.forward or report.backward) is not None:
         report.draw(options.draw)

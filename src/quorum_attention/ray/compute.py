@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,7 @@ _TILE = 128
 _HOST = torch.device("cpu")
 
 _State = list[torch.Tensor]
+_Rows = dict[str, torch.Tensor]
 Head = tuple[int, int]
 """A batch entry and a key/value head of it."""
 
@@ -280,15 +281,15 @@ class _Work:
     def head(self) -> Sequence[torch.Tensor]:
         """The results of a whole head, by one call."""
         # There is one chunk.
-        return self._computed(self.block(0, 0), self._read(0), self._job.call.out_dtype)
+        return self._computed(self.block(0, 0), self._read(0))
 
     def task(self) -> None:
         """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk, an
         empty one of those without a pair."""
         job, number = self._job, self._unit.number
-        quorum, dtype = job.cut.quorum(number), job.call.work.state_dtype
+        quorum = job.cut.quorum(number)
         place = self._placed(quorum)
-        inputs, states = dict[int, dict[str, torch.Tensor]](), dict[int, _State]()
+        inputs, states = dict[int, _Rows](), dict[int, _State]()
         for own, other in product(quorum, quorum):
             block = self.block(own, other)
             if own == other != number or not block.rows.length or not block.keys.length:
@@ -299,8 +300,7 @@ class _Work:
             for n in {own, other} - states.keys():
                 inputs[n], states[n] = self._read(n, place), self._empty(n, place)
             read = inputs[own] | {name: inputs[other][name] for name in ("key", "value")}
-            made = self._computed(block, read, dtype, masked)
-            self._add(states[own], states[other], made)
+            self._add(states[own], states[other], self._computed(block, read, masked))
         for chunk in quorum:
             job.leave(self._unit, chunk, states.get(chunk, []))
 
@@ -315,7 +315,7 @@ class _Work:
                 self._add(total, total, state)
         return total
 
-    def _read(self, chunk: int, place: torch.device = _HOST) -> dict[str, torch.Tensor]:
+    def _read(self, chunk: int, place: torch.device = _HOST) -> _Rows:
         """A chunk's rows of all inputs."""
         cut, block = self._call.cut, self.block(chunk, chunk)
         return {
@@ -324,17 +324,15 @@ class _Work:
         }
 
     def _computed(
-        self,
-        block: Block,
-        inputs: Mapping[str, torch.Tensor],
-        dtype: torch.dtype,
-        masked: tuple[AttnMask, bool] | None = None,
+        self, block: Block, inputs: _Rows, masked: tuple[AttnMask, bool] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """A block's out and lse, or its gradients; ``dtype``: of all but the lse."""
-        written = self._job.call.written._replace(
+        """A block's out and lse, or its gradients; in the state's dtype, if they are parts."""
+        call = self._job.call
+        whole = self._unit.kind == "head"
+        results = BlockResults(out_dtype=call.out_dtype if whole else call.work.state_dtype)
+        written = call.written._replace(
             budget=self._left, devices=self._device, report=self._report
         )
-        results = BlockResults(out_dtype=dtype)
         return compute_block(self._call, block, inputs, written, results, masked)
 
     def _empty(self, chunk: int, place: torch.device) -> _State:

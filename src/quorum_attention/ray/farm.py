@@ -213,19 +213,16 @@ class Farm:
         Args:
             call, dropout: as ``file_call`` takes them.
         """
-        written = CallOptions(depth=depth, kernel=kernel)
-        check_options(written)
         tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
         found = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         # This process computes nothing of it.
         here, dtype = CallOptions(depth=depth, devices="cpu"), next(iter(found.values())).dtype
         made = file_call(here, tensors, *call, out_dtype=dtype, **dropout)
-        made, ran = replace(made, written=written), PoolPass()
+        made, ran = replace(made, written=here._replace(kernel=kernel)), PoolPass()
         if report is not None:
             setattr(report, "backward" if made.backward else "forward", ran)
         for name, (shape, dtype) in made.results(lse="lse" in found).items():
-            home = made.tensors["query"].device
-            check_tensor(found[name], shape, name, home, dtype, written=True)
+            check_tensor(found[name], shape, name, tensors["query"].device, dtype, written=True)
         bias = made.whole.mask
         bias = bias.bias if isinstance(bias, Mask) else bias
         check_apart(found, {**made.tensors, "attn_mask": bias})
@@ -265,7 +262,7 @@ class Farm:
         files = {n: _located(n, t, mappings, True) for n, t in results.items() if t.numel()}
         bias = mask.bias if isinstance(mask, Mask) else mask
         if bias is not None:  # sent by itself: it may be in a file
-            inputs["bias"] = in_file(bias, mappings, written=False) or bias
+            inputs["bias"] = in_file(bias, mappings, written=False) or bias.detach()
         mask = replace(mask, bias=None) if isinstance(mask, Mask) else None
         mask = mask and map_tensors(mask, lambda tensor, name: tensor.cpu())
         torch.autograd.graph.increment_version(list(results.values()))
