@@ -16,7 +16,7 @@ from quorum_attention.direct import direct_attention
 from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
-from quorum_attention.passes import CASTS, beside, run_backward
+from quorum_attention.passes import run_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -250,9 +250,7 @@ def attention_backward(
     tensors, request = _request_of("attention_backward", *originals, call)
     given = BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse)
     given = check_backward_inputs(tensors, request, given, originals)
-    made = beside(
-        request, request.cast_bytes, CASTS, lambda left: run_backward(tensors, left, given)
-    )
+    made = run_backward(tensors, request, given)
     if grads is not None:
         return made
     three = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, originals, strict=False))

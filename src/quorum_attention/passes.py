@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from quorum_attention.call.gradients import (
     backward_place,
     forward_place,
     place_after,
-)
+)  # fmt: skip
 from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request
@@ -48,7 +48,7 @@ from quorum_attention.planner.plan import Plan, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
-CASTS = "casts of the inputs"
+_CASTS = "casts of the inputs"
 # Rows of a forward that are computed again, each of one of so many equal parts; of a call in many
 # blocks one row of each, because each reads all keys of its block.
 _CHECKED_ROWS = 4
@@ -56,19 +56,17 @@ _CHECKED_ROWS = 4
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), planned and run; ``out`` is the request's, if it has one."""
-    return beside(request, request.cast_bytes, CASTS, partial(_run_forward, tensors))
+    return beside(request, request.cast_bytes, _CASTS, partial(_run_forward, tensors))
 
 
 def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    work, out, query = request.work, request.out, tensors.query
+    work, out, lse, query = request.work, request.out, request.lse, tensors.query
     if is_trivial(tensors):
-        rows = tuple(query.shape[:-1])
+        rows, device = tuple(query.shape[:-1]), query.device
         if out is None:
-            size = (*rows, work.value_dim)
-            out = torch.empty(size, dtype=request.out_dtype, device=query.device)
-        lse = request.lse
+            out = torch.empty((*rows, work.value_dim), dtype=request.out_dtype, device=device)
         if lse is None:
-            lse = torch.empty(rows, dtype=work.state_dtype, device=query.device)
+            lse = torch.empty(rows, dtype=work.state_dtype, device=device)
         lse.fill_(float("-inf"))
         if tensors.sinks is not None:
             lse.copy_(tensors.sinks.detach()[:, None])
@@ -78,14 +76,9 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
     decision = decide_forward(tensors, request)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
-
-    given = {name: t for name, t in (("out", out), ("lse", request.lse)) if t is not None}
-
-    def job_of(decision: Decision) -> Job:
-        return _job(tensors, request, decision.problem, given)
-
-    result, lse = _run(request, decision, job_of, tuple(given.values()))
-    return result, lse
+    results = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
+    out, lse = _run(tensors, request, decision, results)
+    return out, lse
 
 
 def decide_forward(tensors: Tensors, request: Request) -> Decision:
@@ -115,14 +108,21 @@ def run_backward(
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
-    if given.grad_sinks:
-        found = run_backward(tensors, request, given._replace(grad_sinks=False))
-        assert tensors.sinks is not None
-        with torch.no_grad():
-            of_sinks = sinks_gradient(
-                given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
-            )
-        return (*found, of_sinks)
+    run = partial(_run_backward, tensors, given._replace(grad_sinks=False))
+    grads = beside(request, request.cast_bytes, _CASTS, run)
+    if not given.grad_sinks:
+        return grads
+    assert tensors.sinks is not None
+    with torch.no_grad():
+        of_sinks = sinks_gradient(
+            given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
+        )
+    return (*grads, of_sinks)
+
+
+def _run_backward(
+    tensors: Tensors, given: BackwardInputs, request: Request
+) -> tuple[torch.Tensor, ...]:
     if is_trivial(tensors):
         made = given.grads or tuple(torch.empty_like(t) for t in tensors[:3])
         return tuple(t.zero_() for t in (*made, *_mask_target(tensors, given)))
@@ -136,12 +136,10 @@ def run_backward(
         made = _run_gradients(*with_columns(tensors, left, given))
         return (*without_columns(made[:3], left.work, given.grads), *made[3:])
 
-    held, beside_it = 0, "the gradients of mask and log-sum-exp"
-    if given.grad_mask is True:
-        held += _mask_gradient_bytes(tensors, request)
+    held = _mask_gradient_bytes(tensors, request) if given.grad_mask is True else 0
     if given.grad_lse is not None:
         held += column_bytes(tensors, request, given)
-    return beside(request, held, beside_it, run)
+    return beside(request, held, "the gradients of mask and log-sum-exp", run)
 
 
 def compute_block(
@@ -277,20 +275,10 @@ def _row_differs(
 def _run_gradients(
     tensors: Tensors, request: Request, given: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    work, options = request.work, request.options
-    grad_out, out, lse, grads = given[:4]
     decision = decide_backward(tensors, request, given)
     of_mask = _mask_gradient(tensors, request, given, decision.problem)
-    results = dict(zip(("query", "key", "value"), grads or (), strict=False))
-
-    def job_of(decision: Decision) -> Job:
-        job = _job(tensors, request, decision.problem, results)
-        wide = takes_wide(decision.kernel, work)
-        upstream, job.divisor = divided_upstream(grad_out, work, options.device, wide=wide)
-        job.tensors.update(out=out, grad_out=upstream, lse=lse)
-        return job
-
-    return (*_run(request, decision, job_of, grads or ()), *of_mask)
+    results = dict(zip(("query", "key", "value"), given.grads or (), strict=False))
+    return (*_run(tensors, request, decision, results, given), *of_mask)
 
 
 def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -> Decision:
@@ -306,8 +294,7 @@ def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -
 def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
     """Bytes of the mask's gradient that the budget counts."""
     mask = tensors.mask
-    counted = mask is not None and mask.device == request.options.device
-    return mask.numel() * mask.element_size() if counted and mask is not None else 0
+    return mask.nbytes if mask is not None and mask.device == request.options.device else 0
 
 
 def _mask_target(tensors: Tensors, given: BackwardInputs) -> tuple[torch.Tensor, ...]:
@@ -363,26 +350,28 @@ def beside(request: Request, held: int, what: str, run: Callable[[Request], _Res
 
 
 def _run(
+    tensors: Tensors,
     request: Request,
     decision: Decision,
-    job_of: Callable[[Decision], Job],
-    given: tuple[torch.Tensor, ...],
+    results: Mapping[str, torch.Tensor],
+    given: BackwardInputs | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of a pass, and its report.
 
     Args:
-        given: preallocated results.
+        results: those that are preallocated, by the names of their states.
+        given: what a backward reads beside the inputs.
     """
-    backward = decision.problem.spec.backward
+    backward = given is not None
     if decision.plan is None:
         begun = time.perf_counter()
-        found = _at_once(job_of(decision))
-        if found is not None:
+        made = _at_once(_job(tensors, request, decision.problem, results, given))
+        if made is not None:
             spent = time.perf_counter() - begun
             small = PassReport(decision.kernel.name, seconds=spent)
             for sums in request.sums:
                 sums.total.add(small, backward=backward)
-            return tuple([as_own(made) for made in found])
+            return tuple([as_own(one) for one in made])
         decision = with_plan(decision)
     device, watched, plan = request.options.device, request.report, decision.plan
     assert plan is not None
@@ -395,14 +384,17 @@ def _run(
         setattr(watched, "backward" if backward else "forward", report)
     with _computing(device), progress_of(request) as progress:
         counted = backend_of(device).count_peak(device) if report.timed else None
-        _note_writing(given)
+        _note_writing(results.values())
         # No name for the job: it would hold its results when memory has run out.
-        results = run_pass(job_of(decision), plan.schedule, report, progress)
+        made = run_pass(
+            _job(tensors, request, decision.problem, results, given),
+            plan.schedule, report, progress,
+        )  # fmt: skip
         if counted is not None:
             report.peak_bytes = counted()
     for sums in request.sums:
         sums.total.add(report, backward=backward)
-    return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
+    return tuple([r if any(r is g for g in results.values()) else as_own(r) for r in made])
 
 
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
@@ -422,19 +414,13 @@ def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
 
 
 def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
+    schedule, levels = plan.schedule, plan.levels
     return PassReport(
-        kernel=plan.kernel,
-        levels=plan.levels,
-        planned_levels=plan.levels,
-        n_groups=plan.n_groups,
-        heads_per_group=plan.schedule.group.kv_heads * plan.work.queries_per_key_head,
-        n_cap=plan.schedule.n_cap,
-        accumulator=plan.schedule.accumulator,
-        streams=plan.schedule.streams,
-        planned_peak_bytes=plan.peak_bytes,
-        budget_bytes=plan.budget_bytes,
-        timed=timed,
-    )
+        plan.kernel, levels, planned_levels=levels, n_groups=plan.n_groups,
+        heads_per_group=schedule.group.kv_heads * plan.work.queries_per_key_head,
+        n_cap=schedule.n_cap, accumulator=schedule.accumulator, streams=schedule.streams,
+        planned_peak_bytes=plan.peak_bytes, budget_bytes=plan.budget_bytes, timed=timed,
+    )  # fmt: skip
 
 
 def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
@@ -459,7 +445,7 @@ def as_own(made: torch.Tensor) -> torch.Tensor:
     return made.data if made._is_view() else made
 
 
-def _note_writing(results: tuple[torch.Tensor, ...]) -> None:
+def _note_writing(results: Iterable[torch.Tensor]) -> None:
     """Tell autograd that preallocated results are written to.
 
     Kernels and copies by address do not tell it. Without this, a backward that saved one of these
@@ -473,22 +459,26 @@ def _job(
     tensors: Tensors,
     request: Request,
     problem: Problem,
-    given: Mapping[str, torch.Tensor] | None = None,
+    results: Mapping[str, torch.Tensor] | None = None,
+    given: BackwardInputs | None = None,
 ) -> Job:
-    """The job of a pass; of a backward, what it reads besides is missing.
+    """The job of a pass.
 
     Args:
-        given: preallocated results, by the names of their states.
+        results: those that are preallocated, by the names of their states.
+        given: what a backward reads besides; None for a forward, or a backward without it.
     """
-    device, mask, sinks = request.options.device, tensors.mask, tensors.sinks
+    device, work, mask, sinks = request.options.device, request.work, tensors.mask, tensors.sinks
     names = ("query", "key", "value")
-    return Job(
-        problem,
-        {name: t.detach() for name, t in zip(names, tensors[:3], strict=True)},
-        request.scale,
-        device,
-        None if mask is None else MaskView(mask, len(request.work.batch_shape)),
-        None if sinks is None else sinks.detach().to(device, request.work.state_dtype),
-        request.dropout,
-        dict(given or {}),
-    )
+    read = {name: t.detach() for name, t in zip(names, tensors[:3], strict=True)}
+    job = Job(
+        problem, read, request.scale, device,
+        None if mask is None else MaskView(mask, len(work.batch_shape)),
+        None if sinks is None else sinks.detach().to(device, work.state_dtype),
+        request.dropout, dict(results or {}),
+    )  # fmt: skip
+    if given is not None:
+        wide = takes_wide(problem.kernel, work)
+        upstream, job.divisor = divided_upstream(given.grad_out, work, device, wide=wide)
+        job.tensors.update(out=given.out, grad_out=upstream, lse=given.lse)
+    return job
