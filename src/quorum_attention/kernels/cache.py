@@ -45,9 +45,6 @@ class Cache(Generic[_Value]):
         """An empty one: what a copy finds out is its own."""
         return Cache(self._limit, self._size)
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """The value held under ``key``; if there is none, ``make()``, which is then held."""
         with self._lock:

@@ -366,11 +366,9 @@ def whole_task(call: Call) -> TaskTensors:
     """A whole call as one task."""
     n_queries, n_keys = call.query.shape[2], call.key.shape[2]
     return TaskTensors(
-        task=_uncut(max(n_queries, n_keys)),
-        rectangles=(Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
-        query=call.query,
-        key=call.key,
-        value=call.value,
+        _uncut(max(n_queries, n_keys)),
+        (Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
+        *call.inputs,
         scale=call.scale,
         is_causal=call.is_causal,
         bias=partial(_part_of, call.bias),

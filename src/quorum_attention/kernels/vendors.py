@@ -204,8 +204,9 @@ class EfficientKernel(RectangleKernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         sizes = self._sizes(call, extent)
-        value_dim = _aligned(call.value_dim, sizes.item)
-        inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=False)
+        head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
+        inside = sizes.aligned_bias_bytes
+        inside += _pad_bytes(call, sizes, (head_dim, value_dim), backward=False)
         if sizes.item == 2 and value_dim > 64:
             inside += sizes.rows * value_dim * 4  # the output is summed in fp32
         inside += sizes.lanes * _LSE_ROWS * 4
@@ -218,7 +219,8 @@ class EfficientKernel(RectangleKernel):
         widths = head_dim + value_dim
         gradients = (sizes.rows * head_dim + sizes.key_rows * widths) * sizes.item
         # grad_out and out token-major; lse padded.
-        inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=True)
+        inside = sizes.aligned_bias_bytes
+        inside += _pad_bytes(call, sizes, (head_dim, value_dim), backward=True)
         inside += 2 * sizes.rows * value_dim * sizes.item
         inside += sizes.lanes * round_up(sizes.extent.max_queries, _LSE_ROWS) * 8
         if sizes.item == 4:
@@ -255,13 +257,15 @@ def _expanded(call: Call) -> torch.Tensor | None:
     return aligned.expand(*call.query.shape[:3], n_keys)
 
 
-def _pad_bytes(call: CallShape, sizes: RectangleSizes, backward: bool) -> int:
-    head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
+def _pad_bytes(
+    call: CallShape, sizes: RectangleSizes, widths: tuple[int, int], backward: bool
+) -> int:
+    """Bytes of copies of rows that are padded to these head and value dimensions."""
     padded = 0
-    if head_dim != call.head_dim:
-        padded += (sizes.rows + sizes.key_rows) * head_dim
-    if value_dim != call.value_dim:
-        padded += ((2 * sizes.rows if backward else 0) + sizes.key_rows) * value_dim
+    if widths[0] != call.head_dim:
+        padded += (sizes.rows + sizes.key_rows) * widths[0]
+    if widths[1] != call.value_dim:
+        padded += ((2 * sizes.rows if backward else 0) + sizes.key_rows) * widths[1]
     return padded * sizes.item
 
 
@@ -350,7 +354,8 @@ class CudnnKernel(RectangleKernel):
         # Heads run one after another, in a backward two at a time.
         (batch, heads, _, head_dim), (_, key_heads, _, value_dim) = sizes.query, sizes.value
         row_bytes = (head_dim + value_dim) * sizes.item
-        rows = _whole_tiles(_cache_bytes(sizes.device) // 3 // row_bytes)
+        cache = int(torch.cuda.get_device_properties(sizes.device).L2_cache_size)
+        rows = _whole_tiles(cache // 3 // row_bytes)
         fills = _FILLING_ROWS * multiprocessors()
         if not backward and r.n_queries * batch * heads >= fills:
             return r.n_queries, min(r.n_keys, rows)
@@ -389,12 +394,6 @@ def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
 
 def _whole_tiles(rows: int) -> int:
     return max(_TILE_ROWS, rows // _TILE_ROWS * _TILE_ROWS)
-
-
-@functools.cache
-def _cache_bytes(device: torch.device) -> int:
-    """L2 cache of the device."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 @functools.cache
@@ -583,10 +582,7 @@ class CpuKernel(RectangleKernel):
                 packed = 2 * extent.batch * extent.key_heads * round_up(extent.max_keys, _TILE_KEYS)
                 packed *= round_up(width, 64) * 2
         inside = torch.get_num_threads() * tiles + packed
-        if call.head_dim < width:
-            inside += (sizes.rows + sizes.key_rows) * width * sizes.item
-        if call.value_dim < width:
-            inside += sizes.key_rows * width * sizes.item
+        inside += _pad_bytes(call, sizes, (width, width), backward=False)
         if shared > 1:
             # Copies of the queries by group, and of the results in the order of the heads.
             inside += sizes.rows * (2 * width * sizes.item + sizes.work)
@@ -620,10 +616,7 @@ class CpuKernel(RectangleKernel):
             gradients += sizes.rows * (4 * width * sizes.item + 2 * sizes.work)
         # The operator copies a grad_out that is not token-major.
         inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
-        if call.head_dim < width:
-            inside += (sizes.rows + sizes.key_rows) * width * sizes.item
-        if call.value_dim < width:
-            inside += (2 * sizes.rows + sizes.key_rows) * width * sizes.item
+        inside += _pad_bytes(call, sizes, (width, width), backward=True)
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
         return max(_TRIAL_BYTES, sizes.backward_bytes(gradients, inside, adding))
 
