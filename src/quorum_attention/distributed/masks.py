@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from quorum_attention.call.validation import as_mask
 from quorum_attention.counts import shown
@@ -22,6 +23,7 @@ from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.masked.resolve import Sizes, described, resolve
 from quorum_attention.mask import Mask, map_tensors
 
+_Ints = NDArray[np.int64]
 # Fields with a number for each token.
 _PER_TOKEN = ("documents", "key_padding")
 
@@ -100,20 +102,35 @@ def whole_mask(
 def pairs_above(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[int, ...]:
     """Pairs of a head's rows that the mask keeps, as ``Sequences.kept``; those that rules of single
     pairs leave out are counted as well."""
-    n = sizes.n_queries
-    kept = np.zeros(n + 1)
+    n, step = sizes.n_queries, step_of(sizes.n_queries)
+    kept = np.zeros(-(-n // step) + 1, np.int64)
     for geometry in resolve(mask, sizes, is_causal).geometries:
         blocks = np.array([[0, n, 0, n]]) if geometry.blocks is None else geometry.blocks
-        of_rows = blocks[:, 1] - blocks[:, 0]
-        row, _, first, last = np.repeat(blocks, of_rows, axis=0).T
-        row = row + np.arange(len(row)) - np.repeat(np.cumsum(of_rows) - of_rows, of_rows)
+        # Cut at all steps.
+        first = blocks[:, 0] // step
+        counts = -(-blocks[:, 1] // step) - first
+        q0, q1, k0, k1 = np.repeat(blocks, counts, axis=0).T
+        at = np.arange(len(q0)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        part = np.maximum(q0, at * step), np.minimum(q1, at * step + step), k0, k1
         low, high = geometry.band.low, geometry.band.high
-        first = first if low is None else np.maximum(first, row + low)
-        last = last if high is None else np.minimum(last, row + high + 1)
-        kept[1:] += np.bincount(row, np.maximum(last - first, 0), minlength=n)
-    above = kept.cumsum()
-    edges = [*range(0, n, step_of(n)), n]
-    return tuple(above[edges].astype(int).tolist())
+        pairs = _count_upto(part, n if high is None else high)
+        pairs -= 0 if low is None else _count_upto(part, low - 1)
+        np.add.at(kept, at + 1, np.maximum(pairs, 0))
+    return tuple(kept.cumsum().tolist())
+
+
+def _count_upto(blocks: tuple[_Ints, _Ints, _Ints, _Ints], most: int) -> _Ints:
+    """How many pairs of each block have ``key - query <= most``."""
+    q0, q1, k0, k1 = blocks
+
+    def below(x: _Ints) -> _Ints:
+        """The sum of min(t, width) for t from 1 to x."""
+        x = np.maximum(x, 0)
+        square = np.minimum(x, k1 - k0)
+        found: _Ints = square * (square + 1) // 2 + (x - square) * (k1 - k0)
+        return found
+
+    return below(q1 + most - k0) - below(q0 + most - k0)
 
 
 def signature_of(mask: Mask) -> Any:
