@@ -9,11 +9,8 @@ from helpers_cuda import both
 from helpers_score_mods import cases, reference
 
 import quorum_attention as qa
-from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.call import no_bias
 from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.kernels import CallShape, Extent, Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -74,13 +71,10 @@ def compare(case, tensors, levels=LEVELS, tiles=(16, 128)) -> None:  # type: ign
 
 
 @pytest.mark.parametrize("name", cases(N))
-def test_cases_in_half_precision(name: str) -> None:
+def test_cases(name: str) -> None:
     compare(cases(N, "cuda")[name], random(N, torch.float16))
-
-
-@pytest.mark.parametrize("name", ["alibi", "window"])
-def test_cases_in_single_precision(name: str) -> None:
-    compare(cases(N, "cuda")[name], random(N, torch.float32), tiles=(16,))
+    if name == "alibi":
+        compare(cases(N, "cuda")[name], random(N, torch.float32), tiles=(16,))
 
 
 def test_fewer_key_heads() -> None:
@@ -121,21 +115,6 @@ def test_inference_first_and_training_later() -> None:
     assert max(found.values()) < 20 * TINY[torch.float16]
 
 
-def test_emptied_tasks_are_never_run() -> None:
-    n = 32_768
-    kernel = from_score_mod(None, sliding_window(512), compiled=True)
-    q = torch.randn(1, 2, n, WIDTH, device="cuda", dtype=torch.float16)
-    plan = qa.plan(n, heads=2, head_dim=WIDTH, dtype=q.dtype, levels=(31,),
-                   over_inputs=False, is_causal=True,
-                   kernel=kernel, device="cuda", inputs="device")  # fmt: skip
-    report = qa.Report()
-    out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cuda",
-                       report=report)  # fmt: skip
-    assert out.isfinite().all()
-    assert report.forward is not None
-    assert report.forward.left_out > 0.6
-
-
 @pytest.mark.parametrize("over_inputs", [True, False])
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bool) -> None:
@@ -161,30 +140,3 @@ def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bo
     torch.cuda.reset_peak_memory_stats()
     call()
     assert torch.cuda.max_memory_allocated() - before <= plan.peak_bytes
-
-
-def test_workspace_is_within_its_bound() -> None:
-    """Bytes that a task allocates on top of what it is given."""
-    n = 8192
-    kernel = from_score_mod(None, sliding_window(1000), compiled=True)
-    tensors = random(n, torch.float16)
-    task = Decomposition(n, ()).task(())
-    given = TaskTensors(task, task.rectangles(True), *tensors[:3], 0.125, True, no_bias)
-    call = CallShape("cuda", torch.float16, HEADS, HEADS, WIDTH, WIDTH, True, True)
-    extent = Extent(1, HEADS, HEADS, n, n, n)
-    state = Statistics(
-        torch.zeros(1, HEADS, n, WIDTH, device="cuda"),
-        torch.full((1, HEADS, n), -torch.inf, device="cuda"),
-    )
-    sums = [torch.zeros(1, HEADS, n, WIDTH, device="cuda") for _ in range(3)]
-    grads = Gradients(tensors[3], tensors[0], state.lse, *sums)
-    for work, bound in (
-        (lambda: kernel.forward(given, state), kernel.forward_workspace_bytes(call, extent)),
-        (lambda: kernel.backward(given, grads), kernel.backward_workspace_bytes(call, extent)),
-    ):
-        # The first time compiles, and tunes on tensors of its own.
-        work()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        work()
-        assert torch.cuda.max_memory_allocated() - before <= bound

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,27 +87,3 @@ def test_tasks_keep_to_their_budget(farm: Farm, tmp_path: Path) -> None:
         for one in passed.ran:
             made = one.report.forward or one.report.backward
             assert made is None or made.peak_bytes is None or made.peak_bytes <= BUDGET
-
-
-def test_workers_are_killed(farm: Farm, tmp_path: Path) -> None:
-    draw = random.Random(os.environ.get("QUORUM_ATTENTION_SEED"))
-    call, over, killed = Call(tmp_path, 60_000), threading.Event(), []
-
-    def kill() -> None:
-        while len(killed) < 2 and not over.wait(draw.uniform(0.5, 2.0)):
-            for folder in Path("/proc").glob("[0-9]*"):
-                command = folder / "cmdline"
-                if command.exists() and command.read_bytes().startswith(b"ray::compute"):
-                    killed.append(int(folder.name))
-                    os.kill(killed[-1], signal.SIGKILL)
-                    break
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        while len(killed) < 2:
-            call.by(farm, 13)
-    finally:
-        over.set()
-        killer.join()
-    call.by(farm, 13)
