@@ -1,6 +1,6 @@
 # make demo   an attention call that runs out of memory, recovered, on whatever device is here
 # make test   lint, types, and the tests that are quick: some minutes
-# make test-all   the same with all tests, as CI does, a minute of the soak among them
+# make test-all   the same with all tests, as CI does, a short soak among them
 # make check FILE=...   lint and types of a file, and the tests of its room
 # make docs   the pages of docs/ as a site, into site/
 # make smoke   wheel and sdist, each in a fresh environment of every Python here, with the pinned dependencies

@@ -115,6 +115,15 @@ class Step:
         three = [t.to(device).requires_grad_() for t in given.three]
         return three, given.grad_out.to(device), [wanted.out, *wanted.grads], causal
 
+    def attend(self, function: Callable[..., Any], device: str, longest: int = 500) -> None:
+        """A call of a function like torch's, and its gradients."""
+        import torch
+
+        three, upstream, wanted, causal = self.inputs(device, longest)
+        out = function(*three, is_causal=causal, enable_gqa=True)
+        found = (out, *torch.autograd.grad(out, three, upstream))
+        self.compare("out dQ dK dV", found, wanted)
+
 
 def cases(step: Step, count: int) -> Iterator[Any]:
     """Neighbouring seeds of random_calls: on a GPU they share what has to be compiled.
@@ -176,10 +185,6 @@ def at_once(step: Step) -> None:
         step.wrong.append(f"a thread raised: {[str(case) for case in three]}")
 
 
-class _Interrupt(KeyboardInterrupt):
-    """Of the timer of this file."""
-
-
 def interrupts(step: Step) -> None:
     """A call interrupted at a random instant leaves its inputs alone, and the next is right."""
     import torch
@@ -187,8 +192,11 @@ def interrupts(step: Step) -> None:
     from random_calls.run import Verdict, check
     from random_calls.tensors import make
 
+    class Interrupt(KeyboardInterrupt):
+        """Of this timer."""
+
     def interrupt(*_: object) -> None:
-        raise _Interrupt
+        raise Interrupt
 
     for case in cases(step, 4):
         if "native" in case.kernel and step.device == "cpu":
@@ -207,7 +215,7 @@ def interrupts(step: Step) -> None:
                 signal.setitimer(signal.ITIMER_REAL, max(1e-5, step.draw.random() * took))
                 perform(case, made, torch.device(step.device), done)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        except _Interrupt:
+        except Interrupt:
             step.events.append("interrupted")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -215,10 +223,12 @@ def interrupts(step: Step) -> None:
         again = Verdict(case)
         if step.device != "cpu":
             torch.cuda.synchronize()
-        for name in [one.name for one in made.kept if one.changed()]:
-            again.add("an interrupt changed an input", name)
-        for name in [target.name for target in done.targets if target.trespassed()]:
-            again.add("an interrupt changed memory of others", name)
+        for one in made.kept:
+            if one.changed():
+                again.add("an interrupt changed an input", one.name)
+        for target in done.targets:
+            if target.trespassed():
+                again.add("an interrupt changed memory of others", target.name)
         step.judge(again if again.wrong else check(case, step.device))
 
 
@@ -229,39 +239,28 @@ def compiled(step: Step) -> None:
     import quorum_attention as qa
 
     for _ in range(3):
-        three, upstream, wanted, causal = step.inputs(step.device)
-        attend = functools.partial(qa.attention, is_causal=causal, enable_gqa=True)
-        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*three)
-        found = (out, *torch.autograd.grad(out, three, upstream))
-        step.compare("out dQ dK dV", found, wanted)
+        step.attend(torch.compile(qa.attention, backend="aot_eager", fullgraph=True), step.device)
 
 
 def sdpa(step: Step) -> None:
     """torch's own function, patched in a block; afterwards it is torch's again."""
-    import torch
     from torch.nn import functional
 
     import quorum_attention as qa
 
     own = functional.scaled_dot_product_attention
     for _ in range(4):
-        three, upstream, wanted, causal = step.inputs(step.device)
         with qa.patched_sdpa(min_tokens=0):
-            out = functional.scaled_dot_product_attention(*three, is_causal=causal, enable_gqa=True)
-        found = (out, *torch.autograd.grad(out, three, upstream))
-        step.compare("out dQ dK dV", found, wanted)
+            step.attend(functional.scaled_dot_product_attention, step.device)
     if functional.scaled_dot_product_attention is not own:
         step.wrong.append("torch's function is not back in its place")
 
 
 def devices(step: Step) -> None:
     """Calls on two devices, a process each; some workers are killed in the middle."""
-    import torch
-
     import quorum_attention as qa
 
     for _ in range(4):
-        three, upstream, wanted, causal = step.inputs("cpu", 900)
         workers = [p.pid for p in multiprocessing.active_children() if p.pid is not None]
         timer = None
         if len(workers) > 1 and step.draw.random() < 0.15:
@@ -270,12 +269,10 @@ def devices(step: Step) -> None:
             timer.start()
             step.events.append("worker killed")
         try:
-            out = qa.attention(*three, is_causal=causal, enable_gqa=True, devices=["cpu", "cpu"])
-            found = (out, *torch.autograd.grad(out, three, upstream))
+            step.attend(functools.partial(qa.attention, devices=["cpu", "cpu"]), "cpu", 900)
         finally:
             if timer is not None:
                 timer.join()
-        step.compare("out dQ dK dV", found, wanted)
 
 
 # Each with its share of the time.

@@ -1,4 +1,4 @@
-"""The soak finds leaks and wrong calls, and a minute of it finds nothing."""
+"""The soak finds leaks and wrong calls, and a short one finds nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import quorum_attention
 
-MINUTES = 1
+SECONDS = 20
 
 
 def rows(**grows: float) -> list[dict[str, float]]:
@@ -76,13 +76,13 @@ def test_some_steps_of_a_kind_are_right(kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60 * MINUTES + 900)
-def test_some_minutes(tmp_path: Path) -> None:
+@pytest.mark.timeout(SECONDS + 900)
+def test_a_short_soak(tmp_path: Path) -> None:
     seed = str(random.randrange(1 << 30))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = Path(quorum_attention.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "soak", "--minutes", str(MINUTES), "--seed", seed,
+        [sys.executable, "-m", "soak", "--minutes", str(SECONDS / 60), "--seed", seed,
          "--device", device, "--json", str(tmp_path / "soak.json")],
         env=os.environ | {"PYTHONPATH": f"{source}:{Path(__file__).parent}"},
         capture_output=True, text=True, check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -33,9 +34,7 @@ class Done:
     """What a call returned.
 
     Attributes:
-        results: "out", "lse", "grad_query", ... as returned.
-        targets: the preallocated ones.
-        report: filled if one was asked for.
+        results: "out", "lse", "grad_query", ...; ``targets``: the preallocated ones.
         untaken: what came back that is not what was handed over as ``out=`` or ``grads=``.
         peaks: bytes allocated at most by each pass, where that was measured.
     """
@@ -166,17 +165,14 @@ def _orders(
     shared = case.heads // case.kv_heads
     if group is not None:
         group = max(shared, min(case.heads, group // shared * shared))
-    batch = 1
-    for n in case.batch:
-        batch *= n
+    batch = math.prod(case.batch)
     plan = qa.plan(
         case.n_queries, n_keys=case.n_keys, heads=case.heads, kv_heads=case.kv_heads,
         head_dim=case.head_dim, value_dim=case.value_dim, batch=batch, dtype=DTYPES[case.dtype],
         is_causal=case.is_causal, levels=orders.levels, layout=orders.layout, tile=orders.tile,
         n_cap=orders.n_cap, accumulator=orders.accumulator, heads_per_group=group,
         over_inputs=orders.over_inputs, streams=orders.streams, kernel=kernel,
-        backward=backward,
-        dropout_p=case.dropout, **more,
+        backward=backward, dropout_p=case.dropout, **more,
     )  # fmt: skip
     if orders.passing is not None:
         heads, own = (group or case.heads) // shared, None if isinstance(kernel, str) else kernel
@@ -198,12 +194,8 @@ def _within_budget(
             orders["budget"] = int(error.smallest_bytes * said.room)
         else:
             return result
-    if (
-        case.measured
-        and case.reported
-        and case.route != "autograd"
-        and not torch.cuda.is_available()
-    ):
+    measured = case.measured and case.reported and case.route != "autograd"
+    if measured and not torch.cuda.is_available():
         done.peaks[which] = usage(call).peak
     if case.failure is None or case.failure[0] != which:
         return call()

@@ -28,7 +28,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Planted:
-    """A number that is not finite: ``what`` (nan, inf) in one element or a row of ``where``."""
+    """A number that is not finite (``what``) in an element or a row of ``where``."""
 
     what: str
     where: str
@@ -49,12 +49,8 @@ class Orders:
     """How the call is cut.
 
     Attributes:
-        how: "free" (nothing is said), "depth", "budget" or "plan".
-        depth: with "depth".
-        room: with "budget", times the smallest that works.
-        levels, layout, tile, n_cap, accumulator, heads_per_group, over_inputs, streams: of
-            the plan.
-        pinned: whether a plan is run as it is or may recover.
+        how: "free" (nothing is said), "depth", "budget" (``room`` times the smallest that works) or
+            "plan" (the other fields; ``pinned``: run as it is, else it may recover).
         passing: rows of a chunk or block of queries, and of keys, on the route ``passing``; its
             levels take over if that fails. None: another route.
     """
@@ -76,13 +72,8 @@ class Orders:
 
 @dataclass(frozen=True)
 class Results:
-    """Where results go: preallocated or not, of which dtype and layout.
-
-    Attributes:
-        given: whether ``out=`` and ``grads=`` are.
-        out, grads: dtypes; None is the inputs'.
-        layout: "dense", "strided", "sliced", "token major", "memmap", "pinned".
-    """
+    """Where results go: preallocated (``given``) or not, of which dtypes (None: the inputs') and
+    layout: "dense", "strided", "sliced", "token major", "memmap", "pinned"."""
 
     given: bool = False
     out: str | None = None

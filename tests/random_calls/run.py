@@ -20,9 +20,9 @@ from random_calls.compare import judge
 from random_calls.draw import draw
 from random_calls.kernels import kernel_of
 from random_calls.parts import Cut
-from random_calls.reference import Reference, place
+from random_calls.reference import Reference, Wanted, place
 from random_calls.tensors import DTYPES, Made, changed, make
-from random_calls.yardstick import Yardstick, neighbour
+from random_calls.yardstick import GRADIENTS, Yardstick, neighbour
 
 # Neighbours asked whether an error is one of many.
 _AGAIN = 5
@@ -36,28 +36,24 @@ class Verdict:
     Attributes:
         outcome: "right", "refused", "ran out" (of memory, where allocations were made to fail),
             "wrong".
-        wrong: one line for everything that is.
-        kinds: the same in a word each, to count by.
+        wrong: one line for everything that is: its kind, a colon, and words.
         refusal: the message, its numbers taken out.
-        ratios: by result, the worst error as a share of what is allowed.
-        ran: how each pass ran: (pass, way, levels, kernel).
-        once: results that are further off than torch's, but were not again (``_happens_again``).
     """
 
     case: Case
     outcome: str = "right"
     wrong: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
     refusal: str = ""
-    ratios: dict[str, float] = field(default_factory=dict)
-    ran: list[tuple[str, str, tuple[int, ...], str]] = field(default_factory=list)
-    once: list[str] = field(default_factory=list)
 
     def add(self, kind: str, words: str) -> None:
         """Something is wrong."""
         self.outcome = "wrong"
-        self.kinds.append(kind)
         self.wrong.append(f"{kind}: {words}")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of what is wrong, to count by."""
+        return [line.partition(":")[0] for line in self.wrong]
 
     def __str__(self) -> str:
         return "\n  ".join([f"{self.outcome}: {self.case}", *self.wrong, self.refusal]).strip()
@@ -85,9 +81,8 @@ def check(case: Case, device: str = "cpu") -> Verdict:
     kernel_of(case, made.slopes)  # made once, and kept
     if case.looked_after or case.measured:
         # What is made once (a kernel's trial) and kept (tables of a plan, slopes) is done before.
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            perform(case, make(case, lives), compute, Done())
+        with suppress(Exception):
+            _again(case, make(case, lives), compute)
         gc.collect()
         gc.freeze()
     try:
@@ -125,7 +120,6 @@ def check(case: Case, device: str = "cpu") -> Verdict:
 
 def judge_results(verdict: Verdict, made: Made, done: Done, compute: torch.device) -> None:
     """Hold what a call has left in ``done`` against float64, inputs and neighbours included."""
-    _ways(verdict, done)
     _peaks(verdict, done)
     if verdict.outcome == "right":
         _compare(verdict, made, done, compute)
@@ -150,10 +144,8 @@ def is_lost(device: torch.device) -> bool:
 def _refused(verdict: Verdict, error: Exception) -> None:
     verdict.outcome = "refused"
     text = re.sub(r"\d+(\.\d+)?", "#", _first_line(error))
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "quorum_attention" in frame.filename
     verdict.refusal = f"{type(error).__name__}: {text}"
-    if not place:
+    if "quorum_attention" not in traceback.extract_tb(error.__traceback__)[-1].filename:
         # Raised by torch or Python on our behalf: no refusal, but an accident.
         verdict.add(f"raises {type(error).__name__}", _raised(error))
 
@@ -168,47 +160,33 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:300]
 
 
-def _ways(verdict: Verdict, done: Done) -> None:
-    if done.report is None:
-        return
-    for name, one in (("forward", done.report.forward), ("backward", done.report.backward)):
-        if one is None:
-            continue
-        way = "slots" if one.loaded_bytes else "whole" if one.accumulator == "none" else "in place"
-        verdict.ran.append((name, way, one.levels, one.kernel))
-
-
 def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) -> None:
     case, results = verdict.case, done.results
     gradients = [name for name in results if name.startswith("grad")]
     where = place(case, compute)
-    reference = Reference(case, made, where)
-    wanted = reference.forward(results["out"].dtype)
-    if gradients:
-        wanted |= reference.backward(results[gradients[0]].dtype)
-    results = {name: found.detach().to(where) for name, found in results.items()}
-    last = results[gradients[0]].dtype if gradients else results["out"].dtype
-    dtypes = (results["out"].dtype, last)
+    dtypes = (results["out"].dtype, results[(gradients or ["out"])[0]].dtype)
+    wanted = _wanted(case, made, dtypes, where)
     yardstick = Yardstick(case, made, dtypes, compute, lambda: _cut(case, made, compute, done))
-    out_dtype = DTYPES[case.results.out or case.dtype]
+    given = case.results.given and case.route == "pair"
+    asked = {
+        "out": DTYPES[case.results.out or case.dtype],
+        "grad_mask": None if made.mask is None else made.mask.dtype,
+        **dict.fromkeys(GRADIENTS, DTYPES[(case.results.grads if given else None) or case.dtype]),
+    }
     for name, found in results.items():
-        dtype = found.dtype
-        asked = out_dtype if name == "out" else DTYPES[
-            (case.results.grads if case.results.given and case.route == "pair" else None)
-            or case.dtype
-        ]  # fmt: skip
-        if name == "grad_mask":
-            asked = made.mask.dtype
-        if name != "lse" and dtype != asked:
-            verdict.add("dtype", f"{name} is {dtype}, not {asked}")
-        off, ratio = judge(name, found, wanted[name], yardstick)
-        again = off is None or not off.plausible or _happens_again(case, made, name, compute)
-        verdict.ratios[name] = ratio
-        if off is not None and not again:
-            verdict.once.append(f"{off.name}: {off.words}")
-            verdict.ratios[name] = 1.0
-        elif off is not None:
+        if found.dtype != asked.get(name, found.dtype):
+            verdict.add("dtype", f"{name} is {found.dtype}, not {asked[name]}")
+        off = judge(name, found.detach().to(where), wanted[name], yardstick)
+        if off and not (off.plausible and not _happens_again(case, made, name, compute)):
             verdict.add(f"{off.name} {off.kind}", off.words)
+
+
+def _wanted(
+    case: Case, made: Made, dtypes: tuple[torch.dtype, torch.dtype], where: torch.device
+) -> dict[str, Wanted]:
+    reference = Reference(case, made, where)
+    wanted = reference.forward(dtypes[0])
+    return wanted if case.route == "forward" else wanted | reference.backward(dtypes[1])
 
 
 def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> bool:
@@ -221,31 +199,30 @@ def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> 
     """
     case, found = replace(case, failure=None, measured=False), 0
     for number in range(_AGAIN):
-        other, done = neighbour(case, made, 100 + number), Done()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            perform(case, other, compute, done)
-        reference = Reference(case, other, place(case, compute))
-        wanted = reference.forward(done.results["out"].dtype)
-        last = done.results[name].dtype
-        if name.startswith("grad"):
-            wanted |= reference.backward(last)
-        dtypes, cut = (done.results["out"].dtype, last), _cut(case, other, compute, done)
+        other = neighbour(case, made, 100 + number)
+        done = _again(case, other, compute)
+        dtypes = (done.results["out"].dtype, done.results[name].dtype)
+        cut = _cut(case, other, compute, done)
         yardstick = Yardstick(case, other, dtypes, compute, lambda cut=cut: cut)
-        found += judge(name, done.results[name], wanted[name], yardstick)[0] is not None
+        wanted = _wanted(case, other, dtypes, place(case, compute))
+        found += judge(name, done.results[name], wanted[name], yardstick) is not None
     return found > _AGAIN // 2
+
+
+def _again(case: Case, made: Made, compute: torch.device) -> Done:
+    done = Done()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        perform(case, made, compute, done)
+    return done
 
 
 def _cut(case: Case, made: Made, compute: torch.device, done: Done) -> Cut | None:
     """How the forward of a call was cut; it is made again where it was not reported."""
-    report = done.report
-    if report is None:
-        again, once = replace(case, reported=True, failure=None, measured=False), Done()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            perform(again, made, compute, once)
-        report = once.report
-    ran = None if report is None else report.forward
+    if done.report is None:
+        again = replace(case, reported=True, failure=None, measured=False)
+        done = _again(again, made, compute)
+    ran = done.report.forward
     return None if ran is None else Cut(ran.kernel, ran.levels)
 
 

@@ -13,10 +13,7 @@ import torch
 
 from random_calls.case import Case, Mask, Planted
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float16", "bfloat16", "float32", "float64")
-}  # fmt: skip
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 @dataclass
@@ -147,38 +144,33 @@ def make(case: Case, device: torch.device) -> Made:
 def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(memory, view of it that equals ``tensor``); expanded ones equal its first entry."""
     lead, (h, n, d) = tensor.shape[:-3], tensor.shape[-3:]
-
-    def within(shape: tuple[int, ...], place: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        base = torch.full(shape, 7.0, dtype=tensor.dtype, device=tensor.device)
-        view = base[place]
+    # Within larger rows and columns: how many, and where.
+    within = {
+        "sliced": (n + 5, d + 3, slice(2, n + 2), slice(1, d + 1)),
+        "offset": (n + 3, d, slice(3, None), slice(None)),
+        "packed": (n, 2 * d, slice(None), slice(d, None)),
+        "every other element": (n, 2 * d, slice(None), slice(None, None, 2)),
+        "strided": (n + 1, 2 * d, slice(1, None), slice(None, None, 2)),
+    }
+    if layout in within:
+        rows, columns, *at = within[layout]
+        base = tensor.new_full((*lead, h, rows, columns), 7.0)
+        view = base[(..., *at)]
         view.copy_(tensor)
         return base, view
-
-    rest = (slice(None),) * len(lead)
     if layout == "token major":
         base = tensor.movedim(-3, -2).contiguous()
         return base, base.movedim(-2, -3)
-    if layout == "sliced":
-        return within(
-            (*lead, h, n + 5, d + 3), (*rest, slice(None), slice(2, n + 2), slice(1, d + 1))
-        )
-    if layout == "offset":
-        return within((*lead, h, n + 3, d), (*rest, slice(None), slice(3, None)))
-    if layout == "packed":
-        return within((*lead, h, n, 2 * d), (..., slice(d, None)))
-    if layout == "every other element":
-        return within((*lead, h, n, 2 * d), (..., slice(None, None, 2)))
     if layout == "transposed":
         base = tensor.mT.contiguous()
         return base, base.mT
-    if layout == "expanded heads" and h:
-        base = tensor[..., :1, :, :].contiguous()
-        return base, base.expand(tensor.shape)
-    if layout == "expanded rows" and n:
-        base = tensor[..., :1, :].contiguous()
-        return base, base.expand(tensor.shape)
-    if layout == "expanded batch" and lead and 0 not in lead:
-        base = tensor[(slice(0, 1),) * len(lead)].contiguous()
+    firsts = {
+        "expanded heads": (..., slice(0, 1), slice(None), slice(None)),
+        "expanded rows": (..., slice(0, 1), slice(None)),
+        "expanded batch": (slice(0, 1),) * len(lead),
+    }
+    if layout in firsts and 0 not in tensor.shape and (lead or layout != "expanded batch"):
+        base = tensor[firsts[layout]].contiguous()
         return base, base.expand(tensor.shape)
     base = tensor.contiguous().clone()
     return base, base.view(base.shape)
@@ -331,20 +323,8 @@ def target(
         view = torch.from_numpy(array)
         return Target(name, view, view, view.clone(), array)
     pinned = layout == "pinned" and torch.cuda.is_available()
-    where = torch.device("cpu") if pinned else device
-    lead, (h, n, d) = shape[:-3], shape[-3:]
-    if layout == "token major":
-        base = torch.empty((*lead, n, h, d), dtype=dtype, device=where)
-        view = base.movedim(-2, -3)
-    elif layout == "strided":
-        base = torch.empty((*lead, h, n + 1, 2 * d), dtype=dtype, device=where)
-        view = base[..., 1:, ::2]
-    elif layout == "sliced":
-        base = torch.empty((*lead, h, n + 4, d + 2), dtype=dtype, device=where)
-        view = base[..., 2:-2, 1:-1]
-    else:
-        base = torch.empty(shape, dtype=dtype, device=where, pin_memory=pinned)
-        view = base.view(shape)
+    base = torch.full(shape, -5.0, dtype=dtype, device="cpu" if pinned else device)
+    base, view = laid_out(base.pin_memory() if pinned else base, "as it is" if pinned else layout)
     base.fill_(-5.0)
     return Target(name, view, base, base.clone(), view)
 

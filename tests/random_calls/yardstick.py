@@ -32,7 +32,7 @@ _NEIGHBOURS = 8
 # Others who are asked; after them cuDNN.
 _OTHERS = 2 + _NEIGHBOURS
 _QUICK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_GRADIENTS = ("grad_query", "grad_key", "grad_value")
+GRADIENTS = ("grad_query", "grad_key", "grad_value")
 Results = dict[str, torch.Tensor]
 
 
@@ -87,7 +87,7 @@ class Yardstick:
             if found is not None:
                 largest = torch.maximum(largest, found)
                 yield largest
-        cut = None if self._cut is None or name not in _GRADIENTS else self._cut()
+        cut = None if self._cut is None or name not in GRADIENTS else self._cut()
         if cut is not None and cut.rounds(self.case):
             yield torch.maximum(largest, self._of_parts(name, wanted, cut))
 
@@ -164,7 +164,7 @@ def _itself(case: Case, made: Made) -> Results:
         case.kernel, made.query, made.key, made.value,
         None if case.route == "forward" else made.grad_out, is_causal=case.is_causal, scale=scale,
     )  # fmt: skip
-    return dict(zip(("out", "lse", *_GRADIENTS), found, strict=False))
+    return dict(zip(("out", "lse", *GRADIENTS), found, strict=False))
 
 
 def _fa4(case: Case, made: Made) -> Results:
@@ -194,7 +194,7 @@ def _fa4(case: Case, made: Made) -> Results:
         if gradients:
             upstream = made.grad_out.to(DTYPES[case.dtype])
             grads = torch.autograd.grad(out, three, upstream)
-            found |= dict(zip(_GRADIENTS, grads, strict=True))
+            found |= dict(zip(GRADIENTS, grads, strict=True))
     except Exception:  # widths that it does not take
         return {}
     return found
@@ -251,7 +251,7 @@ def _torch(
                 grads = torch.autograd.grad(out, (q, k, v), upstream)
                 if divided:
                     grads = tuple(t.double() * 2.0**divided for t in grads)
-                found |= dict(zip(_GRADIENTS, grads, strict=True))
+                found |= dict(zip(GRADIENTS, grads, strict=True))
     except RuntimeError:
         return {}
     return found
