@@ -23,7 +23,7 @@ from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
 from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
-_GPU = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 
 class LateStream(FakeStream):
@@ -61,6 +61,8 @@ class Driver:
     Attributes:
         refused: says of an address that is to be page-locked whether that is refused.
         locked: page-locked memory: where it ends, by where it begins.
+        batches: whether it is new enough to copy in batches.
+        status: what a copy answers.
     """
 
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)  # noqa: N815
@@ -70,7 +72,14 @@ class Driver:
     def __init__(self, refused: Callable[[int], bool]) -> None:
         self.refused = refused
         self.locked: dict[int, int] = {}
-        self.copied = 0
+        self.copied = self.status = 0
+        self.batches = True
+
+    def in_one(self, start: int, size: int) -> bool:
+        """Whether memory is locked, in one piece: a driver refuses to copy a part of it."""
+        touched = [(a, b) for a, b in list(self.locked.items()) if a < start + size and start < b]
+        assert not touched or (touched[0][0] <= start and start + size <= touched[0][1])
+        return bool(touched)
 
     def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
         time.sleep(random.choice([0, 1e-5, 1e-3]))
@@ -84,14 +93,18 @@ class Driver:
         return 0
 
     def cudaMemcpyBatchAsync(self, targets, sources, sizes, count, a, b, c, stream):  # type: ignore[no-untyped-def]
+        if not self.batches:
+            return (1,)
         for target, source, size in zip(targets, sources, sizes, strict=True):
             self.cudaMemcpyAsync(target, source, size, None, stream)
-        return (0,)
+        return (self.status,)
 
     def cudaMemcpyAsync(self, target, source, size, kind, stream):  # type: ignore[no-untyped-def]
         self.copied += size
-        stream.give(lambda: ctypes.memmove(target, source, size))
-        return (0,)
+        self.in_one(target, size), self.in_one(source, size)
+        if not self.status:
+            stream.give(lambda: ctypes.memmove(target, source, size))
+        return (self.status,)
 
     def cudaMemcpy2DAsync(self, target, pitch, source, source_pitch, length, lines, kind, stream):  # type: ignore[no-untyped-def]
         def copy() -> None:
@@ -99,7 +112,7 @@ class Driver:
                 ctypes.memmove(target + line * pitch, source + line * source_pitch, length)
 
         stream.give(copy)
-        return (0,)
+        return (self.status,)
 
 
 class LateCuda(FakeDevice):
@@ -111,10 +124,10 @@ class LateCuda(FakeDevice):
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """A CUDA mover on late streams."""
-        return _LateMover(_GPU, n_slots, locks, Clock())
+        return LateMover(GPU, n_slots, locks, Clock())
 
 
-class _LateMover(CudaMover):
+class LateMover(CudaMover):
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Compute is not put off: first it does all that its stream waits for."""

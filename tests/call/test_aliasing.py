@@ -103,112 +103,74 @@ def call_with(**given):
     return qa.attention(**{**tensors, **given})
 
 
-def test_a_result_over_a_mask_is_refused() -> None:
+def test_a_result_over_a_mask_or_over_itself_is_refused() -> None:
     mask = torch.zeros(1, H, N, N)
     with pytest.raises(ValueError, match="out must not share memory with attn_mask"):
         call_with(attn_mask=mask, out=mask.flatten()[: H * N * D].view(SHAPE))
-    kept = torch.ones(1, H, N, 4 * D, dtype=torch.bool)
-    over = kept.view(torch.float32)
-    with pytest.raises(ValueError, match="out must not share memory with attn_mask"):
-        call_with(
-            key=torch.randn(1, H, 4 * D, D), value=torch.randn(1, H, 4 * D, D),
-            attn_mask=kept, out=over,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("strides", "says"),
-    [
-        ((0, 320, 8, 1), None),  # of one entry: nothing overlaps
-        ((640, 320, 4, 1), "out must not overlap itself"),
-        ((640, 8, 8, 1), "out must not overlap itself"),
-        ((640, 320, 0, 1), "out must not overlap itself"),
-        ((640, 3, 7, 1), "out must not overlap itself"),
-    ],
-)
-def test_a_result_that_overlaps_itself_is_refused(strides, says) -> None:
-    out = torch.zeros(2000).as_strided(SHAPE, strides)
-    if says is None:
-        call_with(out=out)
-    else:
-        with pytest.raises(ValueError, match=says):
-            call_with(out=out)
+    room = torch.zeros(2000)
+    call_with(out=room.as_strided(SHAPE, (0, 320, 8, 1)))  # of one entry: nothing overlaps
+    for strides in ((640, 320, 4, 1), (640, 8, 8, 1), (640, 320, 0, 1), (640, 3, 7, 1)):
+        with pytest.raises(ValueError, match="out must not overlap itself"):
+            call_with(out=room.as_strided(SHAPE, strides))
 
 
 def backward_with(change) -> None:
     plain = inputs(N, heads=H, head_dim=D)
     out, lse = qa.attention_with_lse(*plain.three)
-    tensors = {
-        "grad_out": plain.grad_out, "query": plain.query, "key": plain.key, "value": plain.value,
-        "out": out, "lse": lse,
-    }  # fmt: skip
+    tensors = {**vars(plain), "out": out, "lse": lse}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     grads = [torch.zeros(SHAPE) for _ in range(3)]
-    kept = dict(tensors)
     try:
         qa.attention_backward(**{**tensors, **change(tensors, grads)})
     finally:
-        for name, tensor in kept.items():
+        for name, tensor in tensors.items():
             assert torch.equal(tensor, before[name]), f"{name} was written to"
 
 
-def over_lse(tensors, grads):
-    """A gradient whose memory the log-sum-exp lies in."""
-    base = torch.zeros(SHAPE)
-    lse = base.flatten()[: H * N].view(1, H, N)
-    lse.copy_(tensors["lse"])
-    return {"lse": lse, "grads": (base, grads[1], grads[2])}
-
-
-def shifted(tensors, grads):
-    """Two gradients that share half of their memory."""
-    base = torch.zeros(2 * H * N * D)
-    size = H * N * D
-    one, other = base[:size].view(SHAPE), base[size // 2 : size // 2 + size].view(SHAPE)
-    return {"grads": (one, grads[1], other)}
-
-
-def crossed(tensors, grads):
-    """A gradient whose rows overlap."""
-    return {"grads": (grads[0], grads[1], torch.zeros(999).as_strided(SHAPE, (9, 320, 4, 1)))}
+HALVES = torch.zeros(2 * H * N * D)
+SIZE = H * N * D
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t, g: {"grads": (g[0],) * 3}, r"grads\[1\] must not share memory with grads\[0\]"),
-        (lambda t, g: {"grads": (g[0], g[1], g[1])}, r"grads\[2\] must not .* grads\[1\]"),
-        (shifted, r"grads\[2\] must not share memory with grads\[0\]"),
-        (over_lse, r"grads\[0\] must not share memory with lse"),
-        (lambda t, g: {"grads": (t["query"], g[1], g[2])}, r"grads\[0\] must not .* query"),
-        (lambda t, g: {"grads": (g[0], t["grad_out"], g[2])}, r"grads\[1\] must not .* grad_out"),
-        (lambda t, g: {"grads": (g[0], g[1], t["out"])}, r"grads\[2\] must not .* with out"),
-        (crossed, r"grads\[2\] must not overlap itself"),
+        (lambda t, g: (g[0],) * 3, r"grads\[1\] must not share memory with grads\[0\]"),
+        (lambda t, g: (g[0], g[1], g[1]), r"grads\[2\] must not .* grads\[1\]"),
+        (lambda t, g: (HALVES[:SIZE].view(SHAPE), g[1],
+                       HALVES[SIZE // 2 : SIZE // 2 + SIZE].view(SHAPE)),
+         r"grads\[2\] must not share memory with grads\[0\]"),
+        (lambda t, g: (t["query"], g[1], g[2]), r"grads\[0\] must not .* query"),
+        (lambda t, g: (g[0], t["grad_out"], g[2]), r"grads\[1\] must not .* grad_out"),
+        (lambda t, g: (g[0], g[1], t["out"]), r"grads\[2\] must not .* with out"),
+        (lambda t, g: (g[0], g[1], torch.zeros(999).as_strided(SHAPE, (9, 320, 4, 1))),
+         r"grads\[2\] must not overlap itself"),
     ],
-    ids=["one three times", "one twice", "halves", "lse", "query", "grad_out", "out", "itself"],
+    ids=["one three times", "one twice", "halves", "query", "grad_out", "out", "itself"],
 )  # fmt: skip
 def test_gradients_over_anything_are_refused_before_any_work(change, says) -> None:
     with pytest.raises(ValueError, match=says):
-        backward_with(change)
+        backward_with(lambda tensors, grads: {"grads": change(tensors, grads)})
+
+
+def test_a_gradient_over_the_log_sum_exp_is_refused() -> None:
+    base = torch.zeros(SHAPE)
+    lse = base.flatten()[: H * N].view(1, H, N)
+    with pytest.raises(ValueError, match=r"grads\[0\] must not share memory with lse"):
+        backward_with(lambda t, g: {"lse": lse, "grads": (base, g[1], g[2])})
 
 
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
         ({"lse": torch.zeros(1, H, N).long()}, TypeError, "lse must be torch.float32.*int64"),
-        ({"lse": torch.zeros(1, H, N).half()}, TypeError, "lse must be torch.float32.*float16"),
         ({"lse": torch.zeros(1, H, N).double()}, TypeError, "lse must be torch.float32.*float64"),
-        ({"lse": torch.zeros(1, H, N).cfloat()}, TypeError, "lse must be .*complex64"),
         ({"grad_out": torch.ones(SHAPE).bool()}, TypeError, "grad_out must be one of .*bool"),
-        ({"grad_out": torch.ones(SHAPE).int()}, TypeError, "grad_out must be one of .*int32"),
         ({"grad_out": torch.ones(SHAPE).cfloat()}, TypeError, "grad_out must be .*complex64"),
         ({"out": torch.ones(SHAPE).int()}, TypeError, "out must be one of .*int32"),
         ({"lse": torch.zeros(1, H, N, device="meta")}, ValueError, "lse must be in host memory"),
-        ({"out": torch.zeros(SHAPE, device="meta")}, ValueError, "out must be in host memory"),
         ({"grad_out": torch.ones(SHAPE, device="meta")}, ValueError, "grad_out must be in host"),
         ({"grad_out": torch.ones(SHAPE).to_sparse()}, NotImplementedError, "grad_out must be a de"),
         ({"grads": (torch.zeros(SHAPE),) * 2}, TypeError, "grads must be three tensors"),
-        ({"grads": 3}, TypeError, "grads must be three tensors, got 3"),
         ({"grads": (torch.zeros(SHAPE),) * 2 + (torch.zeros(1, H, N, 9),)}, ValueError,
          r"grads\[2\] must have shape"),
         ({"grads": (torch.zeros(SHAPE), torch.zeros(SHAPE).double(), torch.zeros(SHAPE))},
@@ -284,7 +246,6 @@ def test_two_maps_of_one_file_are_the_same_memory(tmp_path: Path) -> None:
         (np.zeros(SHAPE, [("a", "f4"), ("b", "i1")])["a"], ValueError, "cannot be shared"),
         (np.ma.masked_array(np.zeros(SHAPE, np.float32)), TypeError, "must not be a masked array"),
         (np.zeros(SHAPE, np.int32), TypeError, "must be one of float16"),
-        (np.zeros(SHAPE, np.complex64), TypeError, "must be one of float16"),
     ],
 )
 @pytest.mark.parametrize("name", ["query", "value", "out"])

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 import quorum_attention as qa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LENGTHS = [(20, 50), (50, 50), (50, 20), (1, 7)]
+LENGTHS = [(20, 50), (50, 20), (1, 7)]
 MAKES = [causal_lower_right, causal_upper_left]
 
 
@@ -43,8 +43,7 @@ def test_calls_take_them_for_what_they_say(make, lengths) -> None:
         torch.testing.assert_close(qa.attention(query, key, value, bias, **more), out)
         grads = qa.attention_backward(out, query, key, value, out, lse, bias, **more)
         plain = qa.attention_backward(out, query, key, value, out, lse, kept, **more)
-        for one, other in zip(grads, plain, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(grads, plain)
 
 
 @pytest.mark.parametrize("min_tokens", [1, 30, 10_000])
@@ -66,18 +65,12 @@ def test_a_patched_function_takes_them_as_torchs_own_does(make, min_tokens: int)
                 functional.scaled_dot_product_attention(query, key, value, bias, 0.0, True)
 
 
-def test_compiled_code_takes_them_too() -> None:
-    query, key, value = tensors(20, 50)
+def test_in_compiled_code_of_other_lengths_and_within_a_mask() -> None:
+    three = tensors(20, 50)
     bias = made(causal_lower_right, 20, 50)
     compiled = torch.compile(lambda *three: qa.attention(*three, bias), backend="eager")
-    torch.testing.assert_close(compiled(query, key, value), torchs(query, key, value, bias))
-
-
-def test_one_of_other_lengths_is_refused() -> None:
+    torch.testing.assert_close(compiled(*three), torchs(*three, bias))
     with pytest.raises(ValueError, match=r"\(20, 50\) tokens, got a CausalBias of \(19, 50\)"):
-        qa.attention(*tensors(20, 50), made(causal_lower_right, 19, 50))
-
-
-def test_one_within_a_mask_is_refused() -> None:
+        qa.attention(*three, made(causal_lower_right, 19, 50))
     with pytest.raises(NotImplementedError, match="attn_mask must be a plain tensor, got a Causal"):
-        qa.attention(*tensors(20, 50), qa.Mask(bias=made(causal_lower_right, 20, 50)))
+        qa.attention(*three, qa.Mask(bias=bias))

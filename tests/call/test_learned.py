@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as duals
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -66,15 +65,12 @@ def test_a_learned_tensor_is_refused_wherever_it_is(place: str) -> None:
         for given in ((q, k, v), (q.detach(), k.detach(), v.detach())):
             with pytest.raises(NotImplementedError, match=LOST):
                 qa.attention(*given, kernel=kernel)
-            compiled = torch.compile(
-                lambda *t, kernel=kernel: qa.attention(*t, kernel=kernel), backend="aot_eager"
-            )
-            with pytest.raises(NotImplementedError, match=LOST):
-                compiled(*given)
             with torch.no_grad():
                 assert torch.isfinite(qa.attention(*given, kernel=kernel)).all()
-                assert torch.isfinite(compiled(*given)).all()
-        torch.compiler.reset()
+    compiled = torch.compile(lambda *t: qa.attention(*t, kernel=kernel), backend="aot_eager")
+    with pytest.raises(NotImplementedError, match=LOST):
+        compiled(q, k, v)
+    torch.compiler.reset()
 
 
 def test_a_tensor_that_is_not_learned_is_read() -> None:
@@ -96,16 +92,6 @@ def test_masks_have_no_gradient_to_lose() -> None:
         q, k, v = three()
         qa.attention(q, k, v, **options).sum().backward()  # type: ignore[arg-type]
         assert q.grad is not None
-
-
-def test_a_tangent_is_refused() -> None:
-    slopes, held = torch.rand(2), dict[str, torch.Tensor]()
-    q, k, v = (t.detach() for t in three())
-    for kernel in kernels_of(lambda h: held["slopes"][h]):
-        with duals.dual_level():
-            held["slopes"] = duals.make_dual(slopes, torch.ones(2))
-            with pytest.raises(NotImplementedError, match=LOST):
-                qa.attention(q, k, v, kernel=kernel)
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])

@@ -1,76 +1,88 @@
-"""Results are the same with any number of slots, and only the rows that visits name are copied."""
+"""The engine waits for all that it has to, copies the rows that visits name and no others, and
+computes the same with any number of slots."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from helpers_attention import TOLERANCE, assert_close, exact, inputs
-from helpers_fake_device import FakeDevice, FakeMover
+from helpers_attention import TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_fake_device import FakeDevice, FakeMover, ignore_events
 from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.execution.engine import StoringError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+N = 101
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
+CALL = {"is_causal": True, "enable_gqa": True, "devices": "cpu"}
 
 
-def planned(n: int, n_cap: int, *, backward: bool, levels: tuple[int, ...], **more) -> qa.Plan:
-    return qa.plan(
-        n, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=more.pop("dtype"),
-        is_causal=True, levels=levels, layout="balanced", n_cap=n_cap, heads_per_group=2,
-        backward=backward, **more,
-    )  # fmt: skip
+def plans(n_cap: int, *, free: bool = False, **more) -> list[qa.Plan]:
+    """Of both passes; ``free`` to recover."""
+    more = {"dtype": torch.float16, "levels": (7,), **more}
+    made = [
+        qa.plan(N, **SIZES, is_causal=True, layout="balanced", n_cap=n_cap, heads_per_group=2,
+                backward=backward, device="cpu", over_inputs=False, **more)
+        for backward in (False, True)
+    ]  # fmt: skip
+    return [unpinned(plan) for plan in made] if free else made
+
+
+def both(
+    given: Inputs, plans, device: FakeDevice | None = None, report: qa.Report | None = None
+) -> tuple[torch.Tensor, ...]:
+    call = {**CALL, "report": report}
+    with device or nullcontext():
+        out, lse = qa.attention_with_lse(*given.three, **call, plan=plans[0])
+        grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call, plan=plans[1])
+    return out, lse, *grads
 
 
 @pytest.mark.parametrize("levels", [(7,), (7, 3)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("home", ["device", "host"])
-def test_results_do_not_depend_on_the_number_of_slots(levels, dtype, home) -> None:
-    """They agree bit for bit: a state that is carried is the one that would be loaded."""
-    given = inputs(101, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=dtype)
-    common = {"is_causal": True, "enable_gqa": True}
-    results = []
+def test_neither_the_number_of_slots_nor_late_copies_change_a_bit(levels, dtype, home) -> None:
+    """A state that is carried is the one that would be loaded; nothing is read too early."""
+    given, results, report = inputs(N, dtype=dtype, **SIZES), [], qa.Report()
     for n_cap in (1, 2, 3, 5):
-        more = {"levels": levels, "dtype": dtype, "accumulator": home}
-        report = qa.Report()
-        out, lse = qa.attention_with_lse(
-            *given.three, **common, plan=planned(101, n_cap, backward=False, **more), report=report
-        )
-        grads = qa.attention_backward(
-            given.grad_out, *given.three, out, lse, **common,
-            plan=planned(101, n_cap, backward=True, **more), report=report,
-        )  # fmt: skip
-        assert report.forward is not None
-        assert report.forward.n_cap == n_cap
-        assert report.forward.n_groups == 2
-        results.append((out, lse, *grads))
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            assert torch.equal(first, second)
-    reference = exact(given, is_causal=True)
-    assert_close(results[0][0], reference.out, TOLERANCE[dtype])
+        made = plans(n_cap, levels=levels, dtype=dtype, accumulator=home)
+        for device in (None, FakeDevice()):
+            results.append(both(given, made, device, report))
+            assert (report.forward.n_cap, report.forward.n_groups) == (n_cap, 2)
+    assert all(torch.equal(a, b) for one in results for a, b in zip(results[0], one, strict=True))
+    assert_close(results[0][0], exact(given, is_causal=True).out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("left_out", ["_ready", "_stored"])
+def test_an_event_that_nobody_waits_for_is_noticed(left_out, monkeypatch) -> None:
+    """The fake is strict enough: without either of these events results are wrong. (Compute is
+    never late, so who waits for it cannot be told.)"""
+    given, made = inputs(N, dtype=torch.float16, **SIZES), plans(2)
+    right = both(given, made)
+    ignore_events(monkeypatch, left_out)
+    wrong = both(given, made, FakeDevice())
+    assert not all(torch.equal(a, b) for a, b in zip(wrong, right, strict=True))
 
 
 def test_more_slots_move_fewer_bytes() -> None:
     """With two slots, shared chunks are carried from slot to slot, not loaded."""
-    given = inputs(210, heads=2, dtype=torch.float32)
-    moved = []
+    given, moved, report = inputs(210, heads=2, dtype=torch.float32), [], qa.Report()
     for n_cap in (1, 2):
         plan = qa.plan(
             210, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), layout="balanced",
             n_cap=n_cap,
         )  # fmt: skip
-        report = qa.Report()
         qa.attention(*given.three, plan=plan, report=report)
-        assert report.forward is not None
         moved.append((report.forward.loaded_bytes, report.forward.stored_bytes))
-    rows, tasks, quorum = 30 * 2, 7, 3
-    in_bytes = tasks * quorum * rows * 3 * 8 * 4
-    state = rows * (8 + 1) * 4
+    rows, visits = 30 * 2, 7 * 3
+    in_bytes, state = visits * rows * 3 * 8 * 4, rows * (8 + 1) * 4
     # One slot: every visit but the first of each of the 7 chunks loads its state.
-    assert moved[0][0] == in_bytes + (tasks * quorum - 7) * state
+    assert moved[0][0] == in_bytes + (visits - 7) * state
     assert moved[1][0] < moved[0][0]
-    assert moved[0][1] == moved[1][1] == tasks * quorum * state
+    assert moved[0][1] == moved[1][1] == visits * state
 
 
 @pytest.mark.parametrize("number", [1, 40, 74, 82])
@@ -78,27 +90,104 @@ def test_memory_that_runs_out_between_the_copies_of_a_unit_is_not_recovered_from
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was copied already would be added twice if the unit were computed again."""
-    given = inputs(101, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=torch.float32)
+    given = inputs(N, dtype=torch.float32, **SIZES)
     reference = exact(given, is_causal=True)
-    made = unpinned(
-        planned(101, 2, backward=True, levels=(7,), dtype=torch.float32, accumulator="host",
-                over_inputs=False)
-    )  # fmt: skip
+    plan = plans(2, free=True, dtype=torch.float32, accumulator="host")[1]
     calls, store = [], FakeMover.store
 
-    def failing(self, *args) -> None:  # type: ignore[no-untyped-def]
+    def failing(self, *args) -> None:
         calls.append(1)
         if len(calls) - 1 == number:
             raise torch.OutOfMemoryError("made up")
         store(self, *args)
 
     monkeypatch.setattr(FakeMover, "store", failing)
-    with (
-        FakeDevice(),
-        pytest.raises(StoringError, match="not known which of them"),
-    ):
-        qa.attention_backward(
-            given.grad_out, *given.three, reference.out.float(), reference.lse.float(),
-            is_causal=True, enable_gqa=True, devices="cpu", plan=made,
-        )  # fmt: skip
+    results = reference.out.float(), reference.lse.float()
+    with FakeDevice(), pytest.raises(StoringError, match="not known which of them"):
+        qa.attention_backward(given.grad_out, *given.three, *results, **CALL, plan=plan)
     assert len(calls) == number + 1
+
+
+@pytest.mark.parametrize("n_cap", [1, 3])
+def test_made_up_failures_are_recovered_from(n_cap) -> None:
+    """A unit that fails runs again; those that are done do not."""
+    given, report = inputs(N, dtype=torch.float16, **SIZES), qa.Report()
+    device = FakeDevice(failing=lambda number: number == 5)
+    out = both(given, plans(n_cap, free=True), device, report)[0]
+    assert_close(out, exact(given, is_causal=True).out, TOLERANCE[torch.float16])
+    said = "depth 1 -> 2" if n_cap == 1 else f"n_cap {n_cap} -> {n_cap - 1}"
+    assert said in report.forward.recoveries[0]
+    assert n_cap == 1 or report.forward.units == 14
+
+
+def test_an_arena_that_is_too_large_is_made_smaller() -> None:
+    given, report = inputs(N, dtype=torch.float16, **SIZES), qa.Report()
+    made = plans(3, free=True)
+    device = FakeDevice(memory_bytes=2 * (made[0].footprint.slots // 3))
+    out = both(given, made, device, report)[0]
+    assert_close(out, exact(given, is_causal=True).out, TOLERANCE[torch.float16])
+    assert report.forward.n_cap == 2
+
+
+@pytest.mark.parametrize("failures", [(), (3, 5)])
+@pytest.mark.parametrize("n_cap", [1, 2, 4])
+def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) -> None:
+    """A device may unlock it while other head groups compute."""
+    left: list[tuple[int, int]] = []
+    copied = [0]
+
+    def check_not_left(tensor: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        assert not any(a < stop and start < b for a, b in left)
+        return start, stop
+
+    def watched(name: str, far: int) -> None:
+        copy = getattr(FakeMover, name)
+
+        def checked(self, *given):
+            for piece in given[2]:
+                for head in given[far][:, piece.start : piece.stop]:
+                    check_not_left(head)
+                    copied[0] += 1
+            copy(self, *given)
+
+        monkeypatch.setattr(FakeMover, name, checked)
+
+    watched("load", 1)
+    watched("store", 0)
+    monkeypatch.setattr(
+        FakeMover,
+        "release",
+        lambda self, tensors: left.extend(check_not_left(head) for t in tensors for head in t),
+    )
+    given = inputs(N, dtype=torch.float16, **SIZES)
+    out, lse = qa.attention_with_lse(*given.three, **CALL)
+    lse = lse.contiguous()  # torch's operator has the heads of a token beside each other
+    remaining = list(failures)
+
+    def failing(unit: int) -> bool:
+        return bool(remaining) and unit == remaining[0] and bool(remaining.pop(0))
+
+    plan = plans(n_cap, free=bool(failures))[1]
+    with FakeDevice(failing=failing):
+        qa.attention_backward(given.grad_out, *given.three, out, lse, **CALL, plan=plan)
+    assert copied[0] > 100
+    # One of the two head groups: query, out, its gradient, lse and dQ, of two heads each, and key,
+    # value, dK and dV. After a failure a group may be the last of its attempt: until the end.
+    assert len(left) == 5 * 2 + 4 or (failures and not left)
+
+
+def test_copies_run_beside_compute_with_a_second_slot() -> None:
+    """By the made-up clock: with one slot the three stages add up, with more they overlap."""
+    spent = {}
+    for n_cap in (1, 2, 3):
+        report, device = qa.Report(), FakeDevice(bytes_per_second=4e6, unit_seconds=2e-3)
+        both(inputs(N, dtype=torch.float16, **SIZES), plans(n_cap), device, report)
+        stages = report.forward.stages
+        # Seven tasks of two head groups.
+        assert stages["compute"] == pytest.approx(14 * 2e-3)
+        assert min(stages["h2d"], stages["d2h"]) > 0
+        spent[n_cap] = device.seconds
+    assert spent[2] < 0.8 * spent[1]
+    assert spent[3] <= spent[2]

@@ -30,27 +30,12 @@ ROUTES = {
 @pytest.mark.parametrize("batch", [(), (2, 2)])
 def test_a_failure_costs_the_group_it_met(route, backward, is_causal, dtype, batch) -> None:
     """A failure in the sixth of eight groups repeats work of that group only."""
-    kernel = Counted()
-    made = inputs(N, batch=batch or (1,), heads=HEADS, head_dim=8, dtype=dtype)
-    if not batch:
-        for name in ("query", "key", "value", "grad_out"):
-            setattr(made, name, getattr(made, name)[0])
-    every = math.prod(batch)
+    kernel, every = Counted(), math.prod(batch)
+    made = inputs(N, batch=batch, heads=HEADS, head_dim=8, dtype=dtype)
     plan = unpinned(
-        qa.plan(
-            N,
-            heads=HEADS,
-            head_dim=8,
-            dtype=dtype,
-            is_causal=is_causal,
-            batch=every,
-            heads_per_group=1,
-            kernel=kernel,
-            device="cpu",
-            backward=backward,
-            **ROUTES[route],
-        )
-    )
+        qa.plan(N, heads=HEADS, head_dim=8, dtype=dtype, is_causal=is_causal, batch=every,
+                heads_per_group=1, kernel=kernel, device="cpu", backward=backward, **ROUTES[route])
+    )  # fmt: skip
     pin = {"is_causal": is_causal, "kernel": kernel}
     out, lse = qa.attention_with_lse(*made.three, is_causal=is_causal)
     # The kernel is tried out at its first forward and its first backward: not counted below.

@@ -70,15 +70,6 @@ def test_every_way_to_broadcast_by_every_tile(
         assert_close(target, wanted(given, mask, causal), 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 4, N, M), (1, 1, 1, M), (N, 1)], ids=str)
-def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    given, mask, job, upstream = a_call(shape, dtype)
-    target = torch.empty(shape, dtype=dtype)
-    add_up_mask_gradient(job, upstream, target, 100_000)
-    assert_close(target, wanted(given, mask), GRADIENT_TOLERANCE[dtype])
-
-
 def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
     """Rows with nearly all weight on one key: delta comes from probabilities."""
     given = inputs(40, dtype=torch.bfloat16, spread=30.0)
@@ -92,7 +83,7 @@ def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 8, 300, 400), (300, 1), (1, 8, 1, 400)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limit", [200_000, 1_000_000, 4_000_000])
+@pytest.mark.parametrize("limit", [200_000, 4_000_000])
 def test_tiles_stay_within_their_bytes(
     shape: tuple[int, ...], dtype: torch.dtype, limit: int
 ) -> None:
@@ -125,17 +116,29 @@ def test_a_failed_block_is_computed_once() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
-@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"depth": 2}, {"budget": 9_000_000}], ids=str)
-def test_autograd_gives_it_beside_every_kernel_and_route(kernel: str, call: dict) -> None:
-    given = inputs(300, batch=(2,), dtype=torch.float32)
-    mask = a_mask((2, 300, 300), torch.float32)
+@pytest.mark.parametrize("call", [{}, {"depth": 2}, {"budget": 9_000_000}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_autograd_gives_it_beside_every_kernel_and_route(
+    kernel: str, call: dict, dtype: torch.dtype
+) -> None:
+    given = inputs(300, batch=(2,), dtype=dtype)
+    mask = a_mask((2, 300, 300), dtype)
     mask[:, :, 0] = 0.0
     leaves = [t.clone().requires_grad_() for t in (*given.three, mask)]
     report = qa.Report()
     qa.attention(*leaves, kernel=kernel, report=report, **call).backward(given.grad_out)
-    assert_close(leaves[3].grad, wanted(given, mask), 5e-5)
+    assert_close(leaves[3].grad, wanted(given, mask), GRADIENT_TOLERANCE[dtype])
     assert f"computed tile by tile, beside kernel {kernel}" in str(report)
-    assert report.to_dict()["mask_gradient"] == report.mask_gradient
+
+
+def test_kernels_of_other_functions_are_refused_by_name() -> None:
+    class Another(DenseKernel):
+        name = "another"
+        own_attention = True
+
+    given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="kernel 'another' has no gradient of attn_mask"):
+        qa.attention(*given.three, mask, kernel=Another())
 
 
 def test_the_backward_as_a_function() -> None:
@@ -144,6 +147,8 @@ def test_the_backward_as_a_function() -> None:
     made = qa.attention_with_lse(*given.three, mask)
     read = (given.grad_out, *given.three, *made, mask)
     assert len(qa.attention_backward(*read)) == 3
+    with pytest.raises(TypeError, match="grad_mask"):
+        qa.attention_backward(*read, grad_mask=None)  # type: ignore[arg-type]
     *three, found = qa.attention_backward(*read, grad_mask=True)
     assert found.shape == mask.shape
     assert_close(found, wanted(given, mask), 2e-5)
@@ -183,20 +188,3 @@ def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:
         )
     )
     assert used.peak <= smallest[2]
-
-
-def test_kernels_of_other_functions_are_refused_by_name() -> None:
-    class Another(DenseKernel):
-        name = "another"
-        own_attention = True
-
-    given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="kernel 'another' has no gradient of attn_mask"):
-        qa.attention(*given.three, mask, kernel=Another())
-
-
-def test_a_gradient_of_the_mask_is_asked_for_by_true_or_a_tensor() -> None:
-    q, mask = torch.randn(1, 1, 5, 4), torch.randn(5, 5)
-    out, lse = qa.attention_with_lse(q, q, q, attn_mask=mask)
-    with pytest.raises(TypeError, match="grad_mask"):
-        qa.attention_backward(out, q, q, q, out, lse, mask, grad_mask=None)  # type: ignore[arg-type]

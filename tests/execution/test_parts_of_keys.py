@@ -10,22 +10,15 @@ from helpers_plans import passing
 
 import quorum_attention as qa
 
-ROUTES = ("uncut", "together", "in slots", "through two slots", "passing")
-
-
-def by_route(route: str, n: int, heads: int) -> dict[str, object]:
-    """What makes a backward take a route."""
-    if route == "uncut":
-        return {"depth": 0}
-    sizes = {
-        "heads": heads, "head_dim": 32, "dtype": torch.float16,
-        "backward": True, "kernel": "cpu", "tile": 8,
-    }  # fmt: skip
-    plan = qa.plan(
-        n, levels=(3,), **sizes, n_cap=2 if route == "through two slots" else 1,
-        over_inputs=route == "together",
-    )  # fmt: skip
-    return {"plan": passing(plan, 32, 16, group=1) if route == "passing" else plan}
+# A backward of 48 tokens and two heads.
+SIZES = {"heads": 2, "head_dim": 32, "dtype": torch.float16, "kernel": "cpu", "tile": 8}
+CUT = {"levels": (3,), "backward": True, **SIZES}
+ROUTES = {
+    "uncut": lambda: {"depth": 0},
+    "together": lambda: {"plan": qa.plan(48, n_cap=1, over_inputs=True, **CUT)},
+    "in slots": lambda: {"plan": qa.plan(48, n_cap=2, over_inputs=False, **CUT)},
+    "passing": lambda: {"plan": passing(qa.plan(48, over_inputs=False, **CUT), 32, 16)},
+}
 
 
 @pytest.mark.parametrize("n", [64, 600])
@@ -53,8 +46,7 @@ def test_a_row_that_is_broken_by_keys_elsewhere_stays_so(lse: float, route: str)
     q, k, v, grad = (torch.randn(1, 2, 48, 32).half() for _ in range(4))
     out, whole = qa.attention_with_lse(q, k, v)
     out[:, :, 5], whole[:, :, 5] = torch.nan, lse
-    call = by_route(route, 48, 2)
-    found = qa.attention_backward(grad, q, k, v, out, whole, **call)
+    found = qa.attention_backward(grad, q, k, v, out, whole, **ROUTES[route]())
     p = torch.exp(q.double() @ k.double().mT / math.sqrt(32) - whole.double().unsqueeze(-1))
     assert bool(found[0][:, :, 5].isnan().all())
     assert bool(found[0][:, :, :5].isfinite().all())

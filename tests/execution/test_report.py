@@ -1,21 +1,15 @@
-"""What a report says, for people and for machines."""
+"""What a report says of one call, and of many."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
+from helpers_kernels import WatchedKernel
 
-from quorum_attention.execution.report import PassReport, Report
-
-
-def report(**more) -> PassReport:  # type: ignore[no-untyped-def]
-    known = {
-        "kernel": "cpu", "levels": (7, 7), "planned_levels": (7,), "n_groups": 2,
-        "heads_per_group": 4, "n_cap": 1, "accumulator": "host", "units": 98, "seconds": 1.5,
-        "loaded_bytes": 3 << 20, "stored_bytes": 1 << 20, "planned_peak_bytes": 5 << 20,
-    }  # fmt: skip
-    return PassReport(**{**known, **more})
+import quorum_attention as qa
+from quorum_attention.execution.report import PassReport
 
 
 @pytest.mark.parametrize(
@@ -31,14 +25,49 @@ def report(**more) -> PassReport:  # type: ignore[no-untyped-def]
     ],
 )
 def test_overlap(seconds: float, stages: dict[str, float], overlap: float | None) -> None:
-    found = report(seconds=seconds, stages=stages).overlap
-    assert found == (None if overlap is None else pytest.approx(overlap))
-
-
-def test_for_machines() -> None:
-    made = Report(forward=report(stages={"h2d": 1.0}))
-    plain = json.loads(json.dumps(made.to_dict()))
+    report = qa.Report()
+    q = torch.randn(1, 1, 9, 8)
+    qa.attention(q, q, q, depth=1, report=report)
+    made = report.forward
+    made.seconds, made.stages = seconds, stages
+    assert made.overlap == (None if overlap is None else pytest.approx(overlap))
+    plain = json.loads(json.dumps(report.to_dict()))
     assert plain["backward"] is None
-    assert plain["forward"]["levels"] == [7, 7]
-    assert plain["forward"]["overlap"] == made.forward.overlap
+    assert plain["forward"]["levels"] == list(made.levels)
     assert plain["forward"].keys() == {*PassReport.__dataclass_fields__, "overlap"}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_of_calls_small_cut_and_failed() -> None:
+    report, outer = qa.Report(), qa.Report()
+    q = torch.randn(1, 4, 300, 16, requires_grad=True)
+    with qa.using(report=outer):
+        qa.attention(q, q, q).sum().backward()  # at once, without a plan
+        assert "1 forward, 1 backward" in str(outer)
+        qa.attention(q, q, q, report=report, depth=1).sum().backward()
+        with pytest.raises(qa.BudgetError):
+            qa.attention(q, q, q, budget=100)
+    assert (report.total.forwards, report.total.backwards, report.total.cut) == (1, 1, 2)
+    assert (outer.total.forwards, outer.total.backwards, outer.total.cut) == (2, 2, 2)
+    assert outer.total.seconds > report.total.seconds > 0
+    assert outer.total.peak_bytes == max(
+        report.forward.planned_peak_bytes, report.backward.planned_peak_bytes
+    )
+    # One report given twice counts once.
+    with qa.using(report=report):
+        qa.attention(q.detach(), q, q, report=report)
+    assert report.total.forwards == 2
+
+
+def test_a_recovery_is_counted() -> None:
+    sizes = {"heads": 2, "head_dim": 16, "dtype": torch.float32}
+    kernel, report, outer = WatchedKernel({0, 3}), qa.Report(), qa.Report()
+    budget = qa.plan(400, kernel=kernel, levels=(7,), n_cap=3, **sizes).peak_bytes
+    plan = qa.plan(400, kernel=kernel, budget=budget, n_cap=3, **sizes)
+    q = torch.randn(1, 2, 400, 16)
+    kernel.arm()
+    with qa.using(report=outer):
+        qa.attention(q, q, q, plan=plan, kernel=kernel, report=report)
+    assert outer.total.recoveries == len(report.forward.recoveries) > 0
+    assert outer.total.recovery_seconds == report.forward.recovery_seconds
+    assert outer.total.cut == 1

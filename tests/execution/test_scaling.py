@@ -1,105 +1,221 @@
-"""The scaled backward: fp16 gradients stay right where an unscaled kernel loses or breaks them."""
+"""fp16 gradients that overflow, or are too small, are scaled: right on every route.
+(Drawn ones: tests/test_invariants.py.)"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import Inputs
-from helpers_attention import exact as textbook
+from helpers_attention import Inputs, assert_close, exact, inputs
+from helpers_fp16 import sink
+from helpers_kernels import Counted
+from helpers_memory import usage
+from helpers_plans import unpinned
 
 import quorum_attention as qa
 
-N, D = 896, 32
-LEVELS = (7,)
+pytestmark = pytest.mark.usefixtures("one_thread")
+N = 300
+ROUTES = {
+    "direct": {"levels": ()},
+    "slots": {"levels": (7,), "over_inputs": False, "tile": 16, "n_cap": 2},
+    "one slot": {"levels": (3,), "over_inputs": False, "tile": 16, "n_cap": 1},
+    "over_inputs": {"levels": (7,), "over_inputs": True, "tile": 16},
+}
 
 
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
-def inputs(heads: int = 2) -> list[torch.Tensor]:
-    return [random(1, heads, N, D, seed=seed) for seed in range(4)]
-
-
-def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
-    return list(textbook(Inputs(*tensors), is_causal=causal, gradients=True).grads)
-
-
-def computed(
-    tensors: list[torch.Tensor], causal: bool, dtype: torch.dtype, report: qa.Report | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Gradients in ``dtype``; fp32 shows how exact sums of fp16 partial results are."""
-    q, k, v, grad = tensors
-    sizes = {
-        "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": D, "dtype": q.dtype,
-        "is_causal": causal, "levels": LEVELS,
-    }  # fmt: skip
-    out, lse = qa.attention_with_lse(
-        q, k, v, is_causal=causal, enable_gqa=True, plan=qa.plan(N, **sizes)
-    )
-    grads = tuple(torch.empty(t.shape, dtype=dtype) for t in (q, k, v))
-    plan = qa.plan(N, backward=True, **sizes)
-    return qa.attention_backward(
-        grad, q, k, v, out, lse, is_causal=causal, enable_gqa=True, plan=plan, grads=grads,
-        report=report,
+def plan_of(made: Inputs, **more) -> qa.Plan:
+    """A backward on a CPU."""
+    q, k = made.query, made.key
+    return qa.plan(
+        q.shape[-2], heads=q.shape[-3], kv_heads=k.shape[-3], head_dim=q.shape[-1], dtype=q.dtype,
+        batch=q.shape[:-3].numel(), device="cpu", backward=True, **more,
     )  # fmt: skip
 
 
-def errors(got: tuple[torch.Tensor, ...], right: list[torch.Tensor]) -> dict[str, float]:
-    assert all(torch.isfinite(g).all() for g in got)
-    return {
-        name: float((g.double() - r).norm() / r.norm())
-        for name, g, r in zip(("query", "key", "value"), got, right, strict=True)
-    }
+def close(got, wanted) -> None:
+    for actual, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(actual.double(), right, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])
-def test_loss_scaled_gradients(size: float, causal: bool) -> None:
-    tensors = inputs()
-    # What a loss scale does to an fp16 gradient: at 1e-6 the inputs themselves are subnormal.
-    tensors[3] = (tensors[3].float() * size).half()
-    found = errors(computed(tensors, causal, torch.float32), exact(tensors, causal))
-    assert max(found.values()) < 1e-3, found
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("levels", [(3,), (7,)])
+def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ...]) -> None:
+    """The sink's dV is a sum over all queries: 1, which overflows when it is scaled for other keys.
+    By the time that is noticed, finished gradients have overwritten the inputs. Only tasks that
+    overflow are run again."""
+    usual = inputs(1024, heads=1, head_dim=64, dtype=torch.float16)
+    for made, repeated in ((sink(1024), True), (usual, False)):
+        reference = exact(made, is_causal=is_causal, gradients=True)
+        report = qa.Report()
+        plan = plan_of(made, is_causal=is_causal, levels=levels, over_inputs=False, n_cap=n_cap)
+        got = qa.attention_backward(
+            made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
+            is_causal=is_causal, plan=plan, report=report,
+        )  # fmt: skip
+        for actual, right in zip(got, reference.grads, strict=True):
+            assert_close(actual, right, 2e-3)
+        assert (report.backward.repeated_units > 0) == repeated
 
 
-def test_only_tasks_that_overflow_are_run_again() -> None:
-    report = qa.Report()
-    computed(inputs(), True, torch.float16, report)
-    assert report.backward is not None
-    assert report.backward.repeated_units == 0
-    assert report.backward.units == 2 * 7 / (report.backward.heads_per_group)
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_a_broken_row_does_not_keep_other_heads_from_being_mended(broken: float) -> None:
+    """Head 0 holds a number that is not finite, head 1 a sink, whose gradients come out right."""
+    made = sink(512, heads=2)
+    made.query[0, 0, 100, 3] = broken
+    one = Inputs(*(t[:, 1:] for t in (*made.three, made.grad_out)))
+    out, lse = qa.attention_with_lse(*made.three)
+    plan = plan_of(made, levels=(7,), over_inputs=False, n_cap=2, heads_per_group=2)
+    got = qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan)
+    assert not bool(got[1][0, 0].isfinite().all())
+    close([t[:, 1:] for t in got], exact(one, gradients=True).grads)
 
 
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_broken_number_keeps_no_other_column_from_being_mended(broken: float, depth: int) -> None:
     """One key that all rows attend to, so sums overflow; the number is of one column of dV."""
-    q, grad = random(1, 1, 214, D, seed=0), random(1, 1, 214, D, seed=1).abs()
-    k, v = 1e-3 * random(1, 1, 1, D, seed=2), 1e-3 * random(1, 1, 1, D, seed=3)
+    q, grad = torch.randn(1, 1, 214, 32).half(), torch.randn(1, 1, 214, 32).half().abs()
+    k, v = 1e-3 * torch.randn(1, 1, 1, 32).half(), 1e-3 * torch.randn(1, 1, 1, 32).half()
     grad[0, 0, 100, 3] = broken
     call = {"kernel": "cpu", "devices": "cpu"}
     out, lse = qa.attention_with_lse(q, k, v, **call)
     found = qa.attention_backward(grad, q, k, v, out, lse, depth=depth, **call)[2][0, 0, 0]
     wanted = grad.double().sum(dim=2)[0, 0]
     others = wanted.isfinite()
-    assert int(others.sum()) == D - 1
+    assert int(others.sum()) == 31
     torch.testing.assert_close(found.double()[others], wanted[others], rtol=2e-3, atol=0)
     assert not bool(found[~others].isfinite())
 
 
-@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
-def test_broken_inputs_stay_broken_and_end(broken: float) -> None:
-    tensors = inputs()
-    tensors[3][0, 0, 100, 3] = broken
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, masked: bool) -> None:
+    """dS is too large for fp16, dQ = dS K is not: only the scaled gradients are finite."""
+    made = inputs(3000, 2, heads=heads, head_dim=32, dtype=torch.float16)
+    made.key /= 4
+    made.grad_out = (made.grad_out.float() * 2**14).clamp(-6e4, 6e4).half()
+    mask = torch.randn(3000, 2).half() if masked else None
+    reference = exact(made, mask=mask, gradients=True)
+    out, lse = reference.out.half(), reference.lse.float()
     report = qa.Report()
-    got = computed(tensors, True, torch.float32, report)
-    assert not torch.isfinite(got[2][0, 0, :100]).all()
-    # The other head and the other queries of this head stay as they are.
-    assert all(torch.isfinite(part[0, 1]).all() for part in got)
-    wanted = exact(tensors, True)[0]
-    assert torch.equal(torch.isfinite(got[0]), torch.isfinite(wanted))
-    right = torch.isfinite(wanted)
-    torch.testing.assert_close(got[0][right].double(), wanted[right], atol=2e-3, rtol=0)
-    assert report.backward is not None
-    assert report.backward.repeated_units <= report.backward.units
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return qa.attention_backward(
+            made.grad_out, *made.three, out, lse, mask, depth=0, report=report
+        )
+
+    for actual, wanted in zip(call(), reference.grads, strict=True):
+        fits = wanted.abs() < 65_000
+        assert bool(actual[fits].isfinite().all())
+        assert (actual.double() - wanted)[fits].abs().max() < 5e-3 * wanted.abs().max()
+    assert report.backward.accumulator == "none"
+    assert report.backward.repeated_units == 1
+    assert usage(call).peak <= report.backward.planned_peak_bytes
+
+
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
+    """Any kernel call may fail, of the first run or a repeat: no partial result remains."""
+    made, kernel = sink(256, heads=2), Counted()
+    reference = exact(made, is_causal=True, gradients=True)
+    call = {"is_causal": True, "kernel": kernel}
+    plan = plan_of(made, levels=(7,), tile=8, over_inputs=False, n_cap=n_cap, heads_per_group=1,
+                   **call)  # fmt: skip
+
+    def computed(fails: set[int]) -> qa.Report:
+        kernel.arm(fails)
+        report = qa.Report()
+        got = qa.attention_backward(
+            made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
+            plan=unpinned(plan), report=report, **call,
+        )  # fmt: skip
+        close(got, reference.grads)
+        return report
+
+    for _ in range(2):  # it is tried out once
+        assert computed(set()).backward.repeated_units > 0
+    for number in range(0, kernel.n_calls, 9):
+        assert computed({number, number + 4}).backward.recoveries
+
+
+# --- Upstream gradients of a wider dtype than the inputs --------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+def test_gradients_that_fp16_cannot_hold(size, dtype, route: str, kernel: str) -> None:
+    if kernel == "dense" and route == "over_inputs":
+        pytest.skip("it takes tasks one by one")
+    made = inputs(N, heads=4, kv_heads=2, batch=(2,), dtype=torch.float16)
+    # Gradients of each head have another size, so each head is divided by another power of two.
+    sizes = torch.tensor([1.0, 1.0, 1e-6, 1e-6], dtype=torch.float64)[:, None, None]
+    made.grad_out = (made.grad_out.double() * sizes * size).to(dtype)
+    call = {"is_causal": True, "enable_gqa": True, "kernel": kernel}
+    out, lse = qa.attention_with_lse(*made.three, **call)
+    plan = plan_of(made, is_causal=True, kernel=kernel, **ROUTES[route])
+    grads = tuple(torch.full(t.shape, torch.nan) for t in made.three)
+    qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan, grads=grads, **call)
+    reference = exact(made, is_causal=True, gradients=True)
+    for actual, wanted in zip(grads, reference.grads, strict=True):
+        half = actual.shape[1] // 2
+        for heads in (slice(0, half), slice(half, None)):
+            largest = wanted[:, heads].abs().max()
+            assert_close(actual[:, heads].double() / largest, wanted[:, heads] / largest, 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-9, 1e5])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_through_autograd(dtype: torch.dtype, size: float, depth: int) -> None:
+    made = inputs(N, dtype=dtype)
+    made.query *= 4
+    three = [t.clone().requires_grad_() for t in made.three]
+    out = qa.attention(*three, is_causal=True, out_dtype=torch.float32, depth=depth)
+    made.grad_out = made.grad_out.float() * size
+    grads = torch.autograd.grad(out, three, made.grad_out)
+    for actual, wanted in zip(grads, exact(made, is_causal=True, gradients=True).grads,
+                              strict=True):  # fmt: skip
+        assert actual.dtype == dtype
+        allowed = (1e-2 if dtype == torch.float16 else 6e-2) * float(wanted.abs().max())
+        fits = wanted.abs() + allowed < torch.finfo(dtype).max
+        assert bool(actual[fits].isfinite().all())
+        off = (actual.double() - wanted)[fits].abs().max()
+        assert off <= allowed + torch.finfo(dtype).smallest_normal / 512
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kernel", ["cpu", "dense", "cpu with dropout", "a mask"])
+def test_small_rows_beside_large_ones_keep_their_digits(kernel: str, depth: int) -> None:
+    """Row 0 sees key 0 alone, so the gradients of all other keys are of small numbers only."""
+    n = 40
+    made = inputs(n, head_dim=8, dtype=torch.float16)
+    made.grad_out = made.grad_out.float() * 3e-7
+    made.grad_out[..., 0, :] = 1.0
+    call = {"is_causal": True, "kernel": kernel.split()[0], "devices": "cpu"}
+    if kernel == "a mask":
+        call = {"devices": "cpu", "attn_mask": qa.Mask(causal=True, window=(n, 0), softcap=1e4)}
+    if "dropout" in kernel:
+        call |= {"dropout_p": 1e-6, "dropout_seed": 1}
+    out, lse = qa.attention_with_lse(*made.three, out_dtype=torch.float32, **call)
+    grads = tuple(torch.empty_like(t, dtype=torch.float32) for t in made.three)
+    found = qa.attention_backward(
+        made.grad_out, *made.three, out, lse, depth=depth, grads=grads, **call
+    )
+    wanted = exact(made, is_causal=True, gradients=True).grads[2][..., 1:, :]
+    off = (found[2][..., 1:, :].double() - wanted).abs().max()
+    assert off <= 2e-3 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_copy_is_counted(depth: int) -> None:
+    made = inputs(3000, heads=2, head_dim=32, dtype=torch.float16)
+    out, lse = qa.attention_with_lse(*made.three)
+    report = qa.Report()
+    grad_out = made.grad_out.float() * 1e6
+    found = usage(
+        lambda: qa.attention_backward(grad_out, *made.three, out, lse, depth=depth, report=report)
+    )
+    assert found.peak <= report.backward.planned_peak_bytes

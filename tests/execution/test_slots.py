@@ -8,20 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.engine import (
-    Field,
-    LayoutError,
-    SlotLayout,
-    slot_layout,
-)
-from quorum_attention.execution.problem import (
-    FORWARD,
-    GroupSize,
-    Placement,
-    Problem,
-    Workload,
-    spec_of,
-)
+from quorum_attention.execution.engine import Field, LayoutError, SlotLayout, slot_layout
+from quorum_attention.execution.problem import Placement, Problem, spec_of
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
@@ -68,8 +56,7 @@ def test_every_task_of_a_plan_fits_its_slot(
     assert all(a <= b for a, b in zip(rows, planned, strict=True))
     rounds = [(tasks, cutting.schedule(depth))]
     if depth == 1:
-        further = cutting.further(tasks, 2)
-        rounds.append((further, cutting.schedule(2)))
+        rounds.append((cutting.further(tasks, 2), cutting.schedule(2)))
     for found, at in rounds:
         rows = at.task_rows(work)
         spec = spec_of(backward)
@@ -88,16 +75,6 @@ def test_every_task_of_a_plan_fits_its_slot(
                         assert stop <= low or high <= start, f"{name} lies over {another}"
 
 
-def test_a_field_that_would_reach_into_the_next_is_refused() -> None:
-    work = Workload((), 4, 2, 40, 60, 5, 3, torch.float16, False)
-    layout = slot_layout(FORWARD, work, GroupSize(1, 2), (8, 10), torch.float16)
-    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
-    assert layout.carve(slot, "key", 1, 2, 10).shape == (1, 2, 10, 5)
-    for entries, heads, rows in ((2, 2, 10), (1, 3, 10), (1, 2, 11)):
-        with pytest.raises(LayoutError, match="'key' has"):
-            layout.carve(slot, "key", entries, heads, rows)
-
-
 def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
     def field(name: str, offset: int, width: int = 4, over: str | None = None) -> Field:
         return Field(name, "query", width, torch.float32, offset, 64 * width, over)
@@ -105,7 +82,12 @@ def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
     def layout(*fields: Field, size: int = 1024) -> SlotLayout:
         return SlotLayout({f.name: f for f in fields}, size, 1)
 
-    layout(field("a", 0), field("b", 256), field("c", 256, over="b"))
+    made = layout(field("a", 0), field("b", 256), field("c", 256, over="b"))
+    slot = torch.zeros(1024, dtype=torch.uint8)
+    assert made.carve(slot, "a", 1, 2, 8).shape == (1, 2, 8, 4)
+    for entries, heads, rows in ((2, 2, 8), (1, 3, 8), (1, 2, 9)):
+        with pytest.raises(LayoutError, match="'a' has"):
+            made.carve(slot, "a", entries, heads, rows)
     for broken in (
         (field("a", 0, width=5), field("b", 256)),
         (field("a", 0), field("b", 0)),

@@ -28,16 +28,11 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads"), [(1, 8, 2), (3, 8, 2), (2, 4, 2), (1, 16, 1), (1, 4, 4)]
 )
-@pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-def test_grouped_calls_stay_within_their_plan(
-    batch, heads, kv_heads, tokens_first, backward
-) -> None:
+def test_grouped_calls_stay_within_their_plan(batch, heads, kv_heads, backward) -> None:
     """The plan counts the sums over query heads that share a key head."""
     given = inputs(400, heads=heads, kv_heads=kv_heads, batch=(batch,), head_dim=32)
-    three = given.three
-    if tokens_first:
-        three = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in three]
+    three = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in given.three]
     plan = qa.plan(
         400, heads=heads, kv_heads=kv_heads, batch=batch, head_dim=32, dtype=torch.float32,
         device="cpu", levels=(), backward=backward, budget="1GiB",
@@ -104,28 +99,25 @@ def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
     assert [ref() for ref in kept] == [None, None]
 
 
-def processor_seconds(call: Callable[[], object]) -> float:
-    """What this thread computes in a call: the least of many, since what others do to caches and
-    clocks only adds to it."""
-    for _ in range(5):
-        call()
-    least = math.inf
-    for _ in range(60):
-        began = time.thread_time()
-        for _ in range(10):
-            call()
-        least = min(least, (time.thread_time() - began) / 10)
-    return least
-
-
 def beside_torchs(
     call: Callable[[Callable[..., torch.Tensor]], object], seconds: float = 1e-4
 ) -> None:
     """Whether ``call`` of our function takes at most so many seconds more than of torch's; where
-    the processor is slow, at most as much again."""
+    the processor is slow, at most as much again. The least of many, since what others do to caches
+    and clocks only adds to it."""
+
+    def processor_seconds(attend: Callable[..., torch.Tensor]) -> float:
+        least = math.inf
+        for _ in range(60):
+            began = time.thread_time()
+            for _ in range(10):
+                call(attend)
+            least = min(least, (time.thread_time() - began) / 10)
+        return least
+
     said = []
     for _ in range(4):  # caches that other processes empty can only make ours look slower
-        torchs, ours = (processor_seconds(lambda f=f: call(f)) for f in (sdpa, qa.attention))
+        torchs, ours = map(processor_seconds, (sdpa, qa.attention))
         said.append(f"{ours * 1e6:.0f} us, torch {torchs * 1e6:.0f} us")
         if ours - torchs <= max(seconds, torchs):
             return
@@ -137,11 +129,8 @@ def beside_torchs(
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"n_queries": 1, "n_keys": 1000},
-        {"n_queries": 1, "n_keys": 1000, "kv_heads": 2},
         {"n_queries": 1, "n_keys": 200, "kv_heads": 2, "batch": (4,)},
         {"n_queries": 64, "is_causal": True},
-        {"n_queries": 64, "kv_heads": 1},
         {"n_queries": 64, "masked": True},
         {"n_queries": 16, "dtype": torch.bfloat16},
     ],

@@ -15,18 +15,19 @@ from helpers_memory import usage
 import quorum_attention as qa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CONFIGURATIONS = [
-    pytest.param({}, {}, id="plain"),
-    pytest.param({"is_causal": True}, {}, id="causal"),
-    pytest.param({"depth": 1}, {}, id="pinned"),
-    pytest.param({"kernel": "dense"}, {}, id="dense"),
-    pytest.param({"enable_gqa": True}, {"kv_heads": 1, "value_dim": 12}, id="grouped"),
-    pytest.param({"attn_mask": torch.rand(1100, 1100) > 0.3}, {}, id="mask"),
-    pytest.param({}, {"dtype": torch.float16}, id="half"),
-]
 
 
-@pytest.mark.parametrize(("call", "sizes"), CONFIGURATIONS)
+@pytest.mark.parametrize(
+    ("call", "sizes"),
+    [
+        ({"is_causal": True}, {"dtype": torch.float16}),
+        ({"depth": 1}, {}),
+        ({"kernel": "dense"}, {}),
+        ({"enable_gqa": True}, {"kv_heads": 1, "value_dim": 12}),
+        ({"attn_mask": torch.rand(1100, 1100) > 0.3}, {}),
+    ],
+    ids=["causal", "pinned", "dense", "grouped", "mask"],
+)
 @pytest.mark.parametrize("backward", [False, True])
 def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     given = inputs(1100, **sizes)
@@ -58,7 +59,7 @@ def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     assert usage(lambda: run(smallest)).peak <= smallest
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_smallest_at_any_length_works_and_nothing_less_does(seed: int) -> None:
     draw = random.Random(f"smallest {seed}")
     n = int(10 ** draw.uniform(2, 8))
@@ -106,28 +107,17 @@ def printed(said: str) -> str:
     return named[1]
 
 
-def drawn_problem(draw: random.Random) -> dict[str, object]:
-    kv_heads = draw.choice([1, 2, 3])
-    return {
-        "heads": kv_heads * draw.choice([1, 2]), "kv_heads": kv_heads, "batch": draw.choice([1, 2]),
-        "head_dim": draw.choice([16, 64, 128]), "is_causal": draw.random() < 0.5,
-        "dtype": draw.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_what_attention_prints_is_enough_for_both_passes(seed: int) -> None:
     draw = random.Random(f"printed calls {seed}")
-    problem = drawn_problem(draw)
-    n = draw.randint(1, 700)
-    shape = problem["batch"], problem["heads"], n, problem["head_dim"]
-    query = torch.randn(shape).to(problem["dtype"]).requires_grad_()
-    key = torch.randn(shape[0], problem["kv_heads"], *shape[2:]).to(problem["dtype"])
-    call = {"is_causal": problem["is_causal"], "enable_gqa": True}
+    kv_heads, n, batch = draw.choice([1, 2, 3]), draw.randint(1, 700), draw.choice([1, 2])
+    dtype = draw.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    key = torch.randn(batch, kv_heads, n, draw.choice([16, 64, 128])).to(dtype)
+    query = key.repeat(1, draw.choice([1, 2]), 1, 1).requires_grad_()
+    call = {"is_causal": draw.random() < 0.5, "enable_gqa": True}
     if draw.random() < 0.3:
-        bias = torch.zeros(n, n).to(problem["dtype"])
-        call["attn_mask"] = bias.requires_grad_(draw.random() < 0.5)
-        call["is_causal"] = False
+        bias = torch.zeros(n, n).to(dtype).requires_grad_(draw.random() < 0.5)
+        call |= {"attn_mask": bias, "is_causal": False}
     with pytest.raises(qa.BudgetError) as refused:
         qa.attention(query, key, key, budget=1, **call)
     budget = printed(str(refused.value))

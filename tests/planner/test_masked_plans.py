@@ -34,18 +34,11 @@ def test_many_tasks_are_trimmed_before_they_are_taken(backward: bool) -> None:
     assert found[1].predicted_seconds < 30 * found[0].predicted_seconds
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"n_tokens": 1 << 20, "n_keys": 1 << 18, "backward": True, "budget": "100MiB"},
-        {"n_tokens": 1 << 18, "n_keys": 1 << 22, "budget": "300MiB"},
-    ],
-)
-def test_without_a_mask_planning_is_quick(call: dict[str, Any]) -> None:
+def test_without_a_mask_planning_is_quick() -> None:
     """Many fewer queries than keys are trimmed as well, but not thousands of tasks for a plan that
     is found."""
     began = time.perf_counter()
-    qa.plan(**call, **CALL, kernel="native", inputs="host")
+    qa.plan(1 << 18, n_keys=1 << 22, budget="300MiB", **CALL, kernel="native", inputs="host")
     assert time.perf_counter() - began < 6
 
 
@@ -82,24 +75,21 @@ def test_the_earlier_name_of_the_mask_still_works() -> None:
             call(4096, mask=mask, attn_mask=mask, **sizes)
 
 
-IDS = torch.arange(6_000) // 700
+IDS = torch.arange(3_000) // 350
 SHOWN = [
-    (qa.Mask(window=700), False, "window 700"),
     (qa.Mask(window=(500, 0)), True, "causal, window 500,0"),
-    (qa.Mask(causal="lower_right"), False, "causal lower_right"),
     (qa.Mask(chunk=900, offset=0), False, "chunk 900"),
     (qa.Mask(documents=IDS), True, "causal, documents"),
-    (qa.Mask(key_lengths=torch.tensor([2_500])), False, "key lengths"),
-    (qa.Mask(key_padding=IDS < 3), False, "key padding"),
+    (qa.Mask(key_lengths=torch.tensor([1_250])), False, "key lengths"),
     (qa.Mask(window=300) | qa.Mask(chunk=500), False, "(window 300) or (chunk 500)"),
     (qa.Mask(sinks=torch.zeros(8), softcap=20.0), True, "causal, softcap 20.0, sinks"),
 ]
 
 
 def kept_pairs(mask: qa.Mask, causal: bool) -> torch.Tensor:
-    """(6000, 6000) bool, by its definition."""
-    query, key = torch.arange(6_000)[:, None], torch.arange(6_000)[None]
-    kept = torch.ones(6_000, 6_000, dtype=torch.bool)
+    """(3000, 3000) bool, by its definition."""
+    query, key = torch.arange(3_000)[:, None], torch.arange(3_000)[None]
+    kept = torch.ones(3_000, 3_000, dtype=torch.bool)
     if causal or mask.causal:
         kept &= key <= query
     left, right = mask.sides
@@ -111,8 +101,6 @@ def kept_pairs(mask: qa.Mask, causal: bool) -> torch.Tensor:
         kept &= mask.documents[:, None] == mask.documents[None]
     if mask.key_lengths is not None:
         kept &= key < mask.key_lengths
-    if mask.key_padding is not None:
-        kept &= mask.key_padding[None]
     for other in mask.either[1:]:
         kept &= kept_pairs(mask.either[0], False) | kept_pairs(other, False)
     return kept
@@ -123,7 +111,7 @@ def test_header_census_and_picture_are_about_the_mask(
     mask: qa.Mask, causal: bool, words: str
 ) -> None:
     made = qa.plan(
-        6_000, attn_mask=mask, is_causal=causal, levels=(7,), device="cuda", over_inputs=False
+        3_000, attn_mask=mask, is_causal=causal, levels=(7,), device="cuda", over_inputs=False
     )
     assert made.describe().splitlines()[0].endswith(f"float16, {words}")
     kept = kept_pairs(mask, causal)
@@ -153,8 +141,8 @@ def test_header_census_and_picture_are_about_the_mask(
     else:
         assert (found.masked_tiles, found.clear_tiles, found.mixed_tiles) == tuple(wanted)
     # Picture: polygons of the square hold exactly the kept pairs, to the size of a cell.
-    cell = 6_000 // (2 * 141)
-    drawn = torch.zeros(6_000, 6_000, dtype=torch.int8)
+    cell = 3_000 // (2 * 141)
+    drawn = torch.zeros(3_000, 3_000, dtype=torch.int8)
     for task in made.tasks():
         for b in blocks(task, made._pairs(), cell):
             part = drawn[b.query_start : b.query_stop, b.key_start : b.key_stop]

@@ -19,12 +19,7 @@ from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import kernel_hardware, price
-from quorum_attention.planner.search import (
-    PlanConstraints,
-    _schedules,
-    choose,
-    refitted,
-)
+from quorum_attention.planner.search import PlanConstraints, _schedules, choose, refitted
 
 GIB = 1 << 30
 MACHINE = assumed("cuda", torch.float16)

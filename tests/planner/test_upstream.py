@@ -32,7 +32,7 @@ def sizes(dtype: torch.dtype) -> dict[str, object]:
 
 @pytest.mark.parametrize("upstream", list(UPSTREAM))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("share", [1.0, 0.8, 0.0])
+@pytest.mark.parametrize("share", [1.0, 0.0])
 def test_backward_stays_within_the_estimate(upstream, dtype, share) -> None:
     """From the smallest budget that works (share 0) to one in which the call need not be cut."""
     most = qa.plan(N, levels=(), backward=True, **sizes(dtype)).peak_bytes

@@ -74,32 +74,24 @@ def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
     assert far.tolist() == [1] * 100 + [7] * 200
 
 
-def in_files(given: Inputs, folder: Path) -> Inputs:
+def in_files(given: Inputs, path: Path) -> Inputs:
     """The same inputs in a file that is mapped to be read only."""
-    tensors = {"query": given.query, "key": given.key, "value": given.value, "do": given.grad_out}
-    path = folder / "inputs.safetensors"
-    made = create_tensors(path, {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    made = create_tensors(path, {n: (tuple(t.shape), t.dtype) for n, t in vars(given).items()})
     for name, tensor in made.items():
-        tensor.copy_(tensors[name])
+        tensor.copy_(getattr(given, name))
     del made
-    found = open_tensors(path)
-    return Inputs(found["query"], found["key"], found["value"], found["do"])
+    return Inputs(**open_tensors(path))
 
 
 def laid_out(tensor: torch.Tensor, draw: random.Random) -> torch.Tensor:
     """The same values, maybe not at an aligned address, with gaps, or heads last."""
-    how = draw.choice(["as it is", "off", "gaps", "heads last"])
-    if how == "off":
-        room = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
-        found = room[draw.randint(1, 3) :][: tensor.numel()].view(tensor.shape)
-    elif how == "gaps":
-        found = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + 3), dtype=tensor.dtype)
-        found = found[..., : tensor.shape[-1]]
-    elif how == "heads last":
-        found = torch.empty_like(tensor.transpose(-2, -3).contiguous()).transpose(-2, -3)
-    else:
-        return tensor
-    return found.copy_(tensor)
+    room = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
+    return draw.choice([
+        tensor,
+        room[draw.randint(1, 3) :][: tensor.numel()].view(tensor.shape).copy_(tensor),
+        torch.nn.functional.pad(tensor, (0, 3))[..., :-3],
+        tensor.transpose(-2, -3).contiguous().transpose(-2, -3),
+    ])  # fmt: skip
 
 
 def a_call(draw: random.Random, n: int, dtype: torch.dtype):  # type: ignore[no-untyped-def]
@@ -151,9 +143,7 @@ def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> Non
         given, plans, causal = a_call(draw, draw.randint(20, 90), dtype)
         kind = draw.choice(["files", "memory", "one tensor"])
         if kind == "files":
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            given = in_files(given, folder)
+            given = in_files(given, tmp_path / str(number))
         elif kind == "one tensor":
             # Keys are values, and where heads are as many, queries.
             same = given.query if given.query.shape == given.key.shape else given.key
@@ -162,12 +152,11 @@ def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> Non
             given = Inputs(*(laid_out(t, draw) for t in (*given.three, given.grad_out)))
         more = {}
         if draw.random() < 0.5:
-            more["out"] = laid_out(
-                torch.zeros_like(given.grad_out, memory_format=torch.contiguous_format), draw
+            out, *grads = (
+                laid_out(torch.zeros(t.shape, dtype=t.dtype), draw)
+                for t in (given.grad_out, *given.three)
             )
-            more["grads"] = tuple(
-                laid_out(torch.zeros(t.shape, dtype=t.dtype), draw) for t in given.three
-            )
+            more = {"out": out, "grads": tuple(grads)}
         copied = driver.copied
         found = both(given, plans, causal, **more)
         wanted = exact(given, is_causal=causal, gradients=True)
@@ -192,35 +181,22 @@ def test_buffers_are_freed_after_a_failure_too(at: int, monkeypatch) -> None:
     """And what was done before it is in its place: the pass goes on from there."""
     stand_in(monkeypatch, buffer_bytes=512)
     made: list[weakref.ref[Staging]] = []
-    begun = Staging.__init__
-
-    def noted(self, *given) -> None:  # type: ignore[no-untyped-def]
-        begun(self, *given)
-        made.append(weakref.ref(self))
-
-    monkeypatch.setattr(Staging, "__init__", noted)
     given, plans, causal = a_call(random.Random(at), 60, torch.float32)
-    count = 0
-
-    class FailedError(Exception):
-        pass
+    up = Staging.up
 
     def failing(self, near, far, n_bytes, stream) -> None:  # type: ignore[no-untyped-def]
-        nonlocal count
-        count += 1
-        if count == at:
-            raise FailedError
+        made.append(weakref.ref(self))
+        if len(made) == at:
+            raise ZeroDivisionError
         up(self, near, far, n_bytes, stream)
 
-    up = Staging.up
     monkeypatch.setattr(Staging, "up", failing)
     gc.collect()
     gc.disable()
     try:
-        with pytest.raises(FailedError):
+        with pytest.raises(ZeroDivisionError):
             both(given, plans, causal)
-        assert made
-        assert all(ring() is None for ring in made)
+        assert [ring() for ring in made] == [None] * at
     finally:
         gc.enable()
     found = both(given, plans, causal)
