@@ -22,6 +22,9 @@ from random_calls.tensors import DTYPES, make
 pytestmark = pytest.mark.usefixtures("one_thread")
 CALLS, AT_ONCE = 1000 if torch.cuda.is_available() else 600, 100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# A query of NaN in bf16 whose neighbour is NaN too on some processors, in torch's own call as well
+# (docs/random-calls.md).
+TORCHS_OWN = (573,) if DEVICE == "cpu" else ()
 # What a call may say no to: the limits of a kernel that was asked for by name.
 REFUSALS = ("NotImplementedError: kernel '",)
 
@@ -36,7 +39,7 @@ def test_calls(first: int) -> None:
         outcomes[verdict.outcome] += 1
         if verdict.outcome == "refused" and not verdict.refusal.startswith(REFUSALS):
             verdict.add("refused", verdict.refusal)
-        if verdict.outcome == "wrong":
+        if verdict.outcome == "wrong" and seed not in TORCHS_OWN:
             print(f"seed {seed}: {verdict}")
             wrong.append(seed)
     assert not wrong, f"seeds {wrong}: {outcomes}"
