@@ -319,12 +319,12 @@ def windows() -> str:
     flex = loaded(other)
     for mask in ("causal", "window"):
         ratios = flex[mask]["ratios"]
-        for way in ("uncut", "depth 1", "slots"):
+        for way in ("uncut", "depth 1", "1 GiB"):
             both = "; ".join(f"{ratios[f'{way}, {what}']:.2f}" for what in ("forward", "both"))
             rows.append([f"{mask}, FlexAttention recovered, {way}: forward; both", both])
-    source = (
-        f"{origin(name, 'python benchmarks/run.py window')}; [raw](../benchmarks/results/{other})"
-    )
+    cases = "window,window-gqa,flex,flex-cut,flex-host,flex-causal,flex-causal-cut,flex-causal-host"
+    command = f"python benchmarks/run.py plain --alone flex --cases {cases}"
+    source = f"{origin(name, command)}; [raw](../benchmarks/results/{other})"
     return f"{source} of recovered FlexAttention.\n\n{table(['call', 'ratio'], rows)}"
 
 
@@ -356,15 +356,19 @@ def small() -> str:
 
 
 def census() -> str:
-    from quorum_attention.decomposition import Decomposition
+    from quorum_attention.decomposition import Decomposition, Pairs
+    from quorum_attention.decomposition import census as census_of
 
     rows = []
     for row in PAPER["census"]["rows"]:
         levels = tuple(row["levels"])
-        counted = Decomposition(row["tokens"], levels, layout="balanced").census(True, 128)
+        pairs = Pairs(row["tokens"], row["tokens"], True)
+        counted, aligned = (
+            census_of(Decomposition(row["tokens"], levels, layout=layout).tasks(), pairs)
+            for layout in ("balanced", "aligned")
+        )
         ours = [100 * share for share in (counted.masked, counted.clear, counted.mixed)]
         theirs = ["-" if p is None else f"{p:.3g}" for p in row["percent"]]
-        aligned = Decomposition(row["tokens"], levels).census(True, 128)
         rows.append(
             [
                 f"{row['tokens']:,}", " x ".join(map(str, levels)), " / ".join(theirs),

@@ -4,7 +4,8 @@ Inputs in host memory (page-locked, or not) or on the device, results made by th
 autograd. Beside them other kernels alone: everything on the device, autograd too. All take turns,
 call by call, so that a device that gets warmer counts against none of them. First calls, and
 medians of the later ones; with --before an older version as well (git worktree add ../before
-COMMIT; --before ../before/src). On a CPU a few calls of ours alone. fa4 needs flash-attn-4.
+COMMIT; --before ../before/src). On a CPU a few calls of ours alone. fa4 needs flash-attn-4; flex
+is torch's compiled FlexAttention with its block lists made beforehand.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Case:
     """A causal call of batch 1.
 
     ``place`` of the tensors: "pinned" and "pageable" host memory, or "device". ``kernel`` and
-    ``depth`` as in ``attention``; "flex": a window of 4,096 by compiled FlexAttention. ``calls``:
-    how many of them are one measurement.
+    ``depth`` as in ``attention``; "flex": compiled FlexAttention, recovered, which has the window
+    as its rule. ``calls``: how many of them are one measurement.
     """
 
     tokens: int
@@ -66,8 +67,12 @@ CASES = {
     "1048576-pageable": Case(*_MILLION, "1GiB", "pageable"),
     "1048576-device": Case(*_MILLION, None, "device"),
     "native": Case(1 << 18, 8, 8, 64, _HALF, "256MiB", kernel="native"),
-    "flex": Case(1 << 18, 8, 8, 64, _HALF, None, "device", kernel="flex"),
-    "flex-cut": Case(1 << 18, 8, 8, 64, _HALF, None, "device", kernel="flex", depth=1),
+    "flex": Case(1 << 18, 8, 8, 64, _HALF, None, "device", 4096, "flex"),
+    "flex-cut": Case(1 << 18, 8, 8, 64, _HALF, None, "device", 4096, "flex", 1),
+    "flex-host": Case(1 << 18, 8, 8, 64, _HALF, "1GiB", "pinned", 4096, "flex"),
+    "flex-causal": Case(1 << 18, 8, 8, 64, _HALF, None, "device", None, "flex"),
+    "flex-causal-cut": Case(1 << 18, 8, 8, 64, _HALF, None, "device", None, "flex", 1),
+    "flex-causal-host": Case(1 << 18, 8, 8, 64, _HALF, "1GiB", "pinned", None, "flex"),
     "small": Case(1 << 10, 8, 8, 64, _HALF, None, "device", calls=50),
 }
 # On a CPU.
@@ -89,8 +94,23 @@ def fa4(*three: torch.Tensor, **options: Any) -> torch.Tensor:
     return result
 
 
+def flex(case: Case) -> Callable[..., torch.Tensor]:
+    """Torch's compiled FlexAttention."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k < case.window) if case.window else q >= k
+
+    lists = create_block_mask(rule, None, None, case.tokens, case.tokens, "cuda")
+    grouped = case.heads != case.kv_heads
+    return partial(torch.compile(flex_attention), block_mask=lists, enable_gqa=grouped)
+
+
 def alone(name: str, case: Case, tensors: list[torch.Tensor]) -> Run:
     """A kernel by itself, on tensors of the device."""
+    if name == "flex":
+        compiled = flex(case)
+        return lambda: list(both(compiled, tensors[:3], tensors[3]))
     if name == "fa4":
         tensors = [t.transpose(1, 2).contiguous() for t in tensors]
         window = {} if case.window is None else {"window_size": (case.window - 1, 0)}
@@ -109,10 +129,12 @@ def alone(name: str, case: Case, tensors: list[torch.Tensor]) -> Run:
 def ours(case: Case, version: Version, tensors: list[torch.Tensor], peaks: list[int]) -> Run:
     """From where the case has its tensors; ``peaks`` gets the bytes of the device at most."""
     kernel: Any = case.kernel
+    window = case.window if case.kernel != "flex" else None
     if case.kernel == "flex":
         with version.active():
             kit = importlib.import_module(f"{PACKAGE}.kernels.kit")
-            kernel = kit.from_score_mod(None, kit.sliding_window(4096), compiled=True)
+            rule = None if case.window is None else kit.sliding_window(case.window)
+            kernel = kit.from_score_mod(None, rule, compiled=True)
 
     def run() -> list[float]:
         on_gpu = torch.cuda.is_available()
@@ -121,9 +143,9 @@ def ours(case: Case, version: Version, tensors: list[torch.Tensor], peaks: list[
             torch.cuda.reset_peak_memory_stats()
         with version.active() as qa:
             attend = partial(
-                qa.attention, attn_mask=case.window and qa.Mask(window=(case.window - 1, 0)),
-                is_causal=case.kernel != "flex", enable_gqa=True, budget=case.budget,
-                kernel=kernel, depth=case.depth,
+                qa.attention, attn_mask=window and qa.Mask(window=(window - 1, 0)),
+                is_causal=case.kernel != "flex" or case.window is None, enable_gqa=True,
+                budget=case.budget, kernel=kernel, depth=case.depth,
             )  # fmt: skip
             pairs = [both(attend, tensors[:3], tensors[3]) for _ in range(case.calls)]
         if on_gpu:
@@ -165,7 +187,7 @@ def line(found: dict[str, Any], versions: Iterable[str]) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", type=Path, help="src of an older version")
     parser.add_argument("--cases", help="by commas; all by default")
-    parser.add_argument("--alone", default="cudnn", help="of cudnn, fa4, fa2, by commas")
+    parser.add_argument("--alone", default="cudnn", help="of cudnn, fa4, fa2, flex")
     parser.add_argument("--kernel", help="of our calls")
     parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
 
@@ -180,7 +202,8 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
         case, peaks = known[name], list[int]()
         case = replace(case, kernel=options.kernel or case.kernel)
         tensors = drawn(case, "cuda" if on_gpu else "cpu")
-        rivals = [r for r in options.alone.split(",") if r and (case.window is None or r == "fa4")]
+        windowed = ("fa4", "flex")  # kernels that have windows
+        rivals = [r for r in options.alone.split(",") if r and (not case.window or r in windowed)]
         runs = {rival: alone(rival, case, tensors) for rival in rivals if on_gpu}
         tensors = placed(case, tensors)
         runs |= {v: ours(case, version, tensors, peaks) for v, version in versions.items()}
