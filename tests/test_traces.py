@@ -213,6 +213,27 @@ def test_inductor_compiles_a_model_in_one_graph_and_says_nothing() -> None:
     assert done.stderr == ""
 
 
+def test_a_compiled_backward_steps_around_too() -> None:
+    """Compiled autograd looks into the backward of every function; ours is one break there."""
+    done = run_python(
+        _BEGIN
+        + textwrap.dedent("""
+        from torch._dynamo.utils import counters
+        torch._dynamo.config.compiled_autograd = True
+        leaf, wanted = (q.clone().requires_grad_() for _ in range(2))
+        @torch.compile(backend="eager")
+        def step(leaf):
+            qa.attention(leaf * 2, k, v).sum().backward()
+        step(leaf)
+        torch.nn.functional.scaled_dot_product_attention(wanted * 2, k, v).sum().backward()
+        torch.testing.assert_close(leaf.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+        ours = [why for why in counters["graph_break"] if "Tensor.backward()" not in why]
+        assert all("disable" in why for why in ours), ours
+        """)
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "call",
     ["qa.attention(q, k, v, out=torch.empty_like(q))",

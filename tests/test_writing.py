@@ -41,13 +41,16 @@ def test_whatever_goes_wrong_the_earlier_file_stays(
     assert path.read_bytes() == EARLIER
 
 
-def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:
+def test_permissions_are_the_usual_ones_or_those_of_the_old_file(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_text(tmp_path / "x", "new")
     finally:
         os.umask(before)
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+    (tmp_path / "x").chmod(0o604)
+    write_text(tmp_path / "x", "newer")
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o604
 
 
 def test_names_as_long_as_there_may_be(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -239,7 +240,7 @@ def test_the_new_output_has_the_place_and_the_permissions_of_the_old(
     earlier.chmod(0o640)
     link = earlier.parent / "link"
     link.symlink_to(earlier.name)
-    assert main(["run", str(inputs), *CPU, "--lse", str(link), "--causal"]) == 0
+    assert main(["run", str(inputs), str(link), *CPU, "--lse", "--causal"]) == 0
     assert link.is_symlink()
     assert stat.S_IMODE(earlier.stat().st_mode) == 0o640
     given = safetensors.torch.load_file(inputs)
@@ -272,6 +273,17 @@ def test_a_mask_in_the_file_is_taken(
     # Who cannot take one says so.
     assert main(["recover", "--qkv", str(path), *CPU]) == 2
     assert "has a mask" in capsys.readouterr().err
+
+
+def test_options_stand_anywhere_between_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "qkv":
+        np.save(name, torch.randn(1, 2, 40, 8).numpy())
+    words = ["q.npy", "--scale", "2", "k.npy", "--causal", "v.npy", "out/", "--lse"]
+    assert main(["run", *words, *CPU]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lse.npy", "out.npy"]
 
 
 @pytest.mark.usefixtures("nothing_changes")
