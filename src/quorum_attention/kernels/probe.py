@@ -11,7 +11,6 @@ What merges is not what is tested: that is left to torch, because Triton may sti
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from contextlib import suppress
@@ -92,7 +91,7 @@ def _answer(
             f"such call first, as warm-up"
         )
     entry = _entry(kernel, call, device, deterministic)
-    if entry is not None and entry in _memo():
+    if entry is not None and entry in _entries(load(_FILE)):
         return None
     with outside(), by_torch():
         wrong = _tried_with_memory(kernel, call, device)
@@ -216,22 +215,14 @@ _FILE = "kernels.json"
 _MOST = 400
 
 
-@functools.cache
-def _memo() -> list[str]:
-    return _entries(load(_FILE))
-
-
 def _entries(said: Any) -> list[str]:
     return [e for e in said if isinstance(e, str)] if isinstance(said, list) else []
 
 
 def _note(entry: str) -> None:
     """Remember an entry. What cannot be written is not remembered."""
-    _memo().append(entry)
-    del _memo()[:-_MOST]
     with suppress(OSError):
-        # Another process may have added to it.
-        store(_FILE, lambda said: list(dict.fromkeys([*_entries(said), *_memo()]))[-_MOST:])
+        store(_FILE, lambda said: [*dict.fromkeys([*_entries(said), entry])][-_MOST:])
 
 
 def _entry(
@@ -244,17 +235,9 @@ def _entry(
         return None
     found = torch.cuda.get_device_properties(device)
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     versions = (
         found.name, found.major, found.minor, torch.__version__, torch.version.cuda,
-        torch.backends.cudnn.version(), driver, _sources(),
+        torch.backends.cudnn.version(), driver, hashlib.sha256(sources).hexdigest()[:16],
     )  # fmt: skip
     return f"{type(kernel).__qualname__} | {call} | {device} | {deterministic} | {versions}"
-
-
-@functools.cache
-def _sources() -> str:
-    """A hash of the code that a test runs."""
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
