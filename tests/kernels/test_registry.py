@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,11 +175,6 @@ CALL = CallShape("cuda", torch.float16, 2, 2, 8, 8)
 probing = sys.modules["quorum_attention.kernels.probe"]
 
 
-def forget_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read from files has to be read again."""
-    monkeypatch.setattr(probing, "_memo", functools.cache(probing._memo.__wrapped__))
-
-
 @pytest.fixture
 def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that are tested, on a made-up GPU; the cache is empty."""
@@ -192,7 +186,6 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     found: list[str] = []
     monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: found.append(kernel.name))
-    forget_files(monkeypatch)
     return found
 
 
@@ -202,7 +195,6 @@ def test_in_the_next_process(
 ) -> None:
     assert probe(CudnnKernel(), CALL, GPU) is None
     assert tested == ["cudnn"]
-    forget_files(monkeypatch)
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "99.0")
     elif changed == "driver":
@@ -210,7 +202,7 @@ def test_in_the_next_process(
     elif changed == "cudnn":
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     elif changed == "code":
-        monkeypatch.setattr(probing, "_sources", lambda: "other")
+        monkeypatch.setattr(probing.hashlib, "sha256", probing.hashlib.sha1)
     assert probe(CudnnKernel(), CALL, GPU) is None
     assert tested == ["cudnn"] * (2 if changed else 1)
 
@@ -230,7 +222,6 @@ def test_failures_users_kernels_and_options_are_not_remembered(
         for make in makers:
             found = probe(make(), CALL, GPU)
             assert found == ("it returned NaN" if turn == 0 else None)
-        forget_files(monkeypatch)
     assert tested == ["mine", "native", "cudnn"]
     for make in makers:
         probe(make(), CALL, GPU)
