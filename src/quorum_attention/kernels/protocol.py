@@ -48,11 +48,9 @@ class Lanes:
             for stream in self._streams:
                 main.wait_stream(stream)
 
-    @contextmanager
-    def call(self, number: int) -> Iterator[None]:
+    def call(self, number: int) -> AbstractContextManager[None]:
         """Around the ``number``-th call of a task: runs it on its stream."""
-        with torch.cuda.stream(self._streams[number % len(self._streams)]):
-            yield
+        return torch.cuda.stream(self._streams[number % len(self._streams)])
 
     @contextmanager
     def merge(self, number: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
@@ -72,11 +72,8 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def without_autocast(*device_types: str) -> AbstractContextManager[object]:
     """Turns autocast off, so that kernels compute in the dtypes of their inputs."""
-    on = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
-    if not on:
-        return nullcontext()
     off = ExitStack()
-    for kind in on:
+    for kind in filter(torch.is_autocast_enabled, device_types):
         off.enter_context(torch.autocast(kind, enabled=False))
     return off
 
