@@ -1,4 +1,5 @@
-"""The native kernel in calls: windows, soft cap, ALiBi, sinks, group bits, and their gradients."""
+"""The native kernel in calls: its options, group bits, and their gradients. (Masks and sinks:
+``test_masked.py``.)"""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers_attention import fresh_generator
-from native_reference import reference, relative
 
 import quorum_attention as qa
 from quorum_attention.kernels.native.kernel import tilings
@@ -18,40 +18,78 @@ from quorum_attention.kernels.protocol import Call, Saved
 N, M, HEADS = 90, 75, 2
 
 
+def reference(
+    query, key, value, *, bias=None, is_causal=False, scale=None, window=(-1, -1), softcap=0.0,
+    slopes=None, query_bits=None, key_bits=None,
+):  # fmt: skip
+    """(out, lse) by hand, every score in memory; tensors (b, h, n, d) of float64 on the CPU."""
+    n, m = query.shape[2], key.shape[2]
+    group = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * (query @ key.mT)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    apart = torch.arange(n)[:, None] - torch.arange(m)[None]
+    if slopes is not None:
+        scores = scores - slopes.double()[None, :, None, None] * apart.abs()
+    if bias is not None:
+        scores = scores + bias
+    keep = torch.ones(n, m, dtype=torch.bool)
+    if is_causal:
+        keep &= apart >= 0
+    left, right = window
+    if left >= 0:
+        keep &= apart <= left
+    if right >= 0:
+        keep &= apart >= -right
+    if query_bits is not None:
+        keep &= (query_bits[:, None] & key_bits[None]) == 0
+    scores = scores.masked_fill(~keep, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    return p @ value, lse
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference as a share of the largest value; equal infinities do not differ."""
+    found, expected = found.detach().cpu().double(), expected.detach()
+    assert not found.isnan().any()
+    difference = torch.where(found == expected, 0.0, (found - expected).abs())
+    size = expected[expected.isfinite()].abs()
+    largest = float(size.max()) if size.numel() else 0.0
+    return float(difference.max()) / max(largest, 1e-9)
+
+
 def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options) -> None:
-    """Bits by ``native_attention``, slopes by a ``NativeKernel``, all else by a ``Mask``."""
+    """Bits by ``native_attention``, all else by a ``NativeKernel``."""
     g = fresh_generator()
     shapes = ((HEADS, n, 16), (key_heads, m, 16), (key_heads, m, 24))
     given = [torch.randn(1, *shape, generator=g).to(dtype).to(device) for shape in shapes]
     given = [t.requires_grad_() for t in given]
-    made = {name: options.pop(name)(g) for name in ("bias", "sinks") if name in options}
-    call = {name: options[name] for name in ("is_causal", "scale") if name in options}
-    kernel = {name: options[name] for name in ("window", "softcap") if name in options}
+    bias = None
+    if "bias_heads" in options:
+        bias = torch.randn(1, options.pop("bias_heads"), 1, M, generator=g).to(dtype)
+    call = {"is_causal": options.get("is_causal", False)}
     grad = torch.randn(1, HEADS, n, 24, generator=g).to(dtype)
-    learned = []
     if "query_bits" in options:
         bits = {name: options[name].to(device) for name in ("query_bits", "key_bits")}
         out, lse = qa.native_attention(*given, out_dtype=torch.float32, **bits, **call)
         assert not lse.requires_grad
     else:
-        call |= {"enable_gqa": True, "devices": device, "out_dtype": torch.float32}
-        if "slopes" in options:
-            call["kernel"] = qa.NativeKernel(alibi_slopes=options["slopes"], **kernel)
-            call["attn_mask"] = made["bias"].to(dtype).to(device) if made else None
-        else:
-            learned = [t.to(device).requires_grad_() for t in made.values()]
-            placed = dict(zip(made, learned, strict=True))
-            call |= {"kernel": "native", "attn_mask": qa.Mask(**kernel, **placed)}
-        out, lse = qa.attention_with_lse(*given, **call)
+        own = {"alibi_slopes": options.get("slopes")}
+        own |= {name: options[name] for name in ("window", "softcap") if name in options}
+        out, lse = qa.attention_with_lse(
+            *given, None if bias is None else bias.to(device), enable_gqa=True, devices=device,
+            out_dtype=torch.float32, kernel=qa.NativeKernel(**own), **call,
+        )  # fmt: skip
     right = [t.detach().cpu().double().requires_grad_() for t in given]
-    more = {name: t.to(dtype if name == "bias" else t.dtype).double() for name, t in made.items()}
-    others = [t.requires_grad_() for t in more.values()][: len(learned)]
-    expected, expected_lse = reference(*right, **more, **options)
+    expected, expected_lse = reference(*right, bias=bias, **options)
     limit = 3e-6 if dtype == torch.float32 else 3e-3
     assert relative(out, expected) < limit
     assert relative(lse, expected_lse) < limit
-    found = torch.autograd.grad(out, [*given, *learned], grad.float().to(device))
-    wanted = torch.autograd.grad(expected, [*right, *others], grad.double())
+    found = torch.autograd.grad(out, given, grad.float().to(device))
+    wanted = torch.autograd.grad(expected, right, grad.double())
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.shape == theirs.shape
         if not theirs.any():  # rows of one key
@@ -71,15 +109,9 @@ OPTIONS = {
     "alibi": {"slopes": torch.tensor([0.5, 0.03]), "is_causal": True},
     "all at once": {
         "slopes": torch.tensor([0.5, 0.03]), "softcap": 2.0, "window": (30, 12), "key_heads": 1,
-        "bias": lambda g: torch.randn(1, 2, 1, M, generator=g),
+        "bias_heads": 2,
     },
-    "all at once but slopes": {
-        "softcap": 2.0, "window": (30, 12), "key_heads": 1,
-        "bias": lambda g: torch.randn(1, 2, 1, M, generator=g),
-        "sinks": lambda g: torch.randn(2, generator=g),
-    },
-    "bias of keys": {"bias": lambda g: torch.randn(1, 2, 1, M, generator=g)},
-    "sinks": {"sinks": lambda g: 3 * torch.randn(2, generator=g), "is_causal": True},
+    "bias of all heads": {"bias_heads": 1},
 }  # fmt: skip
 
 

@@ -221,7 +221,8 @@ class RectangleKernel(Kernel):
         bias = None if given is None else four_dims(given)
         key, value = (self._turned(key_rows(t, batch)) for t in (task.key, task.value))
         for pick in self._head_views(task):
-            mask = None if bias is None else _pick_bias(pick, bias, task.query.shape[1])
+            by_head = bias is not None and bias.shape[1] == task.query.shape[1] > 1
+            mask = pick(bias) if by_head and bias is not None else bias
             query = self._turned(query_rows(pick(task.query), batch))
             yield pick, Call(query, key, value, batch.first.causal, task.scale, mask)
 
@@ -301,12 +302,8 @@ def _planned_calls(
     """The operator calls of a task without a mask; the tasks of a level share them."""
     pieces: list[Rectangle] = []
     for r in rectangles:
-        if r.causal:
-            pieces.append(r)
-        else:
-            pieces.extend(cut([r], *kernel.preferred_sizes(sizes, r, backward)))
-    every = batches(tuple(pieces))
-    return tuple(part for batch in every for part in kernel._bounded(batch, sizes))
+        pieces += [r] if r.causal else cut([r], *kernel.preferred_sizes(sizes, r, backward))
+    return tuple(part for batch in batches(tuple(pieces)) for part in kernel._bounded(batch, sizes))
 
 
 def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -384,10 +381,6 @@ def operator_refusal(
 def four_dims(bias: torch.Tensor) -> torch.Tensor:
     """The mask with four dimensions (b, h, lq, lk); missing ones have size 1."""
     return bias[(None,) * (4 - bias.dim())]
-
-
-def _pick_bias(pick: Pick, bias: torch.Tensor, query_heads: int) -> torch.Tensor:
-    return pick(bias) if bias.shape[1] == query_heads and query_heads > 1 else bias
 
 
 def shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:

@@ -89,9 +89,9 @@ def _parts(thing: Any, names: _Names) -> Iterator[tuple[Any, _Names]]:
     """What ``thing`` holds, each with the names by which its own attributes may be read."""
     held: list[Any] = []
     if isinstance(thing, types.FunctionType):
-        names, held = names | _names_of(thing), list(_closed_over(thing))
+        names, held = names | _names(thing), list(_closed_over(thing))
     elif isinstance(thing, types.MethodType):
-        names, held = names | _names_of(thing.__func__), [thing.__func__, thing.__self__]
+        names, held = names | _names(thing.__func__), [thing.__func__, thing.__self__]
     elif isinstance(thing, partial):
         held = [thing.func, *thing.args, *thing.keywords.values()]
     elif isinstance(thing, (dict, list, tuple, deque)):
@@ -100,20 +100,18 @@ def _parts(thing: Any, names: _Names) -> Iterator[tuple[Any, _Names]]:
     elif hasattr(thing, "__dict__") and not isinstance(thing, (types.ModuleType, type)):
         kind, own = type(thing), vars(thing)
         called = kind.forward if isinstance(thing, torch.nn.Module) else vars(kind).get("__call__")
-        names |= _names_of(called)
+        names |= _names(called)
         places = (own, *(own.get(n) or {} for n in ("_buffers", "_parameters", "_modules")))
         held = [place[name] for place in places for name in sorted(names & place.keys())]
     return ((part, names) for part in held)
 
 
-def _names_of(function: Any) -> _Names:
-    return _names(function.__code__) if isinstance(function, types.FunctionType) else _Names()
-
-
-def _names(code: types.CodeType) -> _Names:
-    """The names of attributes in code, and in functions within it."""
-    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return _Names(code.co_names).union(*inner)
+def _names(function: Any) -> _Names:
+    """The names of attributes in a function's code, and in functions within it."""
+    code = getattr(function, "__code__", function)
+    if not isinstance(code, types.CodeType):
+        return _Names()
+    return _Names(code.co_names).union(*map(_names, code.co_consts))
 
 
 def _closed_over(function: types.FunctionType) -> Iterator[Any]:
