@@ -15,7 +15,7 @@ from quorum_attention.devices.processes import Worker, end_after
 class Process:
     """A process that ends when it is killed."""
 
-    exitcode = None
+    exitcode, pid = None, 1
 
     def __init__(self) -> None:
         self.killed = 0

@@ -31,7 +31,7 @@ Behaviour = Callable[[Compute, int], Any]
 class Process:
     """What a worker needs of a process; ends with its pipe."""
 
-    exitcode = None
+    exitcode, pid = None, 1
 
     def is_alive(self) -> bool:
         return False

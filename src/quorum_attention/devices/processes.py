@@ -85,9 +85,10 @@ class Worker:
         # The thread that closes the pool, and one whose call runs there: closed twice at once, a
         # pipe's number may be another file's already.
         with self.closing:
-            if self.process.is_alive():
-                self.process.kill()
-            self.process.join()
+            if self.process.pid is not None:  # else it never began
+                if self.process.is_alive():
+                    self.process.kill()
+                self.process.join()
             self.pipe.close()
 
 
@@ -98,10 +99,16 @@ def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
         RuntimeError: one did not start, and all are ended; or this process may start none.
     """
     _check_may_start()
-    workers: list[Worker] = []
+    context, workers = torch.multiprocessing.get_context("spawn"), list[Worker]()
     try:
         for device in devices:
-            _begin(device, threads, workers)
+            ours, theirs = context.Pipe()
+            name, told = f"quorum-attention {device}", (device, threads, theirs)
+            process = context.Process(target=work, args=told, name=name, daemon=True)
+            workers.append(Worker(device, process, ours))
+            _workers.add(workers[-1])
+            with theirs:
+                process.start()
         limit = time.monotonic() + _START_SECONDS
         for worker in workers:
             _wait_for(worker, max(0.0, limit - time.monotonic()))
@@ -109,22 +116,6 @@ def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
         _kill(workers)
         raise
     return workers
-
-
-def _begin(device: str, threads: int | None, begun: list[Worker]) -> None:
-    """Begin the process of a worker, which is one of ``begun`` even if that is interrupted."""
-    context = torch.multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    name = f"quorum-attention {device}"
-    process = context.Process(target=work, args=(device, threads, theirs), name=name, daemon=True)
-    worker = Worker(device, process, ours)
-    _workers.add(worker)
-    try:
-        process.start()
-    finally:
-        theirs.close()
-        if process.pid is not None:
-            begun.append(worker)
 
 
 def _wait_for(worker: Worker, seconds: float) -> None:

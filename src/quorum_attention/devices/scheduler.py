@@ -144,7 +144,11 @@ class Coordinator:
                 if schedule.running:
                     self._hear()
                 if self._failed is not None:
-                    self._raise(*self._failed)
+                    number, failed = self._failed
+                    said = failed.error
+                    where = f"in the worker of {report.devices[number]}:\n{failed.trace}"
+                    error = said if isinstance(said, BaseException) else RuntimeError(said)
+                    raise error from RuntimeError(where)
         except Exception:
             # Workers finish the orders they have, so that they can be used again.
             limit = time.monotonic() + _HUNG_SECONDS
@@ -199,13 +203,6 @@ class Coordinator:
         now = time.perf_counter()
         for number in [n for n, end in ends.items() if end <= now and not heard]:
             self._lost(number, f"no answer for {now - running[number].begun:.0f} s")
-
-    def _raise(self, number: int, failed: Failed) -> NoReturn:
-        there = f"in the worker of {self.report.devices[number]}:\n{failed.trace}"
-        raised = failed.error
-        if not isinstance(raised, BaseException):
-            raised = RuntimeError(raised)
-        raise raised from RuntimeError(there)
 
     def _limit(self, order: Order) -> float:
         """Seconds after which an order is taken from its worker."""

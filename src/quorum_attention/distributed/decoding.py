@@ -74,7 +74,13 @@ def decode(
         if kernel != "auto":
             agreement.kernel_of_parts(kernel)
     sinks = None if mask is None else mask.sinks
-    number = agreement.agreed_number(everyone, query, _arguments(query, value, scale, sinks))
+    heads, queries, head_dim = query.shape[-3:]
+    arguments = {
+        "call": "decode", "batch size": query.shape[:-3].numel(), "heads": heads,
+        "queries": queries, "head_dim": head_dim, "value_dim": value.shape[-1],
+        "dtype": query.dtype, "scale": scale, "attn_mask.sinks": sinks is not None,
+    }  # fmt: skip
+    number = agreement.agreed_number(everyone, query, arguments)
     made = None if report is None else Report()
     with agreement.exchanging(everyone):
         own = mask if mask is None or sinks is None else replace(mask, sinks=None)
@@ -103,15 +109,3 @@ def decode(
         join_sinks_(total, weight, sinks)
     found = total.reshape(out.shape).to(query.dtype)
     return found.masked_fill_((every[:, -1] != number).any(), math.nan)
-
-
-def _arguments(
-    query: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
-) -> agreement.Signature:
-    """What must be the same on all ranks."""
-    heads, queries, head_dim = query.shape[-3:]
-    return {
-        "call": "decode", "batch size": query.shape[:-3].numel(), "heads": heads,
-        "queries": queries, "head_dim": head_dim, "value_dim": value.shape[-1],
-        "dtype": str(query.dtype), "scale": scale, "attn_mask.sinks": sinks is not None,
-    }  # fmt: skip

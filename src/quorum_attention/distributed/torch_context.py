@@ -62,9 +62,6 @@ def context_parallel(
     if any(not any(one is buffer for buffer in given) for one in kept):
         raise ValueError("no_restore_buffers must be among buffers")
     whole = [buffer.detach() for buffer in given]
-    options: dict[str, Any] = {
-        "budget": budget, "depth": depth, "kernel": kernel, "report": report,
-    }  # fmt: skip
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
 
@@ -81,7 +78,7 @@ def context_parallel(
         return attention(
             query, key, value, attn_mask, group=group, is_causal=is_causal, scale=scale,
             enable_gqa=enable_gqa, dropout_p=dropout_p, lengths=lengths,
-            **options,
+            budget=budget, depth=depth, kernel=kernel, report=report,
         )  # fmt: skip
 
     # So that another patch lies below this one: its calls would be of this rank's rows alone.
