@@ -10,11 +10,8 @@ import torch
 
 from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.transforms import (
-    is_followed,
     records,
-    refuse_entries,
     refuse_learned,
-    refuse_out,
     refuse_randomness,
     unwrapped,
 )
@@ -28,7 +25,7 @@ from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import capturing, outside
+from quorum_attention.kernels.torch_private import capturing, has_transforms, outside
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.planner.plan import Options
 
@@ -122,7 +119,13 @@ class Request:
         if self.runner is not None:
             raise NotImplementedError("devices cannot be several under torch.vmap")
         if self.options.kernel != "auto":
-            refuse_entries(get_kernel(self.options.kernel), self.options.device)
+            kernel = get_kernel(self.options.kernel)
+            if kernel.tells_entries_apart(self.options.device):
+                # Entries would be counted through the dimension that is added.
+                raise NotImplementedError(
+                    f"torch.vmap cannot map this call: kernel {kernel.name!r} has a function of "
+                    "the batch entry; make the dimension that is mapped one of the batch"
+                )
         batch = (size, *self.work.batch_shape)
         shape = None if mask is None else mask_shape(mask, len(batch))
         work = replace(self.work, batch_shape=batch, mask=shape)
@@ -149,8 +152,8 @@ def request_of(
     """
     backward, written, scale = function == "attention_backward", call.written, call.scale
     p, seed = checked_dropout(call.dropout_p, call.dropout_seed, draws=not backward)
-    if call.out is not None:
-        refuse_out()
+    if call.out is not None and has_transforms():
+        raise NotImplementedError("out cannot be given under torch.func transformations")
     tensors, out, described, sizes, without_heads, cast_bytes = check_tensors(
         query, key, value, call
     )
@@ -170,7 +173,7 @@ def request_of(
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(options.kernel)
         options = replace(options, kernel=kernel)
-        if is_followed():
+        if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
     if p > 0.0 and seed is None:
         refuse_randomness(query, key, value, mask)

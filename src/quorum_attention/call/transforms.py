@@ -20,21 +20,6 @@ def records(*inputs: torch.Tensor | None) -> bool:
     )
 
 
-def is_followed() -> bool:
-    """Whether gradients are recorded, or a transformation or forward-mode is active."""
-    return torch.is_grad_enabled() or records()
-
-
-def refuse_out() -> None:
-    """Refuse ``out=`` under torch.func: it has no room for dimensions that a transformation adds.
-
-    Raises:
-        NotImplementedError: under torch.func.
-    """
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("out cannot be given under torch.func transformations")
-
-
 def refuse_batched(*gradients: torch.Tensor | None) -> None:
     """Refuse gradients of ``is_grads_batched``, several in one: they are made by an older vmap of
     torch's, which knows few operators, and have no memory that a kernel could read.
@@ -180,20 +165,6 @@ def _ends(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     with outside():
         entry = tensor.detach()[(0,) * (tensor.dim() - 3)].unsqueeze(0)
         return entry[..., :: max(1, entry.shape[-2] - 1), :].to(device).clone()
-
-
-def refuse_entries(kernel: InnerKernel, device: torch.device) -> None:
-    """Refuse torch.vmap where an attention depends on the number of the batch entry: entries would
-    be counted through the dimension that it adds.
-
-    Raises:
-        NotImplementedError: ``kernel`` depends on it.
-    """
-    if kernel.tells_entries_apart(device):
-        raise NotImplementedError(
-            f"torch.vmap cannot map this call: kernel {kernel.name!r} has a function of the batch "
-            "entry; make the dimension that is mapped one of the batch"
-        )
 
 
 def refuse_transforms(*inputs: torch.Tensor) -> None:

@@ -145,7 +145,7 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
     word = backend_of(tensors[0].device).word_bytes
     return all(
         (t.stride(-1) == 1 or t.shape[-1] <= 1)
-        and rows_apart(t)
+        and _rows_apart(t)
         and (word == 1 or _at_whole_words(t, word))
         for t in tensors
     )
@@ -156,23 +156,16 @@ def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
     have the query's strides."""
     steps = query.stride()
     if backend_of(query.device).word_bytes == 1:
-        laid_out = steps_are_clear(query)
+        # torch's operator on a CPU lays its output out as the query, and gives it no dense rows
+        # where a dimension of one entry has steps of one number, beside an expanded one.
+        laid_out = steps.count(1) < 2 or 0 not in steps
     else:
         laid_out = all(n <= 1 or s > 0 for n, s in zip(query.shape, steps, strict=True))
     return laid_out and rows_are_dense(query, key, value)
 
 
-def steps_are_clear(query: torch.Tensor) -> bool:
-    """Whether torch's operator on a CPU gives its output, which it lays out as the query, dense
-    rows: not where a dimension of one entry has steps of one number, beside an expanded one."""
-    steps = query.stride()
-    return steps.count(1) < 2 or 0 not in steps
-
-
-def rows_apart(tensor: torch.Tensor) -> bool:
+def _rows_apart(tensor: torch.Tensor) -> bool:
     """Whether no row begins within another; rows may be all the same."""
-    if tensor.is_contiguous():  # the usual case, a few microseconds sooner
-        return True
     *sizes, width = tensor.shape
     return all(n <= 1 or not 0 < s < width for n, s in zip(sizes, tensor.stride(), strict=False))
 

@@ -196,15 +196,8 @@ def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
 
 def flat_entries(work: Workload, group: Group) -> tuple[int, ...]:
     """The indices of a group's batch entries when the batch dimensions are flattened."""
-    return tuple(flat_entry(work, entry) for entry in group.entries)
-
-
-def flat_entry(work: Workload, entry: tuple[int, ...]) -> int:
-    """The index of a batch entry when the batch dimensions are flattened."""
-    number = 0
-    for index, size in zip(entry, work.batch_shape, strict=True):
-        number = number * size + index
-    return number
+    steps = [math.prod(work.batch_shape[at + 1 :]) for at in range(len(work.batch_shape))]
+    return tuple(sum(i * n for i, n in zip(e, steps, strict=True)) for e in group.entries)
 
 
 def count_groups(work: Workload, size: GroupSize) -> int:
