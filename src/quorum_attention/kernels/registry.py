@@ -19,9 +19,7 @@ from quorum_attention.kernels.vendors import CpuKernel, CudnnKernel, EfficientKe
 _KERNELS: dict[str, Kernel] = {}
 _registered = 0
 
-# Fastest first (measured on an H200). Kernels registered by users come after these, in the order of
-# registration; the reference comes last.
-_PREFERENCE = ("fa4", "cudnn", "flash", "efficient", "cpu", "native")
+# The reference: it comes after all others.
 _LAST = "dense"
 
 
@@ -87,7 +85,7 @@ def kernels() -> dict[str, Kernel]:
         >>> "dense" in qa.kernels()
         True
     """
-    return {kernel.name: kernel for kernel in _in_order()}
+    return {**{name: k for name, k in _KERNELS.items() if name != _LAST}, _LAST: _KERNELS[_LAST]}
 
 
 def get_kernel(kernel: str | Kernel) -> Kernel:
@@ -117,17 +115,9 @@ def why_not(kernel: Kernel, call: CallShape, device: torch.device | None = None)
     return probe(kernel.probed_as or kernel, call, device)
 
 
-def _in_order() -> list[Kernel]:
-    def rank(name: str) -> int:
-        if name in _PREFERENCE:
-            return _PREFERENCE.index(name)
-        return len(_PREFERENCE) + (name == _LAST)
-
-    return [_KERNELS[name] for name in sorted(_KERNELS, key=rank)]
-
-
+# Fastest first (measured on an H200). Kernels that users register come after these, in order.
 for _kernel in (
-    Fa4Kernel(), CudnnKernel(), FlashKernel(), EfficientKernel(), NativeKernel(), CpuKernel(),
+    Fa4Kernel(), CudnnKernel(), FlashKernel(), EfficientKernel(), CpuKernel(), NativeKernel(),
     DenseKernel(),
 ):  # fmt: skip
     register_kernel(_kernel)
