@@ -209,7 +209,8 @@ class MaskedKernel(Kernel):
         more = more or call.bias is not None or call.dropout is not None
         if not bands or more or 0 in call.query.shape[:3]:
             return None
-        return iter([(slice(None), base, replace(call, causal=geometry.band))])
+        every = slice(0, call.query.shape[0])
+        return iter([(every, base, replace(call, causal=geometry.band))])
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
