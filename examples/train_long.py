@@ -5,8 +5,7 @@ python examples/train_long.py                    # a small model with random wei
 python examples/train_long.py --tokens 256K      # on a GPU: Qwen3-8B's shape, random weights
 python examples/train_long.py --model FOLDER --text FILE         # your weights and your text
 
-Trained are adapters (LoRA) around all linear layers. Without ``--text`` the text is the source of
-Python's standard library, a token for each byte.
+Adapters (LoRA) are trained. Without ``--text`` the text is Python's standard library, by bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-8B": {
         "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "head_dim": 128,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "rope_theta": 1e6, "max_position_embeddings": 1 << 24,
     },
     "small": {
         "vocab_size": 8192, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "rope_theta": 1e6, "max_position_embeddings": 1 << 24,
     },
 }  # fmt: skip
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -51,24 +48,22 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) to (..., out)."""
-        low = nn.functional.linear(nn.functional.linear(x, self.a), self.b)
-        return self.base(x) + low  # type: ignore[no-any-return]
+        return self.base(x) + x @ self.a.T @ self.b.T  # type: ignore[no-any-return]
 
 
 def new_model(shape: str, rank: int, device: str, folder: str | None = None) -> Any:
-    """A decoder of that shape with random weights, or the one in ``folder``; adapters are trained,
-    all else is frozen."""
+    """A decoder of that shape with random weights, or the one in ``folder``; adapters learn."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         if folder is None:
-            config = Qwen3Config(**SHAPES[shape], use_cache=False)
+            config = Qwen3Config(**SHAPES[shape], rope_theta=1e6, max_position_embeddings=1 << 24)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-            model.config.use_cache = False
+        model.config.use_cache = False
         model.requires_grad_(False)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
@@ -78,23 +73,13 @@ def new_model(shape: str, rank: int, device: str, folder: str | None = None) -> 
 
 
 def library(tokens: int, device: str) -> torch.Tensor:
-    """The first so many bytes of the standard library's sources, (1, tokens)."""
+    """The first bytes of the standard library's sources, (1, tokens)."""
     found = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
-        if "site-packages" not in path.parts:
+        if "site-packages" not in path.parts and len(found) < tokens:
             found += path.read_bytes()
-        if len(found) >= tokens:
-            return torch.tensor(found[:tokens], device=device, dtype=torch.int64)[None]
-    raise SystemExit(f"the standard library has {len(found):,} bytes, {tokens:,} are asked for")
-
-
-def tokenised(file: str, folder: str, tokens: int, device: str) -> torch.Tensor:
-    """The first so many tokens of a file, (1, tokens)."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(Path(file).read_text(encoding="utf-8"), return_tensors="pt").input_ids
-    return ids[:, :tokens].to(device)  # type: ignore[no-any-return]
+    assert len(found) >= tokens, f"the standard library has {len(found):,} bytes"
+    return torch.tensor(found[:tokens], device=device, dtype=torch.int64)[None]
 
 
 def main() -> None:
@@ -105,19 +90,20 @@ def main() -> None:
     parser.add_argument("--text", help="a file; needs --model")
     parser.add_argument("--tokens", type=parse_count, default=32_768 if device == "cuda" else 2048)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--budget", default="5GiB" if device == "cuda" else "16MiB")
     options = parser.parse_args()
     if options.text and not options.model:
         parser.error("--text needs --model, for the tokenizer")
-    shape = "Qwen3-8B" if device == "cuda" else "small"
-    model = new_model(shape, options.rank, device, options.model)
+    model = new_model("Qwen3-8B" if device == "cuda" else "small", 16, device, options.model)
     ids = library(options.tokens, device)
     if options.text:
-        ids = tokenised(options.text, options.model, options.tokens, device)
+        from transformers import AutoTokenizer
+
+        tokenizer, text = AutoTokenizer.from_pretrained(options.model), Path(options.text)
+        ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+        ids = ids[:, : options.tokens].to(device)
     print(long_context(model, budget=options.budget), flush=True)
-    learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=1e-3)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     for step in range(options.steps):
         began = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
@@ -125,9 +111,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         took = f"loss {loss.item():.4f}, {time.perf_counter() - began:.1f} s"
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        print(f"step {step + 1}: {ids.shape[1]:,} tokens, {took}"
-              f"{f', {format_bytes(peak)} at most' if peak else ''}", flush=True)  # fmt: skip
+        if device == "cuda":
+            took += f", {format_bytes(torch.cuda.max_memory_allocated())} at most"
+        print(f"step {step + 1}: {ids.shape[1]:,} tokens, {took}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +100,19 @@ def test_real_activations(
     assert {name: tuple(t.shape) for name, t in written.items()} == dict.fromkeys(
         ("query", "key", "value"), (1, 12, 700, 32)
     )
+
+
+def test_the_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells, one after the other, on a shorter text; the loss falls."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    book = json.loads((ROOT / "examples" / "train_long.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]).replace("2048", "400"), names)
+    assert names["losses"] == sorted(names["losses"], reverse=True)
+    assert "chunked loss" in capsys.readouterr().out
 
 
 def test_train_long(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -20,8 +21,9 @@ from helpers_models import SIZES, VOCABULARY, distance, tiny
 import quorum_attention as qa
 from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers import register
-from quorum_attention.recipes import long_context
+from quorum_attention.recipes import Training, long_context, read_shape, step_memory
 from quorum_attention.recipes.long_context import ATTENTION
+from quorum_attention.recipes.step import SWITCHES, returned_bytes
 
 
 def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, Any]]:
@@ -58,16 +60,27 @@ def test_loss_and_gradients_are_the_same(kind: str) -> None:
         assert "tiled MLP" in summary.left_out
 
 
-def test_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_less_and_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wide vocabulary and four layers: logits, then activations, are most of it."""
-    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 64 * 8192 * 12)
+    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 2 << 20)
+    monkeypatch.setattr("quorum_attention.recipes.step.MLP_TILE", 64)
     sizes = {"vocab_size": 8192, "num_hidden_layers": 4, "intermediate_size": 256}
     model = tiny("llama", sizes).train()
-    ids = torch.randint(8192, (1, 512))
-    changed = copy.deepcopy(model)
-    long_context(changed, mlp_tile=64)
-    plain, ours = (usage(lambda m=m: step(m, ids, ids)).peak for m in (model, changed))
-    assert ours < 0.6 * plain, (ours, plain)
+    model.set_attn_implementation("sdpa")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    shape, ids, peaks = read_shape(model.config.to_dict()), torch.randint(8192, (1, 4096)), []
+    training = Training(4096, dtype=torch.float32, optimizer="none", device="cpu")
+    budget = (7 << 20) + returned_bytes(shape, training, backward=True)
+    for on in ((), SWITCHES[:3]):
+        if on:
+            long_context(model, budget=budget, mlp_tile=64)
+            training = replace(training, budget=budget, on=on)
+        step(model, ids[:, :64], ids[:, :64])
+        model.zero_grad()
+        weights = sum(weight.nbytes for weight in model.parameters())
+        peaks.append(weights + usage(lambda: step(model, ids, ids)).peak)
+        assert step_memory(shape, training).peak_bytes == pytest.approx(peaks[-1], rel=0.1)
+    assert peaks[1] < 0.1 * peaks[0], peaks
 
 
 def test_a_model_that_caps_its_logits() -> None:
