@@ -164,22 +164,22 @@ def request_of(
         factor = 0.0
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
     causal = switch(call.is_causal, "is_causal")
-    work = replace(sizes, is_causal=causal, mask=shape, dropout=p > 0.0)
     exact_scale, recorded = scale_is_exact(factor, query.dtype), records(query, key, value, sinks)
     if described is not None:
+        work = replace(sizes, is_causal=causal, mask=shape, dropout=p > 0.0)
         causal, kernel = _under_mask(described, work, options, needs_grad=backward or recorded)
         options = options if kernel is options.kernel else replace(options, kernel=kernel)
     if options.kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(options.kernel)
-        options = replace(options, kernel=kernel)
+        options = options if kernel is options.kernel else replace(options, kernel=kernel)
         if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
     if p > 0.0 and seed is None:
         refuse_randomness(query, key, value, mask)
     work = replace(
-        work, is_causal=causal, positive_scale=factor > 0, sinks=sinks is not None,
-        exact_scale=exact_scale,
+        sizes, is_causal=causal, mask=shape, dropout=p > 0.0, positive_scale=factor > 0,
+        sinks=sinks is not None, exact_scale=exact_scale,
     )  # fmt: skip
     if options.plan is not None:
         check_plan(options.plan, work)

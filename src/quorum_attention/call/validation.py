@@ -377,6 +377,8 @@ def broadcast_inputs(
     heads, shared, grouped = _heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
     batch = query.shape[:-3]
     for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[:-3] == batch:
+            continue
         try:
             batch = torch.broadcast_shapes(batch, tensor.shape[:-3])
         except RuntimeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -169,9 +170,16 @@ class Gathered:
 
     def at(self, *pieces: Interval, heads: Interval | None = None) -> torch.Tensor:
         """Rows of all its heads, or of some; a view where nothing lies between them here."""
-        first, last = heads or self.needed.heads
-        some = self.tensor.narrow(1, first - self.needed.heads.start, last - first)
-        starts = [counted(below(self.needed.rows, piece.start)) for piece in pieces]
-        runs = union((n, n + piece.length) for n, piece in zip(starts, pieces, strict=True))
-        views = [some.narrow(2, run.start, run.length) for run in runs]
+        some = self.tensor
+        if heads is not None and heads != self.needed.heads:
+            some = some.narrow(1, heads.start - self.needed.heads.start, heads.length)
+        views = [some.narrow(2, *run) for run in _runs(self.needed.rows, pieces)]
         return views[0] if len(views) == 1 else torch.cat(views, dim=2)
+
+
+@lru_cache(maxsize=4096)
+def _runs(rows: tuple[Interval, ...], pieces: tuple[Interval, ...]) -> list[tuple[int, int]]:
+    """Where ``pieces`` lie among ``rows``, without gaps between these: first row and length."""
+    starts = [counted(below(rows, piece.start)) for piece in pieces]
+    runs = union((n, n + piece.length) for n, piece in zip(starts, pieces, strict=True))
+    return [(run.start, run.length) for run in runs]

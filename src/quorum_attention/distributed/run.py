@@ -274,7 +274,8 @@ class Sharded:
         part = PartOfCall(
             Interval(0, whole.batch_shape[0]), block.heads, block.queries, Interval(0, whole.n_keys)
         )
-        results = replace(results, grad_mask=bias is not None, grad_sinks=sinks is not None)
+        if bias is not None or sinks is not None:
+            results = replace(results, grad_mask=bias is not None, grad_sinks=sinks is not None)
         # Where a block may have some of its rows' keys alone there is no mask.
         masked = (None, block.causal) if self.assignment.of.units == "pairs" else None
         written = filled(self.written._replace(report=report))
