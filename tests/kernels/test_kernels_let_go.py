@@ -12,7 +12,7 @@ from helpers_attention import inputs
 
 import quorum_attention as qa
 from quorum_attention.kernels import CpuKernel, DenseKernel, InnerKernel
-from quorum_attention.kernels.kit.masks import document, sliding_window
+from quorum_attention.kernels.kit.masks import document
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,12 +36,10 @@ KERNELS: dict[str, Callable[[], InnerKernel]] = {
     "function": lambda: qa.from_lse_function(lse_function),
     "plain": Plain,
     "rectangles": Rectangles,
-    "window": lambda: qa.from_score_mod(mask_mod=sliding_window(20), compiled=False),
     "documents": lambda: qa.from_score_mod(
         mask_mod=document(torch.arange(150) // 40), compiled=False
     ),
     "score": lambda: qa.from_score_mod(lambda s, b, h, q, k: s - k, compiled=False),
-    "mask": lambda: qa.from_score_mod(mask_mod=lambda b, h, q, k: q - k < 30, compiled=False),
     "longnet": lambda: qa.LongNetKernel([(30, 1), (60, 2)]),
 }
 
