@@ -14,14 +14,9 @@ from quorum_attention.pictures.geometry import blocks
 
 SHAPES = [
     Decomposition(1_048_576, ()),
-    Decomposition(1_048_576, (7,)),
-    Decomposition(1_048_576, (57,)),
-    Decomposition(1_048_576, (7, 7)),
     Decomposition(1_048_576, (57, 57)),
     Decomposition(65_536, (3, 7), layout="balanced"),
-    Decomposition(5, (7,), layout="balanced"),
     Decomposition(5, (7,)),
-    Decomposition(1, (1,)),
     Decomposition(0, (7,)),
 ]
 
