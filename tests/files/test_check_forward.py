@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,8 +33,8 @@ def a_call(
     return WholeCall((2,), 4, 2, N, M, mask, causal), read
 
 
-def check(call: WholeCall, read: dict[str, torch.Tensor], budget: int | None = None) -> None:
-    check_forward(call, BLOCK, read, CallOptions(budget, devices=torch.device("cpu")))
+def check(call: WholeCall, read: Any, budget: int | None = None, blocks: int = 1) -> None:
+    check_forward(call, BLOCK, read, CallOptions(budget, devices=torch.device("cpu")), blocks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,9 +62,9 @@ def test_other_results_are_not_those_of_the_call(dtype: torch.dtype) -> None:
         (call, {"query": read["query"].flip(-1)}),
         (call, {"value": read["value"].flip(-1)}),
     ]
-    for changed, tensors in other:
+    for (changed, tensors), blocks in product(other, (1, 9)):
         with pytest.raises(ValueError, match="another forward"):
-            check(changed, {**read, **tensors})
+            check(changed, {**read, **tensors}, blocks=blocks)
 
 
 def test_a_kernel_registered_anew_is_not_the_forwards() -> None:

@@ -95,17 +95,6 @@ def test_as_on_one_device(farm: Farm, seed: int, tmp_path: Path) -> None:
 
 
 @needs_ray
-def test_on_the_command_line(farm: Farm, tmp_path: Path) -> None:
-    q = torch.randn(1, 2, 500, 16)
-    safetensors.torch.save_file({"q": q, "k": q.clone(), "v": q.clone()}, tmp_path / "in")
-    files = [str(tmp_path / name) for name in ("in", "out")]
-    options = ["--ray", "auto", "--ray-workers", "1", "--ray-cpus", "0.25", "--chunks", "7"]
-    assert main(["run", *files, "--causal", *options]) == 0
-    out = open_tensors(files[1])["out"]
-    assert torch.allclose(out, qa.attention(q, q, q, is_causal=True), atol=1e-5)
-
-
-@needs_ray
 def test_errors_come_through(farm: Farm, tmp_path: Path) -> None:
     tensors = {name: torch.randn(1, 2, 50, 8) for name in "qkvo"}
     q, k, v, out = in_files(tmp_path / "in", tensors, writable=True).values()
