@@ -231,22 +231,42 @@ def direct_attention(query: Any, key: Any, value: Any, call: Arguments) -> torch
     name = cache_key(query, key, value, call)
     if name is None:
         return None
-    known, mask = _CACHE.get(name), call.attn_mask
-    if name not in _CACHE:
-        tensors, request = request_of("attention", query, key, value, call)
-        # Of tensors that were broadcast, others like the given ones are not.
-        if tensors.query is query and tensors.key is key and tensors.value is value:
-            known = direct_call(tensors, request)
+    known, mask = _find(name, query, key, value, call), call.attn_mask
     tensors = Tensors(query, key, value, mask if isinstance(mask, torch.Tensor) else None)
     made = None if known is None else known.output(tensors)
     if known is not None and made is None:
         # Memory ran out: the next call like it is decided anew, by what is free then.
         _CACHE.pop(name, None)
-    elif name not in _CACHE:
+    return made
+
+
+def direct_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Output and log-sum-exp, without autograd, as ``direct_attention``."""
+    name = cache_key(query, key, value, call)
+    known = None if name is None else _find(name, query, key, value, call)
+    if known is None:
+        return None
+    try:
+        return known.forward(Tensors(query, key, value, None))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    _CACHE.pop(name, None)
+    return None
+
+
+def _find(name: Hashable, query: Any, key: Any, value: Any, call: Arguments) -> DirectCall | None:
+    """What is remembered of calls of this name, or found out now."""
+    if name not in _CACHE:
+        tensors, request = request_of("attention", query, key, value, call)
+        # Of tensors that were broadcast, others like the given ones are not.
+        same = tensors.query is query and tensors.key is key and tensors.value is value
         if len(_CACHE) >= _MOST:
             forget_all()
-        _CACHE[name] = known
-    return made
+        _CACHE[name] = direct_call(tensors, request) if same else None
+    return _CACHE[name]
 
 
 def forget_all() -> None:

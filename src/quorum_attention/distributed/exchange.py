@@ -136,7 +136,8 @@ class Gathered:
         """Put together from pieces; ``like`` as in ``zeros``."""
         if len(arrived) == 1:
             return cls(needed, arrived[0][1])
-        made = cls.zeros(needed, like, like.dtype)
+        sizes = (like.shape[0], needed.heads.length, counted(needed.rows), *like.shape[3:])
+        made = cls(needed, like.new_empty(sizes))
         for piece, content in arrived:
             made.at(piece.rows).copy_(content)
         return made
