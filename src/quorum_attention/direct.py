@@ -52,7 +52,8 @@ _MOST = 128
 
 def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | None:
     """What a call is looked up by; None if it is none that is remembered, as one with options.
-    Calls of one key differ in their numbers only."""
+    Calls of one key differ in their numbers only, and in host memory in how many keys they have
+    where no gradients are recorded."""
     attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
     if not (
         type(dropout_p) is float and dropout_p == 0.0 and written.says_nothing
@@ -80,11 +81,27 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
         # It has no memory of its own: it belongs to a transformation, even to one that is over.
         return None
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    lie = [(t.shape, t.stride(), t.dtype, t.device) for t in three]
+    grows = not (backend.own_memory or records or is_causal or mask) and _may_grow(key, value)
     return (
-        *lie, *starts, mask, is_causal, scale, enable_gqa, records, backend, best_device(),
+        _lies(query), _lies(key, grows), _lies(value, grows), *starts,
+        mask, is_causal, scale, enable_gqa, records, backend, best_device(),
         _deterministic(), registrations(), rates_known(),
     )  # fmt: skip
+
+
+def _lies(tensor: torch.Tensor, grows: bool = False) -> Hashable:
+    """Sizes, steps and kind of a tensor; of one that ``grows`` with the calls, its rows rounded
+    up, as decisions do (``planner/decide.py``)."""
+    if not grows:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    batch, heads, rows, dim = tensor.shape
+    steps = tensor.is_contiguous() or tensor.stride()
+    return batch, heads, (rows - 1).bit_length(), dim, steps, tensor.dtype, tensor.device
+
+
+def _may_grow(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether keys may be more by the next call, as a model's that decodes on a CPU."""
+    return 0 < key.shape[2] == value.shape[2] and best_device().type == "cpu"
 
 
 def _is_plain(tensor: Any) -> bool:
