@@ -256,13 +256,19 @@ def several() -> str:
         for count, budgets in found["devices"].items() for budget, seconds in budgets.items()
     ]  # fmt: skip
     words = {
+        "1048576": "1,048,576 tokens, 8 heads of 64, fp16",
         "131072": "131,072 tokens, 32 heads over 8 of 128, bf16",
         "8192-a-gpu-x8": "8,192 tokens a rank, 64 heads over 8 of 128, bf16, eight calls in a row",
     }
+
+    def times(methods: dict[str, Pair], way: str) -> str:
+        """How many times as fast as FlashAttention-4 on one device in the same run."""
+        pairs = zip(methods["fa4"], methods[way], strict=True) if way in methods else ()
+        return "; ".join(f"{one / mine:.2f}" for one, mine in pairs) or "-"
+
     ranks = [
-        [f"{count} ranks", words[case], *("; ".join(
-            f"{one / mine:.2f}" for one, mine in zip(methods["fa4"], methods[way], strict=True)
-        ) if way in methods else "-" for way in ("ours", "fa4 exchange", "cudnn ring"))]
+        [f"{count} ranks", words[case], times(methods, "ours"), times(methods, "fa4 exchange"),
+         times(found["rings"].get(count, {}).get(case, {"fa4": ()}), "cudnn ring")]
         for count, cases in found["ranks"].items() for case, methods in cases.items()
     ]  # fmt: skip
     commands = "python benchmarks/run.py devices`, `python benchmarks/run.py ranks"
@@ -284,7 +290,7 @@ def versions() -> str:
 def steps() -> str:
     name = "h200-train-long.json"
     found = loaded(name)
-    equal, long, longest = found["equal"], found["long"], found["longest"]
+    equal, long, longest, two = (found[n] for n in ("equal", "long", "longest", "long_2"))
     ways = ((way["what"], f"{way['gradients_off']:.4f}") for way in equal["ways"])
     last = long["steps"][-1]
     how = "extrapolated" if long["extrapolated"] else "all run"
@@ -300,10 +306,14 @@ def steps() -> str:
          ", ".join(map(" ".join, ways))],
         [f"a step of {long['tokens']:,} tokens, everything, FlashAttention-4 inside", seconds],
         ["device memory there", memory],
+        [f"{two['tokens']:,} tokens over two GPUs: the first step, memory of each",
+         f"**{two['seconds']:.0f} s with all {two['of_layers']} layers, all run**, "
+         f"{gib(two['steps'][-1]['peak'])}"],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
     ]  # fmt: skip
     rest = origin(name, "python benchmarks/run.py step --only equal,longest")
-    return f"""The long step: {origin(name, long["command"], {**found, **long})}. The rest: {rest}.
+    return f"""The long step: {origin(name, long["command"], {**found, **long})}. Over two GPUs: commit
+{two["commit"]}, `{two["command"]}`. The rest: {rest}.
 
 {table(["", ""], rows)}"""
 
