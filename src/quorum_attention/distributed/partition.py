@@ -39,8 +39,9 @@ _TILE, _TILES = 128, 32
 # runs beside. Of an H200 and its links to others in the same host: 200 GB/s, 400 TFLOP/s.
 _LITTLE = 0.2
 _BYTES_A_FLOP = 200e9 / 400e12
-# Floating-point operations of a rank in a forward.
-_WORTH_TWO = 5e11
+# Floating-point operations of a rank in a forward: fewer take an H200 less than the 5 ms that the
+# host takes to enqueue two calls and their messages.
+_WORTH_TWO = 3e12
 
 
 def step_of(tokens: int) -> int:
@@ -324,8 +325,8 @@ def forward_bytes(head_dim: int, value_dim: int, element: int, state: int) -> Ro
 
 def turns_of(flops: float) -> int:
     """Into how many calls whole heads of a rank are cut on a GPU, which computes them on two
-    streams: two calls hide messages, and were faster than one, three or four from about a
-    millisecond on. On one stream the end of each leaves most of the device idle for a while."""
+    streams: two calls hide messages, and were faster than one, three or four where the host keeps
+    ahead. On one stream the end of each leaves most of the device idle for a while."""
     return 2 if flops >= _WORTH_TWO else 1
 
 
