@@ -80,7 +80,7 @@ def readme() -> str:
     _, *ours = errors["quorum"]
     _, *flash = errors["flash"]
     step = loaded("h200-train-long.json")
-    longest, long = step["longest"], step["long"]
+    longest, long, two = step["longest"], step["long"], step["long_2"]
     million, tight = found["1048576"], found["1048576-128MiB"]
     plain = "run.py plain --alone cudnn,fa2", source
     rows = [
@@ -96,6 +96,9 @@ def readme() -> str:
          f"step of {long['tokens']:,} tokens with everything",
          f"{longest['ways']['sdpa']['tokens']:,} tokens; {long['seconds']:.0f} s in "
          f"{gib(long['steps'][-1]['peak'])}", "run.py step", "h200-train-long.json"),
+        (f"a step of {two['tokens']:,} tokens over two GPUs",
+         f"{two['seconds']:.0f} s in {gib(two['steps'][-1]['peak'])} each",
+         "run.py step --only long --ranks 2", "h200-train-long.json"),
     ]  # fmt: skip
     lines = [
         (case, figures, f"[`python benchmarks/{command}`](benchmarks/results/{raw})")
