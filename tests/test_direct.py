@@ -342,6 +342,23 @@ def test_calls_under_a_mask_have_a_key_of_its_kind_and_all_lengths() -> None:
     assert len({key_of(small(n_keys=n), attn_mask=torch.ones(8, 1)) for n in range(65, 75)}) == 10
 
 
+@ON_CPU
+def test_keys_that_grow_have_one_key_for_many_lengths() -> None:
+    """However a model that decodes lays them out; results are those of each length."""
+    query = torch.randn(1, 4, 1, 16)
+    for laid in (
+        lambda n: torch.randn(1, 4, n, 16),
+        lambda n: torch.randn(1, n, 4, 16).transpose(1, 2),
+        lambda n: torch.randn(1, 4, 99, 16)[:, :, :n],
+    ):
+        names = set()
+        for n in range(65, 75):
+            three = query, laid(n), laid(n)
+            names.add(key_of(list(three)))
+            torch.testing.assert_close(qa.attention(*three), exact(*three).float())
+        assert len(names) == 1
+
+
 def test_masks_in_numbers_are_described_by_them_and_no_others_are() -> None:
     masks = [
         qa.Mask(causal=True), qa.Mask(causal="lower_right"), qa.Mask(causal=True, window=3),
