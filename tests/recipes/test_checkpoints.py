@@ -113,6 +113,32 @@ def test_attention_runs_once_a_layer_and_results_are_the_same_bits(
     assert checkpoints._Kept.alive == 0
 
 
+def test_what_several_calls_of_a_layer_keep_is_counted(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ranks: the rest of the first forward, and the next, are planned by what a layer took;
+    and a layer is computed again as a whole."""
+    asked: list[int] = []
+
+    def counted(layers: int, checkpoint: int, result: int, *room: int) -> tuple[int, int]:
+        asked.append(result)
+        return 0, 2
+
+    once = autograd.computed_once
+    monkeypatch.setattr(checkpoints, "shares", counted)
+    monkeypatch.setattr(autograd, "computed_once", lambda c: (once(c), once(c))[0])
+    plain, model = pair()
+    ids = torch.randint(VOCABULARY, (2, 150))
+    wanted = step(plain, ids)
+    for _ in range(2):
+        calls.clear()
+        found = step(model, ids)
+        assert all(map(torch.equal, found[1], wanted[1]))
+    assert len(calls) == 2 * (LAYERS + 2)
+    assert asked[0] < asked[1] == asked[2]
+    assert len(asked) == 3
+
+
 def test_several_forwards_backward_again_and_autocast(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from math import ceil
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -50,6 +51,7 @@ class LayerCheckpoints:
     ) -> None:
         self.model, self.where, self.shape, self.training = model, where, shape, training
         self._step: _Step | None = None  # the last one
+        self._times = 1.0  # what a layer's results took, over what ``kept_bytes`` says
 
     def install(self) -> bool:
         """Switch the model's checkpoints on, these where its layers take them; False: none does.
@@ -96,6 +98,11 @@ class LayerCheckpoints:
             found = checkpoint(run, *inputs, use_reentrant=False)
         one.settle()
         step.before = ref(one)
+        if 0 < step.result < one.result_bytes:
+            # Of ranks: in float32, and rows that several blocks have.
+            self._times *= one.result_bytes / step.result
+            again = self._begin(inputs[0])
+            step.away, step.recomputed, step.result = again.away, again.recomputed, again.result
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,6 +121,7 @@ class LayerCheckpoints:
             training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
             if SWITCHES[0] in training.on:
                 checkpoint_bytes, result = kept_bytes(self.shape, training)
+                result = ceil(result * self._times)
             learned = (p for p in self.model.parameters() if p.requires_grad)
             later = sum(p.nbytes for p in learned if p.grad is None)
             free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
@@ -121,17 +129,18 @@ class LayerCheckpoints:
         if self.where == "host" and host:
             room = 0
         away, recomputed = shares(layers, checkpoint_bytes, result, room, host)
-        return _Step(away, recomputed, _Copies(device) if host else None)
+        return _Step(away, recomputed, result, _Copies(device) if host else None)
 
 
 @dataclass(eq=False)
 class _Step:
-    """One forward: how much of what its layers keep is still to go to host memory, and for how many
-    calls of attention nothing is kept; the last layer, which the graph alone holds, and its number.
-    """
+    """One forward: how much of what its layers keep is still to go to host memory, for how many
+    layers attention is computed again, and the bytes that its results are expected to take in one;
+    the last layer, which the graph alone holds, and its number."""
 
     away: int
     recomputed: int
+    result: int
     copies: _Copies | None
     number: int = -1
     before: Callable[[], _Layer | None] = lambda: None
@@ -145,7 +154,8 @@ class _Layer:
         self._before = step.before
         self._kept: list[_Kept] = []
         self._results: list[list[_Kept]] = []  # of each call of attention; none if computed again
-        self._again = 0
+        self._again = self.result_bytes = 0
+        self._computed_again = False
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
         """In host memory while some has to go there."""
@@ -169,8 +179,11 @@ class _Layer:
         """Of a call of attention: computed and kept in the first run, given in the second."""
         step = self._step
         if step is not None:
-            results, step.recomputed = compute(), step.recomputed - 1
-            self._results.append([] if step.recomputed >= 0 else [*map(self.keep, results)])
+            results = compute()
+            if not self.result_bytes:  # the first call: a rank makes several for one attention
+                self._computed_again, step.recomputed = step.recomputed > 0, step.recomputed - 1
+            self.result_bytes += sum(one.nbytes for one in results)
+            self._results.append([] if self._computed_again else [*map(self.keep, results)])
             return results
         number, self._again = self._again, self._again + 1
         kept = self._results[number] if number < len(self._results) else []
