@@ -586,10 +586,10 @@ class CpuKernel(RectangleKernel):
         if shared > 1:
             # Copies of the queries by group, and of the results in the order of the heads.
             inside += sizes.rows * (2 * width * sizes.item + sizes.work)
-        # Weights of the rows, and what mends odd rows, one head after the other.
+        # Weights of the rows; or what finds odd rows, and mends them, one head after the other.
         merging = min(MERGE_WORKSPACE_BYTES, sizes.rows * (3 * sizes.work + 2))
+        merging = max(merging, sizes.rows * sizes.work)
         merging += MEND_WORKSPACE_BYTES + extent.max_queries * MEND_ROW_BYTES
-        merging += sizes.rows * sizes.work
         merging += _widened(sizes, sizes.rows * call.value_dim)
         return max(_TRIAL_BYTES, sizes.forward_bytes(width, inside, merging))
 

@@ -72,7 +72,7 @@ class Room(NamedTuple):
     @property
     def runs(self) -> int:
         """The most runs of a launch, along either axis; single blocks may have more."""
-        full = max(4 * (self.n_queries + self.n_keys) // BLOCK + 64, self.partial // 2)
+        full = max(3 * (self.n_queries + self.n_keys) // BLOCK + 64, self.partial // 2)
         return (full + self.partial) * (BLOCK // _SMALLEST)
 
     @property

@@ -49,7 +49,7 @@ _LARGEST_FORWARD = 576
 _LARGEST_BACKWARD = 256
 # The workspace bound allows for this many runs for each block of this many rows (at depth 1 there
 # are one or two).
-_RUNS_OF_A_BLOCK = 6
+_RUNS_OF_A_BLOCK = 4
 _SMALLEST_BLOCK = 64
 # Bytes of host memory in which a kernel's tables, and the blocks of rules, are remembered.
 _TABLE_BYTES = 64 << 20
@@ -223,7 +223,7 @@ class NativeKernel(Kernel):
     def _most_entries(self, n_tokens: int) -> int:
         """Entries of a table that the bound allows for; larger ones are launched in parts."""
         blocks = 0 if self.geometry.blocks is None else len(self.geometry.blocks)
-        return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK + 4 * blocks
+        return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK + 5 * blocks // 2
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
