@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -38,7 +39,7 @@ def inputs(tmp_path: Path) -> Path:
 def begun(inputs: Path) -> Path:
     """A folder with a run that is unfinished, as another process left it."""
 
-    def stop(self: RunFolder) -> None:
+    def stop(self: RunFolder, *_: object) -> None:
         raise StoppedError
 
     safetensors.torch.save_file({"old": torch.ones(3)}, inputs / "out")
@@ -152,14 +153,14 @@ def test_what_is_planted_during_the_run_gives_the_output_nothing(
     (begun / "mine").chmod(0o666)
     mine, finish = (begun / "mine").read_bytes(), RunFolder.finish
 
-    def plant(self: RunFolder) -> None:
+    def plant(self: RunFolder, *inputs: Any) -> None:
         if planted == "link":
             (begun / "out").symlink_to("mine")
         else:
             (begun / "out").write_bytes(mine)
             (begun / "out").chmod(0o666)
         given_away(begun / "out")
-        finish(self)
+        finish(self, *inputs)
 
     monkeypatch.setattr(RunFolder, "finish", plant)
     assert run(begun, "--resume") == 0

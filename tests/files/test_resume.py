@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,12 @@ def test_a_finished_output_is_not_computed_again(
     written = folder / (f"{out}lse.npy" if out == "new/" else out)
     written.write_bytes(bytes(written.stat().st_size))
     assert parts_computed("--causal") == HEADS
+    for changed in (folder / "qkv", written):  # once more, and the time is set back
+        before_it = changed.stat()
+        changed.write_bytes(changed.read_bytes())
+        os.truncate(changed, before_it.st_size - (changed == written))
+        os.utime(changed, ns=(before_it.st_atime_ns, before_it.st_mtime_ns))
+        assert parts_computed("--causal") == HEADS
     assert run(folder, "--causal", "--restart", "--json", out=out) == 0
     assert json.loads(capsys.readouterr().out)["resumed_parts"] is None
     # A file system whose files have no attributes.
@@ -254,6 +262,24 @@ def test_a_finished_output_is_not_computed_again(
         assert run(folder, "--causal", out=out) == 0
     capsys.readouterr()
     assert parts_computed("--causal") == HEADS
+
+
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_what_lies_in_memory_is_computed_again(
+    folder: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There a write to a mapping changes no time of the file."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no file system in memory")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        given, out = folder / "qkv", f"{folder}/out"
+        if place == "input":
+            given = Path(shutil.copy(given, memory))
+        else:
+            out = f"{memory}/out"
+        for _ in range(2):
+            assert main(["run", str(given), out, *EACH, "--resume", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["total"]["forwards"] == HEADS
 
 
 def raises(*_: object) -> None:

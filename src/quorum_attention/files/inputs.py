@@ -38,6 +38,7 @@ class Seen:
     path: Path
     stat: tuple[int, int, int, int]
     content: str
+    changed: int  # its ctime, which programs cannot set
 
     @classmethod
     def of(cls, path: str | Path) -> Seen:
@@ -52,7 +53,8 @@ class Seen:
             for number in range(_SAMPLES if last else 1):
                 file.seek(last * number // (_SAMPLES - 1))
                 samples.update(file.read(_SAMPLE_BYTES))
-            return cls(Path(path), _stat(file.fileno()), samples.hexdigest())
+            changed = os.fstat(file.fileno()).st_ctime_ns
+            return cls(Path(path), _stat(file.fileno()), samples.hexdigest(), changed)
 
     def check(self) -> None:
         """Refuse a file that was changed or replaced since.

@@ -253,7 +253,7 @@ class RunFolder:
         write_text(self.output.run / PROGRESS, json.dumps(progress, indent=1))
         self.progress = progress
 
-    def finish(self) -> None:
+    def finish(self, inputs: Iterable[Seen]) -> None:
         """Give all files their names. A second name each: after a kill they can be given again."""
         for path, target in zip(self._paths(), self.output.files, strict=True):
             spare = path.with_name(f"{path.name}.named")
@@ -262,30 +262,48 @@ class RunFolder:
                 os.link(path, spare)
             except OSError:  # no file system with hard links: a kill from here on costs the run
                 spare = path
-            with suppress(OSError):  # a file system without attributes
-                os.setxattr(path, _MARK, _mark(path, self.progress["call"]))
+            with suppress(OSError):  # a file system without attributes, or in memory
+                os.setxattr(path, _MARK, self._mark(path, inputs))
             with open(path, "rb") as file:
                 take_permissions(file, target)
             os.replace(spare, target)
         sync_directory(self.output.run.parent)
         (self.output.run / PROGRESS).unlink(missing_ok=True)
 
-    def is_finished(self) -> bool:
-        """Whether the output is of this call, and is as a run has left it. False also where files
-        have no attributes."""
-        call = self.progress["call"]
+    def is_finished(self, inputs: Iterable[Seen]) -> bool:
+        """Whether the output is of this call, and is as a run has left it. False also where that
+        cannot be told: files without attributes, or in memory."""
         with suppress(OSError):
-            return all(os.getxattr(path, _MARK) == _mark(path, call) for path in self.output.files)
+            return all(
+                os.getxattr(path, _MARK) == self._mark(path, inputs) for path in self.output.files
+            )
         return False
+
+    def _mark(self, path: Path, inputs: Iterable[Seen]) -> bytes:
+        """What a finished output says of itself: which call it is of, when its inputs were last
+        changed, and what it is.
+
+        Raises:
+            OSError: a write to one of the files would not be seen.
+        """
+        own = Seen.of(path)
+        if any(map(_in_memory, {seen.stat[0] for seen in (own, *inputs)})):
+            raise OSError(f"{path} or an input is in a file system in memory")
+        changed = sorted(seen.changed for seen in inputs)
+        said = [self.progress["call"], changed, own.described("output")]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest().encode()
 
     def _paths(self) -> list[Path]:
         return [self.output.run / name for name in self.progress["files"]]
 
 
-def _mark(path: Path, call: Mapping[str, Any]) -> bytes:
-    """What a finished output says of itself: which call it is of, and when it was written."""
-    text = f"{json.dumps(call)} {os.stat(path).st_mtime_ns}"
-    return hashlib.sha256(text.encode()).hexdigest().encode()
+def _in_memory(device: int) -> bool:
+    """Whether a file system is one in memory, where a write to a mapping leaves a file's times as
+    they are."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    kinds = {fields[fields.index("-") + 1] for fields in mounts if fields[2] == number}
+    return not kinds.isdisjoint(("tmpfs", "ramfs"))
 
 
 def run_call(
@@ -323,7 +341,7 @@ def run_call(
             seen.check()
 
     with run_folder(output, header, mode) as folder:
-        if mode == "resume" and not folder.resumed and folder.is_finished():
+        if mode == "resume" and not folder.resumed and folder.is_finished(inputs):
             settings = settle(call, heads)
             return Outcome(settings, settings.parts, finished=True)
         if not folder.progress["settings"]:
@@ -345,7 +363,7 @@ def run_call(
             for number in compute(work, left) if left else ():
                 check()
                 folder.keep(number)
-            folder.finish()
+            folder.finish(inputs)
         except BaseException:
             if kept := len(folder.progress["done"]):
                 say(
