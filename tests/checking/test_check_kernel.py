@@ -90,6 +90,7 @@ def test_heads_and_entries_are_cut(is_causal: bool) -> None:
     assert "heads 1 at a time" in str(found)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_whole_check_takes_seconds() -> None:
     began = time.process_time()
     found = qa.check_kernel(from_lse_function(plain, backward=gradients), device="cpu")

@@ -40,6 +40,7 @@ def test_against_float64(settings, levels, is_causal) -> None:
     check(kernel, random(300, heads=5, width=8), exact, is_causal, **how)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_full_precision_inside() -> None:
     """With 16-bit tokens a cut call then differs from the uncut one by its final rounding alone."""
     kernel = qa.LongNetKernel(MIXTURE, full_precision=True)

@@ -143,6 +143,7 @@ def test_workers_killed_at_random_moments(farm: Farm, tmp_path: Path) -> None:
     case.check(by_farm(case, farm, tmp_path, 7))
 
 
+@pytest.mark.usefixtures("one_thread")
 @needs_ray
 def test_a_killed_driver_loses_nothing_but_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
