@@ -6,11 +6,13 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib
+import json
 import platform
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +79,14 @@ def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[A
             found[name].append(runs[name]())
             gc.collect()
     return found
+
+
+def on_ranks(work: Callable[..., None], options: Any) -> Any:
+    """What rank 0 of ``options.ranks`` processes leaves as JSON: ``work(rank, options, path)``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found")
+        torch.multiprocessing.spawn(work, (options, str(path)), nprocs=options.ranks)
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 class Version:

@@ -98,7 +98,7 @@ def readme() -> str:
          f"{gib(long['steps'][-1]['peak'])}", "run.py step", "h200-train-long.json"),
         (f"a step of {two['tokens']:,} tokens over two GPUs",
          f"{two['seconds']:.0f} s in {gib(two['steps'][-1]['peak'])} each",
-         "run.py step --only long --ranks 2", "h200-train-long.json"),
+         two["command"].removeprefix("python benchmarks/"), "h200-train-long.json"),
     ]  # fmt: skip
     lines = [
         (case, figures, f"[`python benchmarks/{command}`](benchmarks/results/{raw})")
@@ -258,6 +258,8 @@ def several() -> str:
              *(later(seconds)[who] for who in ("one", "all")), strict=True))]
         for count, budgets in found["devices"].items() for budget, seconds in budgets.items()
     ]  # fmt: skip
+    calls.append(["2 devices", "a forward in 1GiB each, a worker killed in the middle (`--kill`)",
+                  f"{found['killed']['2']:.2f} times the ideal"])  # fmt: skip
     words = {
         "1048576": "1,048,576 tokens, 8 heads of 64, fp16",
         "131072": "131,072 tokens, 32 heads over 8 of 128, bf16",

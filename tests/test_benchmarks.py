@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import run
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases.plain import fa4
-from measure import wait
+from measure import on_ranks, wait
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -269,10 +268,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Starts a process for each GPU; ``found`` has what other numbers of ranks took."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found")
-        torch.multiprocessing.spawn(rank_main, (options, str(path)), nprocs=options.ranks)
-        measured = json.loads(path.read_text(encoding="utf-8"))
+    measured = on_ranks(rank_main, options)
     of_ranks = found.setdefault("ranks", {}).setdefault(str(options.ranks), {})
     for name, methods in measured.items():
         of_ranks.setdefault(name, {}).update(methods)

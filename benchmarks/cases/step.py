@@ -24,7 +24,6 @@ import gc
 import io
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import ROOT, Watched, timed
+from measure import ROOT, Watched, on_ranks, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quorum_attention as qa
@@ -207,15 +206,6 @@ def long_on(rank: int, options: argparse.Namespace, path: str) -> None:
     dist.destroy_process_group()
 
 
-def long_sharded(options: argparse.Namespace) -> dict[str, Any]:
-    """``long`` on a process a GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found")
-        torch.multiprocessing.spawn(long_on, (options, str(path)), nprocs=options.ranks)
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
 def attention_alone(options: argparse.Namespace) -> int:
     """Bytes of one attention, forward and backward, beyond its inputs, output and gradients."""
     shape = SHAPES[options.shape]
@@ -373,7 +363,7 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
     complete(options)
     print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}", flush=True)
     if options.ranks > 1:
-        yield found | {"shape": options.shape, f"long_{options.ranks}": long_sharded(options)}
+        yield found | {"shape": options.shape, f"long_{options.ranks}": on_ranks(long_on, options)}
         return
     for part in (equal, long, longest):
         if part.__name__ in options.only.split(","):
