@@ -14,7 +14,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.native import blocks
+from quorum_attention.kernels.native import runs
 
 if TYPE_CHECKING:
     import pytest
@@ -239,4 +239,4 @@ def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
     """Room for the bits of so many partial blocks, and for evaluating one."""
 
-    monkeypatch.setattr(blocks, "_MOST", words * blocks.BIT_BYTES)
+    monkeypatch.setattr(runs, "_MOST", words * runs.BIT_BYTES)

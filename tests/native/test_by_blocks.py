@@ -18,8 +18,8 @@ from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, 
 from quorum_attention.kernels.masked import block_table
 from quorum_attention.kernels.masked.block_table import BlockEvaluator, TaskPairs, listed_blocks
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
-from quorum_attention.kernels.native import blocks
-from quorum_attention.kernels.native.blocks import bits_of
+from quorum_attention.kernels.native import runs
+from quorum_attention.kernels.native.runs import bits_of
 from quorum_attention.kernels.protocol import TaskTensors
 
 
@@ -85,13 +85,13 @@ def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    original = blocks.listed_blocks
+    original = runs.listed_blocks
 
     def counted(*args: Any) -> Any:
         made.append(1)
         return original(*args)
 
-    monkeypatch.setattr(blocks, "listed_blocks", counted)
+    monkeypatch.setattr(runs, "listed_blocks", counted)
     q, k, v = (torch.randn(1, 1, 20, 16, device=device) for _ in range(3))
     kept = torch.zeros(20, dtype=torch.bool, device=device)
     kept[:13] = True

@@ -23,7 +23,7 @@ from quorum_attention.kernels.protocol import Call, Saved
 tl = pytest.importorskip("triton.language")
 import triton  # noqa: E402
 
-from quorum_attention.kernels.native.tile_triton import kept  # noqa: E402
+from quorum_attention.kernels.native.kernels_triton import kept  # noqa: E402
 
 FAR = (1 << 30) + 64 * 5
 

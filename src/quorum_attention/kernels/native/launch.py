@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import launch_norms
-from quorum_attention.kernels.native.config import Config, padded
+from quorum_attention.kernels.native.config import padded
 from quorum_attention.kernels.native.runs import FIELDS, Runs, Window
 from quorum_attention.kernels.protocol import Call, Saved, Three
 
@@ -21,34 +22,22 @@ _FORWARD_EXPONENT = 8
 # the same.
 _TYPICAL = -8
 _LARGEST_EXPONENT = 14
-# The largest offset inside a tile, in elements, that fits 32 bits with room for a row's columns.
-_LARGEST_OFFSET = 2**31 - 2**16
+# The most elements from row to row: offsets inside a tile of 128 rows then fit 32 bits.
+_LARGEST_STRIDE = 2**24 - 2**9
 # The most columns of a tile whose ragged parts are pipelined.
 _WIDEST_RAGGED = 128
 
 
-class Constants(NamedTuple):
-    """What a kernel is compiled for: ``K`` in Triton."""
-
-    HEAD_DIM: int
-    VALUE_DIM: int
-    PADDED: int  # columns of a tile
-    BLOCK_M: int
-    BLOCK_N: int
-    PLAIN: bool  # scores are products times a factor above 0
-    SOFTCAP: bool
-    ALIBI: bool
-    BIAS: bool
-    WINDOW: bool
-    BITS: int  # 1: group bits; 2: mask bits
-    FIELDS: int  # columns of the table
-    READ: str  # see tile_triton.py
-    PRECISION: str
-    DROPOUT: int  # 2: runs begin at multiples of four keys (``dropout_triton.dropped``)
-    RAGGED: int  # pipeline stages of ragged parts
-    P_EXPONENT: int  # of the forward
-    SCALE_DS: bool
-    ADD: bool
+# What a kernel is compiled for, ``K`` in Triton. PADDED: columns of a tile. PLAIN: scores are
+# products times a factor above 0. BITS: 1 group bits, 2 mask bits. FIELDS: columns of the table.
+# DESCRIBED: rows are read by descriptors. DROPOUT 2: runs begin at multiples of four keys
+# (``dropped``). RAGGED: pipeline stages of ragged parts. P_EXPONENT: of the forward.
+Constants = namedtuple(
+    "Constants",
+    "HEAD_DIM VALUE_DIM PADDED BLOCK_M BLOCK_N PLAIN SOFTCAP ALIBI BIAS WINDOW BITS FIELDS "
+    "DESCRIBED PRECISION DROPOUT RAGGED P_EXPONENT SCALE_DS ADD",
+    defaults=(0, False, False),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +79,7 @@ class Launch:
             out: (b, h, n, dv), any floating dtype.
             lse: (b, h, n) fp32, natural log.
         """
-        from quorum_attention.kernels.native.forward_triton import forward_kernel
+        from quorum_attention.kernels.native.kernels_triton import forward_kernel
 
         (runs,) = self.tables
         query, key, value = map(_rows, self.call.inputs)
@@ -113,7 +102,7 @@ class Launch:
             saved: with the global lse, natural log, -inf in rows without keys.
             grads: the gradients of query, key and value, any floating dtype.
         """
-        from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
+        from quorum_attention.kernels.native.kernels_triton import key_kernel, query_kernel
 
         query, key, value = map(_rows, self.call.inputs)
         grad_out, lse = _rows(saved.grad_out), saved.lse
@@ -159,7 +148,7 @@ class Launch:
         modified = biased or self.softcap > 0 or self.slopes is not None
         backward = len(self.tables) > 1
         block = config.block_m if backward and runs is self.tables[1] else config.block_n
-        way, read = _as_read(config, block, width, *walked)
+        made = _descriptors([1, 1, block, width], *walked) if config.descriptors else None
         # Ragged parts are pipelined under a window, where they are much of all, and where it has
         # been measured (docs/native.md).
         pipelined = windowed and width <= _WIDEST_RAGGED
@@ -178,13 +167,17 @@ class Launch:
             WINDOW=windowed,
             BITS=2 if self.mask_bits is not None else int(self.bits is not None),
             FIELDS=FIELDS,
-            READ=way,
+            DESCRIBED=made is not None,
             PRECISION="tf32" if self.tf32 else "ieee",
             DROPOUT=(1 + runs.aligned) * dropout,
             RAGGED=(min(2, config.stages) if backward else config.stages) if pipelined else 1,
-            **{"P_EXPONENT": 0, "SCALE_DS": False, "ADD": False, **more},
+            **more,
         )
-        return read, {"K": constants, "num_warps": config.warps, "num_stages": config.stages}
+        return made or walked, {
+            "K": constants,
+            "num_warps": config.warps,
+            "num_stages": config.stages,
+        }
 
     @property
     def _pointers(self) -> tuple[torch.Tensor, ...]:
@@ -231,7 +224,7 @@ def _delta_and_norms(
     """What both backward kernels read: delta (b * h * n,), rowsum(grad_out * out); and norms
     (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each key head,
     which are set only ``with_norms``. All fp32."""
-    from quorum_attention.kernels.native.backward_triton import delta_kernel
+    from quorum_attention.kernels.native.kernels_triton import delta_kernel
 
     batch, key_heads, _, value_dim = value.shape
     heads, n_queries = out.shape[1:3]
@@ -252,32 +245,15 @@ def _delta_and_norms(
     return delta, norms
 
 
-def _as_read(
-    config: Config, block_rows: int, width: int, *tensors: torch.Tensor
-) -> tuple[str, tuple[Any, ...]]:
-    """How a kernel reads blocks of ``block_rows`` rows of ``tensors`` (tile_triton.py), and what
-    it is given for that: the tensors, or their descriptors."""
-    if _described(config, *tensors):
-        from triton.tools.tensor_descriptor import TensorDescriptor
+def _descriptors(block: list[int], *tensors: torch.Tensor) -> tuple[Any, ...] | None:
+    """Descriptors of tensors, by blocks; None if the copy engine cannot read one of them."""
+    for t in tensors:
+        steps = [t.data_ptr(), *(s * t.element_size() for s in t.stride()[:3])]
+        if 0 in (*t.shape, *t.stride()[:3]) or any(step % 16 for step in steps):
+            return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
-        block = [1, 1, block_rows, width]
-        made = (TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors)
-        return "descriptors", tuple(made)
-    # Offsets inside a tile must fit 32 bits.
-    furthest = max(config.block_m, config.block_n) * max(t.stride(2) for t in tensors)
-    return ("wide" if furthest > _LARGEST_OFFSET else "pointers"), tensors
-
-
-def _described(config: Config, *tensors: torch.Tensor) -> bool:
-    """Whether the tensors can be read by descriptors, as the copy engine requires."""
-    if not config.descriptors:
-        return False
-    return all(
-        t.data_ptr() % 16 == 0
-        and 0 not in t.shape
-        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:3])
-        for t in tensors
-    )
+    return tuple(TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors)
 
 
 def _broadcast(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -292,5 +268,7 @@ def _strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its last dimension contiguous; copied if needed."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    """``tensor`` as kernels can read it: its last dimension contiguous, rows not too far apart;
+    copied if needed."""
+    contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    return tensor if contiguous and tensor.stride(2) <= _LARGEST_STRIDE else tensor.contiguous()
