@@ -30,7 +30,6 @@ from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.function import gradients_by_autograd, recordable
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
-    BlockLists,
     TaskPairs,
     block_lists,
     blocks_key,
@@ -274,7 +273,7 @@ class Launch:
 
 
 def launch(
-    task: TaskTensors, lists: BlockLists, geometry: Geometry, score_mod: ScoreMod | None
+    task: TaskTensors, lists: list[torch.Tensor], geometry: Geometry, score_mod: ScoreMod | None
 ) -> Launch:
     """The call for ``task`` with its block lists."""
     device, first = task.query.device, task.first_head
@@ -282,7 +281,8 @@ def launch(
     heads = _numbers(tuple(range(first, first + task.query.shape[1])), device)
     queries = positions(task.task, 0, task.query.shape[2], device, torch.int32)
     keys = positions(task.task, 0, task.key.shape[2], device, torch.int32)
-    sent, keeps = lists.on(device), geometry.mask_mod(device)
+    sent = [each.to(device, non_blocking=True).detach() for each in lists]
+    keeps = geometry.mask_mod(device)
 
     def masks(b: Any, h: Any, q: Any, k: Any) -> Any:
         return keeps(entries[b], heads[h], queries[q], keys[k])
@@ -293,7 +293,7 @@ def launch(
     return Launch(
         (laid_out(task.query), laid_out(task.key), laid_out(task.value)),
         sent,
-        _in_pieces(masks, *sent[8:]) if lists.in_pieces else masks,
+        _in_pieces(masks, *sent[8:]) if sent[8:] else masks,
         None if score_mod is None else change,
         task.scale,
     )
@@ -405,8 +405,8 @@ class FlexKernel(ScoreModKernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
-        self._lists: Cache[BlockLists | None] = Cache(
-            _CACHE_BYTES, lambda lists: 4096 if lists is None else 4096 + lists.buffer.nbytes
+        self._lists: Cache[list[torch.Tensor]] = Cache(
+            _CACHE_BYTES, lambda lists: 4096 + sum(each.nbytes for each in lists)
         )
 
     def refusal(self, call: CallShape) -> str | None:
@@ -446,8 +446,8 @@ class FlexKernel(ScoreModKernel):
         tokens = (extent.batch * rows + 16) * extent.n_tokens
         if self.geometry.functions:
             tokens += 32 * extent.n_tokens + evaluated_bytes(lanes, _EVALUATED_BYTES)
-        # Eight tensors may each be a block that the allocator does not split.
-        return lists + tokens + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
+        # Of so many tensors each may be a block that the allocator does not split.
+        return lists + tokens + MERGE_WORKSPACE_BYTES + 12 * UNSPLIT_BYTES
 
     def _longest_list(self, blocks: int) -> int:
         """The most listed blocks of a line; a task's gaps bring distant tokens closer together."""
@@ -536,14 +536,14 @@ class FlexKernel(ScoreModKernel):
         is_causal, rectangles = has_diagonal(task), tuple(task.rectangles)
         geometry = self._under(is_causal)
 
-        def make() -> BlockLists | None:
+        def make() -> list[torch.Tensor]:
             pairs = TaskPairs(task.task, rectangles, sizes)
             listed = listed_blocks(geometry, task, pairs, _EVALUATED_BYTES, by_lane=True)
             return block_lists(pairs, *listed, pinned=task.query.is_cuda)
 
         key = is_causal, sizes, *blocks_key(geometry, task, rectangles)
         lists = self._lists.get(key, make)
-        return None if lists is None else launch(task, lists, geometry, self.score_mod)
+        return launch(task, lists, geometry, self.score_mod) if lists else None
 
 
 # FlexAttention's backward of a part, given the results of the whole rows, without its forward.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Task
-from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.protocol import Indices, TaskTensors
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import outside
@@ -125,6 +125,8 @@ def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
     empty a block that is partial anyway, it is UNKNOWN.
     """
     rows, columns = pairs.grid
+    known = tuple(rule for rule in geometry.rules if not isinstance(rule, FunctionRule))
+    opaque, geometry = len(known) < len(geometry.rules), replace(geometry, rules=known)
     found: dict[int, list[Nodes]] = {FULL: [], PARTIAL: [], UNKNOWN: []}
     nodes: Nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
     if not (rows and columns):
@@ -132,34 +134,21 @@ def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
     while len(nodes):
         codes = pairs.codes(nodes)
         nodes, codes = nodes[codes != EMPTY], codes[codes != EMPTY]
-        if geometry.functions and len(nodes) > MOST_NODES:
+        if (opaque or geometry.functions) and len(nodes) > MOST_NODES:
             found[UNKNOWN].append(nodes)
             break
         if not geometry.keeps_all:
-            asked = np.array([_code(geometry, r) for r in pairs.positions(nodes)], dtype=np.int8)
+            asked = np.array([geometry.verdict(r) for r in pairs.positions(nodes)], dtype=np.int8)
             # Of a part of a node's pairs, the verdict on all of them says only that there are none.
             codes = np.where((codes == FULL) | (asked == EMPTY), asked, codes)
         single = (nodes[:, 2] - nodes[:, 1] == 1) & (nodes[:, 4] - nodes[:, 3] == 1)
-        if geometry.functions:
-            codes[single & (codes == PARTIAL)] = UNKNOWN
+        if opaque or geometry.functions:
+            codes[(opaque & (codes == FULL)) | (single & (codes == PARTIAL))] = UNKNOWN
         for code in (FULL, UNKNOWN):
             found[code].append(nodes[codes == code])
         found[PARTIAL].append(nodes[single & (codes == PARTIAL)])
         nodes = _quarters(nodes[~single & (codes == PARTIAL)])
     return {code: joined(parts) for code, parts in found.items()}
-
-
-def _code(geometry: Geometry, block: Ranges) -> int:
-    """The verdict on a block; UNKNOWN where it is for functions alone to decide."""
-    if not geometry.functions:
-        return geometry.verdict(block)
-    most = geometry.verdict(block, FULL)
-    if most is EMPTY:
-        return EMPTY
-    least = geometry.verdict(block, EMPTY)
-    if least is FULL:
-        return FULL
-    return UNKNOWN if most is FULL and least is EMPTY else PARTIAL
 
 
 @outside()
@@ -332,46 +321,18 @@ def _padded(tokens: torch.Tensor) -> torch.Tensor:
 # FlexAttention's lists of FULL and PARTIAL blocks for a whole task. It runs the listed blocks, and
 # applies the mask in partial ones only.
 
-# Parts of a buffer begin at multiples of this many int32: compiled code needs 16 bytes.
-_ALIGNED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLists:
-    """A task's block lists on the host, in one buffer, which is sent to the device in one copy.
-
-    Attributes:
-        buffer: int32, on the host.
-        shapes: of every list; each begins at a multiple of ``_ALIGNED``. The lists are counts and
-            indices of partial blocks by query, of full blocks by query, then both by key. If
-            rectangles end within blocks, three more follow: the piece of every query, the piece of
-            every key, and ``TaskPairs.table``.
-    """
-
-    buffer: torch.Tensor
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether rectangles end within blocks, so that partial blocks have to test the pieces."""
-        return len(self.shapes) > 8
-
-    def on(self, device: torch.device) -> list[torch.Tensor]:
-        """The lists as int32 tensors on ``device``, views of one tensor."""
-        there = self.buffer.to(device, non_blocking=True)
-        parts = there.split([_padded_size(shape) for shape in self.shapes])
-        pairs = zip(parts, self.shapes, strict=True)
-        return [part[: math.prod(shape)].view(shape).detach() for part, shape in pairs]
-
-
 def block_lists(
     pairs: TaskPairs,
     full: Nodes,
     partial: Nodes,
     lanes: tuple[int, int] = (1, 1),
     pinned: bool = False,
-) -> BlockLists | None:
-    """The block lists of disjoint nodes; None without any.
+) -> list[torch.Tensor]:
+    """A task's block lists, of disjoint nodes, int32 on the host; none where nothing is kept.
+
+    They are counts and indices of partial blocks by query, of full blocks by query, then both by
+    key. If rectangles end within blocks, three more follow, by which partial blocks have to test
+    the pieces: the piece of every query, the piece of every key, and ``TaskPairs.table``.
 
     Args:
         pairs: the task's pairs.
@@ -379,12 +340,12 @@ def block_lists(
             query or key is listed as partial, because FlexAttention expects that.
         lanes: number of batch entries and of heads that have lists of their own
             (lane = entry * heads + head).
-        pinned: whether the buffer is in page-locked memory.
+        pinned: whether they are in page-locked memory.
     """
     full, edge = _without_edge(full, len(pairs.queries), len(pairs.keys))
     partial = joined([partial, edge])
     if not len(full) + len(partial):
-        return None
+        return []
     heights, widths = slice(1, 3), slice(3, 5)
     arrays: list[NDArray[Any]] = []
     for size, along, across in zip(pairs.grid, (heights, widths), (widths, heights), strict=True):
@@ -405,19 +366,9 @@ def block_lists(
         *of_sides, held = pieces
         # At least 2 x 2, as above.
         arrays += [*of_sides, np.pad(held, [(0, max(0, 2 - size)) for size in held.shape])]
-    shapes = tuple(array.shape for array in arrays)
-    with outside():  # because it is cached
-        buffer = torch.zeros(
-            sum(map(_padded_size, shapes)), dtype=torch.int32, pin_memory=pinned, device="cpu"
-        )
-    lists = BlockLists(buffer, shapes)
-    for there, array in zip(lists.on(buffer.device), arrays, strict=True):
-        there.numpy()[:] = array
-    return lists
-
-
-def _padded_size(shape: tuple[int, ...]) -> int:
-    return -(-math.prod(shape) // _ALIGNED) * _ALIGNED
+    with outside():  # because they are cached
+        lists = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
+        return [each.pin_memory() for each in lists] if pinned else lists
 
 
 def _without_edge(nodes: Nodes, n_queries: int, n_keys: int) -> tuple[Nodes, Nodes]:

@@ -41,8 +41,8 @@ class Rule(ABC):
     placed_bytes: int = 0
 
     @abstractmethod
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """The verdict on a block of positions; ``opaque``: that of users' functions."""
+    def verdict(self, block: Ranges) -> Verdict:
+        """The verdict on a block of positions; PARTIAL for users' functions."""
 
     @abstractmethod
     def mask_mod(self, device: torch.device) -> MaskMod:
@@ -111,15 +111,15 @@ class Geometry:
         rules, same = (*self.rules, *other.rules), (*self.same, *other.same)
         return Geometry(self.band & other.band, blocks, rules, same)
 
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
-        """The verdict on a block of positions; ``opaque``: that of users' functions."""
+    def verdict(self, block: Ranges) -> Verdict:
+        """The verdict on a block of positions; PARTIAL for users' functions."""
         found = self.band.verdict(block)
         if self.blocks is not None and found is not EMPTY:
             found = both(found, self._among(block))
         for rule in self.rules:
             if found is EMPTY:
                 return EMPTY
-            found = both(found, rule.verdict(block, opaque))
+            found = both(found, rule.verdict(block))
         return found
 
     def _among(self, block: Ranges) -> Verdict:
@@ -211,9 +211,9 @@ class FunctionRule(Rule):
     def __init__(self, keeps: MaskMod) -> None:
         self._keeps, self.functions = keeps, (keeps,)
 
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
+    def verdict(self, block: Ranges) -> Verdict:
         """See ``Rule``."""
-        return opaque
+        return PARTIAL
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
@@ -231,7 +231,7 @@ class EqualIds(Rule):
         self._ids, self.placed_bytes = (by_query, by_key), by_query.nbytes + by_key.nbytes
         self._placed: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
+    def verdict(self, block: Ranges) -> Verdict:
         """EMPTY where no id of the queries can be one of the keys.
 
         Raises:
@@ -265,11 +265,11 @@ class AnyOf(Rule):
         self.functions = tuple(function for one in every for function in one.functions)
         self.placed_bytes = sum(one.placed_bytes for one in every)
 
-    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
+    def verdict(self, block: Ranges) -> Verdict:
         """See ``Rule``."""
         found: Verdict = EMPTY
         for one in self.every:
-            found = either(found, one.verdict(block, opaque))
+            found = either(found, one.verdict(block))
             if found is FULL:
                 break
         return found
