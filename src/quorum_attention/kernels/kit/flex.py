@@ -13,7 +13,7 @@ import math
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
@@ -27,7 +27,12 @@ from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.function import gradients_by_autograd, recordable
+from quorum_attention.kernels.kit.function import (
+    CallsKernel,
+    TaskCall,
+    gradients_by_autograd,
+    recordable,
+)
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     TaskPairs,
@@ -47,7 +52,7 @@ from quorum_attention.kernels.masked.functions import (
 )
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
 from quorum_attention.kernels.masked.parts import ByParts, Tiles
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -305,6 +310,10 @@ def _in_pieces(
     return lambda b, h, q, k: (table[rows[q], columns[k]] != 0) & mask_mod(b, h, q, k)
 
 
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @lru_cache(maxsize=64)
 def _numbers(which: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``which`` on the device; cached, because every task of a head group needs it."""
@@ -395,7 +404,7 @@ _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
 _TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS, lambda verdict: 1)
 
 
-class FlexKernel(ScoreModKernel):
+class FlexKernel(CallsKernel, ScoreModKernel):
     """See ``from_score_mod``: compiled ``flex_attention``."""
 
     whole_tasks = True
@@ -427,7 +436,7 @@ class FlexKernel(ScoreModKernel):
         item, d, dv = call.dtype.itemsize, call.head_dim, call.value_dim
         # For each query: the task's own output, the gradient of it, a contiguous copy of that, and
         # grad_query; in fp32 forms of lse, its gradient, and delta.
-        return self._bytes(call, extent, item * (3 * dv + d) + 4 * 8, item * (d + dv))
+        return self._bytes(call, extent, item * (3 * dv + d) + 5 * 8, item * (d + dv))
 
     def _bytes(self, call: CallShape, extent: Extent, by_query: int, by_key: int) -> int:
         """Of so many bytes for each query and key of a head; of copies of the inputs, positions,
@@ -456,14 +465,12 @@ class FlexKernel(ScoreModKernel):
             return blocks
         return min(blocks, (high - low) // BLOCK + 3)
 
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
+        """One call; rows that keep nothing come back as out 0 and lse -inf."""
         made = self._launch(task)
         if made is not None:
-            # Rows that keep nothing come back as out 0 and lse -inf.
-            out, lse = self._run_forward(made)
-            with task.timed("merge"):
-                merge_(state.out, state.lse, out, lse)
+            forward, gradients = partial(self._run_forward, made), partial(self._gradients, made)
+            yield TaskCall(_as_it_is, _as_it_is, forward, gradients)
 
     def _run_forward(self, made: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -471,16 +478,6 @@ class FlexKernel(ScoreModKernel):
                 *made.inputs, made.block_mask()
             )
         return found
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        made = self._launch(task)
-        if made is not None:
-            found = self._gradients(made, Saved(grads.grad_out, grads.out, grads.lse))
-            targets = grads.grad_query, grads.grad_key, grads.grad_value
-            with task.timed("merge"):
-                for target, part in zip(targets, found, strict=True):
-                    add_(target, part)
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -513,7 +510,7 @@ class FlexKernel(ScoreModKernel):
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # The caller's hooks see none of its tensors, which a checkpoint would count. Without
             # its graph: a saved output would hold the graph that has it, for good.
-            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
                 found: tuple[torch.Tensor, torch.Tensor] = attend(*inputs, block_mask)
             return found
 

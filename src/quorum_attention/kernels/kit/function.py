@@ -13,9 +13,10 @@ which autograd propagates through the function itself.
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +43,45 @@ WorkspaceBound = Callable[[CallShape, Extent], int]
 _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices")
 
 
-class FunctionKernel(Kernel):
+class TaskCall(NamedTuple):
+    """A call of a task: what selects its query rows of (b, hq, nq, ...) and its key rows of
+    (b, hk, nk, ...), as views; ``forward() -> (out, lse)``; ``backward(saved)`` -> gradients, given
+    the whole rows' results, lse 0 in rows without keys."""
+
+    rows: Pick
+    keys: Pick
+    forward: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[[Saved], Three]
+
+
+class CallsKernel(Kernel):
+    """A kernel that computes a task by calls whose results are merged one after the other."""
+
+    @abstractmethod
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
+        """The calls of a task."""
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        for call in self.task_calls(task, backward=False):
+            with torch.no_grad():
+                out, lse = call.forward()
+            with task.timed("merge"):
+                merge_(call.rows(state.out), call.rows(state.lse), out, lse)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        for rows, keys, _, run in self.task_calls(task, backward=True):
+            lse = rows(grads.lse)
+            finite = lse.masked_fill(lse == -torch.inf, 0.0)
+            found = run(Saved(rows(grads.grad_out), rows(grads.out), finite))
+            targets = rows(grads.grad_query), keys(grads.grad_key), keys(grads.grad_value)
+            with task.timed("merge"):
+                for target, part in zip(targets, found, strict=True):
+                    add_(target, part)
+
+
+class FunctionKernel(CallsKernel):
     """An inner kernel from a function; pass it as ``kernel=``, or register it.
 
     Args:
@@ -148,41 +187,12 @@ class FunctionKernel(Kernel):
         workspace = self.workspace or quadratic_workspace
         return 2 * workspace(call, extent) + MERGE_WORKSPACE_BYTES
 
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        for rows, columns, named in self._pieces(task, self._wants):
-            inputs = rows(task.query), columns(task.key), columns(task.value)
-            with torch.no_grad():
-                out, lse = self._run(*inputs, **named)
-            out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
-            with task.timed("merge"):
-                merge_(rows(state.out), rows(state.lse), out, lse)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        own = self.explicit_backward
-        for rows, columns, named in self._pieces(
-            task, self._wants if own is None else self._backward_wants
-        ):
-            inputs = rows(task.query), columns(task.key), columns(task.value)
-            saved = Saved(grads.grad_out, grads.out, grads.lse).mapped(rows)
-            if own is None:
-                found = gradients_by_autograd(partial(self._run_plain, **named), inputs, saved)
-            else:
-                finite = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
-                found = own(saved.grad_out, *inputs, saved.out, finite, **named)
-            targets = rows(grads.grad_query), columns(grads.grad_key), columns(grads.grad_value)
-            with task.timed("merge"):
-                for target, part in zip(targets, found, strict=True):
-                    add_(target, part)
-
-    def _pieces(
-        self, task: TaskTensors, wants: tuple[str, ...]
-    ) -> Iterator[tuple[Pick, Pick, dict[str, Any]]]:
-        """The function's calls for a task: its query rows of (b, hq, nq, ...) and its key rows of
-        (b, hk, nk, ...), views, and its keyword arguments."""
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
+        """See ``CallsKernel``."""
         if 0 in task.query.shape[:2]:
             return
+        own = backward and self.explicit_backward is not None
+        wants = self._backward_wants if own else self._wants
         device, first = task.query.device, task.first_head
         heads = torch.arange(first, first + task.query.shape[1], device=device)
         for r in task.rectangles:
@@ -199,7 +209,22 @@ class FunctionKernel(Kernel):
             named |= {"is_causal": r.causal, "scale": task.scale}
             columns = partial(_rows, lambda tensor: tensor, slice(*keys))
             for pick, chosen in self._picks(task.query, task.key):
-                yield partial(_rows, pick, slice(*queries)), columns, _for_heads(named, chosen)
+                rows, mine = partial(_rows, pick, slice(*queries)), _for_heads(named, chosen)
+                inputs = rows(task.query), columns(task.key), columns(task.value)
+                yield TaskCall(
+                    rows, columns, partial(self._forward, *inputs, **mine),
+                    partial(self._gradients, inputs, mine),
+                )  # fmt: skip
+
+    def _forward(self, *inputs: torch.Tensor, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._run(*inputs, **named)
+        return out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse
+
+    def _gradients(self, inputs: Three, named: dict[str, Any], saved: Saved) -> Three:
+        own = self.explicit_backward
+        if own is None:
+            return gradients_by_autograd(partial(self._run_plain, **named), inputs, saved)
+        return own(saved.grad_out, *inputs, saved.out, saved.lse, **named)
 
     def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
         """The query heads of each call: what selects them, and their numbers."""

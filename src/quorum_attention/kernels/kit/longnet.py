@@ -12,27 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
+from quorum_attention.kernels.kit.function import CallsKernel, TaskCall
 from quorum_attention.kernels.masked.parts import Tiles
-from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.protocol import (
-    Call,
-    CallShape,
-    Extent,
-    Gradients,
-    Kernel,
-    Saved,
-    Statistics,
-    TaskTensors,
-)
-
-Index = tuple[slice, slice, slice]
-"""Batch entries, heads and rows of a task's tensor."""
+from quorum_attention.kernels.protocol import Call, CallShape, Extent, Kernel, TaskTensors
 
 
 class DilatedSetting(NamedTuple):
@@ -42,7 +32,7 @@ class DilatedSetting(NamedTuple):
     dilation: int
 
 
-class LongNetKernel(Kernel):
+class LongNetKernel(CallsKernel):
     """Dilated attention, causal or not, forward and backward.
 
     Args:
@@ -128,26 +118,8 @@ class LongNetKernel(Kernel):
     def _inside(self, extent: Extent) -> Extent:
         return replace(extent, direct=extent.direct or self.full_precision)
 
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        for inner, call, rows, _ in self._calls(task):
-            out, lse = inner.whole_forward(call)
-            with task.timed("merge"):
-                merge_(state.out[rows], state.lse[rows], out, lse)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        finite = grads.lse.masked_fill(grads.lse == -torch.inf, 0.0)
-        for inner, call, rows, keys in self._calls(task):
-            saved = Saved(grads.grad_out[rows], grads.out[rows], finite[rows].contiguous())
-            found = inner.whole_backward(call, saved)
-            targets = grads.grad_query[rows], grads.grad_key[keys], grads.grad_value[keys]
-            with task.timed("merge"):
-                for target, part in zip(targets, found, strict=True):
-                    add_(target, part)
-
-    def _calls(self, task: TaskTensors) -> Iterator[tuple[Kernel, Call, Index, Index]]:
-        """The task as plain or causal calls of a kernel, with the places of queries and keys."""
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
+        """The task as plain or causal calls of a kernel."""
         heads, inner = task.query.shape[1], self._operator(task.shape(is_causal=task.is_causal))
         assert inner is not None, "refused before"
         if 0 in task.query.shape[:2]:
@@ -167,9 +139,11 @@ class LongNetKernel(Kernel):
                 bounds = segment * width, (segment + 1) * width
                 both = [_congruent(side, bounds, offset, dilation) for side in (rows, columns)]
                 if None not in both:
-                    at, keys = ((slice(None), some, chosen) for chosen in both if chosen)
-                    inputs = task.query[at], task.key[keys], task.value[keys]
-                    yield inner, Call(*inputs, causal, task.scale, stored=stored), at, keys
+                    at, keys = (itemgetter((slice(None), some, chosen)) for chosen in both)
+                    inputs = at(task.query), keys(task.key), keys(task.value)
+                    call = Call(*inputs, causal, task.scale, stored=stored)
+                    forward, backwards = inner.whole_forward, inner.whole_backward
+                    yield TaskCall(at, keys, partial(forward, call), partial(backwards, call))
 
 
 def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:

@@ -321,6 +321,7 @@ def _padded(tokens: torch.Tensor) -> torch.Tensor:
 # FlexAttention's lists of FULL and PARTIAL blocks for a whole task. It runs the listed blocks, and
 # applies the mask in partial ones only.
 
+
 def block_lists(
     pairs: TaskPairs,
     full: Nodes,
