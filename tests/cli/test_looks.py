@@ -67,15 +67,6 @@ def test_tables_fit_whatever_the_width(
             assert word in printed
 
 
-def test_a_reader_that_has_had_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m quorum_attention plan {' '.join(PLAN)} | head -c 1"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0
-    assert done.stderr == ""
-
-
 def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     say('pip install "quorum-attention[draw]" [bold]x[/bold]')
     assert '[draw]" [bold]x[/bold]' in capsys.readouterr().out
@@ -132,9 +123,3 @@ def test_what_libraries_say_goes_into_no_result_though_streams_are_closed(folder
     assert run(folder, "whole.npy")[0] == 0
     assert run(folder, "out.npy", "<&- >&- 2>&-")[0] == 0
     assert (folder / "out.npy").read_bytes() == (folder / "whole.npy").read_bytes()
-
-
-def test_a_name_that_cannot_be_printed_is_no_failure(folder: Path) -> None:
-    status, said = run(folder, "größe.npy", PYTHONIOENCODING="ascii")
-    assert (status, (folder / "größe.npy").exists()) == (0, True)
-    assert b"wrote gr\\xf6\\xdfe.npy" in said

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
+from helpers_attention import Inputs, assert_close, fresh_generator, inputs
 from helpers_jobs import a_job
 from helpers_masks import exact
 from helpers_memory import FailingAllocations, usage
@@ -115,22 +115,6 @@ def test_a_failed_block_is_computed_once() -> None:
             assert all("mask gradient out of memory" in line for line in lines)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "dense"])
-@pytest.mark.parametrize("call", [{}, {"depth": 2}, {"budget": 9_000_000}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_autograd_gives_it_beside_every_kernel_and_route(
-    kernel: str, call: dict, dtype: torch.dtype
-) -> None:
-    given = inputs(300, batch=(2,), dtype=dtype)
-    mask = a_mask((2, 300, 300), dtype)
-    mask[:, :, 0] = 0.0
-    leaves = [t.clone().requires_grad_() for t in (*given.three, mask)]
-    report = qa.Report()
-    qa.attention(*leaves, kernel=kernel, report=report, **call).backward(given.grad_out)
-    assert_close(leaves[3].grad, wanted(given, mask), GRADIENT_TOLERANCE[dtype])
-    assert f"computed tile by tile, beside kernel {kernel}" in str(report)
-
-
 def test_kernels_of_other_functions_are_refused_by_name() -> None:
     class Another(DenseKernel):
         name = "another"
@@ -139,23 +123,6 @@ def test_kernels_of_other_functions_are_refused_by_name() -> None:
     given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
     with pytest.raises(NotImplementedError, match="kernel 'another' has no gradient of attn_mask"):
         qa.attention(*given.three, mask, kernel=Another())
-
-
-def test_the_backward_as_a_function() -> None:
-    given = inputs(20, batch=(2,))
-    mask = torch.randn(2, 1, 20)
-    made = qa.attention_with_lse(*given.three, mask)
-    read = (given.grad_out, *given.three, *made, mask)
-    assert len(qa.attention_backward(*read)) == 3
-    with pytest.raises(TypeError, match="grad_mask"):
-        qa.attention_backward(*read, grad_mask=None)  # type: ignore[arg-type]
-    *three, found = qa.attention_backward(*read, grad_mask=True)
-    assert found.shape == mask.shape
-    assert_close(found, wanted(given, mask), 2e-5)
-    room = torch.empty(2, 20, 1, dtype=torch.float64).mT
-    again = qa.attention_backward(*read, grads=tuple(map(torch.empty_like, three)), grad_mask=room)
-    assert again[3] is room
-    assert_close(room, found, 1e-6)
 
 
 def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from helpers_kernels import WatchedKernel
 
 import quorum_attention as qa
 from quorum_attention.execution.report import PassReport
@@ -57,17 +56,3 @@ def test_of_calls_small_cut_and_failed() -> None:
     with qa.using(report=report):
         qa.attention(q.detach(), q, q, report=report)
     assert report.total.forwards == 2
-
-
-def test_a_recovery_is_counted() -> None:
-    sizes = {"heads": 2, "head_dim": 16, "dtype": torch.float32}
-    kernel, report, outer = WatchedKernel({0, 3}), qa.Report(), qa.Report()
-    budget = qa.plan(400, kernel=kernel, levels=(7,), n_cap=3, **sizes).peak_bytes
-    plan = qa.plan(400, kernel=kernel, budget=budget, n_cap=3, **sizes)
-    q = torch.randn(1, 2, 400, 16)
-    kernel.arm()
-    with qa.using(report=outer):
-        qa.attention(q, q, q, plan=plan, kernel=kernel, report=report)
-    assert outer.total.recoveries == len(report.forward.recoveries) > 0
-    assert outer.total.recovery_seconds == report.forward.recovery_seconds
-    assert outer.total.cut == 1

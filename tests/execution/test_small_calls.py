@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import TOLERANCE, assert_close, exact, inputs
-from helpers_memory import usage
+from helpers_attention import inputs
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -23,63 +22,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads"), [(1, 8, 2), (3, 8, 2), (2, 4, 2), (1, 16, 1), (1, 4, 4)]
-)
-@pytest.mark.parametrize("backward", [False, True])
-def test_grouped_calls_stay_within_their_plan(batch, heads, kv_heads, backward) -> None:
-    """The plan counts the sums over query heads that share a key head."""
-    given = inputs(400, heads=heads, kv_heads=kv_heads, batch=(batch,), head_dim=32)
-    three = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in given.three]
-    plan = qa.plan(
-        400, heads=heads, kv_heads=kv_heads, batch=batch, head_dim=32, dtype=torch.float32,
-        device="cpu", levels=(), backward=backward, budget="1GiB",
-    )  # fmt: skip
-    out, lse = qa.attention_with_lse(*three, enable_gqa=True)
-
-    def call() -> object:
-        if backward:
-            return qa.attention_backward(
-                given.grad_out, *three, out, lse, enable_gqa=True, plan=plan
-            )
-        return qa.attention(*three, enable_gqa=True, plan=plan)
-
-    call()
-    assert usage(call).peak <= plan.peak_bytes
-
-
-@pytest.fixture(scope="module")
-def kernel_is_tried() -> None:
-    """Before it is made to fail: what does not work on trial is not taken."""
-    three = inputs(8).three
-    qa.attention(*three)
-    qa.attention(*(t.requires_grad_() for t in three)).sum().backward()
-
-
-@pytest.mark.usefixtures("kernel_is_tried")
-@pytest.mark.parametrize("pass_name", ["whole_forward", "whole_backward"])
-def test_a_small_call_without_memory_is_planned_after_all(monkeypatch, pass_name: str) -> None:
-    original = getattr(CpuKernel, pass_name)
-    failures = iter([True])
-
-    def failing(*args: Any, **named: Any) -> Any:
-        if next(failures, False):
-            raise torch.OutOfMemoryError("made up")
-        return original(*args, **named)
-
-    monkeypatch.setattr(CpuKernel, pass_name, failing)
-    given = inputs(60)
-    tensors = [t.requires_grad_() for t in given.three]
-    # Without the log-sum-exp it would be torch's call (tests/test_recorded.py).
-    out, _ = qa.attention_with_lse(*tensors)
-    grads = torch.autograd.grad(out, tensors, given.grad_out)
-    wanted = exact(given, gradients=True)
-    assert wanted.grads is not None
-    for mine, reference in zip((out, *grads), (wanted.out, *wanted.grads), strict=True):
-        assert_close(mine, reference, TOLERANCE[torch.float32])
-    assert next(failures, None) is None
 
 
 def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:

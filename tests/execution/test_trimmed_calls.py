@@ -15,11 +15,10 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.problem import Placement, Problem, spec_of
-from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.trimming import tally, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
-from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
 
 pytest.importorskip("torch.nn.attention.flex_attention")
@@ -31,9 +30,6 @@ TILE = 8
 _GAP = within(200, N, 0, 500)
 MASKS = {
     "window": sliding_window(50),
-    "both sides": sliding_window(20, 30),
-    "documents": document(torch.arange(N) // 75),
-    "first tokens and a window": prefix_lm(16) & (sliding_window(40) | prefix_lm(16)),
     "a gap": _GAP & sliding_window(60),
 }
 
@@ -62,43 +58,9 @@ def kept(name: str) -> torch.Tensor:
     return torch.broadcast_to(MASKS[name](0, 0, at[:, None], at), (N, N))
 
 
-def both_passes(made, kernel, plans, **call):  # type: ignore[no-untyped-def]
-    report = qa.Report()
-    call = {"kernel": kernel, "report": report, "devices": "cpu", **call}
-    out, lse = qa.attention_with_lse(*made.three, plan=plans[0], **call)
-    grads = qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plans[1], **call)
-    return (out, lse, *grads), report
-
-
 def close(found, wanted, tolerance: float = 1e-11) -> None:  # type: ignore[no-untyped-def]
     for actual, expected in zip(found, wanted, strict=True):
         assert_close(actual, expected, tolerance)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("levels", [(7,), (7, 3), (3, 3, 3), "over inputs"])
-@pytest.mark.parametrize("name", MASKS)
-def test_results(name: str, levels: tuple[int, ...] | str, is_causal: bool) -> None:
-    """Over inputs a kernel that takes a task in one launch computes all tasks of a head group."""
-    made, kernel = inputs(N, dtype=torch.float64), WatchedMask(MASKS[name])
-    kernel.whole_tasks = over_inputs = levels == "over inputs"
-    more = {"levels": levels}
-    if over_inputs:
-        more = {"levels": (7,), "over_inputs": True, "heads_per_group": 1}
-    plans = [
-        qa.plan(N, heads=2, head_dim=8, dtype=torch.float64, tile=TILE, is_causal=is_causal,
-                kernel=kernel, backward=backward, device="cpu", **more)
-        for backward in (False, True)
-    ]  # fmt: skip
-    assert all(isinstance(plan.schedule.route, Blockwise) == over_inputs for plan in plans)
-    found, report = both_passes(made, kernel, plans, is_causal=is_causal)
-    wanted = exact(made, mask=kept(name), is_causal=is_causal, gradients=True)
-    assert torch.equal(found[1] == -torch.inf, wanted.lse == -torch.inf)
-    close(found, (wanted.out, wanted.lse, *wanted.grads))
-    if name != "first tokens and a window" and not over_inputs:
-        for done, plan in zip((report.forward, report.backward), plans, strict=True):
-            assert done.left_out == plan.schedule.trimmed.left_out > 0.2
-            assert done.units == plan.n_tasks * plan.n_groups
 
 
 @pytest.mark.parametrize("n_cap", [1, 2])
@@ -188,23 +150,6 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
     if not narrower:
         with pytest.raises(qa.BudgetError, match="the plan's budget"):
             qa.attention(*made.three, is_causal=True, plan=tight, kernel=kernel)
-
-
-def test_keys_that_nobody_asks_about_are_not_copied() -> None:
-    """They have no result in the forward; in the backward their gradients are zero."""
-    queries, keys = 100, 5000
-    made = inputs(queries, keys, dtype=torch.float64)
-    plans = [
-        qa.plan(queries, n_keys=keys, heads=2, head_dim=8, dtype=torch.float64, levels=(7,),
-                tile=TILE, is_causal=True, kernel="dense", backward=backward, device="cpu",
-                over_inputs=False)
-        for backward in (False, True)
-    ]  # fmt: skip
-    assert max(plans[0].schedule.task_rows(plans[0].work)) < 200
-    found, report = both_passes(made, "dense", plans, is_causal=True)
-    wanted = exact(made, is_causal=True, gradients=True)
-    close(found, (wanted.out, wanted.lse, *wanted.grads))
-    assert report.forward.loaded_bytes < 0.1 * made.key.numel() * 8
 
 
 @settings(max_examples=30, deadline=None)

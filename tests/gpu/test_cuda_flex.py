@@ -77,11 +77,6 @@ def test_cases(name: str) -> None:
         compare(cases(N, "cuda")[name], random(N, torch.float32), tiles=(16,))
 
 
-def test_fewer_key_heads() -> None:
-    case = cases(N, "cuda")["soft cap, alibi and window"]
-    compare(case, random(N, torch.float16, kv_heads=2, heads=4), levels=((), (7,)), tiles=(16,))
-
-
 def test_as_many_heads_as_blocks() -> None:
     """Sizes that are equal in the first call need not be in the next."""
     case = (None, sliding_window(200), True)
@@ -90,29 +85,6 @@ def test_as_many_heads_as_blocks() -> None:
         tensors = random(n, torch.float16, heads=8, kv_heads=8)
         found = errors(run(kernel, tensors, True, levels=(3,), tile=16), tensors, case)
         assert max(found.values()) < 20 * TINY[torch.float16], (n, found)
-
-
-@pytest.mark.parametrize("name", ["documents", "local and global heads"])
-def test_exact_by_check_kernel(name: str) -> None:
-    score_mod, mask_mod, is_causal = cases(331, "cuda")[name]
-    kernel = from_score_mod(score_mod, mask_mod, compiled=True)
-    found = qa.check_kernel(
-        kernel, n_tokens=331, is_causal=is_causal, device="cuda", levels=((3,), (3, 3)),
-        other_sizes=False,
-    )  # fmt: skip
-    assert found.exact, str(found)
-    assert not found.skipped
-
-
-def test_inference_first_and_training_later() -> None:
-    """What is kept on the device from a call under inference mode serves a backward as well."""
-    case = cases(N, "cuda")["documents"]
-    kernel = from_score_mod(*case[:2], compiled=True)
-    tensors = random(N, torch.float16, heads=3, kv_heads=3)
-    with torch.inference_mode():
-        qa.attention(*tensors[:3], is_causal=case[2], kernel=kernel, devices="cuda")
-    found = errors(run(kernel, tensors, case[2], levels=(3,), tile=16), tensors, case)
-    assert max(found.values()) < 20 * TINY[torch.float16]
 
 
 @pytest.mark.parametrize("over_inputs", [True, False])

@@ -39,26 +39,6 @@ def test_no_infinity_that_float64_does_not_have(route: str, kernel: str) -> None
     assert len(found) >= draws // 4, refused
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("levels", [(3,), (7,)])
-@pytest.mark.parametrize("route", [route for route in ROUTES if route != "passing"])
-def test_a_sink(route: str, levels: tuple[int, ...], is_causal: bool, kernel: str) -> None:
-    """The sink's dV is a sum over all queries: 1, which overflows when it is scaled for other keys.
-    Through slots, by the time that is noticed, finished gradients have overwritten the inputs."""
-    made, way = sink(1024, heads=2), Way(route, DEVICE, kernel)
-    reference = exact(made, is_causal=is_causal, gradients=True)
-    more = {"n_cap": 2} if route.startswith("slots") else {}
-    plan = way.plan(made, is_causal, levels=() if route == "direct" else levels, **more)
-    report = qa.Report()
-    got = way.gradients(made, reference, is_causal, plan, report=report)
-    if route.startswith("slots") and kernel in NARROW:
-        assert report.backward.repeated_units > 0, "nothing overflowed"
-    assert reference.grads is not None
-    for actual, wanted in zip(got, reference.grads, strict=True):
-        torch.testing.assert_close(actual.double(), wanted, atol=2e-3, rtol=0)
-
-
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**12])
 @pytest.mark.parametrize("home", ["cpu", DEVICE])
 @pytest.mark.parametrize("heads", [1, 8])

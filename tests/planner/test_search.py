@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -69,16 +68,6 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
             assert other.cost.seconds >= slack * best.cost.seconds
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_more_room_is_never_slower(backward: bool) -> None:
-    call, seconds = work(1 << 20), []
-    for budget in (GIB // 8, GIB // 4, GIB, 4 * GIB, 64 * GIB):
-        seconds.append(chosen(call, PlanConstraints(budget), backward=backward).cost.seconds)
-    # A plan of fewer shapes to prepare may be taken for one of them.
-    pairs = pairwise(seconds)
-    assert all(after <= before * (1 + policy.FIRST_CALL_COUNTS) for before, after in pairs)
-
-
 CONSTRAINTS = {
     "levels": PlanConstraints(GIB, levels=(13, 7)),
     "depth": PlanConstraints(GIB, depth=2),
@@ -112,19 +101,6 @@ def test_wishes_are_kept(name: str, place: Placement) -> None:
         wanted = getattr(constraints, field)
         assert wanted is None or getattr(schedule, field) == wanted, field
     assert schedule.pinned == constraints.pinned
-
-
-def test_a_budget_in_which_nothing_fits_is_named_with_one_in_which_something_does() -> None:
-    call = work()
-    with pytest.raises(BudgetError) as refused:
-        chosen(call, PlanConstraints(1000))
-    smallest = refused.value.smallest_bytes
-    assert smallest is not None
-    assert chosen(call, PlanConstraints(smallest)).footprint.total <= smallest
-    # Asked not to hold to it, it says what comes closest.
-    assert chosen(call, PlanConstraints(1000, enforce_budget=False)).footprint.total > 1000
-    with pytest.raises(BudgetError, match=r"at levels \(7,\)"):
-        chosen(call, PlanConstraints(1000, levels=(7,)))
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,7 @@ import quorum_attention as qa
 from quorum_attention.kernels import rectangles
 from quorum_attention.kernels.kit import from_lse_function
 from random_calls import call, kernels
-from random_calls.case import Case, Orders, Planted, Scores
-from random_calls.draw import draw
+from random_calls.case import Case, Orders, Planted
 from random_calls.run import Verdict, check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,28 +72,20 @@ CHANGES = (
 )  # fmt: skip
 
 
-def calls(kernel: str, count: int = 12, **change: Any) -> list[Verdict]:
-    """Of seeds whose case a function kernel takes: small, cut, with gradients; changed."""
-    found: list[Verdict] = []
-    seed = 0
-    while len(found) < count:
-        case = draw(seed)
-        seed += 1
-        if not 20 <= min(case.n_queries, case.n_keys) <= 130 or case.batch == (0,):
-            continue
-        if case.content not in ("normal", "one hot", "sink") or case.grad in ("zeros", "small"):
-            continue
-        scale = 0.4 if case.scale is None or case.scale <= 0 else case.scale
-        case = replace(
-            case, kernel=kernel, scores=Scores(), mask=None, failure=None, planted=None,
-            route="pair", is_causal=True, scale=scale,
-            orders=Orders("plan", levels=(3,), tile=8), backward_orders=None,
-            dtype="float32", grad_dtype=None, results=type(case.results)(),
-            looked_after=False, measured=False, mask_grad=False, lse_grad=None, without_lse=False,
+def calls(kernel: str, **change: Any) -> list[Verdict]:
+    """Of twelve small calls, cut, with gradients; changed."""
+    found = []
+    for seed in range(12):
+        r = random.Random(seed)
+        kv_heads, shared, widths = r.choice([1, 2]), r.choice([1, 1, 2]), (8, 16, 33)
+        sizes = [r.randint(20, 130) for _ in range(2)] + [r.choice(widths) for _ in range(2)]
+        case = Case(
+            seed, r.choice([(1,), (2,)]), kv_heads * shared, kv_heads, *sizes, is_causal=True,
+            scale=0.4, content=r.choice(["normal", "one hot", "sink"]), kernel=kernel,
+            grad=r.choice(["normal", "uniform", "positive"]),
+            orders=Orders("plan", levels=(3,), tile=8),
         )  # fmt: skip
-        case = replace(case, **change)
-        if not case.grad.startswith("wide"):
-            found.append(check(case))
+        found.append(check(replace(case, **change)))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 import signal
 import threading
 import time
@@ -83,52 +82,6 @@ def result(heads: int, rows: int, width: int = 64) -> torch.Tensor:
     room = made(heads * rows * width + PAGE_BYTES)
     at = -room.data_ptr() % PAGE_BYTES
     return room[at : at + heads * rows * width].view(1, heads, rows, width)
-
-
-@pytest.mark.parametrize("n_bytes", [WORTH, PIECE, PIECE + 1, 5 * PIECE + 4321])
-def test_every_byte_is_locked_once_and_let_go(runtime: Runtime, n_bytes: int) -> None:
-    tensor = made(n_bytes)
-    with locking([tensor, tensor[100:-5], tensor[: n_bytes // 2]]) as locks:
-        assert locks.covers(tensor)
-        assert locks.wants(tensor)
-        assert list(runtime.registered.values()) == [n_bytes]
-    assert bool((tensor == 7).all())
-
-
-@pytest.mark.parametrize("rows", [1, 63, 64, 100, 1024, 1025, 4096])
-def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime, rows: int) -> None:
-    """The driver refuses such a copy."""
-    tensor = result(200_000 // rows + 3, rows)
-    with locking([tensor], made=[tensor]) as locks:
-        assert locks.covers(tensor)
-        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
-        assert sum(stop - start for start, stop in pieces) == tensor.nbytes
-        for head in tensor[0]:
-            first, last = head.data_ptr(), head.data_ptr() + head.nbytes
-            assert any(start <= first and last <= stop for start, stop in pieces)
-    if rows % 64 == 0:
-        assert len(pieces) > 5
-
-
-def test_parts_of_a_copy_are_all_of_it_and_in_one_piece_each(runtime: Runtime) -> None:
-    tensor = made(9 * PIECE)
-    runtime.refused = {3}
-    with locking([tensor], by_address=[tensor]) as locks:
-        assert not locks.covers(tensor)
-        for _ in range(300):
-            start = random.randrange(tensor.nbytes)
-            n_bytes = random.randint(1, tensor.nbytes - start)
-            at = first = tensor.data_ptr() + start
-            for low, count, locked in locks.parts(first, n_bytes):
-                assert low == at
-                at += count
-                inside = [
-                    begin <= low and low + count <= begin + size
-                    for begin, size in runtime.registered.items()
-                ]
-                assert any(inside) == locked
-            assert at == first + n_bytes
-        assert locks.parts(tensor.data_ptr() - 10, 20)[0] == (tensor.data_ptr() - 10, 10, False)
 
 
 def within(tensor: torch.Tensor, runtime: Runtime) -> int:
@@ -222,18 +175,6 @@ def test_a_private_mapping_of_a_file_is_left_pageable(runtime: Runtime, tmp_path
     with locking([private, shared], by_address=[private, shared]) as locks:
         assert not locks.covers(private)
         assert locks.covers(shared)
-
-
-def test_a_failure_on_the_way_is_not_swallowed(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(device: int) -> None:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(torch.cuda, "set_device", broken)
-    tensor = made(PIECE)
-    with pytest.raises(RuntimeError, match="no such device"), locking([tensor]):
-        pass
 
 
 def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) -> None:

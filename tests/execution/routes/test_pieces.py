@@ -61,27 +61,6 @@ def test_results_are_right(pieces, dtype, causal, given, n_keys) -> None:
         assert_close(mine, reference, GRADIENT_TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("boolean", [False, True])
-def test_under_a_mask(boolean: bool, causal: bool) -> None:
-    """Which goes through no slots any more, also where it leaves rows without keys."""
-    made = inputs(500, heads=3, head_dim=16)
-    mask = torch.rand(3, 500, 500) > 0.4 if boolean else torch.randn(500, 500)
-    if boolean:
-        mask[:, 70:90] = False
-    call = {"attn_mask": mask, "is_causal": causal, "depth": 1}
-    report = qa.Report()
-    out, lse = qa.attention_with_lse(*made.three, **call, report=report)
-    grads = qa.attention_backward(made.grad_out, *made.three, out, lse, **call, report=report)
-    assert report.forward is not None
-    assert report.backward is not None
-    assert {report.forward.n_cap, report.backward.n_cap} == {1}
-    wanted = exact(made, mask=mask, is_causal=causal, gradients=True)
-    assert wanted.grads is not None
-    for mine, reference in zip((out, *grads), (wanted.out, *wanted.grads), strict=True):
-        assert_close(mine, reference, GRADIENT_TOLERANCE[torch.float32])
-
-
 @pytest.mark.parametrize("threads", [3, 8])
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("n", [37, 517])
@@ -105,31 +84,6 @@ def test_every_thread_has_work_in_a_backward(threads: int, heads: int, n: int) -
     assert wanted.grads is not None
     for mine, reference in zip(grads, wanted.grads, strict=True):
         assert_close(mine, reference, GRADIENT_TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("expanded", [False, True])
-@pytest.mark.parametrize("wide", [False, True])
-def test_upstream_gradients_are_copied_a_rectangle_at_a_time(expanded: bool, wide: bool) -> None:
-    """Whether the gradient is expanded, as a sum's is, or of another dtype than the inputs."""
-    sizes = {"heads": 2, "head_dim": 64, "dtype": torch.bfloat16 if wide else torch.float32}
-    made = inputs(2400, **sizes)
-    plan = laid_out("blocks", 2400, True, is_causal=True, **sizes)
-    call = {"is_causal": True}
-    out, lse = qa.attention_with_lse(*made.three, **call, out_dtype=torch.float32)
-    grad = made.grad_out.to(out.dtype)
-    if expanded:
-        grad = torch.randn(1, 2, 1, 1).expand(out.shape)
-    grads = tuple(torch.empty_like(t) for t in made.three)
-    call = {**call, "plan": plan, "grads": grads}
-    qa.attention_backward(grad, *made.three, out, lse, **call)
-    taken = usage(lambda: qa.attention_backward(grad, *made.three, out, lse, **call))
-    # Rows of a chunk, and for 16 bits the states of a head group: nothing of a whole head more.
-    states = 3 * 2 * 2400 * 64 * 4 if wide else 0
-    assert taken.peak < states + (3 << 20)
-    wanted = exact(replace(made, grad_out=grad), is_causal=True, gradients=True)
-    assert wanted.grads is not None
-    for mine, reference in zip(grads, wanted.grads, strict=True):
-        assert_close(mine, reference, GRADIENT_TOLERANCE[sizes["dtype"]])
 
 
 def test_a_budget_below_the_results_works_where_they_are_given() -> None:
