@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from helpers_kernels import WatchedKernel
+from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.execution.report import PassReport
@@ -56,3 +58,14 @@ def test_of_calls_small_cut_and_failed() -> None:
     with qa.using(report=report):
         qa.attention(q.detach(), q, q, report=report)
     assert report.total.forwards == 2
+
+
+def test_a_recovery_is_counted() -> None:
+    kernel, report = WatchedKernel({0, 3}), qa.Report()
+    sizes = {"heads": 2, "head_dim": 16, "dtype": torch.float32, "kernel": kernel}
+    plan = unpinned(qa.plan(400, levels=(7,), n_cap=3, **sizes))
+    q = torch.randn(1, 2, 400, 16)
+    kernel.arm()
+    qa.attention(q, q, q, plan=plan, kernel=kernel, report=report)
+    assert report.total.recoveries == len(report.forward.recoveries) > 0
+    assert report.total.recovery_seconds == report.forward.recovery_seconds

@@ -84,6 +84,21 @@ def result(heads: int, rows: int, width: int = 64) -> torch.Tensor:
     return room[at : at + heads * rows * width].view(1, heads, rows, width)
 
 
+@pytest.mark.parametrize("rows", [1, 63, 64, 100, 1024, 1025, 4096])
+def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime, rows: int) -> None:
+    """The driver refuses such a copy."""
+    tensor = result(200_000 // rows + 3, rows)
+    with locking([tensor], made=[tensor]) as locks:
+        assert locks.covers(tensor)
+        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
+        assert sum(stop - start for start, stop in pieces) == tensor.nbytes
+        for head in tensor[0]:
+            first, last = head.data_ptr(), head.data_ptr() + head.nbytes
+            assert any(start <= first and last <= stop for start, stop in pieces)
+    if rows % 64 == 0:
+        assert len(pieces) > 5
+
+
 def within(tensor: torch.Tensor, runtime: Runtime) -> int:
     """Locked bytes of ``tensor``."""
     start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -175,6 +190,18 @@ def test_a_private_mapping_of_a_file_is_left_pageable(runtime: Runtime, tmp_path
     with locking([private, shared], by_address=[private, shared]) as locks:
         assert not locks.covers(private)
         assert locks.covers(shared)
+
+
+def test_a_failure_on_the_way_is_not_swallowed(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(device: int) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    tensor = made(PIECE)
+    with pytest.raises(RuntimeError, match="no such device"), locking([tensor]):
+        pass
 
 
 def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) -> None:
