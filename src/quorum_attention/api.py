@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quorum_attention.autograd import attend
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
-from quorum_attention.call.options import Arguments, CallOptions, RunOptions, several
-from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.settings import filled
-from quorum_attention.call.validation import Tensors, as_tensor
-from quorum_attention.direct import direct_attention
+from quorum_attention.call.options import Arguments, CallOptions, RunOptions
+from quorum_attention.call.validation import as_tensor
+from quorum_attention.direct import checked_request
 from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.operator import as_operator
+from quorum_attention.operator import attention_results
 from quorum_attention.passes import run_backward
 
 if TYPE_CHECKING:
@@ -122,11 +119,7 @@ def attention(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         CallOptions(**options),
     )  # fmt: skip
-    if not torch.compiler.is_dynamo_compiling():
-        result = direct_attention(query, key, value, call)
-        if result is not None:
-            return result
-    return _attend(query, key, value, call)[0]
+    return attention_results(query, key, value, call)[0]
 
 
 def attention_with_lse(
@@ -161,35 +154,7 @@ def attention_with_lse(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         CallOptions(**options),
     )  # fmt: skip
-    return _attend(query, key, value, call)
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): by an operator where the call is traced and one can make it."""
-    results = as_operator(query, key, value, call)
-    return _attend_outside_of_graphs(query, key, value, call) if results is None else results
-
-
-@uncompiled
-def _attend_outside_of_graphs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors, request = _request_of("attention", query, key, value, call)
-    return attend(tensors, request, call.out)
-
-
-def _request_of(
-    function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
-) -> tuple[Tensors, Request]:
-    """``request_of`` with the settings here, of a call for which several devices may be named."""
-    call = call._replace(written=filled(call.written))
-    if not several(call.written.devices):
-        return request_of(function, query, key, value, call)
-    from quorum_attention.devices import pool  # processes, only where they are used
-
-    return pool.request_on_devices(function, query, key, value, call)
+    return attention_results(query, key, value, call, cached=False)
 
 
 @uncompiled
@@ -247,7 +212,7 @@ def attention_backward(
         written=CallOptions(**options),
     )  # fmt: skip
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    tensors, request = _request_of("attention_backward", *originals, call)
+    tensors, request = checked_request("attention_backward", *originals, call)
     given = BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse)
     given = check_backward_inputs(tensors, request, given, originals)
     made = run_backward(tensors, request, given)

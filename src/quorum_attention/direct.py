@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from quorum_attention.autograd import RESULTS, Attention, EagerCall, Read
+from quorum_attention.autograd import RESULTS, Attention, EagerCall, Read, attend
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.options import Arguments
+from quorum_attention.call.options import Arguments, several
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.settings import current
+from quorum_attention.call.settings import current, filled
 from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.call.validation import Tensors
 from quorum_attention.errors import is_out_of_memory
@@ -29,7 +29,7 @@ from quorum_attention.execution.problem import is_small, scales
 from quorum_attention.execution.routes.over_inputs import Whole, without_empty_rows
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.registry import registrations
-from quorum_attention.kernels.torch_private import has_modes, has_transforms
+from quorum_attention.kernels.torch_private import has_modes, has_transforms, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import as_own, decide_backward, decide_forward, is_trivial
 from quorum_attention.planner.calibration import rates_known
@@ -160,13 +160,13 @@ class DirectCall(EagerCall):
     kernel: InnerKernel
     backwards: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
-    def output(self, tensors: Tensors) -> torch.Tensor | None:
-        """The output; None where memory ran out."""
+    def results(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(out, lse); None where memory ran out."""
         try:
             if self.request.records:
-                out: torch.Tensor = Attention.apply(*tensors, self)[0]
-                return out
-            return self.forward(tensors)[0]
+                made: tuple[torch.Tensor, torch.Tensor] = Attention.apply(*tensors, self)
+                return made
+            return self.forward(tensors)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -244,47 +244,62 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
 _CACHE: dict[Hashable, DirectCall | None] = {}
 
 
-def direct_attention(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | None:
-    """The output of a call that is one kernel call; None if it is not, or memory ran out."""
-    name = cache_key(query, key, value, call)
-    if name is None:
-        return None
-    known, mask = _find(name, query, key, value, call), call.attn_mask
-    tensors = Tensors(query, key, value, mask if isinstance(mask, torch.Tensor) else None)
-    made = None if known is None else known.output(tensors)
-    if known is not None and made is None:
-        # Memory ran out: the next call like it is decided anew, by what is free then.
+@uncompiled
+def attend_eagerly(
+    query: Any, key: Any, value: Any, call: Arguments, *, cached: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call that is not traced: as one before it, or else checked and planned."""
+    name = cache_key(query, key, value, call) if cached else None
+    known = None if name is None else _CACHE.get(name)
+    if known is not None:
+        mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
+        made = known.results(Tensors(query, key, value, mask))
+        if made is not None:
+            return made
+        # Memory ran out: calls like it are decided anew, by what is free then.
         _CACHE.pop(name, None)
-    return made
+    tensors, request = checked_request("attention", query, key, value, call)
+    # Of tensors that were broadcast, others like the given ones are not.
+    same = tensors.query is query and tensors.key is key and tensors.value is value
+    if same and name is not None and known is None and name not in _CACHE:
+        _remember(name, tensors, request)
+    return attend(tensors, request, call.out)
+
+
+def checked_request(
+    function: str, query: Any, key: Any, value: Any, call: Arguments
+) -> tuple[Tensors, Request]:
+    """``request_of`` with the settings here, of a call for which several devices may be named."""
+    call = call._replace(written=filled(call.written))
+    if several(call.written.devices):
+        from quorum_attention.devices import pool  # processes, only where they are used
+
+        return pool.request_on_devices(function, query, key, value, call)
+    return request_of(function, query, key, value, call)
 
 
 def direct_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Output and log-sum-exp, without autograd, as ``direct_attention``."""
+    """Output and log-sum-exp of inputs that need no broadcasting, without autograd; None if they
+    are not one kernel call, or memory ran out."""
     name = cache_key(query, key, value, call)
-    known = None if name is None else _find(name, query, key, value, call)
-    if known is None:
+    if name is None:
         return None
-    try:
-        return known.forward(Tensors(query, key, value, None))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    _CACHE.pop(name, None)
-    return None
-
-
-def _find(name: Hashable, query: Any, key: Any, value: Any, call: Arguments) -> DirectCall | None:
-    """What is remembered of calls of this name, or found out now."""
     if name not in _CACHE:
-        tensors, request = request_of("attention", query, key, value, call)
-        # Of tensors that were broadcast, others like the given ones are not.
-        same = tensors.query is query and tensors.key is key and tensors.value is value
-        if len(_CACHE) >= _MOST:
-            forget_all()
-        _CACHE[name] = direct_call(tensors, request) if same else None
-    return _CACHE.get(name)  # another thread may have forgotten it
+        _remember(name, *request_of("attention", query, key, value, call))
+    known = _CACHE.get(name)  # another thread may have forgotten it
+    made = None if known is None else known.results(Tensors(query, key, value, None))
+    if made is None and known is not None:
+        _CACHE.pop(name, None)
+    return made
+
+
+def _remember(name: Hashable, tensors: Tensors, request: Request) -> None:
+    """Find out what calls of this name are."""
+    if len(_CACHE) >= _MOST:
+        forget_all()
+    _CACHE[name] = direct_call(tensors, request)
 
 
 def forget_all() -> None:

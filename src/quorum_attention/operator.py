@@ -34,6 +34,7 @@ from quorum_attention.call.options import Arguments, CallOptions, several
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import Layer, current, fill
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
+from quorum_attention.direct import attend_eagerly
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms, is_traced, refuse_traces
 from quorum_attention.mask import Mask
@@ -64,6 +65,19 @@ _SCHEMAS = {
         "bool of_mask, bool of_sinks) -> Tensor[]"
     ),
 }
+
+
+def attention_results(
+    query: Any, key: Any, value: Any, call: Arguments, *, cached: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse): by an operator where the call is traced and one can make it.
+
+    Args:
+        cached: whether a call that is one kernel call may be made as one before it (``direct``);
+            its log-sum-exp is not for the caller.
+    """
+    results = as_operator(query, key, value, call)
+    return results or attend_eagerly(query, key, value, call, cached=cached)
 
 
 def as_operator(

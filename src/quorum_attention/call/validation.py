@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from quorum_attention.call.options import Arguments
 from quorum_attention.call.overlap import Mappings, overlaps_itself
 from quorum_attention.counts import shown, switch
-from quorum_attention.execution.device.lookup import BACKENDS, is_known, on_host
+from quorum_attention.execution.device.lookup import BACKENDS, HOST
 from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
@@ -188,13 +188,13 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
 
 
 def _check_device(tensor: torch.Tensor, name: str) -> None:
-    if not is_known(tensor.device):
+    if tensor.device.type not in BACKENDS:
         raise NotImplementedError(f"{name} must be on a CPU or CUDA device, got '{tensor.device}'")
 
 
 def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
     """Tensors beside the inputs are on the inputs' device ``home`` or in host memory."""
-    if not on_host(tensor.device) and tensor.device != home:
+    if tensor.device not in (HOST, home):
         raise ValueError(
             f"{name} must be in host memory or on the query's device {home}, got {tensor.device}"
         )
@@ -280,7 +280,7 @@ def check_tensor(
     computed there.
     """
     check_kind(tensor, name)
-    if written or not (on_host(home) and is_known(tensor.device)):
+    if written or home.type != "cpu" or tensor.device.type not in BACKENDS:
         _check_place(tensor, name, home)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

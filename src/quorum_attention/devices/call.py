@@ -66,7 +66,7 @@ def request_on_several(
         attn_mask = Mask(bias=mask.bias, sinks=mask.sinks)
     # This process computes nothing: its own request is of where the inputs are.
     home = as_tensor(query, "query").device
-    here = written._replace(budget=None, kernel="auto", devices="cpu" if on_host(home) else home)
+    here = written._replace(budget=None, kernel="auto", devices=home)
     call = call._replace(attn_mask=attn_mask, written=here)
     tensors, request = request_of(function, *inputs, call)
     pickled = None
@@ -75,7 +75,7 @@ def request_on_several(
         sizes = work.batch, work.heads, work.n_queries, work.n_keys
         resolve(mask, MaskSizes(*sizes), work.is_causal)
         # Now: the caller may write to its tensors before the backward.
-        pickled = pickle.dumps(_sendable(mask, sizes, home.type))
+        pickled = pickle.dumps(_sendable(mask, sizes, tensors.query.device.type))
     options = CallOptions(
         depth=written.depth, kernel=written.kernel, accumulator=written.accumulator
     )
