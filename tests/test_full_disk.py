@@ -22,7 +22,7 @@ from helpers_processes import run_python
 import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.files import create_tensors
-from quorum_attention.kernels.probe import _note
+from quorum_attention.kernels.registry import _note
 from quorum_attention.planner import calibration
 from quorum_attention.writing import write_text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,7 +171,6 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 GPU = torch.device("cuda", 0)
 CALL = CallShape("cuda", torch.float16, 2, 2, 8, 8)
-probing = sys.modules["quorum_attention.kernels.probe"]
 
 
 @pytest.fixture
@@ -185,7 +183,7 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     found: list[str] = []
-    monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: found.append(kernel.name))
+    monkeypatch.setattr(registry, "_tried", lambda kernel, *kind: found.append(kernel.name))
     return found
 
 
@@ -202,7 +200,7 @@ def test_in_the_next_process(
     elif changed == "cudnn":
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     elif changed == "code":
-        monkeypatch.setattr(probing.hashlib, "sha256", probing.hashlib.sha1)
+        monkeypatch.setattr(registry.hashlib, "sha256", registry.hashlib.sha1)
     assert probe(CudnnKernel(), CALL, GPU) is None
     assert tested == ["cudnn"] * (2 if changed else 1)
 
@@ -216,9 +214,11 @@ def test_failures_users_kernels_and_options_are_not_remembered(
     makers = (Mine, lambda: NativeKernel(window=3), CudnnKernel)
     for turn in range(2):
         if turn == 0:
-            monkeypatch.setattr(probing, "_tried", lambda *kind: "it returned NaN")
+            monkeypatch.setattr(registry, "_tried", lambda *kind: "it returned NaN")
         else:
-            monkeypatch.setattr(probing, "_tried", lambda kernel, *kind: tested.append(kernel.name))
+            monkeypatch.setattr(
+                registry, "_tried", lambda kernel, *kind: tested.append(kernel.name)
+            )
         for make in makers:
             found = probe(make(), CALL, GPU)
             assert found == ("it returned NaN" if turn == 0 else None)

@@ -8,7 +8,6 @@ import sys
 from types import ModuleType
 
 from quorum_attention.kernels.merge import add_, empty_, merge_
-from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -26,6 +25,7 @@ from quorum_attention.kernels.registry import (
     get_kernel,
     is_kernel,
     kernels,
+    probe,
     register_kernel,
     why_not,
 )

@@ -80,8 +80,7 @@ def remembered(
     caches its answers.
 
     The last answers for each kernel, of at most ``most`` in ``size``, are held as long as the
-    kernel lives; they must not refer to it. Nothing is remembered for a kernel that takes no weak
-    reference.
+    kernel lives; they must not refer to it.
     """
 
     def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
@@ -93,12 +92,9 @@ def remembered(
         def ask(*args: _Params.args, **named: _Params.kwargs) -> _Answer:
             kernel: Any = getattr(args[at], "kernel", args[at])
             rest: tuple[Any, ...] = getattr(args[at], "without_kernel", ())
-            try:
-                known = answers.get(kernel)
-                if known is None:
-                    known = answers.setdefault(kernel, Cache(most, size))
-            except TypeError:  # no weak reference
-                return function(*args, **named)
+            known = answers.get(kernel)
+            if known is None:
+                known = answers.setdefault(kernel, Cache(most, size))
             key = (*args[:at], *rest, *args[at + 1 :], *sorted(named.items()))
             return known.get(key, lambda: function(*args, **named))
 

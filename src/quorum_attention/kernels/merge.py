@@ -111,29 +111,15 @@ def add_(
     # In blocks, because a 16-bit source is first converted to the target's dtype.
     for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
         part = source[block].to(target.dtype)
-        if overflow is not None and not _largest(part) < math.inf:
-            _flag_(overflow, ~torch.isfinite(part), heads, block)
+        if overflow is not None:
+            # NaN is not below infinity either.
+            bad = (part.abs().flatten(2).amax(-1) < math.inf).logical_not_()
+            for entry, head in bad.nonzero().tolist():
+                at = 0 if overflow.shape[0] == 1 else block[0].start + entry
+                overflow[at, (block[1].start + head) // (heads // overflow.shape[1])] = 1
         if unscale is not None:
             part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
         target[block].add_(part, alpha=alpha)
-
-
-def _largest(part: torch.Tensor) -> float:
-    """The largest magnitude; NaN if there is one. Read once, unlike what says where it is."""
-    if not part.numel():
-        return 0.0
-    low, high = part.aminmax()
-    return max(-float(low), float(high))
-
-
-def _flag_(
-    overflow: torch.Tensor, bad: torch.Tensor, heads: int, block: tuple[slice, slice, slice]
-) -> None:
-    """Set ``overflow`` to 1 for the heads in ``block`` that have a ``bad`` element."""
-    shared = heads // overflow.shape[1]
-    for entry, head in bad.flatten(2).any(-1).nonzero().tolist():
-        at = 0 if overflow.shape[0] == 1 else block[0].start + entry
-        overflow[at, (block[1].start + head) // shared] = 1
 
 
 def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:

@@ -14,13 +14,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
-from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
@@ -41,18 +39,6 @@ from quorum_attention.kernels.tensors import (
     key_rows,
     query_rows,
 )
-
-
-class TaskSizes(NamedTuple):
-    """What the calls of a task depend on, besides its rectangles; the limits as in
-    ``TaskTensors``."""
-
-    query: torch.Size
-    value: torch.Size
-    item: int
-    device: torch.device
-    max_queries: int
-    max_keys: int
 
 
 class RectangleKernel(Kernel):
@@ -133,12 +119,11 @@ class RectangleKernel(Kernel):
         grad_query, grad_key, grad_value = self.rectangle_backward(upright, saved)
         return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
 
-    def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
+    def preferred_sizes(self, task: TaskTensors, r: Rectangle, backward: bool) -> tuple[int, int]:
         """The most (queries, keys) of one plain call, for speed alone; by default all of ``r``.
 
         Args:
-            sizes: of the task.
-            r: the rectangle to run.
+            r: the rectangle of the task to run.
             backward: whether it runs in a backward.
         """
         return r.n_queries, r.n_keys
@@ -237,17 +222,19 @@ class RectangleKernel(Kernel):
             cuts = rectangles if limit is None else cut(rectangles, limit, limit)
             yield from (Batch(r) for r in cuts)
             return
-        query, value, limits = task.query, task.value, (task.max_queries, task.max_keys)
-        sizes = TaskSizes(query.shape, value.shape, query.element_size(), query.device, *limits)
-        yield from _planned_calls(self, sizes, tuple(rectangles), backward)
+        pieces: list[Rectangle] = []
+        for r in rectangles:
+            pieces += [r] if r.causal else cut([r], *self.preferred_sizes(task, r, backward))
+        for batch in batches(tuple(pieces)):
+            yield from self._bounded(batch, task)
 
-    def _bounded(self, batch: Batch, sizes: TaskSizes) -> Iterator[Batch]:
+    def _bounded(self, batch: Batch, task: TaskTensors) -> Iterator[Batch]:
         """``batch`` in parts, each with as many rectangles as the workspace bound allows."""
         most, first = 1, batch.first
-        if sizes.max_queries and sizes.query[0] == 1:
+        if task.max_queries and task.query.shape[0] == 1:
             rows = round_up(first.n_queries, self.row_unit)
             columns = round_up(first.n_keys, self.row_unit)
-            most = max(1, min(sizes.max_queries // rows, sizes.max_keys // columns))
+            most = max(1, min(task.max_queries // rows, task.max_keys // columns))
         for start in range(0, batch.count, most):
             first, count = batch.rectangle(start), min(most, batch.count - start)
             yield replace(batch, first=first, count=count)
@@ -293,17 +280,6 @@ def _merging(task: TaskTensors, number: int) -> Iterator[None]:
     """Around merging the results of a task's ``number``-th call."""
     with nullcontext() if task.lanes is None else task.lanes.merge(number), task.timed("merge"):
         yield
-
-
-@remembered(512)
-def _planned_calls(
-    kernel: RectangleKernel, sizes: TaskSizes, rectangles: tuple[Rectangle, ...], backward: bool
-) -> tuple[Batch, ...]:
-    """The operator calls of a task without a mask; the tasks of a level share them."""
-    pieces: list[Rectangle] = []
-    for r in rectangles:
-        pieces += [r] if r.causal else cut([r], *kernel.preferred_sizes(sizes, r, backward))
-    return tuple(part for batch in batches(tuple(pieces)) for part in kernel._bounded(batch, sizes))
 
 
 def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

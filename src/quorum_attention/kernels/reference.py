@@ -434,50 +434,38 @@ def _part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
 
 def forward_bytes(call: CallShape, extent: Extent, how: Scores = PLAIN) -> int:
     """Upper bound of the bytes that ``forward`` takes."""
-    sizes = _sizes(call, extent, how)
-    rows = sizes.rows * (call.head_dim + 4 * call.value_dim + 8)
-    keys = sizes.keys * max(call.head_dim, call.value_dim)
-    pairs = sizes.pairs * (1 + how.matrices)
-    inside = (pairs + rows + keys) * sizes.item + sizes.drops + sizes.bias
+    of_row, of_key = call.head_dim + 4 * call.value_dim + 8, max(call.head_dim, call.value_dim)
+    inside, rows, item = _tile_bytes(call, extent, how, (of_row, of_key, 1))
     results = 0
     if extent.direct:
         # In the dtype computed in, and in another that may be asked for.
         every = extent.batch * extent.query_heads * extent.max_queries
-        results = every * ((call.value_dim + 1) * sizes.item + call.value_dim * 8)
-    return max(inside, rows * sizes.item + MERGE_WORKSPACE_BYTES) + results + SLACK_BYTES
+        results = every * ((call.value_dim + 1) * item + call.value_dim * 8)
+    return max(inside, rows + MERGE_WORKSPACE_BYTES) + results + SLACK_BYTES
 
 
 def backward_bytes(call: CallShape, extent: Extent, how: Scores = PLAIN) -> int:
     """Upper bound of the bytes that ``backward`` takes."""
-    sizes = _sizes(call, extent, how)
-    rows = sizes.rows * (4 * call.head_dim + 4 * call.value_dim + 8)
-    keys = sizes.keys * 2 * (call.head_dim + call.value_dim)
-    pairs = sizes.pairs * (2 + (call.dropout or how.exact_delta) + how.matrices)
-    inside = (pairs + rows + keys) * sizes.item + sizes.drops + sizes.bias
+    both = call.head_dim + call.value_dim
+    numbers = 4 * both + 8, 2 * both, 2 + (call.dropout or how.exact_delta)
+    inside, _, item = _tile_bytes(call, extent, how, numbers)
     results = 0
     if extent.direct:
         queries = extent.batch * extent.query_heads * extent.max_queries
         others = extent.batch * extent.key_heads * extent.max_keys
-        numbers = queries * call.head_dim + others * (call.head_dim + call.value_dim)
-        results = numbers * (sizes.item + 8)
+        results = (queries * call.head_dim + others * both) * (item + 8)
     return inside + results + SLACK_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Pairs, query rows and key rows of the largest tile; bytes of an element, of what says which
-    pairs are dropped, and of a mask."""
+def _tile_bytes(
+    call: CallShape, extent: Extent, how: Scores, numbers: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """Bytes of the largest tile; of its rows; and of a number.
 
-    pairs: int
-    rows: int
-    keys: int
-    item: int
-    drops: int
-    bias: int
-
-
-def _sizes(call: CallShape, extent: Extent, how: Scores) -> _Sizes:
-    limits = how.limits(call.device_type)
+    Args:
+        numbers: how many there are of each query row, each key row and each pair.
+    """
+    limits, item = how.limits(call.device_type), 8 if call.dtype == torch.float64 else 4
     shared = extent.query_heads // max(1, extent.key_heads)
     lanes, longest = extent.batch * extent.query_heads, how.most_keys(extent.max_keys, limits)
     # Of rectangles of any size up to the largest: see ``_blocks``.
@@ -485,18 +473,18 @@ def _sizes(call: CallShape, extent: Extent, how: Scores) -> _Sizes:
     keys = min(extent.batch * extent.key_heads * extent.max_keys, max(limits.rows, longest))
     most_pairs = max(limits.pairs, shared * longest)
     pairs = min(lanes * extent.max_queries * extent.max_keys, most_pairs)
-    bias = 0
+    of_rows = rows * numbers[0] * item
+    inside = of_rows + (keys * numbers[1] + pairs * (numbers[2] + how.matrices)) * item
     if call.mask is not None:
         # Made for all heads of the task at a time; what is added is of the dtype computed in.
         every = extent.batch if call.mask.batch else 1
         every *= extent.query_heads if call.mask.heads else 1
         most = max(limits.pairs // max(1, shared), longest)
-        bias = (
-            every * min(extent.max_queries * extent.max_keys, most) * call.dtype.itemsize
-            + 8 * pairs
-        )
-    drops = dropped_bytes(1, 1, rows, -(-pairs // rows)) if call.dropout else 0
-    return _Sizes(pairs, rows, keys, 8 if call.dtype == torch.float64 else 4, drops, bias)
+        inside += every * min(extent.max_queries * extent.max_keys, most) * call.dtype.itemsize
+        inside += 8 * pairs
+    if call.dropout:
+        inside += dropped_bytes(1, 1, rows, -(-pairs // rows))
+    return inside, of_rows, item
 
 
 # A backward computes dS = P (dP - delta) with delta = rowsum(dO * O), where O has been rounded to

@@ -1,19 +1,42 @@
-"""All kernels by name, and which one a call gets: the one asked for, or the first that can."""
+"""All kernels by name; which one a call gets; and the test, once, whether a kernel works."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import TypeGuard
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 
 from quorum_attention.counts import shown
+from quorum_attention.errors import is_out_of_memory
+from quorum_attention.kernels.cache import load, remembered, store
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import Fa4Kernel
+from quorum_attention.kernels.merge import by_torch
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.probe import probe
-from quorum_attention.kernels.protocol import CallShape, InnerKernel, Kernel, refusal
-from quorum_attention.kernels.reference import DenseKernel
-from quorum_attention.kernels.torch_private import flash_implementation
+from quorum_attention.kernels.protocol import (
+    Call,
+    CallShape,
+    InnerKernel,
+    Kernel,
+    MaskShape,
+    Saved,
+    refusal,
+)
+from quorum_attention.kernels.reference import (
+    DenseKernel,
+    backward_by_task,
+    forward_by_task,
+    work_dtype,
+)
+from quorum_attention.kernels.tensors import Pick
+from quorum_attention.kernels.torch_private import capturing, flash_implementation, outside
 from quorum_attention.kernels.vendors import CpuKernel, CudnnKernel, EfficientKernel, FlashKernel
 
 _KERNELS: dict[str, Kernel] = {}
@@ -207,3 +230,216 @@ def _is_hopper(device: torch.device) -> bool:
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+# --- Whether a kernel really works on a device ----------------------------------------------------
+#
+# An operator may run and return wrong numbers. So a small rectangle and a small causal square are
+# compared with the float64 reference: the forward and, if gradients are needed, the backward. That
+# takes half a second in a new process, so what passed is remembered in a file of this user's. The
+# answer depends on the device, on the versions of everything below and on this package's own code,
+# so all of that is in an entry's name. A failure may be the machine's of that moment: it is not
+# kept.
+#
+# What merges is not tested: that is left to torch, because Triton may still be compiling it.
+
+# Odd, as lengths may be: rows of a mask begin at addresses that vector loads do not take.
+_QUERIES = 249
+_KEYS = 367
+# The largest error that is accepted, as a share of the largest element. It is wide: the probe is to
+# find wrong results, not imprecise ones (fp32 operators may use TF32).
+_TOLERANCES = {
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+    torch.float32: 2e-2,
+    torch.float64: 1e-9,
+}
+
+
+# Answers remembered for each kernel.
+_ANSWERS = 1024
+
+
+def probe(kernel: Kernel, call: CallShape, device: torch.device | None = None) -> str | None:
+    """Why ``kernel`` does not work for such calls on ``device``, or None; tested only once.
+
+    Args:
+        kernel: a kernel that does not refuse the call.
+        call: the kind of call.
+        device: default the current device of the call's type.
+
+    Raises:
+        torch.OutOfMemoryError: the device does not have the few MiB that the test takes.
+        RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
+    """
+    if device is None:
+        device = torch.device(call.device_type)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    # Compiled kernels may depend on how many query heads share a key head. Causal calls and others
+    # are tested together.
+    group = call.query_heads // max(1, call.key_heads)
+    call = replace(call, query_heads=2 * group, key_heads=2, is_causal=False, exact_scale=True)
+    return _answer(kernel, call, device, torch.are_deterministic_algorithms_enabled())
+
+
+@remembered(_ANSWERS)
+def _answer(
+    kernel: Kernel, call: CallShape, device: torch.device, deterministic: bool
+) -> str | None:
+    if capturing(device):
+        raise RuntimeError(
+            f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
+            f"such call first, as warm-up"
+        )
+    entry = _entry(kernel, call, device, deterministic)
+    if entry is not None and entry in _entries(load(_FILE)):
+        return None
+    with outside(), by_torch():
+        wrong = _tried_with_memory(kernel, call, device)
+    if wrong is None and entry is not None:
+        _note(entry)
+    return wrong
+
+
+def _tried_with_memory(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:
+    """``_tried``; where memory runs out, once more with all that torch's allocator held back:
+    libraries and Triton do not ask it for that when they take memory themselves."""
+    try:
+        return _tried(kernel, call, device)
+    except RuntimeError as error:
+        if device.type != "cuda" or not is_out_of_memory(error):
+            raise
+    torch.cuda.empty_cache()
+    return _tried(kernel, call, device)
+
+
+def _tried(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:
+    usual = 1.0 / math.sqrt(max(1, call.head_dim))
+    scales = (usual,) if call.positive_scale else (-usual, 0.0)
+    for is_causal, scale in product((False, True), scales):
+        try:
+            wrong = _compare(kernel, call, device, is_causal, scale)
+        except (RuntimeError, AttributeError, TypeError) as error:
+            # Another torch may lack an operator, or have other arguments for it.
+            if is_out_of_memory(error):
+                raise
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return f"it failed a test on {device}: {lines[0]}"
+        if wrong is not None:
+            kind = "causal" if is_causal else "plain"
+            dtype = str(call.dtype).removeprefix("torch.")
+            sign = "" if call.positive_scale else f", scale {scale:.3g}"
+            return f"it returned {wrong} for a {kind} {dtype} test on {device}{sign}"
+    return None
+
+
+def _compare(
+    kernel: Kernel, call: CallShape, device: torch.device, is_causal: bool, scale: float
+) -> str | None:
+    """Compare the kernel with the reference: what is wrong with its results, or None."""
+    one, grad_out = _random_call(call, is_causal, scale)
+    exact = _run(DenseKernel(), one, grad_out, call.needs_grad, torch.Tensor.double)
+    found = _run(kernel, one, grad_out, call.needs_grad, lambda tensor: tensor.to(device))
+    tolerance = _TOLERANCES.get(call.dtype, 1e-1)
+    for name, reference in exact.items():
+        result = found[name].to("cpu", torch.float64)
+        if result.isnan().any():
+            return f"NaN in {name}"
+        # Equal infinities (the lse of rows without keys) are no difference.
+        difference = torch.where(result == reference, 0.0, (result - reference).abs())
+        size = reference[reference.isfinite()].abs().max()
+        error = (difference.max() / size.clamp_min(1e-6)).item()
+        if not error <= tolerance:
+            return f"{name} off by {error:.1e} of its size"
+    return None
+
+
+def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, torch.Tensor]:
+    """A small call of a kind, and its upstream gradient."""
+    generator = torch.Generator().manual_seed(0)
+    heads, n_keys = call.query_heads, _QUERIES if is_causal else _KEYS
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(call.dtype)
+
+    mask = _random_mask(call.mask, heads, n_keys, generator)
+    one = Call(
+        random(1, heads, _QUERIES, call.head_dim), random(1, 2, n_keys, call.head_dim),
+        random(1, 2, n_keys, call.value_dim), is_causal, scale,
+        None if mask is None else mask.to(call.dtype),
+        dropout=Dropout(0.5, 0) if call.dropout else None,
+    )  # fmt: skip
+    return one, random(1, heads, _QUERIES, call.value_dim)
+
+
+def _run(
+    kernel: Kernel, call: Call, grad_out: torch.Tensor, needs_grad: bool, to: Pick
+) -> dict[str, torch.Tensor]:
+    """The kernel's statistics, and gradients if needed, of one task that is the whole call.
+
+    Args:
+        to: brings a tensor to the device and the dtype to compute in.
+    """
+    call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
+    # Results as they are computed, not rounded to what the inputs are.
+    call = replace(call, stored=work_dtype(call.query))
+    out, lse = forward_by_task(kernel.forward, call)
+    results = {"out": out, "lse": lse}
+    if needs_grad:
+        saved = Saved(to(grad_out), out.to(call.query.dtype), lse)
+        names = ("the gradient of query", "the gradient of key", "the gradient of value")
+        gradients = backward_by_task(kernel.backward, call, saved)
+        results |= dict(zip(names, gradients, strict=True))
+    return results
+
+
+def _random_mask(
+    mask: MaskShape | None, heads: int, n_keys: int, generator: torch.Generator
+) -> torch.Tensor | None:
+    """A random mask of that shape, some of it -inf, one row entirely -inf."""
+    if mask is None:
+        return None
+    shape = (1, heads if mask.heads else 1, _QUERIES if mask.rows else 1, n_keys)
+    shape = shape if mask.columns else (*shape[:3], 1)
+    values = torch.randn(shape, generator=generator, device="cpu")
+    if mask.columns:
+        values.masked_fill_(torch.rand(shape, generator=generator, device="cpu") < 0.2, -torch.inf)
+    if mask.rows:
+        values[:, :, _QUERIES // 3] = -torch.inf
+    return values
+
+
+# --- What earlier processes found out ---------------------------------------------------------
+
+_FILE = "kernels.json"
+# Most entries of the file: the oldest go first.
+_MOST = 400
+
+
+def _entries(said: Any) -> list[str]:
+    return [e for e in said if isinstance(e, str)] if isinstance(said, list) else []
+
+
+def _note(entry: str) -> None:
+    """Remember an entry. What cannot be written is not remembered."""
+    with suppress(OSError):
+        store(_FILE, lambda said: [*dict.fromkeys([*_entries(said), entry])][-_MOST:])
+
+
+def _entry(
+    kernel: Kernel, call: CallShape, device: torch.device, deterministic: bool
+) -> str | None:
+    """The name of an entry; None for what is not remembered: users' kernels, other devices, and
+    kernels with options, which are more than their names."""
+    ours = type(kernel).__module__.startswith(__name__.rpartition(".")[0])
+    if device.type != "cuda" or not ours or vars(kernel):
+        return None
+    found = torch.cuda.get_device_properties(device)
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    versions = (
+        found.name, found.major, found.minor, torch.__version__, torch.version.cuda,
+        torch.backends.cudnn.version(), driver, hashlib.sha256(sources).hexdigest()[:16],
+    )  # fmt: skip
+    return f"{type(kernel).__qualname__} | {call} | {device} | {deterministic} | {versions}"

@@ -28,7 +28,6 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.rectangles import (
     RectangleKernel,
     RectangleSizes,
-    TaskSizes,
     multiprocessors,
     operator_refusal,
     round_up,
@@ -343,7 +342,7 @@ class CudnnKernel(RectangleKernel):
         grad_query, grad_key, grad_value = gradients
         return grad_query[:, :, :rows], grad_key[:, :, :keys], grad_value[:, :, :keys]
 
-    def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
+    def preferred_sizes(self, task: TaskTensors, r: Rectangle, backward: bool) -> tuple[int, int]:
         """Pieces whose inner loop stays within the L2 cache (docs/kernels.md).
 
         The forward walks all keys for every tile of queries, the backward all queries for every
@@ -352,9 +351,10 @@ class CudnnKernel(RectangleKernel):
         start and an end at which the device is partly idle.
         """
         # Heads run one after another, in a backward two at a time.
-        (batch, heads, _, head_dim), (_, key_heads, _, value_dim) = sizes.query, sizes.value
-        row_bytes = (head_dim + value_dim) * sizes.item
-        cache = int(torch.cuda.get_device_properties(sizes.device).L2_cache_size)
+        query, value = task.query, task.value
+        (batch, heads, _, head_dim), (_, key_heads, _, value_dim) = query.shape, value.shape
+        row_bytes = (head_dim + value_dim) * query.element_size()
+        cache = int(torch.cuda.get_device_properties(query.device).L2_cache_size)
         rows = _whole_tiles(cache // 3 // row_bytes)
         fills = _FILLING_ROWS * multiprocessors()
         if not backward and r.n_queries * batch * heads >= fills:
@@ -479,7 +479,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
 _TILE_QUERIES = 256
 _TILE_KEYS = 512
-# Least bytes of a pass: its first call may try the kernel out (kernels/probe.py).
+# Least bytes of a pass: its first call may try the kernel out (kernels/registry.py).
 _TRIAL_BYTES = 6 << 20
 # The share of the threads that should be busy in a backward.
 _BUSY = 0.9
