@@ -293,11 +293,6 @@ def with_every_diagonal(task):
     return cqs(task) | (same.tril() if task.is_causal else same)
 
 
-def window_within_the_task(task):
-    rows, columns = torch.arange(task.query.shape[2]), torch.arange(task.key.shape[2])
-    return cqs(task) & ((rows[:, None] - columns[None]).abs() < 30)
-
-
 class WholeTask(InnerKernel):
     """Makes its own mask of a task; as the operators of a GPU, if of 16 bits alone: sums in fp32,
     everything else in 16 bits."""
@@ -374,33 +369,8 @@ class NanInTheBackward(WholeTask):
         grads.grad_query.masked_fill_(none, math.nan)
 
 
-class ReusingItsBuffer(WholeTask):
-    """A monolithic call returns memory that the next one writes again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers: dict[Any, Any] = {}
-
-    def takes_whole(self, query_heads, key_heads, tokens, masked, every):
-        return True
-
-    def whole_forward(self, call):
-        query, key, value = call.inputs
-        found = plain(query, key, value, is_causal=call.causal, scale=call.scale)
-        at = (query.shape, value.shape, key.shape, query.dtype)
-        kept = self.buffers.setdefault(at, tuple(map(torch.empty_like, found)))
-        for mine, one in zip(kept, found, strict=True):
-            mine.copy_(one)
-        return kept
-
-    def whole_backward(self, call, saved):
-        given = saved.grad_out, *call.inputs, saved.out, saved.lse
-        return gradients(*given, is_causal=call.causal, scale=call.scale)
-
-
 KERNELS |= {
     "remembering": (remembering, causes.STATE),
-    "one buffer again and again": (ReusingItsBuffer, causes.STATE),
     "grouped heads interleaved": (
         lambda: grouped(lambda t, shared: t.repeat(1, shared, 1, 1)), causes.HEADS,
     ),
@@ -410,7 +380,6 @@ KERNELS |= {
     ),
     "a task with every diagonal": (lambda: WholeTask(with_every_diagonal), causes.PAIRS),
     "state overwritten": (Overwriting, causes.PAIRS),
-    "a window within the task": (lambda: WholeTask(window_within_the_task), causes.POSITIONS),
     "gradients overwritten": (OverwritingGradients, causes.BACKWARD),
     "NaN in the backward": (NanInTheBackward, causes.NO_KEYS),
 }  # fmt: skip
@@ -430,31 +399,6 @@ def planted() -> dict[str, tuple[Callable[[], InnerKernel], str]]:
 # Right ones: none may be called wrong.
 
 
-def padded(query, key, value, *, is_causal, scale):
-    """To multiples of 16, with keys that do not count."""
-    n, down = key.shape[2], -key.shape[2] % 16
-    made = masked(scale * (query @ functional.pad(key, (0, 0, 0, down)).mT), is_causal)
-    made = made.masked_fill(torch.arange(n + down) >= n, -torch.inf)
-    return softmax(made, functional.pad(value, (0, 0, 0, down)))
-
-
-def blockwise(query, key, value, *, is_causal, scale):
-    """Online, eight keys at a time."""
-    out, lse = torch.zeros_like(query[..., :1]) + 0 * value[:, :, :1], None
-    for start in range(0, key.shape[2], 8):
-        stop = min(key.shape[2], start + 8)
-        made = scale * (query @ key[:, :, start:stop].mT)
-        if is_causal:
-            keep = torch.arange(query.shape[2])[:, None] >= torch.arange(start, stop)[None]
-            made = made.masked_fill(~keep, -torch.finfo(made.dtype).max / 4)
-        part = torch.logsumexp(made, -1)
-        mine = torch.softmax(made, -1) @ value[:, :, start:stop]
-        both = part if lse is None else torch.logaddexp(lse, part)
-        old = 0.0 if lse is None else torch.exp(lse - both).unsqueeze(-1)
-        out, lse = out * old + mine * torch.exp(part - both).unsqueeze(-1), both
-    return out, lse
-
-
 RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     "dense": lambda: "dense",
     "cpu": lambda: "cpu",
@@ -472,11 +416,6 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
         sliding_window(40) & document(torch.arange(202) // 15),
         compiled=False,
     ),
-    "mod: local and global heads": lambda: from_score_mod(
-        None, lambda b, h, q, k: (h >= 1) | ((q - k).abs() <= 20), compiled=False
-    ),
     "window": lambda: from_lse_function(window),
-    "padded": lambda: from_lse_function(padded),
-    "blockwise": lambda: from_lse_function(blockwise),
 }
 SIXTEEN_BITS = ("dense", "cpu", "plain", "longnet", "mod: slopes", "window")

@@ -38,12 +38,6 @@ def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
     )
 
 
-def test_no_graph_without_a_need() -> None:
-    assert not qa.attention(*inputs(50).three).requires_grad
-    with torch.no_grad():
-        assert not qa.attention(*leaves(inputs(50)).three).requires_grad
-
-
 def biased(bias: torch.Tensor):  # type: ignore[no-untyped-def]
     def function(query, key, value, *, is_causal, scale, key_positions):  # type: ignore[no-untyped-def]
         scores = scale * query @ key.mT + bias[key_positions]
@@ -106,20 +100,6 @@ def test_hooks_on_saved_tensors_see_all_that_is_read() -> None:
     out.backward(plain.grad_out)  # of the copies
     for leaf, expected in zip(given.three, reference.grads, strict=True):
         assert_close(leaf.grad, expected, 5e-5)
-
-
-def test_a_parameter_as_a_mask_where_nothing_is_recorded() -> None:
-    """Without a graph nobody asks for its gradient."""
-    plain = inputs(60)
-    mask = torch.nn.Parameter(torch.randn(60, 60))
-    with torch.no_grad():
-        out = qa.attention(*leaves(plain).three, mask)
-        found = qa.attention_with_lse(*plain.three, mask)
-        qa.attention_backward(plain.grad_out, *plain.three, *found, mask)
-    with torch.inference_mode():
-        qa.attention(*plain.three, mask)
-    assert_close(out, exact(plain, mask=mask.detach()).out, 5e-5)
-    assert not out.requires_grad
 
 
 @pytest.mark.parametrize("what", ["out", "mask", "lse"])

@@ -142,27 +142,6 @@ def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int
     assert DirectCall in remembered()
 
 
-@ON_CPU
-def test_a_mask_that_is_changed_before_the_backward_is_noticed() -> None:
-    mask = torch.zeros(24, 24, dtype=torch.float16)
-    for _ in range(2):
-        out = qa.attention(*inputs(dtype=torch.float16), mask, **GROUPED)
-        mask.add_(1.0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-
-
-@ON_CPU
-@pytest.mark.parametrize(("dtype", "n"), [(torch.float16, 12), (torch.float32, 300)])
-def test_gradients_in_batches_are_refused_in_words(dtype: torch.dtype, n: int) -> None:
-    three = inputs(n, n_queries=n, dtype=dtype)
-    for _ in range(2):
-        out = qa.attention(*three, **GROUPED)
-    many = torch.randn(3, *out.shape).to(dtype)
-    with pytest.raises(NotImplementedError, match="is_grads_batched"):
-        torch.autograd.grad(out, three, many, is_grads_batched=True)
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(before: bool) -> None:
     """A first row of zeros has log-sum-exp 0 under a causal mask: that takes a second attempt."""
@@ -176,20 +155,6 @@ def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(bef
     out = checkpoint(call, q, k, v, use_reentrant=False)
     for got, wanted in zip(torch.autograd.grad(out.sum(), (q, k, v)), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_rows_that_overlap_are_the_same_or_lie_as_images_do_are_right_after_others() -> None:
-    _, k, v = inputs(kv_heads=4, learned=False)
-    one = torch.randn(1, 4, 1, 2).permute(0, 3, 1, 2)
-    assert one.is_contiguous(memory_format=torch.channels_last)
-    for three in (
-        (torch.randn(1, 4, 5, 16), k, v),
-        (torch.randn(1, 4, 20).unfold(2, 16, 1), k, v),
-        (torch.randn(1, 1, 5, 19).unfold(3, 16, 1)[:, 0].transpose(1, 2), k, v),
-        (torch.randn(4, 16).as_strided((1, 4, 5, 16), (1, 16, 0, 1)), k, v),
-        (one, torch.randn(1, 2, 4, 1), torch.randn(8, 5).view(1, 2, 4, 5)),
-    ):
-        torch.testing.assert_close(qa.attention(*three), exact(*three).float())
 
 
 def test_bad_arguments_are_refused_after_a_good_call_too() -> None:

@@ -7,13 +7,12 @@ import re
 import subprocess
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 import torch
-from helpers_leftovers import left_since, page_locked, standing
+from helpers_leftovers import left_since, standing
 from helpers_uninitialised import nonsense
 from helpers_workers import quick_workers
 
@@ -43,20 +42,6 @@ def a_worker() -> ExitStack:
     return stack
 
 
-def a_setting() -> ExitStack:
-    stack, before = ExitStack(), torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    stack.callback(torch.set_num_threads, before)
-    return stack
-
-
-def a_lock() -> ExitStack:
-    stack = ExitStack()
-    page_locked.add(4096)
-    stack.callback(page_locked.discard, 4096)
-    return stack
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -64,8 +49,6 @@ def a_lock() -> ExitStack:
         (a_worker, "the process [0-9]+: .*(forkserver|spawn).*"),
         (an_ended_process, "the process [0-9]+: ended, not waited for"),
         (lambda: tempfile.TemporaryDirectory(suffix=".unfinished"), "the file /.*unfinished"),
-        (a_setting, "threads of torch: [0-9]+ instead of [0-9]+"),
-        (a_lock, "1 page-locked ranges"),
     ],
 )
 def test_what_is_left_is_seen(kind: Callable[[], AbstractContextManager[None]], words: str) -> None:
@@ -82,9 +65,3 @@ def test_fresh_memory_is_nonsense(dtype: torch.dtype) -> None:
     filler = torch.full((3, 2), nonsense(dtype), dtype=dtype)
     for tensor in (torch.empty(3, 2, dtype=dtype), torch.empty_like(like), like.new_empty(3, 2)):
         torch.testing.assert_close(tensor, filler, equal_nan=True, rtol=0, atol=0)
-
-
-def test_random_numbers_are_those_of_the_test(request: pytest.FixtureRequest) -> None:
-    """Of its name, not of what ran before it."""
-    more = os.environ.get("QUORUM_ATTENTION_SEED", "")
-    assert torch.initial_seed() == zlib.crc32(f"{request.node.nodeid}{more}".encode())

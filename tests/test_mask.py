@@ -272,13 +272,6 @@ def test_any_callable_is_a_rule(keeps: Any) -> None:
     check(inputs, Mask(keeps=keeps, causal=True), 0.4, TOLERANCE[torch.float32])
 
 
-def test_kernels_of_other_attention_are_refused() -> None:
-    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
-    kernel = qa.from_score_mod(lambda s, b, h, q, k: s)
-    with pytest.raises(NotImplementedError, match="cannot run a call under a Mask"):
-        qa.attention(q, k, v, attn_mask=Mask(window=2), kernel=kernel)
-
-
 def test_a_mask_lets_go_of_its_functions_and_tensors() -> None:
     """What a mask was read as is remembered, but not beyond it."""
     q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))

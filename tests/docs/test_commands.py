@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers_docs import ROOT, Command, blocks, commands, normal
+from helpers_docs import ROOT, blocks, commands, normal
 from helpers_kernels import taken_as_tried
 
 from quorum_attention.bench.cases import EXPERIMENTS
@@ -23,7 +23,6 @@ from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.planner import calibration
 
 OURS = sorted({c.text for c in commands() if c.text.startswith("quorum-attention")})
-OTHERS = [c for c in commands() if not c.text.startswith("quorum-attention")]
 # Run by tests of their own, below.
 APART = ("quorum-attention bench", "quorum-attention calibrate")
 SHORT = {
@@ -161,26 +160,6 @@ def test_a_run_on_ray_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert done.returncode == 0, done.stderr
     assert "on Ray (local)" in done.stdout
     torch.testing.assert_close(safetensors.torch.load_file(written), alone)
-
-
-@pytest.mark.parametrize("command", OTHERS, ids=str)
-def test_other_commands_exist(command: Command) -> None:
-    """Targets of make, extras of pip, options of benchmarks: nothing is run of them."""
-    tool, *arguments = shlex.split(command.text)
-    if tool == "make":
-        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
-    elif tool == "pip":
-        (extra,) = re.findall(r"\[([\w-]+)\]", command.text)
-        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M)
-    else:
-        file = arguments[0]
-        if file == "-m":
-            file = f"{arguments[1].replace('.', '/')}/__main__.py"
-        source = (ROOT / file).read_text()
-        if file == "benchmarks/run.py" and arguments[1] != "CASE":
-            source += (ROOT / f"benchmarks/cases/{arguments[1]}.py").read_text()
-        for option in (word for word in arguments if word.startswith("--")):
-            assert f'"{option}"' in source, option
 
 
 def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[str], folder) -> None:
