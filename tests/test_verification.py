@@ -32,20 +32,3 @@ def test_planted_errors_are_seen(planted: str) -> None:
     follows = {"out": {"grad_key"}, "lse": {"grad_key", "grad_value"}}.get(planted, set())
     for name in results.keys() - follows:
         assert (found[name] > 1e-3) == (name == planted)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("wrong", [0.0, 1.0])
-def test_a_gradient_that_is_zero_has_the_rounding_of_its_terms(
-    dtype: torch.dtype, wrong: float
-) -> None:
-    """Of one key, dQ and dK are differences of equal numbers: nothing to be relative to."""
-    query, key, value, grad = (torch.randn(1, 2, 1, 64).to(dtype) for _ in range(4))
-    out, lse = qa.attention_with_lse(query, key, value, devices="cpu")
-    grads = qa.attention_backward(grad, query, key, value, out, lse, devices="cpu")
-    grads = (grads[0] + wrong, grads[1] - wrong, grads[2])
-    found = sampled_errors((query, key, value), out, lse, grad, grads, is_causal=False)
-    accepted = {torch.float16: 5e-3, torch.bfloat16: 4e-2}.get(dtype, 1e-4)
-    assert (found["grad_query"] < accepted, found["grad_key"] < accepted) == (not wrong, not wrong)
-    assert found["out"] < accepted
-    assert found["grad_value"] < accepted

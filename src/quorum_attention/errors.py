@@ -7,9 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-# Where torch has no type of its own (very old builds), a RuntimeError is the nearest base.
-_TorchOutOfMemory: type[RuntimeError] = getattr(torch, "OutOfMemoryError", RuntimeError)
-
 # What plain RuntimeErrors say: torch's allocator for the CPU; NVIDIA's libraries, which take memory
 # for themselves when they are first used; Triton, which takes some for each kernel that it loads.
 _ALLOCATORS_SAY = (
@@ -22,7 +19,7 @@ _NOTHING_ELSE_SAID = ("std::bad_alloc", "Triton Error [CUDA]: out of memory")
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
-class OutOfMemoryError(_TorchOutOfMemory):  # type: ignore[misc, valid-type]
+class OutOfMemoryError(torch.OutOfMemoryError):
     """The call ran out of memory and no finer plan was left (or the plan was pinned)."""
 
 

@@ -16,17 +16,15 @@ backward.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count
 from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from torch import library
-from torch.utils._pytree import tree_leaves
 
 from quorum_attention.autograd import needed_of, refuse_second, upstream_of
 from quorum_attention.call.gradients import BackwardInputs
@@ -111,6 +109,10 @@ def as_operator(
         query, key, value, call.enable_gqa
     )
     sizes_of(query, key, value, grouped)
+    for tensor in (mask, sinks, *parts):
+        # torch would call the fake kernel, and take its results for real.
+        if tensor is not None and tensor.is_meta and not query.is_meta:
+            raise ValueError(f"attn_mask must be in host memory or on {query.device}, got meta")
     recorded, of_mask = torch.is_grad_enabled(), mask is not None and mask.requires_grad
     recorded = recorded and any(
         t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
@@ -254,7 +256,6 @@ def _backward(*args: Any) -> list[torch.Tensor]:
 # gone gets those of the moment.
 _MOST = 1024
 _kept: dict[int, Layer] = {}
-_numbers = count(1)
 _lock = Lock()
 
 
@@ -262,14 +263,11 @@ def _keep(settings: Layer | None) -> int:
     """A number by which the backward finds them; 0 where there are none."""
     if settings is None:
         return 0
+    # By identity: equal reports are others, and none that is kept has another's.
+    number = hash(tuple([(name, id(value)) for name, value in settings.items()]))
     with _lock:
-        for number, others in reversed(_kept.items()):
-            # By identity: equal reports are others.
-            if settings.keys() == others.keys() and all(settings[n] is others[n] for n in others):
-                return number
-        number = next(_numbers)
-        _kept[number] = settings
-        while len(_kept) > _MOST:
+        _kept[number] = _kept.pop(number, settings)
+        if len(_kept) > _MOST:
             del _kept[next(iter(_kept))]
     return number
 
@@ -339,7 +337,6 @@ def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out_dtype = rest[-5]
-    _refuse_meta(query, (key, value, *rest))
     state = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
         query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype or query.dtype),
@@ -348,24 +345,8 @@ def _fake_forward(
     )
 
 
-def _refuse_meta(query: torch.Tensor, others: Iterable[Any]) -> None:
-    """Refuse a tensor without numbers beside others: torch calls the fake kernel then, whose
-    results would be taken for real.
-
-    Raises:
-        ValueError: one of ``others`` is on "meta", and the query is not.
-    """
-    for tensor in tree_leaves(others):
-        if isinstance(tensor, torch.Tensor) and tensor.is_meta and not query.is_meta:
-            raise ValueError(
-                "key, value and all else that is given must be in host memory or on the query's "
-                f"device {query.device}, got a tensor of shape {tuple(tensor.shape)} on meta"
-            )
-
-
 def _fake_backward(*args: Any) -> list[torch.Tensor]:
     _, query, key, value, _, _, mask, sinks = args[:8]
-    _refuse_meta(query, args)
     learned = [t for t, wanted in zip((mask, sinks), args[-2:], strict=True) if wanted]
     return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
 

@@ -144,19 +144,15 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
     except BaseException as error:
         with suppress(OSError):
             os.unlink(file.name)
-        raise named(error, path) from error
+        raise named(error, path) from None
     if durable:
         sync_directory(target.parent)
 
 
 def named(error: BaseException, path: str | PathLike[str]) -> BaseException:
     """``error``, with the name of the file: a full disk does not say what it had no room for."""
-    if (
-        isinstance(error, OSError)
-        and error.errno in (*_NO_SPACE, errno.EFBIG)
-        and error.filename is None
-    ):
-        return OSError(error.errno, error.strerror, os.fspath(path))
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = os.fspath(path)
     return error
 
 

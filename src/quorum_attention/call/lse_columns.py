@@ -106,10 +106,15 @@ def with_columns(
         grad_out[..., column] = factor.to(grad_out.device)
         out[..., column] = part.to(out.device)
         left = left - part.to(left.dtype)
-    given = given._replace(
-        grad_out=grad_out, out=out, grad_lse=None,
-        grads=None if given.grads is None else _targets(given.grads, work, wide),
-    )  # fmt: skip
+    grads, widths = given.grads, (wide.head_dim, wide.head_dim, wide.value_dim)
+    if grads is not None:
+        dq, dk, dv = (
+            g if g.shape[-1] == width
+            else empty((*g.shape[:-1], width), g.dtype, g.device, "a wider gradient")
+            for g, width in zip(grads, widths, strict=True)
+        )  # fmt: skip
+        grads = dq, dk, dv
+    given = given._replace(grad_out=grad_out, out=out, grad_lse=None, grads=grads)
     return Tensors(query, key, value, mask, sinks), replace(request, work=wide), given
 
 
@@ -163,21 +168,6 @@ def _wider(tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None) -
     found[..., : tensor.shape[-1]].copy_(tensor)
     found[..., tensor.shape[-1] :].zero_()
     return found
-
-
-def _targets(
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], work: Workload, wide: Workload
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the wider gradients are written to: those given where they are wide enough."""
-
-    def target(grad: torch.Tensor, width: int) -> torch.Tensor:
-        if grad.shape[-1] == width:
-            return grad
-        shape = (*grad.shape[:-1], width)
-        return empty(shape, grad.dtype, grad.device, "a wider gradient")
-
-    query, key, value = grads
-    return target(query, wide.head_dim), target(key, wide.head_dim), target(value, wide.value_dim)
 
 
 def _factor(gradient: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:

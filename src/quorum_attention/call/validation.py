@@ -37,28 +37,15 @@ class Tensors(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-class CheckedTensors(NamedTuple):
-    """The tensors of a call that fit each other.
-
-    Attributes:
-        read: what it reads.
-        out: the caller's tensor for the result, with a dimension of heads.
-        described: the mask, if it is a ``Mask``.
-        sizes: a ``Workload`` of sizes and dtype alone.
-        without_heads: whether the inputs were (tokens, head_dim).
-        cast_bytes: bytes of the casts of autocast, on the inputs' device.
-    """
-
-    read: Tensors
-    out: torch.Tensor | None
-    described: Mask | None
-    sizes: Workload
-    without_heads: bool
-    cast_bytes: int
-
-
-def check_tensors(query: Any, key: Any, value: Any, call: Arguments) -> CheckedTensors:
+def check_tensors(
+    query: Any, key: Any, value: Any, call: Arguments
+) -> tuple[Tensors, torch.Tensor | None, Mask | None, Workload, bool, int]:
     """The tensors of a call, checked and broadcast.
+
+    Returns:
+        what it reads; the caller's tensor for the result, with a dimension of heads; the mask, if
+        it is a ``Mask``; sizes and dtype alone; whether the inputs were (tokens, head_dim); bytes
+        of the casts of autocast, on the inputs' device.
 
     Raises:
         ValueError, TypeError, NotImplementedError: one does not fit, by name.
@@ -96,7 +83,7 @@ def check_tensors(query: Any, key: Any, value: Any, call: Arguments) -> CheckedT
         every = {"query": query, "key": key, "value": value, "attn_mask": mask}
         check_apart({"out": out}, every)
     read = Tensors(query, key, value, mask, sinks)
-    return CheckedTensors(read, out, described, sizes, without_heads, cast_bytes)
+    return read, out, described, sizes, without_heads, cast_bytes
 
 
 def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:

@@ -248,7 +248,7 @@ class RunFolder:
                 try:
                     os.fsync(file.fileno())
                 except OSError as error:
-                    raise named(error, path) from error
+                    raise named(error, path) from None
         progress = {**self.progress, "done": [*self.progress["done"], part]}
         write_text(self.output.run / PROGRESS, json.dumps(progress, indent=1))
         self.progress = progress
