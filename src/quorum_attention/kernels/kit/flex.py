@@ -13,7 +13,7 @@ import math
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
@@ -47,19 +47,15 @@ from quorum_attention.kernels.masked.functions import (
     codes,
     depends_on_batch_head,
     over_pairs,
-    results_at,
-    tensors,
 )
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
-from quorum_attention.kernels.masked.parts import ByParts, Tiles
+from quorum_attention.kernels.masked.parts import ByParts, ModsKernel, Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
     Extent,
     Gradients,
-    Indices,
-    Kernel,
     Saved,
     Statistics,
     TaskTensors,
@@ -75,7 +71,7 @@ _MATRICES = 8
 _EVALUATED_BYTES = 96 << 20
 
 
-class ScoreModKernel(Kernel):
+class ScoreModKernel(ModsKernel):
     """See ``from_score_mod``: by the reference, tile by tile.
 
     Attributes:
@@ -83,12 +79,10 @@ class ScoreModKernel(Kernel):
         geometry: what the mask keeps.
     """
 
-    own_attention = True
-    sparse = True
-
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod, self.name = score_mod, mask_mod, name
         self.geometry = geometry_of(mask_mod)
+        self.mask_mods = self.geometry.functions
         self._causal = Geometry(Band(None, 0)) & self.geometry
         change = None if score_mod is None else partial(_changed, score_mod)
         scores = reference.Scores(change, tiles=reference.LARGE, matrices=_MATRICES)
@@ -99,24 +93,6 @@ class ScoreModKernel(Kernel):
     def _under(self, is_causal: bool) -> Geometry:
         """What a call keeps."""
         return self._causal if is_causal else self.geometry
-
-    def captured(self) -> list[torch.Tensor]:
-        """See ``Kernel``."""
-        return tensors(self.called_back())
-
-    def called_back(self) -> tuple[Callable[..., Any], ...]:
-        """See ``Kernel``."""
-        return (*(() if self.score_mod is None else (self.score_mod,)), *self.geometry.functions)
-
-    def results_of_functions(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
-    ) -> Sequence[torch.Tensor]:
-        """See ``Kernel``."""
-        found = results_at(self.geometry.functions, at)
-        if self.score_mod is not None:
-            score = torch.zeros((), device=at.queries.device)
-            found += results_at([partial(self.score_mod, score)], at)
-        return found
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``Kernel``."""

@@ -34,7 +34,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.tensors import Pick, jth_of_group, positions, row_blocks
+from quorum_attention.kernels.tensors import Pick, jth_of_group, row_blocks
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 BackwardFunction = Callable[..., "Three"]
@@ -158,8 +158,7 @@ class FunctionKernel(CallsKernel):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
-        every = dict(zip(_OPTIONAL, (at.queries, at.keys, at.heads, at.entries), strict=True))
-        named = {"is_causal": False, "scale": 1.0, **{name: every[name] for name in self._wants}}
+        named = {"is_causal": False, "scale": 1.0, **_named(self._wants, at)}
         found: list[torch.Tensor] = []
         for pick, chosen in self._picks(query, key):
             found += self._run(pick(query), key, value, **_for_heads(named, chosen))
@@ -193,24 +192,16 @@ class FunctionKernel(CallsKernel):
             return
         own = backward and self.explicit_backward is not None
         wants = self._backward_wants if own else self._wants
-        device, first = task.query.device, task.first_head
-        heads = torch.arange(first, first + task.query.shape[1], device=device)
         for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
                 continue
-            queries, keys = (r.query_start, r.query_stop), (r.key_start, r.key_stop)
-            made: dict[str, Callable[[], torch.Tensor]] = {
-                "query_positions": partial(positions, task.task, *queries, device),
-                "key_positions": partial(positions, task.task, *keys, device),
-                "head_indices": lambda: heads,
-                "batch_indices": partial(torch.tensor, task.entries, device=device),
-            }
-            named: dict[str, Any] = {name: made[name]() for name in wants}
-            named |= {"is_causal": r.causal, "scale": task.scale}
-            columns = partial(_rows, lambda tensor: tensor, slice(*keys))
+            numbers = _named(wants, task.indices(r)) if wants else {}
+            named = {"is_causal": r.causal, "scale": task.scale, **numbers}
+            columns = partial(_rows, lambda tensor: tensor, slice(r.key_start, r.key_stop))
             for pick, chosen in self._picks(task.query, task.key):
-                rows, mine = partial(_rows, pick, slice(*queries)), _for_heads(named, chosen)
+                rows = partial(_rows, pick, slice(r.query_start, r.query_stop))
                 inputs = rows(task.query), columns(task.key), columns(task.value)
+                mine = _for_heads(named, chosen)
                 yield TaskCall(
                     rows, columns, partial(self._forward, *inputs, **mine),
                     partial(self._gradients, inputs, mine),
@@ -221,10 +212,10 @@ class FunctionKernel(CallsKernel):
         return out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse
 
     def _gradients(self, inputs: Three, named: dict[str, Any], saved: Saved) -> Three:
-        own = self.explicit_backward
-        if own is None:
-            return gradients_by_autograd(partial(self._run_plain, **named), inputs, saved)
-        return own(saved.grad_out, *inputs, saved.out, saved.lse, **named)
+        if self.explicit_backward is not None:
+            return self.explicit_backward(saved.grad_out, *inputs, saved.out, saved.lse, **named)
+        plain = {name: recordable(value) for name, value in named.items()}
+        return gradients_by_autograd(partial(self._run, **plain), inputs, saved)
 
     def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
         """The query heads of each call: what selects them, and their numbers."""
@@ -252,9 +243,6 @@ class FunctionKernel(CallsKernel):
             if tensor.shape != shape:
                 raise ValueError(f"{says} {what} of shape {shape}, got {tuple(tensor.shape)}")
         return found
-
-    def _run_plain(self, *inputs: torch.Tensor, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._run(*inputs, **{name: recordable(value) for name, value in named.items()})
 
 
 from_lse_function = FunctionKernel
@@ -351,6 +339,12 @@ def _parameters(function: Callable[..., Any], what: str) -> tuple[str, ...]:
                 f"f(query, key, value, *, is_causal, scale), and has {list(signature)}"
             )
     return tuple(name for name in _OPTIONAL if name in signature)
+
+
+def _named(wants: tuple[str, ...], at: Indices) -> dict[str, torch.Tensor]:
+    """The optional arguments that a function wants, for some pairs."""
+    every = dict(zip(_OPTIONAL, (at.queries, at.keys, at.heads, at.entries), strict=True))
+    return {name: every[name] for name in wants}
 
 
 def _for_heads(named: dict[str, Any], chosen: slice) -> dict[str, Any]:

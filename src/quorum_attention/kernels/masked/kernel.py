@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any
 
 import torch
 
@@ -22,9 +21,8 @@ from quorum_attention.decomposition import (
 )
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.fa4 import Fa4Kernel
-from quorum_attention.kernels.masked.functions import results_at, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.parts import ByParts, Tiles, capped
+from quorum_attention.kernels.masked.parts import ByParts, ModsKernel, Tiles, capped
 from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, resolve
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
@@ -32,7 +30,6 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
-    Indices,
     Kernel,
     Saved,
     Statistics,
@@ -47,7 +44,7 @@ from quorum_attention.mask import Mask
 _BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
 
 
-class MaskedKernel(Kernel):
+class MaskedKernel(ModsKernel):
     """Attention under a mask.
 
     Args:
@@ -56,12 +53,9 @@ class MaskedKernel(Kernel):
         base: what computes the parts: an operator, whose scores are capped already.
     """
 
-    own_attention = True
-    sparse = True
-
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
         # Not the mask, which holds its kernels.
-        self.batch, self.base, self._functions = mask.sizes.batch, base, mask.functions
+        self.batch, self.base, self.mask_mods = mask.sizes.batch, base, mask.functions
         self.geometries = mask.geometries
         self._distinct = tuple(dict.fromkeys(mask.geometries))
         self._scores, self.name = capped(mask.softcap), base.name
@@ -94,20 +88,6 @@ class MaskedKernel(Kernel):
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         return self.base.refusal(replace(call, is_causal=True))
 
-    def captured(self) -> Sequence[torch.Tensor]:
-        """See ``Kernel``."""
-        return tensors(self._functions)
-
-    def called_back(self) -> Sequence[Callable[..., Any]]:
-        """See ``Kernel``."""
-        return self._functions
-
-    def results_of_functions(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
-    ) -> Sequence[torch.Tensor]:
-        """See ``Kernel``."""
-        return results_at(self._functions, at)
-
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
         every = Band(None, 0 if is_causal else None).count(0, n_queries, 0, n_keys)
@@ -135,7 +115,7 @@ class MaskedKernel(Kernel):
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""
-        return every or (self._uniform and not self._functions)
+        return every or (self._uniform and not self.mask_mods)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""

@@ -8,10 +8,10 @@ alone. An upper triangle is a causal call with the orders of queries and keys tu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from quorum_attention.kernels.masked.block_table import (
     joined_along_rows,
     listed_blocks,
 )
+from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, results_at, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
@@ -35,6 +36,7 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Indices,
     Kernel,
     MaskShape,
     Saved,
@@ -56,6 +58,37 @@ _MOST_TASKS = 512
 # Device bytes for evaluating users' functions block by block, unless there are many heads.
 _EVALUATED_BYTES = 8 << 20
 _ANY_MASK = MaskShape(boolean=True, batch=True, heads=True, rows=True)
+
+
+class ModsKernel(Kernel):
+    """A kernel of users' functions.
+
+    Attributes:
+        mask_mods, score_mod: they.
+    """
+
+    own_attention = True
+    sparse = True
+    mask_mods: tuple[MaskMod, ...]
+    score_mod: ScoreMod | None = None
+
+    def captured(self) -> list[torch.Tensor]:
+        """See ``Kernel``."""
+        return tensors(self.called_back())
+
+    def called_back(self) -> tuple[Callable[..., Any], ...]:
+        """See ``Kernel``."""
+        return (*(() if self.score_mod is None else (self.score_mod,)), *self.mask_mods)
+
+    def results_of_functions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
+    ) -> list[torch.Tensor]:
+        """See ``Kernel``."""
+        found = results_at(self.mask_mods, at)
+        if self.score_mod is not None:
+            score = torch.zeros((), device=at.queries.device)
+            found += results_at([partial(self.score_mod, score)], at)
+        return found
 
 
 class Tiles(Kernel):
