@@ -278,23 +278,6 @@ def checked_request(
     return request_of(function, query, key, value, call)
 
 
-def direct_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Output and log-sum-exp of inputs that need no broadcasting, without autograd; None if they
-    are not one kernel call, or memory ran out."""
-    name = cache_key(query, key, value, call)
-    if name is None:
-        return None
-    if name not in _CACHE:
-        _remember(name, *request_of("attention", query, key, value, call))
-    known = _CACHE.get(name)  # another thread may have forgotten it
-    made = None if known is None else known.results(Tensors(query, key, value, None))
-    if made is None and known is not None:
-        _CACHE.pop(name, None)
-    return made
-
-
 def _remember(name: Hashable, tensors: Tensors, request: Request) -> None:
     """Find out what calls of this name are."""
     if len(_CACHE) >= _MOST:

@@ -87,20 +87,21 @@ def exchanging(group: dist.ProcessGroup) -> Iterator[None]:
         raise
 
 
-def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
-    """The kernel of that name, for calls that are parts of one.
+def check_kernel_of_parts(kernel: str | InnerKernel) -> None:
+    """Check that a kernel can compute parts of a call.
 
     Raises:
-        ValueError, TypeError: there is none.
+        ValueError, TypeError: there is none of that name.
         NotImplementedError: it computes another attention, by positions in the whole call.
     """
+    if kernel == "auto":
+        return
     found = get_kernel(kernel)
     if found.probed_as is not None or (found.own_attention and not found.position_free):
         raise NotImplementedError(
             f"kernel {found.name!r} computes another attention, of positions in the whole call; "
             "ranks have parts of it: give attn_mask, or a function that takes no positions"
         )
-    return found
 
 
 def told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
@@ -164,34 +165,26 @@ def agreed_sizes(
     Raises:
         ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
     """
-    rows, given = query.shape[-2], None
+    rows, given, name = query.shape[-2], None, ""
     with refusing(group, lengths is None or waits(group, query)):
         if lengths is not None:
             given = _given(group, lengths, rows)
-    if given is not None and _is_known(group, query, _name(arguments, columns, given)):
-        return given
-    listed = compare(group, arguments, rows, given, *columns)
-    sizes = tuple(one[0] for one in listed)
-    wrong = [rank for rank, one in enumerate(listed) if one[1] not in (None, sizes)]
-    if wrong:
-        raise ValueError(
-            f"the ranks do not agree on lengths: they have {list(sizes)} rows, and rank {wrong[0]} "
-            "was given others"
-        )
-    for widths in zip(*(one[2:] for one in listed), strict=True):
+    if given is not None:
+        # The same on all ranks; without the seed, which may differ at every call.
+        whole = [max(given) < n == sum(given) for n in columns]
+        name = repr((given, whole, {**arguments, "dropout_seed": None}))
+        if _is_known(group, query, name):
+            return given
+    listed = compare(group, {**arguments, "lengths": given}, rows, *columns)
+    sizes, *columns_of_ranks = zip(*listed, strict=True)
+    for widths in columns_of_ranks:
         if set(widths) != {sum(sizes)} and widths != sizes:
             raise ValueError(
                 "attn_mask.documents and attn_mask.key_padding must be for the rows of each rank, "
                 f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {list(widths)}"
             )
-    _remember(group, _name(arguments, columns, sizes))
+    _remember(group, name)
     return sizes
-
-
-def _name(arguments: Signature, columns: Sequence[int], sizes: tuple[int, ...]) -> str:
-    """A call of such sizes, the same on all ranks. Not its seed, which may differ at every call."""
-    whole = [n == sum(sizes) and max(sizes) < n for n in columns]
-    return repr((sizes, whole, {n: v for n, v in arguments.items() if n != "dropout_seed"}))
 
 
 def _is_known(group: dist.ProcessGroup, query: torch.Tensor, name: str) -> bool:

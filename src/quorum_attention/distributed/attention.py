@@ -77,10 +77,10 @@ def attention(
         dropout_p, dropout_seed: as in ``quorum_attention.attention``: with the same seed on all
             ranks the same pairs are dropped as on one device. None: each rank draws a seed for what
             it computes. With dropout whole heads are given to ranks.
-        lengths: rows of every rank, if they are known, or "equal" if all have as many as this one:
-            else they are gathered first. The ranks compare the call then, and where they do not
-            agree all raise. The host waits for that; on GPUs with ``lengths`` only the first time
-            that sizes and options are these.
+        lengths: rows of every rank, if all ranks know them, or "equal" if all have as many as this
+            one: else they are gathered first. The ranks compare the call then, and where they do
+            not agree all raise. The host waits for that; on GPUs with ``lengths`` only the first
+            time that sizes and options are these.
         budget, depth, kernel: as in ``quorum_attention.attention``, for each rank by itself: every
         part that a rank computes recovers from a lack of memory on its own. What the rows of a part
             take that are gathered from other ranks comes on top of the budget.
@@ -120,7 +120,7 @@ def attention(
     )
     tokens, kept = sum(sizes), None
     if mask is not None:
-        mask = masks.whole_mask(mask, group, sizes, work, query.device)
+        mask = masks.whole_mask(mask, group, sizes, inputs)
         kept = masks.pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
         if any(name not in ("bias", "sinks") for name, _ in masks.tensors_of(mask)):
             agreement.agreed_number(
@@ -162,14 +162,13 @@ def _checked_shard(
     if report is not None and not isinstance(report, ShardedReport):
         raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
     tensors, request = request_of("attention", query, key, value, said)
-    work, kernel = request.work, request.options.kernel
+    work = request.work
     if work.n_queries != work.n_keys or not work.heads:
         raise ValueError(
             "key must have the query's rows, and there must be heads, got shapes "
             f"{tuple(query.shape)}, {tuple(key.shape)}"
         )
-    if kernel != "auto":
-        agreement.kernel_of_parts(kernel)
+    agreement.check_kernel_of_parts(request.options.kernel)
     return tensors, request
 
 

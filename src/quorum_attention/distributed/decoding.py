@@ -71,8 +71,7 @@ def decode(
         for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
             as_tensor(tensor, name)
         mask = checked_mask(attn_mask, query, key)
-        if kernel != "auto":
-            agreement.kernel_of_parts(kernel)
+        agreement.check_kernel_of_parts(kernel)
     sinks = None if mask is None else mask.sinks
     heads, queries, head_dim = query.shape[-3:]
     arguments = {

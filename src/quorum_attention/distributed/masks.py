@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from quorum_attention.call.validation import as_mask
+from quorum_attention.call.options import Arguments
+from quorum_attention.call.validation import Tensors, as_mask, check_tensors
 from quorum_attention.counts import shown
 from quorum_attention.distributed.agreement import told
 from quorum_attention.distributed.partition import step_of
-from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels.masked.resolve import Sizes, described, resolve
 from quorum_attention.mask import Mask, map_tensors
 
@@ -49,20 +49,18 @@ def whole_mask(
     mask: Mask,
     group: dist.ProcessGroup,
     lengths: Sequence[int],
-    shard: Workload,
-    device: torch.device,
+    shard: Tensors,
 ) -> Mask:
     """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
 
     Args:
         lengths: rows of every rank.
         shard: this rank's part of the call.
-        device: of the call's tensors.
 
     Raises:
         ValueError: a field fits neither the whole call nor this rank's rows, by name.
     """
-    batch, heads, rows = shard.batch, shard.heads, shard.n_queries
+    rows, batch = shard.query.shape[-2], shard.query.shape[:-3].numel()
     tokens, most = sum(lengths), max(lengths)
 
     def gathered(mine: torch.Tensor, name: str) -> torch.Tensor:
@@ -76,27 +74,16 @@ def whole_mask(
                 f"batch of {batch}, got shape {tuple(mine.shape)}"
             )
         own = (mine if mine.dim() == 2 else mine[None])[:, :rows].expand(batch, rows)
-        return torch.cat(told(group, own.cpu()), dim=1).to(device)
+        return torch.cat(told(group, own.cpu()), dim=1).to(mine.device)
 
     mask = map_tensors(mask, gathered)
-    if mask.sinks is not None and mask.sinks.shape != (heads,):
-        raise ValueError(
-            f"attn_mask.sinks must be one for each of the {heads} query heads, got "
-            f"{tuple(mask.sinks.shape)}"
-        )
-    bias = mask.bias
-    if bias is None:
+    # Bias and sinks have to fit the whole call.
+    whole = [t.new_empty(()).expand(*t.shape[:-2], tokens, t.shape[-1]) for t in shard[:3]]
+    check_tensors(*whole, Arguments(mask, enable_gqa=True))
+    bias, batch_shape = mask.bias, shard.query.shape[:-3]
+    if bias is None or bias.dim() <= 3 or len(batch_shape) <= 1:
         return mask
-    if any(
-        n not in (1, m) for n, m in zip(bias.shape[::-1], (tokens, tokens, heads), strict=False)
-    ):
-        raise ValueError(
-            f"attn_mask as a tensor (or its bias) must broadcast to (..., {heads}, {tokens}, "
-            f"{tokens}), the heads, queries and keys of the whole call, got {tuple(bias.shape)}"
-        )
-    if bias.dim() > 3 and len(shard.batch_shape) > 1:
-        bias = bias.expand(*shard.batch_shape, *bias.shape[-3:]).flatten(0, -4)
-    return replace(mask, bias=bias)
+    return replace(mask, bias=bias.expand(*batch_shape, *bias.shape[-3:]).flatten(0, -4))
 
 
 def pairs_above(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[int, ...]:

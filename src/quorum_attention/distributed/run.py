@@ -17,10 +17,9 @@ import torch.distributed as dist
 from quorum_attention.autograd import computed_once
 from quorum_attention.call.block import Block as PartOfCall
 from quorum_attention.call.block import BlockResults, WholeCall
-from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import filled
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.direct import direct_forward
 from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.exchange import Gathered, Transfer
 from quorum_attention.distributed.partition import Assignment, Block, Needed, Piece
@@ -270,11 +269,6 @@ class Sharded:
         """
         report, whole, (bias, sinks) = None, self.whole, of_mask
         plain = self.assignment.of.units == "pairs"  # neither a mask nor dropout
-        if plain and self.report is None and results == BlockResults() and len(inputs) == 3:
-            said = Arguments(None, 0.0, None, block.causal, whole.scale, True, written=self.written)
-            made = direct_forward(inputs["query"], inputs["key"], inputs["value"], said)
-            if made is not None:
-                return made
         if self.report is not None:
             report = Report()
             self.report.calls.append(report)

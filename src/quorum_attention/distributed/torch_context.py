@@ -59,7 +59,7 @@ def context_parallel(
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept = no_restore_buffers or set()
     lengths = _lengths(given, dims, group.size())
-    if any(not any(one is buffer for buffer in given) for one in kept):
+    if kept - set(given):  # tensors in sets are compared by identity
         raise ValueError("no_restore_buffers must be among buffers")
     whole = [buffer.detach() for buffer in given]
     functional: Any = torch.nn.functional
@@ -72,13 +72,11 @@ def context_parallel(
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **named: Any,
     ) -> torch.Tensor:
         return attention(
-            query, key, value, attn_mask, group=group, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa, dropout_p=dropout_p, lengths=lengths,
-            budget=budget, depth=depth, kernel=kernel, report=report,
+            query, key, value, attn_mask, group=group, is_causal=is_causal, dropout_p=dropout_p,
+            lengths=lengths, budget=budget, depth=depth, kernel=kernel, report=report, **named,
         )  # fmt: skip
 
     # So that another patch lies below this one: its calls would be of this rank's rows alone.
@@ -94,7 +92,7 @@ def context_parallel(
     finally:
         functional.scaled_dot_product_attention = original
         for buffer, before in zip(given, whole, strict=True):
-            if not any(buffer is one for one in kept):
+            if buffer not in kept:
                 _become(buffer, before)
 
 
@@ -107,7 +105,7 @@ def _lengths(
         not 0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=True)
     ):
         raise ValueError(f"buffer_seq_dims must name a dimension of each of {shapes}, got {dims}")
-    if len({id(buffer) for buffer in buffers}) < len(shapes):
+    if len(set(buffers)) < len(shapes):
         raise ValueError("buffers must not have the same tensor twice")
     if any(buffer.requires_grad for buffer in buffers):
         raise ValueError("buffers must not require a gradient")
