@@ -78,8 +78,10 @@ def whole_mask(
 
     mask = map_tensors(mask, gathered)
     # Bias and sinks have to fit the whole call.
-    whole = [t.new_empty(()).expand(*t.shape[:-2], tokens, t.shape[-1]) for t in shard[:3]]
-    check_tensors(*whole, Arguments(mask, enable_gqa=True))
+    query, key, value = (
+        t.new_empty(()).expand(*t.shape[:-2], tokens, t.shape[-1]) for t in shard[:3]
+    )
+    check_tensors(query, key, value, Arguments(mask, enable_gqa=True))
     bias, batch_shape = mask.bias, shard.query.shape[:-3]
     if bias is None or bias.dim() <= 3 or len(batch_shape) <= 1:
         return mask
