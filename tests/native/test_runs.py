@@ -11,6 +11,7 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.runs import NO_DIAGONAL, pieces, table
+from quorum_attention.kernels.reference import uncut
 
 
 def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarray:
@@ -47,7 +48,7 @@ def test_every_pair_once(n, levels, is_causal, block, tile, axis, layout, data) 
     found = task.rectangles(is_causal, rows, columns)
     local_rows, local_columns = task.count_below(rows), task.count_below(columns)
     made = table(
-        pieces(found, None, Geometry()),
+        pieces(found, uncut(task.n_tokens), Geometry()),
         local_rows if axis == "query" else local_columns,
         block,
         axis,
@@ -87,14 +88,17 @@ def test_neighbouring_runs_are_joined() -> None:
     shape = Decomposition(13 * 256, (13,))
     for task in list(shape.tasks())[:3]:
         starts, _ = table(
-            pieces(task.rectangles(True), None, Geometry()), task.n_tokens, 128, "query"
+            pieces(task.rectangles(True), uncut(task.n_tokens), Geometry()),
+            task.n_tokens,
+            128,
+            "query",
         )
         assert max(np.diff(starts)) <= 1
 
 
 @pytest.mark.parametrize("axis", ["query", "key"])
 def test_nothing_to_do(axis) -> None:
-    starts, entries = table(pieces([], None, Geometry()), 300, 128, axis)
+    starts, entries = table(pieces([], uncut(300), Geometry()), 300, 128, axis)
     assert starts.tolist() == [0, 0, 0, 0]
     assert entries.shape == (0, 8)
     assert NO_DIAGONAL > 1 << 29

@@ -137,24 +137,11 @@ def _fill(into: torch.Tensor, dropout: Dropout, queries: torch.Tensor, first: in
         entries %= dropout.repeat
     # In blocks, because words have 64 bits here.
     for b, h, r in row_blocks(batch, heads, n_rows, _GROUP_BYTES * groups.numel()):
-        counter = (
-            groups,
-            queries[r, None],
-            every_head[h, None, None],
-            entries[b, None, None, None],
-        )
-        _fill_block(into[b, h, r], dropout, counter, first % 4)
-
-
-def _fill_block(
-    into: torch.Tensor, dropout: Dropout, counter: tuple[torch.Tensor, ...], skipped: int
-) -> None:
-    # A function, so that its words are gone before the next block makes some.
-    words = philox(counter, dropout.seed)
-    found = torch.empty((*words[0].shape, 4), dtype=torch.bool, device=into.device)
-    for index, word in enumerate(words):
-        torch.lt(word, dropout.threshold, out=found[..., index])
-    into.copy_(found.flatten(-2)[..., skipped : skipped + into.shape[-1]])
+        places = every_head[h, None, None], entries[b, None, None, None]
+        words = philox((groups, queries[r, None], *places), dropout.seed)
+        below = torch.stack([word < dropout.threshold for word in words], dim=-1).flatten(-2)
+        into[b, h, r] = below[..., first % 4 : first % 4 + n_keys]
+        del words, below  # before the next block makes some
 
 
 def philox(counter: tuple[torch.Tensor, ...], seed: int) -> tuple[torch.Tensor, ...]:

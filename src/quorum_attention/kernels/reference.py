@@ -187,19 +187,16 @@ class Block:
         task = self.task
         if task.dropout is None:
             return None
-        batch, heads = self._pairs_shape(1)[:2]
+        batch, heads = self.by_head(like).shape[:2]
         some = task.dropout.at(self.heads.start, self.entries.start)
         at = positions(task.task, self.rows.start, self.rows.stop, like.device)
         runs = task.task.segments(keys.start, keys.stop)
         return dropped(some, batch, heads, at, runs).view(like.shape)
 
-    def _pairs_shape(self, n_keys: int) -> tuple[int, int, int, int]:
-        heads, rows = self.heads.stop - self.heads.start, self.rows.stop - self.rows.start
-        return self.query.shape[0], heads, rows, n_keys
-
     def by_head(self, pairs: torch.Tensor) -> torch.Tensor:
         """(b, hk, g * rows, keys) as (b, h, rows, keys), a view."""
-        return pairs.view(self._pairs_shape(pairs.shape[-1]))
+        heads, rows = self.heads.stop - self.heads.start, self.rows.stop - self.rows.start
+        return pairs.view(pairs.shape[0], heads, rows, pairs.shape[-1])
 
 
 def forward(task: TaskTensors, state: Statistics, how: Scores = PLAIN) -> None:
@@ -366,7 +363,7 @@ def whole_task(call: Call) -> TaskTensors:
     """A whole call as one task."""
     n_queries, n_keys = call.query.shape[2], call.key.shape[2]
     return TaskTensors(
-        _uncut(max(n_queries, n_keys)),
+        uncut(max(n_queries, n_keys)),
         (Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
         *call.inputs,
         scale=call.scale,
@@ -380,7 +377,8 @@ def whole_task(call: Call) -> TaskTensors:
 
 
 @lru_cache(maxsize=64)
-def _uncut(n_tokens: int) -> Task:
+def uncut(n_tokens: int) -> Task:
+    """A sequence as one task."""
     return Decomposition(n_tokens).task(())
 
 

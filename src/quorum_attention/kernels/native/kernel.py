@@ -52,6 +52,7 @@ from quorum_attention.kernels.rectangles import (
     mask_bytes,
     operator_refusal,
 )
+from quorum_attention.kernels.reference import uncut
 from quorum_attention.kernels.torch_private import (
     first_derivative,
     outside,
@@ -337,7 +338,9 @@ class NativeKernel(Kernel):
             return _Part(tuple(tables), on_host)
 
         def make() -> tuple[_Part, ...]:
-            found = pieces(rectangles, task, self.geometry) if ruled is None else blocks
+            # Without a task global positions are the local ones, or do not matter.
+            whole = task or uncut(max(n, m))
+            found = pieces(rectangles, whole, self.geometry) if ruled is None else blocks
             if task is not None and not len(found):
                 return ()
             return tuple(_portions(found, part, limits))

@@ -6,14 +6,14 @@ are joined. Within a run, pairs have to be tested only at its ragged ends and on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Rows, Task
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
@@ -56,13 +56,12 @@ stop of rows of the other side, of which those from ``begin`` to ``end`` are who
 pairs, and the others ragged; and the last four columns of pieces."""
 
 
-def pieces(rectangles: Sequence[Rectangle], task: Task | None, geometry: Geometry) -> Ints:
+def pieces(rectangles: Sequence[Rectangle], task: Task, geometry: Geometry) -> Ints:
     """What a mask keeps of rectangles, cut where global positions jump: (n, WIDTH), disjoint.
 
     Args:
         rectangles: local positions.
-        task: the task whose tokens these are; None: global positions are the local ones, or do not
-            matter.
+        task: the task whose tokens these are.
         geometry: the kept pairs. If its band has a lower bound, it is a window: its bounds are
             tested by the kernel, not by ``diagonal``.
     """
@@ -70,7 +69,7 @@ def pieces(rectangles: Sequence[Rectangle], task: Task | None, geometry: Geometr
     for r in rectangles:
         if r.n_queries <= 0 or r.n_keys <= 0:
             continue
-        for queries, keys, causal in _contiguous(r, task):
+        for queries, keys, causal in task.contiguous(r):
             high = band.high if band.low is None else None
             if causal and (band.high is None or band.high > 0):
                 high = 0
@@ -88,15 +87,6 @@ def pieces(rectangles: Sequence[Rectangle], task: Task | None, geometry: Geometr
                      shift)
                 )  # fmt: skip
     return np.array(found, dtype=np.int64).reshape(-1, WIDTH)
-
-
-def _contiguous(r: Rectangle, task: Task | None) -> Iterator[tuple[Rows, Rows, bool]]:
-    """``Task.contiguous``; without a task local positions are the global ones."""
-    if task is not None:
-        yield from task.contiguous(r)
-        return
-    queries = Rows(r.query_start, r.query_stop, r.query_start)
-    yield queries, Rows(r.key_start, r.key_stop, r.key_start), r.causal
 
 
 def table(found: Ints, n_rows: int, block: int, axis: Axis) -> tuple[Ints, Ints]:
