@@ -81,7 +81,9 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
         # It has no memory of its own: it belongs to a transformation, even to one that is over.
         return None
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    grows = not (backend.own_memory or records or is_causal or mask) and _may_grow(key, value)
+    # Keys may be more by the next call of a model that decodes on a CPU.
+    grows = not (backend.own_memory or records or is_causal or mask)
+    grows = grows and 0 < key.shape[2] == value.shape[2] and best_device().type == "cpu"
     return (
         _lies(query), _lies(key, grows), _lies(value, grows), *starts,
         mask, is_causal, scale, enable_gqa, records, backend, best_device(),
@@ -98,11 +100,6 @@ def _lies(tensor: torch.Tensor, grows: bool = False) -> Hashable:
     # That of a batch of one says nothing, and grows where rows lie before heads.
     steps = tensor.is_contiguous() or tensor.stride()[batch == 1 :]
     return batch, heads, (rows - 1).bit_length(), dim, steps, tensor.dtype, tensor.device
-
-
-def _may_grow(key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether keys may be more by the next call, as a model's that decodes on a CPU."""
-    return 0 < key.shape[2] == value.shape[2] and best_device().type == "cpu"
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -137,7 +137,7 @@ class Mask:
     def said(self) -> dict[str, Any]:
         """The fields that say anything."""
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
-        return {name: getattr(self, name) for name in _NAMES if _given(getattr(self, name))}
+        return {name: getattr(self, name) for name in NAMES if _given(getattr(self, name))}
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both keep; bias, soft cap and sinks are those of the one that has them.
@@ -195,7 +195,7 @@ def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor])
 
 
 _SCORES = ("bias", "softcap", "sinks")
-_NAMES = (*_STRUCTURE, *_SCORES)
+NAMES = (*_STRUCTURE, *_SCORES)
 _POSITIONAL = frozenset({"causal", "offset", "window", "chunk"})
 
 

@@ -35,7 +35,7 @@ from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs,
 from quorum_attention.direct import attend_eagerly
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms, is_traced, refuse_traces
-from quorum_attention.mask import Mask
+from quorum_attention.mask import NAMES, Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
 NAME = "quorum_attention"
@@ -160,10 +160,7 @@ def _arguments(
 # --- Options and masks as a string --------------------------------------------------------------
 
 # Fields of a Mask that are encoded; its bias and its sinks are arguments of their own.
-_FIELDS = (
-    "causal", "offset", "window", "chunk", "documents", "key_lengths", "key_padding", "keeps",
-    "either", "every", "softcap",
-)  # fmt: skip
+_FIELDS = tuple([name for name in NAMES if name not in ("bias", "sinks")])
 
 
 def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:

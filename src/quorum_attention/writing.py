@@ -144,7 +144,8 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
     except BaseException as error:
         with suppress(OSError):
             os.unlink(file.name)
-        raise named(error, path) from None
+        named(error, path)
+        raise
     if durable:
         sync_directory(target.parent)
 

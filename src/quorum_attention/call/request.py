@@ -151,7 +151,7 @@ def request_of(
             been allocated by then but the casts of autocast.
     """
     backward, written, scale = function == "attention_backward", call.written, call.scale
-    p, seed = checked_dropout(call.dropout_p, call.dropout_seed, draws=not backward)
+    p = chance(call.dropout_p, "dropout_p")
     if call.out is not None and has_transforms():
         raise NotImplementedError("out cannot be given under torch.func transformations")
     tensors, out, described, sizes, without_heads, cast_bytes = check_tensors(
@@ -175,8 +175,6 @@ def request_of(
         options = options if kernel is options.kernel else replace(options, kernel=kernel)
         if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
-    if p > 0.0 and seed is None:
-        refuse_randomness(query, key, value, mask)
     work = replace(
         sizes, is_causal=causal, mask=shape, dropout=p > 0.0, positive_scale=factor > 0,
         sinks=sinks is not None, exact_scale=exact_scale,
@@ -184,7 +182,6 @@ def request_of(
     if options.plan is not None:
         check_plan(options.plan, work)
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    counts = (work.n_tokens, work.heads, work.batch)
     request = Request(
         work, factor, options, out,
         out_dtype=out.dtype if out is not None else (call.out_dtype or query.dtype),
@@ -193,7 +190,9 @@ def request_of(
         cast_bytes=cast_bytes if query.device == options.device else 0,
         without_heads=without_heads,
         progress=written.progress, report=written.report, sums=written.sums,
-        dropout=_dropout_of(p, seed, counts, options.device) if p else None,
+        dropout=_dropout_of(
+            p, call.dropout_seed, tensors, work, options.device, draws=not backward
+        ),
     )  # fmt: skip
     return tensors, request
 
@@ -201,54 +200,41 @@ def request_of(
 # --- Dropout --------------------------------------------------------------------------------------
 
 
-def checked_dropout(dropout_p: Any, dropout_seed: Any, *, draws: bool) -> tuple[float, int | None]:
-    """The chance and the seed of a call as numbers.
+def _dropout_of(
+    p: float, seed: Any, tensors: Tensors, work: Workload, device: torch.device, *, draws: bool
+) -> Dropout | None:
+    """The dropout of a call.
 
     Args:
+        seed: as its caller gave it.
+        device: what computes.
         draws: whether a seed is drawn where none is given; if not, there has to be one.
 
     Raises:
-        TypeError, ValueError: one of them makes no sense, by name.
-    """
-    if dropout_seed is None and type(dropout_p) is float and dropout_p == 0.0:
-        return 0.0, None
-    seed = None
-    if dropout_seed is not None:
-        seed = whole_number(dropout_seed, "dropout_seed", 0, LARGEST_SEED)
-    p = chance(dropout_p, "dropout_p")
-    if p > 0.0 and seed is None and not draws:
-        raise ValueError(
-            "dropout_seed must be given with dropout_p: the seed of the forward, which its report "
-            "has, or which it was given"
-        )
-    return p, seed
-
-
-def _dropout_of(
-    p: float, seed: int | None, counts: tuple[int, ...], device: torch.device
-) -> Dropout:
-    """The dropout of a call; draws the seed where it is None.
-
-    Args:
-        p, seed: from ``checked_dropout``.
-        counts: queries, keys, heads and batch entries.
-        device: what computes.
-
-    Raises:
+        TypeError, ValueError: the seed makes no sense, or is missing.
         NotImplementedError: more of something than is counted; or a CUDA graph is captured, in
             which a drawn seed would be the same at every replay.
     """
-    if max(counts) > MOST_POSITIONS:
+    if seed is not None:
+        seed = whole_number(seed, "dropout_seed", 0, LARGEST_SEED)
+    if p == 0.0:
+        return None
+    largest = max(work.n_tokens, work.heads, work.batch)
+    if largest > MOST_POSITIONS:
         each = "queries, keys, heads and batch entries"
-        raise NotImplementedError(
-            f"dropout_p needs at most {MOST_POSITIONS} {each}, got {max(counts)}"
-        )
+        raise NotImplementedError(f"dropout_p needs at most {MOST_POSITIONS} {each}, got {largest}")
     if seed is None:
+        if not draws:
+            raise ValueError(
+                "dropout_seed must be given with dropout_p: the seed of the forward, which its "
+                "report has, or which it was given"
+            )
         if capturing(device):
             raise NotImplementedError(
                 "dropout_p in a CUDA graph needs dropout_seed: a seed drawn while the graph is "
                 "captured would be used again at every replay"
             )
+        refuse_randomness(*tensors[:4])
         seed = _drawn()
     return Dropout(p, seed)
 
