@@ -344,3 +344,18 @@ def test_a_backward_takes_the_whole_rows_results(monkeypatch, saves_else: bool) 
         *_, others = run(kernel, [t.clone() for t in tensors], True, levels=(3,))
     for mine, theirs in zip(grads, others, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("where", ["whole", "some rows", "some entries", "tokens first", "columns"])
+def test_what_lies_in_words_is_not_copied(where: str) -> None:
+    whole = torch.arange(2 * 4 * 100 * 32).view(2, 4, 100, 32).half()
+    tensor = {
+        "whole": whole, "some rows": whole[:, :, 16:80], "some entries": whole[:1, 1:3, :50],
+        "tokens first": whole.transpose(1, 2).contiguous().transpose(1, 2),
+        "columns": whole[..., 1:],
+    }[where]  # fmt: skip
+    found = flex.laid_out(tensor)
+    assert (found.data_ptr() == tensor.data_ptr()) == (where != "columns")
+    assert found.storage_offset() == 0
+    assert torch.equal(found, tensor)
+    assert (flex.sixteenth(found) is not None) == where.startswith("some")

@@ -54,7 +54,7 @@ def outside() -> Iterator[None]:
         # it, for good.
         if _autograd._saved_tensors_hooks_is_enabled():
             off.enter_context(
-                torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
+                torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, as_it_is)
             )
         if torch.is_anomaly_enabled():
             off.enter_context(torch.autograd.set_detect_anomaly(False))
@@ -66,7 +66,8 @@ def has_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch())
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``."""
     return tensor
 
 

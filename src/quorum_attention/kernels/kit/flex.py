@@ -63,7 +63,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
 from quorum_attention.kernels.tensors import positions
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import as_it_is, outside
 
 # Score matrices that a function may hold at a time, its result among them.
 _MATRICES = 8
@@ -268,26 +268,21 @@ def launch(
     def masks(b: Any, h: Any, q: Any, k: Any) -> Any:
         return keeps(entries[b], heads[h], queries[q], keys[k])
 
+    *_, rows, columns, table = sent  # of pieces, if there are any
+
+    def in_pieces(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (table[rows[q], columns[k]] != 0) & masks(b, h, q, k)
+
     def change(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score_mod(score, entries[b], heads[h], queries[q], keys[k])  # type: ignore[misc]
 
     return Launch(
         (laid_out(task.query), laid_out(task.key), laid_out(task.value)),
         sent,
-        _in_pieces(masks, *sent[8:]) if sent[8:] else masks,
+        in_pieces if sent[8:] else masks,
         None if score_mod is None else change,
         task.scale,
     )
-
-
-def _in_pieces(
-    mask_mod: MaskMod, rows: torch.Tensor, columns: torch.Tensor, table: torch.Tensor
-) -> MaskMod:
-    return lambda b, h, q, k: (table[rows[q], columns[k]] != 0) & mask_mod(b, h, q, k)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 @lru_cache(maxsize=64)
@@ -446,7 +441,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         made = self._launch(task)
         if made is not None:
             forward, gradients = partial(self._run_forward, made), partial(self._gradients, made)
-            yield TaskCall(_as_it_is, _as_it_is, forward, gradients)
+            yield TaskCall(as_it_is, as_it_is, forward, gradients)
 
     def _run_forward(self, made: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -486,7 +481,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # The caller's hooks see none of its tensors, which a checkpoint would count. Without
             # its graph: a saved output would hold the graph that has it, for good.
-            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, as_it_is):
                 found: tuple[torch.Tensor, torch.Tensor] = attend(*inputs, block_mask)
             return found
 

@@ -35,6 +35,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.tensors import Pick, jth_of_group, row_blocks
+from quorum_attention.kernels.torch_private import as_it_is
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 BackwardFunction = Callable[..., "Three"]
@@ -197,7 +198,7 @@ class FunctionKernel(CallsKernel):
                 continue
             numbers = _named(wants, task.indices(r)) if wants else {}
             named = {"is_causal": r.causal, "scale": task.scale, **numbers}
-            columns = partial(_rows, lambda tensor: tensor, slice(r.key_start, r.key_stop))
+            columns = partial(_rows, as_it_is, slice(r.key_start, r.key_stop))
             for pick, chosen in self._picks(task.query, task.key):
                 rows = partial(_rows, pick, slice(r.query_start, r.query_stop))
                 inputs = rows(task.query), columns(task.key), columns(task.value)
@@ -222,7 +223,7 @@ class FunctionKernel(CallsKernel):
         key_heads = key.shape[1]
         shared = query.shape[1] // key_heads
         if shared == 1 or self.grouped:
-            return [(lambda tensor: tensor, slice(None))]
+            return [(as_it_is, slice(None))]
         return [
             (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
         ]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from quorum_attention.kernels.protocol import Indices
 from quorum_attention.kernels.torch_private import outside
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -206,10 +205,3 @@ def depends_on_batch_head(
     twice, once = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 1))
     found = mapped(twice, twice, once, once)
     return found.stride(0) != 0, found.stride(1) != 0
-
-
-def results_at(functions: Sequence[Callable[..., Any]], at: Indices) -> list[torch.Tensor]:
-    """What mask functions return for the first pair of ``at`` and for the last."""
-    each = (at.entries, at.heads, at.queries, at.keys)
-    pairs = [[numbers[end] for numbers in each] for end in (0, -1)]
-    return [f(*pair) for f in functions for pair in pairs]

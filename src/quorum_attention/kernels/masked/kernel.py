@@ -58,6 +58,7 @@ class MaskedKernel(ModsKernel):
         self.batch, self.base, self.mask_mods = mask.sizes.batch, base, mask.functions
         self.geometries = mask.geometries
         self._distinct = tuple(dict.fromkeys(mask.geometries))
+        self._uniform = len(self._distinct) == 1
         self._scores, self.name = capped(mask.softcap), base.name
         self._parts = {g: ByParts(g, base, self._scores) for g in self._distinct}
         # One launch of these runs a whole task, or some do where there are rules.
@@ -74,10 +75,6 @@ class MaskedKernel(ModsKernel):
         self.launch_seconds = base.launch_seconds
         self.scaled_backward, self.wide_products = base.scaled_backward, base.wide_products
         self.dropout, self.empty_rows = base.dropout, base.empty_rows
-
-    @property
-    def _uniform(self) -> bool:
-        return len(self._distinct) == 1
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
         """What computes batch entries of a geometry: tables of blocks know no dropout."""

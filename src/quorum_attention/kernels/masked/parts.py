@@ -28,7 +28,7 @@ from quorum_attention.kernels.masked.block_table import (
     joined_along_rows,
     listed_blocks,
 )
-from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, results_at, tensors
+from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
@@ -83,12 +83,13 @@ class ModsKernel(Kernel):
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> list[torch.Tensor]:
-        """See ``Kernel``."""
-        found = results_at(self.mask_mods, at)
+        """What they return for the first pair of ``at`` and for the last."""
+        mods: list[Callable[..., Any]] = list(self.mask_mods)
         if self.score_mod is not None:
-            score = torch.zeros((), device=at.queries.device)
-            found += results_at([partial(self.score_mod, score)], at)
-        return found
+            mods.append(partial(self.score_mod, torch.zeros((), device=at.queries.device)))
+        each = (at.entries, at.heads, at.queries, at.keys)
+        pairs = [[numbers[end] for numbers in each] for end in (0, -1)]
+        return [mod(*pair) for mod in mods for pair in pairs]
 
 
 class Tiles(Kernel):
