@@ -79,7 +79,7 @@ class Exact:
 
     out: torch.Tensor
     lse: torch.Tensor
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    grads: tuple[torch.Tensor, ...] | None = None
 
 
 def exact(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from helpers_attention import Exact
+from helpers_attention import error as off
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -54,16 +55,6 @@ def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> to
     return keep
 
 
-@dataclass
-class Exact:
-    """Results in float64; ``grads`` of query, key and value, of sinks if there are any, and of a
-    bias that asks for its own."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    grads: tuple[torch.Tensor, ...]
-
-
 def exact(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -75,7 +66,8 @@ def exact(
     is_causal: bool = False,
     dropout: Dropout | None = None,
 ) -> Exact:
-    """The textbook in float64, with materialised scores and torch's own gradients."""
+    """The textbook in float64, with materialised scores and torch's own gradients: of query, key
+    and value, of sinks if there are any, and of a bias that asks for its own."""
     (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
     keep = dense(mask, batch, heads, n_queries, n_keys)
     if is_causal:
@@ -221,19 +213,6 @@ def random_mask(
         if draw.random() < chance:
             fields[name] = make()
     return Mask(**fields)
-
-
-def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest finite element (at least 1)."""
-    actual = actual.detach().double().cpu()
-    assert actual.shape == expected.shape
-    if actual.numel() == 0:
-        return 0.0
-    if actual.isnan().any():
-        return math.inf
-    apart = torch.where(actual == expected, 0.0, (actual - expected).abs())
-    finite = expected[expected.isfinite()]
-    return apart.max().item() / max(1.0, finite.abs().max().item() if finite.numel() else 1.0)
 
 
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:

@@ -7,21 +7,20 @@ import itertools
 import pytest
 import torch
 from helpers_attention import Inputs, assert_close, fresh_generator, inputs
-from helpers_jobs import a_job
 from helpers_masks import exact
 from helpers_memory import FailingAllocations, usage
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
-from quorum_attention.execution.call import Job, mask_shape
+from quorum_attention.execution.call import Job, MaskView, mask_shape
 from quorum_attention.execution.mask_gradient import (
     Tile,
     add_up_mask_gradient,
     fitting,
     tile_bytes,
 )
-from quorum_attention.execution.problem import Workload
-from quorum_attention.kernels import DenseKernel
+from quorum_attention.execution.problem import FORWARD, Placement, Problem, Workload
+from quorum_attention.kernels import DenseKernel, get_kernel
 from quorum_attention.kernels.protocol import Saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,6 +39,20 @@ def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     mask = torch.randn(shape, generator=generator, dtype=torch.float64)
     mask[torch.rand(shape, generator=generator) < 0.2] = -torch.inf
     return mask.to(dtype)
+
+
+def a_job(
+    work: Workload,
+    three: tuple[torch.Tensor, ...],
+    mask: torch.Tensor | None,
+    scale: float,
+) -> Job:
+    """A forward on the CPU by kernel "dense"."""
+    place = Placement("cpu", True, False, work.dtype)
+    problem = Problem(work, get_kernel("dense"), FORWARD, place)
+    tensors = dict(zip(("query", "key", "value"), three, strict=True))
+    view = None if mask is None else MaskView(mask, len(work.batch_shape))
+    return Job(problem, tensors, scale, torch.device("cpu"), view)
 
 
 def a_call(

@@ -205,21 +205,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], named
     assert call(shift_labels=torch.zeros(2, 20), ignore_index=-1).shape == (2, 20, 4, 8)
 
 
-def test_gradients_of_each_sample_by_torch_func() -> None:
-    model, ids = attended(tiny("gemma2"), "cut_once", torch.float64), torch.randint(96, (3, 21))
-    weights = dict(model.named_parameters())
-
-    def loss(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        asked = {"input_ids": ids[None]}
-        return torch.func.functional_call(model, weights, (), asked).logits.square().mean()
-
-    found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, ids)
-    for entry in range(3):
-        exact = torch.func.grad(loss)(weights, ids[entry])
-        for name, gradient in exact.items():
-            assert distance(found[name][entry], gradient) < 1e-6 or gradient.abs().max() < 1e-9
-
-
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_weights_asked_of_a_model_are_refused_also_if_its_attention_is_not_told(kind: str) -> None:
     model = attended(tiny(kind), "quorum")
