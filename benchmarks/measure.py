@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib
+import io
 import json
 import platform
 import shutil
@@ -15,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 PACKAGE = "quorum_attention"
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,12 +83,31 @@ def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[A
     return found
 
 
-def on_ranks(work: Callable[..., None], options: Any) -> Any:
-    """What rank 0 of ``options.ranks`` processes leaves as JSON: ``work(rank, options, path)``."""
+def on_ranks(work: Callable[[Any], Any], options: Any) -> Any:
+    """What ``work(options)`` returns on rank 0 of ``options.ranks`` processes; it alone prints."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found")
-        torch.multiprocessing.spawn(work, (options, str(path)), nprocs=options.ranks)
+        torch.multiprocessing.spawn(_rank, (work, options, str(path)), nprocs=options.ranks)
         return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _rank(rank: int, work: Callable[[Any], Any], options: Any, path: str) -> None:
+    where: dict[str, Any] = {"rank": rank, "world_size": options.ranks,
+                             "init_method": "tcp://127.0.0.1:29533"}  # fmt: skip
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        # So that messages begin while kernels still fill the device.
+        how = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        device = torch.device("cuda", rank)
+        dist.init_process_group("nccl", **where, device_id=device, pg_options=how)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", **where)
+    with redirect_stdout(sys.stdout if rank == 0 else io.StringIO()):
+        found = work(options)
+    if rank == 0:
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
 
 
 class Version:

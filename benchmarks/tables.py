@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -168,33 +169,25 @@ def mib(size: int | None) -> str:
 
 
 def accuracy() -> str:
+    """Forward in both dtypes, then backward in both."""
     theirs, name = PAPER["accuracy"], "h200-bench-accuracy.json"
     rows = [
         [f"paper: {what}", *(f"{error:.3e}" for error in errors)]
         for what, errors in theirs["rows"].items()
     ]
     found = loaded(name)
-    methods = dict.fromkeys(m["spec"]["method"] for m in found["measurements"])
-    rows += [[f"here: {METHODS.get(m, m)}", *errors_of(found, m)] for m in methods]
+    errors_of: dict[str, dict[str, Any]] = {}
+    for one in found["measurements"]:
+        of_method = errors_of.setdefault(one["spec"]["method"], {})
+        of_method.setdefault(one["spec"]["dtype"], one["answer"]["errors"])
+    for method, of_dtype in errors_of.items():
+        cells = []
+        for names, dtype in product((("out",), GRADIENTS), ("float16", "bfloat16")):
+            errors = [of_dtype.get(dtype, {}).get(each) for each in names]
+            cells.append(f"{mean(map(mean, errors)):.3e}" if all(errors) else "-")
+        rows.append([f"here: {METHODS.get(method, method)}", *cells])
     command = "quorum-attention bench --only accuracy"
     return section(name, command, ["", *theirs["columns"]], rows, found["about"])
-
-
-def errors_of(found: Any, method: str) -> list[str]:
-    """Forward in both dtypes, then backward in both."""
-    cells = []
-    for names in (("out",), GRADIENTS):
-        for dtype in ("float16", "bfloat16"):
-            answers = [
-                m["answer"]["errors"]
-                for m in found["measurements"]
-                if m["spec"]["method"] == method and m["spec"]["dtype"] == dtype
-            ]
-            errors = answers[0] if answers else {}
-            complete = bool(errors) and all(errors.get(name) for name in names)
-            text = f"{mean(mean(errors[n]) for n in names):.3e}" if complete else "-"
-            cells.append(text)
-    return cells
 
 
 def long_accuracy() -> str:

@@ -28,43 +28,37 @@ _BLOCK = 8192
 def expected(
     tensors: list[torch.Tensor], rows: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """Float64 rows of out, dQ, dK and dV of a causal call, tensors (n, d).
+    """Float64 rows of out, dQ, dK and dV of a causal call, tensors (n, d); ``rows`` ascend.
 
     Rows before the first of ``rows`` have no part in any of that.
     """
     query, key, value, grad = (t.double() for t in tensors)
-    n = query.shape[0]
-    lse = torch.empty(n, dtype=torch.float64, device=query.device)
-    delta = torch.empty_like(lse)
-    outs, grads_query = [], []
-    wanted = set(rows.tolist())
     grad_key = torch.zeros(len(rows), query.shape[1], dtype=torch.float64, device=query.device)
     grad_value = torch.zeros(len(rows), value.shape[1], dtype=torch.float64, device=query.device)
-    step = max(1, (1 << 28) // n)
-    for start in range(int(rows.min()) // step * step, n, step):
-        stop = min(n, start + step)
-        at = torch.arange(start, stop, device=query.device)
-        scores = query[start:stop] @ key[:stop].mT * scale
-        later = at[None] > at[:, None]
-        scores[:, start:].masked_fill_(later, float("-inf"))
-        lse[start:stop] = torch.logsumexp(scores, 1)
-        p = scores.sub_(lse[start:stop, None]).exp_()
+
+    def attended(at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Probabilities of rows, up to the key of the last; their output, and delta."""
+        stop = int(at[-1]) + 1
+        scores = query[at] @ key[:stop].mT * scale
+        later = torch.arange(stop, device=at.device) > at[:, None]
+        p = scores.masked_fill_(later, float("-inf")).softmax(1)
         out = p @ value[:stop]
-        delta[start:stop] = (out * grad[start:stop]).sum(1)
-        mine = [i - start for i in range(start, stop) if i in wanted]
-        if mine:
-            outs.append(out[mine])
-            ds = p[mine] * (
-                grad[start:stop][mine] @ value[:stop].mT - delta[start:stop][mine, None]
-            )
-            grads_query.append(ds @ key[:stop] * scale)
-        earlier = rows < stop
+        return p, out, (out * grad[at]).sum(1, keepdim=True)
+
+    p, out, delta = attended(rows)
+    seen = slice(0, p.shape[1])
+    grad_query = p.mul_(grad[rows] @ value[seen].mT - delta) @ key[seen] * scale
+    del p
+    n = query.shape[0]
+    for at in torch.arange(int(rows[0]), n, device=rows.device).split(max(1, (1 << 28) // n)):
+        p, _, delta = attended(at)
+        earlier = rows <= at[-1]
         chosen = rows[earlier]
         p = p[:, chosen]
-        ds = p * (grad[start:stop] @ value[chosen].mT - delta[start:stop, None])
-        grad_value[earlier] += p.mT @ grad[start:stop]
-        grad_key[earlier] += ds.mT @ query[start:stop] * scale
-    return torch.cat(outs), torch.cat(grads_query), grad_key, grad_value
+        ds = p * (grad[at] @ value[chosen].mT - delta)
+        grad_value[earlier] += p.mT @ grad[at]
+        grad_key[earlier] += ds.mT @ query[at] * scale
+    return out, grad_query, grad_key, grad_value
 
 
 def monolithic(backend: SDPBackend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

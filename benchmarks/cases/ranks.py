@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,8 +76,9 @@ class Method:
     around: Callable[[], Any] = contextlib.nullcontext
 
 
-def setting_of(case: Case, device: torch.device, divide: int) -> Setting:
+def setting_of(case: Case, divide: int) -> Setting:
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     tokens = case.tokens // divide * (ranks if case.each else 1)
     sizes = tuple(tokens // ranks + (n < tokens % ranks) for n in range(ranks))
     start, stop = [0, *accumulate(sizes)][rank : rank + 2]
@@ -139,7 +138,7 @@ def exchange(setting: Setting, inner: Callable[..., torch.Tensor]) -> Method:
     return Method(call, setting.mine)
 
 
-def torch_ring(setting: Setting, backend: SDPBackend) -> Method:
+def torch_ring(setting: Setting) -> Method:
     """Torch's own context parallel; its shards are a head and a tail of the sequence, so the same
     tensors are other tokens to it."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -156,7 +155,7 @@ def torch_ring(setting: Setting, backend: SDPBackend) -> Method:
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = (t.repeat_interleave(share, 1) for t in (k, v))
-        with sdpa_kernel(backend):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
 
     return Method(call, setting.mine, around=around)
@@ -168,8 +167,7 @@ METHODS: dict[str, Callable[[Setting], Method]] = {
     "ours": ours,
     "fa4 exchange": lambda s: exchange(s, fa4_by_heads),
     "cudnn exchange": lambda s: exchange(s, cudnn),
-    "flash ring": lambda s: torch_ring(s, SDPBackend.FLASH_ATTENTION),
-    "cudnn ring": lambda s: torch_ring(s, SDPBackend.CUDNN_ATTENTION),
+    "cudnn ring": torch_ring,
 }
 
 
@@ -230,32 +228,19 @@ def measure(setting: Setting, name: str, rounds: int) -> Any:
     return slowest.tolist()
 
 
-def rank_main(rank: int, options: argparse.Namespace, path: str) -> None:
-    """All cases on one rank."""
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    where: dict[str, Any] = {"rank": rank, "world_size": options.ranks,
-                             "init_method": "tcp://127.0.0.1:29533"}  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # So that messages begin while kernels still fill the device.
-        how = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        dist.init_process_group("nccl", **where, device_id=device, pg_options=how)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", **where)
+def on_this_rank(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of all cases, by method."""
     found: dict[str, Any] = {}
     for name in options.cases.split(","):
         case = CASES[name]
-        setting = setting_of(case, device, options.divide)
+        setting = setting_of(case, options.divide)
         for method in options.methods.split(","):
             seconds = measure(setting, method, options.rounds or case.rounds)
             found.setdefault(name, {})[method] = seconds
-            if rank == 0:
-                print(f"{name:14} {method:14} {seconds}", flush=True)
-                Path(path).write_text(json.dumps(found), encoding="utf-8")
-            if device.type == "cuda":
+            print(f"{name:14} {method:14} {seconds}", flush=True)
+            if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -268,7 +253,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Starts a process for each GPU; ``found`` has what other numbers of ranks took."""
-    measured = on_ranks(rank_main, options)
+    measured = on_ranks(on_this_rank, options)
     of_ranks = found.setdefault("ranks", {}).setdefault(str(options.ranks), {})
     for name, methods in measured.items():
         of_ranks.setdefault(name, {}).update(methods)

@@ -19,14 +19,10 @@ checkpoints are in host memory: the device has the same to hold however many --l
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import io
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,11 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
             "most": 4096, "first": 256, "longer": 8},
 }  # fmt: skip
-WAYS = {
-    "sdpa": "SDPA, as it comes",
-    "attention": "attention recovered",
-    "everything": "everything",
-}
+WAYS = {"sdpa": "SDPA, as it comes", "attention": "attention recovered", "everything": "everything"}
 
 
 def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
@@ -126,8 +118,6 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
     print(f"{options.equal_at:,} tokens; SDPA (flash): loss {loss:.6f}", flush=True)
     with sdpa_kernel(other):
         held_against(f"SDPA ({other.name.lower()})")
-    from quorum_attention.integrations.transformers import register
-
     model.set_attn_implementation(register(budget=options.budget))
     held_against(WAYS["attention"])
     prepared(model, "everything", options)
@@ -190,20 +180,6 @@ def long(options: argparse.Namespace) -> dict[str, Any]:
     print(f"attention takes {format_bytes(found['attention_bytes'])} beyond q, k, v, o and their "
           "gradients", flush=True)  # fmt: skip
     return found
-
-
-def long_on(rank: int, options: argparse.Namespace, path: str) -> None:
-    """``long`` on a rank, whose figures rank 0 writes."""
-    on_gpu = options.device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    address = {"init_method": "tcp://127.0.0.1:29534", "rank": rank, "world_size": options.ranks}
-    dist.init_process_group("nccl" if on_gpu else "gloo", **address)
-    with contextlib.redirect_stdout(sys.stdout if rank == 0 else io.StringIO()):
-        found = long(options)
-    if rank == 0:
-        Path(path).write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
 
 
 def attention_alone(options: argparse.Namespace) -> int:
@@ -363,7 +339,7 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
     complete(options)
     print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}", flush=True)
     if options.ranks > 1:
-        yield found | {"shape": options.shape, f"long_{options.ranks}": on_ranks(long_on, options)}
+        yield found | {"shape": options.shape, f"long_{options.ranks}": on_ranks(long, options)}
         return
     for part in (equal, long, longest):
         if part.__name__ in options.only.split(","):
