@@ -1,4 +1,5 @@
-"""Allocations made to fail, one after the other: right, or an honest error."""
+"""Allocations made to fail, one after the other: right, or an honest error. Failures of memory are
+recognised by the errors that allocators really raise."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
 import quorum_attention as qa
+from quorum_attention.errors import is_out_of_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,3 +64,37 @@ def test_one_failure_anywhere_is_recovered_from(backward, levels, n_cap, accumul
     assert first <= 10, "before the arena: results, log-sum-exp, accumulators"
     assert all(succeeded[first:]) or not levels
     assert len(succeeded) > 16 or not levels
+
+
+class DerivedError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (qa.OutOfMemoryError("ours"), True),
+        (qa.BudgetError("ours"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("out of memory"), False),
+        (RuntimeError("std::bad_alloc was mentioned"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (DerivedError("std::bad_alloc"), False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+        (KeyboardInterrupt(), False),
+        (OSError(12, "Cannot allocate memory"), False),
+    ],
+)
+def test_what_is_taken_for_a_failure_of_memory(error: BaseException, is_one: bool) -> None:
+    assert is_out_of_memory(error) == is_one
+
+
+def test_the_cpu_allocators_own_failure_is() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)

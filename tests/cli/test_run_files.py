@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -272,6 +273,17 @@ def test_a_mask_in_the_file_is_taken(
     # Who cannot take one says so.
     assert main(["recover", "--qkv", str(path), *CPU]) == 2
     assert "has a mask" in capsys.readouterr().err
+
+
+def test_options_stand_anywhere_between_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "qkv":
+        np.save(name, torch.randn(1, 2, 40, 8).numpy())
+    words = ["q.npy", "--scale", "2", "k.npy", "--causal", "v.npy", "out/", "--lse"]
+    assert main(["run", *words, *CPU]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lse.npy", "out.npy"]
 
 
 @pytest.mark.usefixtures("nothing_changes")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from quorum_attention.kernels import vendors
 from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
 from quorum_attention.kernels.vendors import CudnnKernel
 
 
@@ -83,3 +86,13 @@ def test_a_row_of_scores_of_minus_infinity_stays_one(
     lse = made_up_cudnn.rectangle_forward(Call(query, key, value, causal, 0.5))[1]
     assert bool((lse[:, :, 3] == -torch.inf).all())
     assert bool(lse[:, :, [0, 1, 2, 4]].isfinite().all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_the_lowest_number_are_without_keys_where_kernels_cannot_tell(causal: bool) -> None:
+    lowest = torch.finfo(torch.float32).min
+    bias = torch.tensor([[0.0, lowest, 0.0], [lowest, lowest, lowest], [lowest, -math.inf, 1.0]])
+    bias = bias[None, None]
+    assert dead_rows(bias, 3, causal).tolist() == [[[False] * 3]]
+    gone = dead_rows(bias, 3, causal, BASE_TWO_LOWEST)
+    assert gone.tolist() == [[[False, True, False]]]

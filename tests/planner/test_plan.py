@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers_attention import inputs
+from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
@@ -62,6 +64,33 @@ def test_a_budget_of_a_plan_holds_for_wider_results() -> None:
     qa.attention(*three, plan=plan)
     with pytest.raises(qa.BudgetError, match="the plan's budget"):
         qa.attention(*three, plan=plan, out_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_plan_made_without_a_mask_counts_the_call_s(backward: bool) -> None:
+    """The call's mask adds a rectangle of the mask to each task; a budget has to hold for that."""
+    n = 1600
+    made = inputs(n, heads=1, head_dim=8)
+    mask = torch.randn(n, n).mT  # not as kernels take it: gathered for every rectangle
+    sizes = {"heads": 1, "head_dim": 8, "dtype": torch.float32, "levels": (7,), "device": "cpu",
+             "tile": 16, "kernel": "dense", "backward": backward}  # fmt: skip
+    plan, report = qa.plan(n, **sizes), qa.Report()
+    out, lse = qa.attention_with_lse(*made.three, mask, kernel="dense", depth=1)
+
+    def run(**more: object) -> object:
+        if backward:
+            return qa.attention_backward(
+                made.grad_out, *made.three, out, lse, mask, plan=plan, **more
+            )
+        return qa.attention(*made.three, mask, plan=plan, **more)
+
+    peak = usage(lambda: run(report=report)).peak
+    planned = (report.backward if backward else report.forward).planned_peak_bytes
+    assert plan.peak_bytes < planned
+    assert peak <= planned
+    with pytest.raises(qa.BudgetError):
+        run(budget=planned - 1)
+    run(budget=planned)
 
 
 @pytest.mark.usefixtures("one_thread")
