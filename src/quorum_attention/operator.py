@@ -97,14 +97,13 @@ def as_operator(
             refuse_traces("attention", query, key, value)
         return None
     mask, sinks, options, numbers, parts = arguments
-    dropout_p, dropout_seed = call.dropout_p, call.dropout_seed
-    seed = None
-    if dropout_p > 0.0:
+    dropout_p, seed, given = call.dropout_p, None, call.dropout_seed
+    if dropout_p > 0.0 and given is None:
         # An operator of its own, so that whoever recomputes a graph takes care of it as of any
         # other random numbers; the same seed goes to the backward.
         seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu")
-        if dropout_seed is not None:
-            seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
+    elif dropout_p > 0.0 and given is not None:
+        seed = torch.full((), given, dtype=torch.int64, device="cpu")
     query, key, value, grouped, without_heads, _ = broadcast_inputs(
         query, key, value, call.enable_gqa
     )
