@@ -90,14 +90,24 @@ def partition(call: WholeCall, speeds: Sequence[float], pieces: int = 1) -> list
         return [[] for _ in speeds]
     ends = [heads * at / sum(speeds) for at in accumulate(speeds, initial=0.0)]
     cuts = [round(at) if abs(at - round(at)) < _CLOSE else at for at in ends]
-    homes = []
-    for low, high in pairwise(cuts):
-        inner = [low + (high - low) * n / pieces for n in range(1, pieces)]
-        if high - low >= pieces:
-            inner = [round(at) for at in inner]
-        parts = pairwise((low, *inner, high))
-        homes.append([block for part in parts for block in _blocks(call, *part)])
-    return homes
+    return [_cut(call, low, high, pieces) for low, high in pairwise(cuts)]
+
+
+def cut(call: WholeCall, block: Block, pieces: int) -> list[Block]:
+    """A block in about so many pieces of equal work; one that has a part of a head's rows stays."""
+    if block.rows != (0, call.n_queries):
+        return [block]
+    first, share = block.entries.start * call.heads, call.heads // call.kv_heads
+    low, high = ((first + head) / share for head in block.heads)
+    return _cut(call, low, high, pieces)
+
+
+def _cut(call: WholeCall, low: float, high: float, pieces: int) -> list[Block]:
+    """The blocks between two shares of the work, as of ``_blocks``, in so many pieces."""
+    inner = [low + (high - low) * n / pieces for n in range(1, pieces)]
+    if high - low >= pieces:
+        inner = [round(at) for at in inner]
+    return [block for part in pairwise((low, *inner, high)) for block in _blocks(call, *part)]
 
 
 def _blocks(call: WholeCall, low: float, high: float) -> Iterator[Block]:

@@ -29,7 +29,6 @@ from quorum_attention.devices.worker import Done, Failed, work
 
 # Seconds until a worker has to be ready: it imports torch and opens its device.
 _START_SECONDS = 180.0
-_END_SECONDS = 5.0
 # Until the exit code of one that has closed its pipe is known.
 _EXIT_SECONDS = 1.0
 
@@ -113,7 +112,7 @@ def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
         for worker in workers:
             _wait_for(worker, max(0.0, limit - time.monotonic()))
     except BaseException:  # an interrupt, or no more files or processes may be had
-        _kill(workers)
+        end(workers)
         raise
     return workers
 
@@ -139,28 +138,14 @@ def _wait_for(worker: Worker, seconds: float) -> None:
     )
 
 
-def end(workers: Sequence[Worker]) -> None:
-    """End workers, kindly those that are idle; they are gone when this returns."""
-    here = [one for one in workers if one.alive]
-    try:
-        for one in here:
-            one.alive = False
-            one.send(None)
-        limit = time.monotonic() + _END_SECONDS
-        for one in here:
-            one.process.join(max(0.0, limit - time.monotonic()))
-    finally:
-        for one in here:
-            one.kill()
-
-
 def end_after(owner: object, workers: list[Worker]) -> None:
     """Have workers end when nobody refers to their ``owner`` any more, or the program ends: by
     itself Python would only ask them to, and wait for one that is stopped for ever."""
-    Finalize(owner, _kill, (workers,), exitpriority=1)
+    Finalize(owner, end, (workers,), exitpriority=1)
 
 
-def _kill(workers: list[Worker]) -> None:
+def end(workers: Sequence[Worker]) -> None:
+    """End workers; they are gone when this returns. They hold nothing that outlives them."""
     for worker in workers:
         if worker.alive:
             worker.kill()

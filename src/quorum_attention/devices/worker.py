@@ -179,7 +179,7 @@ def _answers(keeps: Keeps, sizes: tuple[int, ...], seed: int, device: str) -> li
 
 
 def work(device: str, threads: int | None, pipe: Connection) -> None:
-    """Obey a pool until it says no more.
+    """Obey a pool until it is gone.
 
     Args:
         threads: of a CPU device.
@@ -212,8 +212,6 @@ def _obey(place: torch.device, pipe: Connection) -> None:
                 backend_of(place).give_back_cached()
             continue
         message, waited = pipe.recv(), 0.0
-        if message is None:
-            return
         pipe.send(worker.answer(message))
 
 
