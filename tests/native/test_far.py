@@ -113,17 +113,15 @@ def given_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("given_back")
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("stride", [1 << 24, (1 << 26) + 8])
-def test_rows_far_apart(stride: int, odd: int, tmp_path: Path, device: str) -> None:
-    """Rows and heads a long way from each other, as in a slice of a huge tensor. By descriptors
-    where there are any; an ``odd`` stride is too much for them."""
-    takes = 2 * (_BEFORE + _HEAD + 71 * (stride + odd))
+@pytest.mark.parametrize("stride", [1 << 24, (1 << 26) + 9])
+def test_rows_far_apart(stride: int, tmp_path: Path, device: str) -> None:
+    """Rows and heads a long way from each other, as in a slice of a huge tensor."""
+    takes = 2 * (_BEFORE + _HEAD + 71 * stride)
     if device == "cuda" and torch.cuda.mem_get_info()[0] < takes + (1 << 30):
         pytest.skip(f"{takes >> 30} GiB of GPU memory are not free")
     case = Case(70, 64, dtype=torch.float16, levels=())
     four = [case.query, case.grad_out, case.key, case.value]
-    query, grad_out, key, value = apart(four, stride + odd, device, tmp_path / "flat")
+    query, grad_out, key, value = apart(four, stride, device, tmp_path / "flat")
     three = query, key, value
     call = Call(*three, False, case.scale)
     out, lse = NativeKernel().whole_forward(call)

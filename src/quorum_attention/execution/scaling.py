@@ -35,11 +35,9 @@ from quorum_attention.kernels.scaling import (
     divide_gradient_,
     divisor_exponent,
     largest_norm,
+    usual_shift,
 )
 
-# log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
-_LOG2_TYPICAL = -8
-_LARGEST_SHIFT = 14
 # One step down makes the products of a head smaller by so many powers of two,
 _STEP = 8
 # of which so many are taken off the shift, but never more in all than this: typical probabilities
@@ -48,11 +46,6 @@ _OFF_THE_SHIFT = 4
 _MOST_OFF_THE_SHIFT = 6
 # The norm of the largest row of ``grad_out`` never goes below this, or the row would be lost.
 _SMALLEST_ROW = 2.0**-18
-
-
-def usual_shift(n_keys: int) -> int:
-    """The shift for rows of up to ``n_keys`` keys: 0 if they are few enough to need none."""
-    return min(_LARGEST_SHIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _LOG2_TYPICAL))
 
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:

@@ -309,11 +309,18 @@ def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> N
 
 
 def launch_divide(
-    tensor: torch.Tensor, norms: torch.Tensor, unscale: torch.Tensor, shift: int
+    tensor: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
 ) -> None:
-    """Divide each of equal runs of the rows of a dense tensor (b, h, n, d), one for each number of
-    ``unscale``, by the power of two that follows from ``norms`` (``scaling.py``)."""
+    """Divide the query heads of each key head, of a dense tensor (b, h, n, d), by the power of two
+    that follows from its rows and those of ``value`` (``scaling.divide_gradient_``). The host never
+    waits for a factor."""
     width, groups = tensor.shape[3], unscale.numel()
+    if groups == 0:
+        return
+    # The largest squared norm of a row of each key head: of the gradient, and of the values.
+    norms = torch.zeros((2, groups), dtype=torch.float32, device=value.device)
+    for read, largest in zip((tensor, value), norms, strict=True):
+        launch_norms(read, largest, value.shape[1])
     rows = tensor.shape[:3].numel() // groups
     block_width = _block(width)[1]
     block_rows = max(1, _READ_ELEMENTS // block_width)

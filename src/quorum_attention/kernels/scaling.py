@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.kernels.merge import launch_divide, launch_norms, triton_available
+from quorum_attention.kernels.merge import launch_divide, triton_available
 from quorum_attention.kernels.tensors import row_blocks
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
 LOG2_LARGEST = 15
+# log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
+_LOG2_TYPICAL = -8
+_LARGEST_SHIFT = 14
 
 
 @dataclass(slots=True)
@@ -36,6 +39,11 @@ class Scaling:
     overflow: torch.Tensor | None = None
 
 
+def usual_shift(n_keys: int) -> int:
+    """The shift for rows of up to ``n_keys`` keys: 0 if they are few enough to need none."""
+    return min(_LARGEST_SHIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _LOG2_TYPICAL))
+
+
 def divide_gradient_(
     grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
 ) -> None:
@@ -49,7 +57,7 @@ def divide_gradient_(
     """
     dense = grad_out.is_contiguous() and value.is_contiguous()
     if grad_out.is_cuda and dense and triton_available():
-        _divide_by_launches_(grad_out, value, unscale, shift)
+        launch_divide(grad_out, value, unscale, shift - LOG2_LARGEST)
         return
     batch, key_heads = unscale.shape
     shared = grad_out.shape[1] // max(1, key_heads)
@@ -62,20 +70,6 @@ def divide_gradient_(
             if exponent:
                 for block in _blocks(part):
                     part[block].mul_(2.0**-exponent)
-
-
-def _divide_by_launches_(
-    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
-) -> None:
-    """See ``divide_gradient_``; dense tensors. The host never waits for a factor."""
-    groups = unscale.numel()
-    if groups == 0:
-        return
-    # The largest squared norm of a row of each key head: of the gradient, and of the values.
-    norms = torch.zeros((2, groups), dtype=torch.float32, device=value.device)
-    for tensor, largest in zip((grad_out, value), norms, strict=True):
-        launch_norms(tensor, largest, value.shape[1])
-    launch_divide(grad_out, norms, unscale, shift - LOG2_LARGEST)
 
 
 def largest_norm(tensor: torch.Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,11 @@ from quorum_attention.kernels.merge import launch_norms
 from quorum_attention.kernels.native.config import padded
 from quorum_attention.kernels.native.runs import FIELDS, Runs, Window
 from quorum_attention.kernels.protocol import Call, Saved, Three
+from quorum_attention.kernels.scaling import usual_shift
 
 # In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does not overflow,
 # and P stays normal down to 2**-22.
 _FORWARD_EXPONENT = 8
-# A backward's P are of whole rows: times its power of two they are about 2**-8 if all keys weigh
-# the same.
-_TYPICAL = -8
-_LARGEST_EXPONENT = 14
 # The most elements from row to row: offsets inside a tile of 128 rows then fit 32 bits.
 _LARGEST_STRIDE = 2**24 - 2**9
 # The most columns of a tile whose ragged parts are pipelined.
@@ -113,7 +109,7 @@ class Launch:
         by_query, by_key = self.tables
         group, key_lanes = heads // key_heads, batch * key_heads
         scales_ds = query.dtype == torch.float16
-        exponent = p_exponent_of(self.n_keys or m, query.dtype)
+        exponent = usual_shift(self.n_keys or m) if scales_ds else 0
         more = {"SCALE_DS": scales_ds, "ADD": add}
         with torch.cuda.device_of(query):
             delta, norms = _delta_and_norms(value, grad_out, _rows(saved.out), with_norms=scales_ds)
@@ -209,13 +205,6 @@ def _words(dropout: Dropout | None) -> tuple[int | float, ...]:
     # As signed numbers of 32 bits: larger ones would be of another type, and compile again.
     signed = (word - (word >> 31 << 32) for word in words)
     return *signed, dropout.rescale, 1.0 - dropout.p
-
-
-def p_exponent_of(n_keys: int, dtype: torch.dtype) -> int:
-    """log2 of the factor of P in a backward of rows with about ``n_keys`` keys; 0 but for fp16."""
-    if dtype != torch.float16:
-        return 0
-    return min(_LARGEST_EXPONENT, max(0, math.ceil(math.log2(max(1, n_keys))) + _TYPICAL))
 
 
 def _delta_and_norms(
