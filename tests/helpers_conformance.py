@@ -16,7 +16,7 @@ from quorum_attention import Mask
 from quorum_attention.call.options import CallOptions
 from quorum_attention.execution.report import Report
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.files.call import file_call
+from quorum_attention.files.compute import file_call
 from quorum_attention.files.run import output_of, run_call
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.ray import Farm

@@ -21,7 +21,7 @@ from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
-from quorum_attention.files.call import file_call
+from quorum_attention.files.compute import file_call
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute

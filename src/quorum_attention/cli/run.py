@@ -20,8 +20,7 @@ from quorum_attention.cli.output import print_json, say, warn
 from quorum_attention.devices.report import PoolPass
 from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of
-from quorum_attention.files.call import FileCall, file_call, written_as
-from quorum_attention.files.compute import Compute, Work, compute_here
+from quorum_attention.files.compute import Compute, FileCall, Work, compute_here, file_call
 from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.files.run import (
     Mode,
@@ -113,8 +112,7 @@ def _computer(options: argparse.Namespace) -> Compute:
             num_gpus=options.ray_gpus, budget=options.budget,
         )  # fmt: skip
         with farm, progress_bar() as bar:
-            results = written_as(call, work.results)
-            done = farm.by_parts(call, results, parts, chunks=options.chunks, report=report)
+            done = farm.by_parts(call, work.results, parts, chunks=options.chunks, report=report)
             for count, number in enumerate(done, 1):
                 yield number
                 bar(count, len(numbers), "parts on Ray")

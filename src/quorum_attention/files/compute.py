@@ -1,10 +1,11 @@
-"""Computes parts of a call from files, one after the other, into the results' files."""
+"""Calls whose tensors are in files, and their parts: blocks that need nothing of each other, here
+computed one after the other into the results' files."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,22 +14,172 @@ from typing import Any
 import torch
 
 from quorum_attention import passes
-from quorum_attention.call.block import Block, BlockResults, request_of_block
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.block import Block, BlockResults, WholeCall, request_of_block
+from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
+from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.request import request_of
+from quorum_attention.call.validation import as_mask
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
+from quorum_attention.execution.problem import Workload
 from quorum_attention.execution.report import Report
-from quorum_attention.files.call import FileCall, written_as
 from quorum_attention.files.formats import Wanted, create_tensors
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
 from quorum_attention.progress import progress_bar
 
+GRADIENTS = ("dq", "dk", "dv")
+OF_KEYS = ("key", "value", "dk", "dv")
 # What a kill may cost, about: heads that take less are computed together.
 SECONDS_OF_A_PART = 5.0
 # Accumulators in host memory that are more than this share of it are put into a file instead.
 _SHARE_OF_HOST = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class FileCall:
+    """A forward, or a backward from files; made by ``file_call``.
+
+    Attributes:
+        tensors: what it reads, by role: (*batch, heads, n, d), lse (*batch, heads, n_queries).
+        whole: the call that parts are blocks of.
+        out_dtype: of all results but the lse.
+        backward: whether it gives gradients.
+        written: its options.
+        work: its sizes.
+        without_heads: inputs were (tokens, head_dim), and so are results.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    whole: WholeCall
+    out_dtype: torch.dtype
+    backward: bool
+    written: CallOptions
+    work: Workload
+    without_heads: bool
+
+    @property
+    def device(self) -> torch.device:
+        """What computes it."""
+        device = self.written.devices
+        assert isinstance(device, torch.device)
+        return device
+
+    def results(self, *, lse: bool = False) -> Wanted:
+        """Shapes and dtypes of the results, by name.
+
+        Args:
+            lse: whether the log-sum-exp of a forward is wanted.
+        """
+        work = self.work
+        rows = (*work.batch_shape, work.heads, work.n_queries)
+        keys = (*work.batch_shape, work.kv_heads, work.n_keys)
+        if self.backward:
+            sizes = (*rows, work.head_dim), (*keys, work.head_dim), (*keys, work.value_dim)
+            wanted = {n: (shape, self.out_dtype) for n, shape in zip(GRADIENTS, sizes, strict=True)}
+        else:
+            wanted = {"out": ((*rows, work.value_dim), self.out_dtype)}
+            if lse:
+                wanted["lse"] = (rows, work.state_dtype)
+        if self.without_heads:
+            wanted = {name: (shape[1:], dtype) for name, (shape, dtype) in wanted.items()}
+        return wanted
+
+    def with_heads(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Results with a dimension of heads, views."""
+        return {n: t.unsqueeze(0) if self.without_heads else t for n, t in results.items()}
+
+    def parts(self, heads: int) -> list[Block]:
+        """Its parts: all rows and keys of some heads of one batch entry, or of some entries.
+
+        Args:
+            heads: key/value heads of each, from ``heads_of_part``.
+        """
+        work = self.work
+        batch, kv_heads, share = work.batch, work.kv_heads, work.heads // max(1, work.kv_heads)
+        entries, rows, keys = max(1, heads // max(1, kv_heads)), work.n_queries, work.n_keys
+        return [
+            Block(
+                Interval(entry, min(entry + entries, batch)),
+                Interval(head * share, min(head + heads, kv_heads) * share),
+                Interval(0, rows),
+                Interval(0, keys),
+            )
+            for entry in range(0, batch, entries)
+            for head in range(0, kv_heads, heads)
+        ]
+
+    def heads_of_part(self, wanted: int) -> int:
+        """How many key/value heads a part has that should have about ``wanted``: some of one batch
+        entry, or all of some entries."""
+        most = max(1, self.work.kv_heads)
+        if wanted < most or len(self.work.batch_shape) != 1:
+            return max(1, min(wanted, most))
+        return min(wanted // most, max(1, self.work.batch)) * most
+
+    def cut(self, tensors: Mapping[str, torch.Tensor], part: Block) -> dict[str, torch.Tensor]:
+        """The part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
+        return {n: self.whole.cut(t, part, of_keys=n in OF_KEYS) for n, t in tensors.items()}
+
+
+def file_call(
+    written: CallOptions,
+    tensors: Mapping[str, torch.Tensor],
+    mask: torch.Tensor | Mask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> FileCall:
+    """A call on ``tensors``, checked as a call of ``attention`` is.
+
+    Args:
+        written: its options.
+        tensors: query, key and value; with grad_out, out and lse it is a backward.
+        mask and so on: as there.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: what does not fit, by name.
+    """
+    backward = "grad_out" in tensors
+    for name, tensor in tensors.items():
+        if tensor.dim() < (1 if name == "lse" else 2):
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
+    query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
+    mask = as_mask(mask, query, key)
+    function = "attention_backward" if backward else "attention"
+    said = Arguments(
+        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, out_dtype, written
+    )
+    checked, request = request_of(function, query, key, value, said)
+    if request.records:
+        raise NotImplementedError(
+            "query, key, value and attn_mask must require no gradient: gradients of files are "
+            "computed by a backward of its own"
+        )
+    # Views with all dimensions; a bias is broadcast by ``WholeCall.cut_bias``.
+    inputs = {"query": checked.query, "key": checked.key, "value": checked.value}
+    if backward:
+        heads = 1 if request.without_heads else 0
+        if any(a.shape[heads:] != b.shape for a, b in zip(inputs.values(), three, strict=True)):
+            raise NotImplementedError("a backward from files takes no inputs that are broadcast")
+        rest = BackwardInputs(tensors["grad_out"], tensors["out"], tensors["lse"])
+        rest = check_backward_inputs(checked, request, rest, three)
+        inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
+    work = request.work
+    whole = WholeCall(
+        work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
+        is_causal, scale, request.dropout,
+    )  # fmt: skip
+    return FileCall(
+        inputs, whole, out_dtype or query.dtype, backward, written, work, request.without_heads
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +207,7 @@ class Work:
 
     Attributes:
         call, settings: of the call.
-        results: all of its results, in their files.
+        results: all of its results, in their files, with a dimension of heads.
         folder: for files of scratch space.
         report: filled while it runs.
         progress: shows a bar, or lines.
@@ -134,8 +285,8 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
     plans = [one.plan for one in decisions if one.plan is not None]
     if on_host(call.device) or all(plan.schedule.accumulator != "host" for plan in plans):
         return decisions, False
-    scratch = _scratch(call, parts[0], (), in_file=True).values()
-    needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in scratch)
+    numbers = sum(math.prod(shape) for shape, _ in call.results(lse=True).values())
+    needed = numbers * call.work.state_dtype.itemsize // len(call.parts(heads))
     if needed < _SHARE_OF_HOST * backend_of(HOST).free_bytes(HOST):
         return decisions, False
     return [_decision(call, part, in_file=True) for part in parts], True
@@ -189,9 +340,13 @@ def _shifted(bar: Any, number: int, parts: int) -> Any:
 
 def _compute(work: Work, part: Block, written: CallOptions) -> None:
     call, in_file = work.call, work.settings.in_file
-    wanted = call.cut(written_as(call, work.results), part)
+    wanted, dtype = call.cut(work.results, part), call.work.state_dtype
     made: dict[str, Any] = dict(wanted)
-    if scratch := _scratch(call, part, wanted, in_file=in_file):
+    unlike = (n for n, t in wanted.items() if in_file and t.dtype != dtype)
+    scratch = {name: (tuple(wanted[name].shape), dtype) for name in unlike}
+    if lse_given(call, in_file=in_file) and not {"lse", "dq"} & wanted.keys():
+        scratch["lse"] = tuple(wanted["out"].shape[:3]), dtype
+    if scratch:
         # Without a name: the system writes it to the disk and reads it back, so it may be larger
         # than the host's memory.
         path = work.folder / f"{secrets.token_hex(4)}-accumulators"
@@ -210,15 +365,3 @@ def _compute(work: Work, part: Block, written: CallOptions) -> None:
         accumulated = made.get(name, found[1])  # an lse may be made by the call
         if accumulated is not target:
             target.copy_(accumulated)
-
-
-def _scratch(call: FileCall, part: Block, results: Container[str], *, in_file: bool) -> Wanted:
-    """What a part is computed into and is no result."""
-    accumulated = in_file and call.out_dtype != call.work.state_dtype
-    whole = {
-        name: torch.empty(shape, device="meta")
-        for name, (shape, _) in call.results(lse=lse_given(call, in_file=in_file)).items()
-        if (name not in results if name == "lse" else accumulated)
-    }
-    cut = call.cut(written_as(call, whole), part)
-    return {name: (tuple(t.shape), call.work.state_dtype) for name, t in cut.items()}

@@ -29,8 +29,14 @@ import torch
 import quorum_attention
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.files.call import FileCall
-from quorum_attention.files.compute import Compute, Settings, Work, compute_here, settle
+from quorum_attention.files.compute import (
+    Compute,
+    FileCall,
+    Settings,
+    Work,
+    compute_here,
+    settle,
+)
 from quorum_attention.files.formats import (
     SUFFIX,
     Wanted,
@@ -358,7 +364,8 @@ def run_call(
                     f"{settings.plan}, and is {now}"
                 )
         check()
-        work = Work(call, settings, folder.open(), output.run, report, progress)
+        results = call.with_heads(folder.open())
+        work = Work(call, settings, results, output.run, report, progress)
         try:
             for number in compute(work, left) if left else ():
                 check()

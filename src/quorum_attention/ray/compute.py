@@ -29,7 +29,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import GPU, backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.files.call import GRADIENTS, OF_KEYS, FileCall
+from quorum_attention.files.compute import GRADIENTS, OF_KEYS, FileCall
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask

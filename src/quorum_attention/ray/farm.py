@@ -24,7 +24,7 @@ from quorum_attention.counts import whole_number
 from quorum_attention.devices.buffers import InFile, in_file
 from quorum_attention.devices.call import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
-from quorum_attention.files.call import GRADIENTS, FileCall, file_call, written_as
+from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.ray.compute import Head, Job, Unit, compute, cut_of
@@ -227,7 +227,7 @@ class Farm:
         bias = bias.bias if isinstance(bias, Mask) else bias
         check_apart(found, {**made.tensors, "attn_mask": bias})
         parts = dict(enumerate(made.parts(1)))
-        for _ in self.by_parts(made, written_as(made, found), parts, chunks=chunks, report=ran):
+        for _ in self.by_parts(made, made.with_heads(found), parts, chunks=chunks, report=ran):
             pass
         return found
 
