@@ -99,13 +99,14 @@ class FileCall:
         """
         work = self.work
         batch, kv_heads, share = work.batch, work.kv_heads, work.heads // max(1, work.kv_heads)
-        entries, rows, keys = max(1, heads // max(1, kv_heads)), work.n_queries, work.n_keys
+        entries = max(1, heads // max(1, kv_heads))
+        rows, keys = Interval(0, work.n_queries), Interval(0, work.n_keys)
         return [
             Block(
                 Interval(entry, min(entry + entries, batch)),
                 Interval(head * share, min(head + heads, kv_heads) * share),
-                Interval(0, rows),
-                Interval(0, keys),
+                rows,
+                keys,
             )
             for entry in range(0, batch, entries)
             for head in range(0, kv_heads, heads)
@@ -147,10 +148,6 @@ def file_call(
         ValueError, TypeError, NotImplementedError: what does not fit, by name.
     """
     backward = "grad_out" in tensors
-    for name, tensor in tensors.items():
-        if tensor.dim() < (1 if name == "lse" else 2):
-            shape = tuple(tensor.shape)
-            raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
     mask = as_mask(mask, query, key)
     function = "attention_backward" if backward else "attention"
@@ -200,6 +197,31 @@ class Settings:
     in_file: bool
     plan: str
 
+    @classmethod
+    def of(cls, call: FileCall, heads: int | None = None) -> Settings:
+        """What is chosen for a call.
+
+        Args:
+            heads: key/value heads of a part; None: as many as take some seconds.
+
+        Raises:
+            BudgetError, NotImplementedError: a part cannot be run.
+        """
+        budget = call.written.budget
+        if budget is None:
+            budget = int(backend_of(call.device).free_bytes(call.device) * (1 - policy.MARGIN))
+            call = replace(call, written=call.written._replace(budget=budget))
+        assert isinstance(budget, int)
+        if heads is None:
+            decisions, _ = _decided(call, 1)
+            plans = [one.plan for one in decisions if one.plan is not None]
+            seconds = max((plan.predicted_seconds for plan in plans), default=0.0)
+            every = call.work.batch * max(1, call.work.kv_heads)
+            heads = min(every, max(1, int(SECONDS_OF_A_PART / max(seconds, 1e-9))))
+        heads = call.heads_of_part(heads)
+        decisions, in_file = _decided(call, heads)
+        return cls(heads, len(call.parts(heads)), budget, in_file, _words(decisions))
+
 
 @dataclass(slots=True)
 class Work:
@@ -229,31 +251,6 @@ class Work:
 Compute = Callable[[Work, Sequence[int]], Iterator[int]]
 """Computes parts, anywhere and in any order: writes their results into ``Work.results`` and yields
 each part's number when they are written. ``compute_here`` is one."""
-
-
-def settle(call: FileCall, heads: int | None = None) -> Settings:
-    """What is chosen for a call.
-
-    Args:
-        heads: key/value heads of a part; None: as many as take some seconds.
-
-    Raises:
-        BudgetError, NotImplementedError: a part cannot be run.
-    """
-    budget = call.written.budget
-    if budget is None:
-        budget = int(backend_of(call.device).free_bytes(call.device) * (1 - policy.MARGIN))
-        call = replace(call, written=call.written._replace(budget=budget))
-    assert isinstance(budget, int)
-    if heads is None:
-        decisions, _ = _decided(call, 1)
-        plans = [one.plan for one in decisions if one.plan is not None]
-        seconds = max((plan.predicted_seconds for plan in plans), default=0.0)
-        every = call.work.batch * max(1, call.work.kv_heads)
-        heads = min(every, max(1, int(SECONDS_OF_A_PART / max(seconds, 1e-9))))
-    heads = call.heads_of_part(heads)
-    decisions, in_file = _decided(call, heads)
-    return Settings(heads, len(call.parts(heads)), budget, in_file, _words(decisions))
 
 
 def _words(decisions: Sequence[Decision]) -> str:

@@ -72,10 +72,8 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
                 f"{path}: {name} has dtype {described['dtype']!r}, which is not supported; it must "
                 f"be one of {', '.join(_DTYPES)}"
             )
-        start, n_bytes = (
-            8 + length + described["data_offsets"][0],
-            math.prod(shape) * dtype.itemsize,
-        )
+        start = 8 + length + described["data_offsets"][0]
+        n_bytes = math.prod(shape) * dtype.itemsize
         if not n_bytes:
             found[name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue

@@ -27,34 +27,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 import quorum_attention
+from quorum_attention import writing
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.files.compute import (
-    Compute,
-    FileCall,
-    Settings,
-    Work,
-    compute_here,
-    settle,
-)
-from quorum_attention.files.formats import (
-    SUFFIX,
-    Wanted,
-    check_npy,
-    create_npy,
-    create_tensors,
-    open_npy,
-    open_tensors,
-)
+from quorum_attention.files import formats
+from quorum_attention.files.compute import Compute, FileCall, Settings, Work, compute_here
+from quorum_attention.files.formats import SUFFIX, Wanted
 from quorum_attention.files.inputs import Seen
-from quorum_attention.writing import (
-    check_target,
-    follow_links,
-    named,
-    sync_directory,
-    take_permissions,
-    write_text,
-)
 
 LOCK, PROGRESS = "lock", "progress.json"
 _MARK = "user.quorum_attention.call"
@@ -64,7 +43,6 @@ _OURS = re.compile(r"[0-9a-f]{8}-|progress\.json\.")
 
 Mode = Literal["new", "resume", "restart"]
 """What to do with an unfinished run: refuse to touch it, go on with it, or remove it."""
-Say = Callable[[str], None]
 
 
 class Outcome(NamedTuple):
@@ -140,15 +118,15 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
     """
     if name.endswith(("/", os.sep, SUFFIX)):
         for result, (_, dtype) in wanted.items():
-            check_npy(result, dtype)
+            formats.check_npy(result, dtype)
     if name.endswith(("/", os.sep)):
-        folder = follow_links(name)
+        folder = writing.follow_links(name)
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"{name} cannot be written: {folder} is no folder")
         files = {folder / f"{n}{SUFFIX}": {n: described} for n, described in wanted.items()}
         if folder.exists():
-            return Output(name, {check_target(path): one for path, one in files.items()})
-        check_target(folder)
+            return Output(name, {writing.check_target(path): one for path, one in files.items()})
+        writing.check_target(folder)
         return Output(name, files, new_folder=folder)
     if os.path.isdir(name):
         raise IsADirectoryError(
@@ -165,7 +143,7 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
             f"the output {name} ends in {Path(name).suffix}: it must be a safetensors file "
             f"(.safetensors, or no suffix), a {SUFFIX} file, or a folder of them (NAME/)"
         )
-    return Output(name, {check_target(name): wanted}, metadata)
+    return Output(name, {writing.check_target(name): wanted}, metadata)
 
 
 def are_same(one: Path, other: Path) -> bool:
@@ -227,16 +205,16 @@ class RunFolder:
                 path = self.output.run / f"{token}-{number}{target.suffix}"
                 self.progress["files"].append(path.name)
                 if target.suffix != SUFFIX:
-                    found |= create_tensors(path, wanted, self.output.metadata)
-                for name, described in wanted.items() if target.suffix == SUFFIX else ():
-                    found[name] = create_npy(path, *described)
+                    found |= formats.create_tensors(path, wanted, self.output.metadata)
+                else:
+                    found |= {n: formats.create_npy(path, *one) for n, one in wanted.items()}
             return found
         for path, wanted in zip(self._paths(), self.output.files.values(), strict=True):
             try:
                 if path.suffix == SUFFIX:
-                    found |= dict.fromkeys(wanted, open_npy(path, writable=True))
+                    found |= dict.fromkeys(wanted, formats.open_npy(path, writable=True))
                 else:
-                    found |= open_tensors(path, writable=True)
+                    found |= formats.open_tensors(path, writable=True)
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"{self.output.name} cannot be resumed: {error}; begin with --restart"
@@ -254,9 +232,9 @@ class RunFolder:
                 try:
                     os.fsync(file.fileno())
                 except OSError as error:
-                    raise named(error, path) from None
+                    raise writing.named(error, path) from None
         progress = {**self.progress, "done": [*self.progress["done"], part]}
-        write_text(self.output.run / PROGRESS, json.dumps(progress, indent=1))
+        writing.write_text(self.output.run / PROGRESS, json.dumps(progress, indent=1))
         self.progress = progress
 
     def finish(self, inputs: Iterable[Seen]) -> None:
@@ -271,9 +249,9 @@ class RunFolder:
             with suppress(OSError):  # a file system without attributes, or in memory
                 os.setxattr(path, _MARK, self._mark(path, inputs))
             with open(path, "rb") as file:
-                take_permissions(file, target)
+                writing.take_permissions(file, target)
             os.replace(spare, target)
-        sync_directory(self.output.run.parent)
+        writing.sync_directory(self.output.run.parent)
         (self.output.run / PROGRESS).unlink(missing_ok=True)
 
     def is_finished(self, inputs: Iterable[Seen]) -> bool:
@@ -323,7 +301,7 @@ def run_call(
     heads: int | None = None,
     compute: Compute = compute_here,
     progress: bool = True,
-    say: Say = lambda text: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Compute a call into the files of ``output``, which are replaced when all of them are whole.
 
@@ -341,42 +319,34 @@ def run_call(
         ValueError: see ``run_folder``; or an input changed meanwhile.
     """
     inputs = set(inputs)
-
-    def check() -> None:
-        for seen in inputs:
-            seen.check()
-
     with run_folder(output, header, mode) as folder:
         if mode == "resume" and not folder.resumed and folder.is_finished(inputs):
-            settings = settle(call, heads)
+            settings = Settings.of(call, heads)
             return Outcome(settings, settings.parts, finished=True)
         if not folder.progress["settings"]:
-            folder.progress["settings"] = asdict(settle(call, heads))
+            folder.progress["settings"] = asdict(Settings.of(call, heads))
         settings = Settings(**folder.progress["settings"])
         call = replace(call, written=call.written._replace(budget=settings.budget_bytes))
         done = list(folder.progress["done"])
         left = [number for number in range(settings.parts) if number not in done]
         if folder.resumed:
             say(f"resumed: {len(done)} of {settings.parts} parts were done")
-            if left and (now := settle(call, settings.heads).plan) != settings.plan:
+            if left and (now := Settings.of(call, settings.heads).plan) != settings.plan:
                 say(
                     f"the rest runs by another plan, so it may round otherwise: it was "
                     f"{settings.plan}, and is {now}"
                 )
-        check()
         results = call.with_heads(folder.open())
         work = Work(call, settings, results, output.run, report, progress)
         try:
             for number in compute(work, left) if left else ():
-                check()
+                for seen in inputs:
+                    seen.check()
                 folder.keep(number)
             folder.finish(inputs)
         except BaseException:
             if kept := len(folder.progress["done"]):
-                say(
-                    f"{kept} of {settings.parts} parts are done and kept: --resume goes on from "
-                    f"there"
-                )
+                say(f"{kept} of {settings.parts} parts are done and kept: --resume goes on")
             raise
     return Outcome(settings, len(done) if folder.resumed else None)
 
@@ -461,7 +431,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
     busy = OSError(f"{name} is being written by another process ({path} is locked)")
     with suppress(FileExistsError):
         path.mkdir(0o700)
-        sync_directory(path.parent)
+        writing.sync_directory(path.parent)
     _check_own(path)
     with open(path / LOCK, "a+b") as lock:
         try:
