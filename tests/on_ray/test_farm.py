@@ -25,7 +25,7 @@ from quorum_attention.files.compute import file_call
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute
-from quorum_attention.ray.compute import Cut, Unit, cut_of
+from quorum_attention.ray.compute import Unit, chunks_of, quorum, rows_of, tasks
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -214,27 +214,28 @@ def test_chunks_lie_side_by_side_and_each_pair_is_in_one_task(seed: int) -> None
     n = draw.choice([1, 2, 100, 999, 5000, 20_011, 70_000, 900_001])
     m = draw.choice([n, n, 1, 250, 4097, 66_000, 800_000])
     call = WholeCall((1,), 2, 1, n, m, is_causal=draw.random() < 0.5)
-    cut = Cut(call, draw.choice([3, 7, 13, 21, 31]))
-    every = range(cut.chunks)
+    chunks = draw.choice([3, 7, 13, 21, 31])
+    every = range(chunks)
     for a, b in product(every, every):
-        assert a == b or len(cut.tasks(a) & cut.tasks(b)) == 1
+        assert a == b or len(tasks(a, chunks) & tasks(b, chunks)) == 1
     for task in every:
-        assert set(cut.quorum(task)) == {chunk for chunk in every if task in cut.tasks(chunk)}
-        assert task in cut.quorum(task), "the owner's own pairs are its task's"
+        held = set(quorum(task, chunks))
+        assert held == {chunk for chunk in every if task in tasks(chunk, chunks)}
+        assert task in held, "the owner's own pairs are its task's"
     for size in (n, m):
-        spans = [cut.rows(chunk, size) for chunk in every]
+        spans = [rows_of(call, chunk, chunks, size) for chunk in every]
         assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
         assert spans[-1].stop == size
     for chunk in every if call.is_causal else ():
-        queries, keys = cut.rows(chunk, n), cut.rows(chunk, m)
+        queries, keys = (rows_of(call, chunk, chunks, size) for size in (n, m))
         assert queries.start == keys.start or not queries.length or not keys.length
 
 
 def test_large_heads_are_cut_though_there_are_many() -> None:
     call = WholeCall((1,), 64, 64, 1 << 24, 1 << 24)
-    assert cut_of(call, 64, 2, 1 << 20, None).chunks == 1
-    assert cut_of(call, 64, 2, 3 << 31, None).chunks >= 13
-    assert cut_of(replace(call, dropout=Dropout(0.5, 1)), 64, 2, 3 << 31, None).chunks == 1
+    assert chunks_of(call, 64, 2, 1 << 20, None) == 1
+    assert chunks_of(call, 64, 2, 3 << 31, None) >= 13
+    assert chunks_of(replace(call, dropout=Dropout(0.5, 1)), 64, 2, 3 << 31, None) == 1
 
 
 def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
@@ -248,7 +249,7 @@ def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
     fake_farm().attention(q, k, v, out=out)
     (job,) = jobs
     sent, whole = job.results["out"], Unit("head", 0, 1)
-    block = job.cut.block(whole, 0, 0)
+    block = job.block(whole, 0, 0)
     rows = [torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5)]
     with pytest.raises(RuntimeError, match="this call is over"):
         job.write(block, rows)

@@ -14,10 +14,10 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -72,54 +72,30 @@ class Unit(NamedTuple):
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a call is cut: its heads stay whole, or each has ``chunks`` tasks.
-
-    Attributes:
-        call: which one.
-        chunks: of a sequence, and tasks of a head; 1: heads are whole.
-    """
-
-    call: WholeCall
-    chunks: int
-
-    def quorum(self, task: int) -> tuple[int, ...]:
-        """The chunks of a task, ascending."""
-        return tuple(
-            sorted((task + at) % self.chunks for at in interest_set(quorum_size(self.chunks)))
-        )
-
-    def tasks(self, chunk: int) -> frozenset[int]:
-        """The tasks that hold a chunk."""
-        return frozenset(
-            (chunk - at) % self.chunks for at in interest_set(quorum_size(self.chunks))
-        )
-
-    def block(self, unit: Unit, queries: int, keys: int) -> Block:
-        """A chunk of queries and one of keys of a unit's head."""
-        of, entries = self.call, Interval(unit.entry, unit.entry + 1)
-        share = of.heads // of.kv_heads
-        heads = Interval(unit.head * share, (unit.head + 1) * share)
-        return Block(entries, heads, self.rows(queries, of.n_queries), self.rows(keys, of.n_keys))
-
-    def rows(self, chunk: int, n: int) -> Interval:
-        """The rows of a chunk, of ``n`` queries or keys."""
-        of = self.call
-        # A causal rule compares positions, so chunks of queries and keys begin at the same ones.
-        span = max(of.n_queries, of.n_keys) if of.is_causal else n
-        low, high = (_border(span, self.chunks, at) for at in (chunk, chunk + 1))
-        return Interval(min(low, n), min(high, n))
+def quorum(task: int, chunks: int) -> tuple[int, ...]:
+    """The chunks of a task, ascending."""
+    return tuple(sorted((task + at) % chunks for at in interest_set(quorum_size(chunks))))
 
 
-def _border(n: int, c: int, chunk: int) -> int:
-    """Where a chunk begins: chunks are equal, up to a tile where tiles are small beside them."""
-    tile = _TILE if n >= 8 * c * _TILE else 1
-    return n if chunk == c else n * chunk // (c * tile) * tile
+def tasks(chunk: int, chunks: int) -> frozenset[int]:
+    """The tasks that hold a chunk."""
+    return frozenset((chunk - at) % chunks for at in interest_set(quorum_size(chunks)))
 
 
-def cut_of(call: WholeCall, heads: int, workers: int, head_bytes: int, chunks: int | None) -> Cut:
-    """How to cut a call for so many workers.
+def rows_of(call: WholeCall, chunk: int, chunks: int, n: int) -> Interval:
+    """The rows of a chunk, of ``n`` queries or keys. Chunks are equal, up to a tile where tiles are
+    small beside them."""
+    # A causal rule compares positions, so chunks of queries and keys begin at the same ones.
+    span = max(call.n_queries, call.n_keys) if call.is_causal else n
+    tile = _TILE if span >= 8 * chunks * _TILE else 1
+    low, high = (span * at // (chunks * tile) * tile for at in (chunk, chunk + 1))
+    return Interval(min(low, n), n if chunk + 1 == chunks else min(high, n))
+
+
+def chunks_of(
+    call: WholeCall, heads: int, workers: int, head_bytes: int, chunks: int | None
+) -> int:
+    """Into how many chunks to cut each head for so many workers; 1: heads stay whole.
 
     Args:
         heads: key/value heads that are computed, of all batch entries.
@@ -135,16 +111,13 @@ def cut_of(call: WholeCall, heads: int, workers: int, head_bytes: int, chunks: i
         sizes = map(chunk_count, quorum_sizes(_LARGEST_QUORUM))
         # Three chunks in three tasks of two: as many rows as two heads, so no cut is worth less.
         every = [1, *(c for c in sizes if 3 < c <= longest)]
-        enough = (
-            c
-            for c in every
-            if heads * c >= _UNITS * workers and quorum_size(c) * head_bytes <= c * _WHOLE_BYTES
-        )
-        chunks = next(enough, every[-1])
+        last = every[-1]
+        every = [c for c in every if quorum_size(c) * head_bytes <= c * _WHOLE_BYTES]
+        chunks = next((c for c in every if heads * c >= _UNITS * workers), last)
     quorum_size(chunks)
     if chunks > 1 and call.dropout is not None:
         raise ValueError(f"chunks must be 1 for a call with dropout_p, got {chunks}")
-    return Cut(call, chunks)
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +126,7 @@ class Job:
 
     Attributes:
         call: without its tensors and the bias; its options are those of each call of a unit.
-        cut: how its heads are cut.
+        chunks: of a sequence, and tasks of a head; 1: heads are whole.
         inputs: by role, (*batch, heads, rows, ...), and bias, if there is one. Only a bias, and
             what is empty, may be in no file.
         results: by name, likewise: out, lse; dq, dk, dv.
@@ -162,22 +135,31 @@ class Job:
     """
 
     call: FileCall
-    cut: Cut
+    chunks: int
     inputs: dict[str, torch.Tensor | InFile]
     results: dict[str, InFile]
     folder: str
     cpus: float
     gpus: float
 
-    def state_path(self, unit: Unit, task: int, chunk: int) -> str:
+    def block(self, unit: Unit, queries: int, keys: int) -> Block:
+        """A chunk of queries and one of keys of a unit's head."""
+        whole, share = self.call.whole, self.call.whole.heads // self.call.whole.kv_heads
+        return Block(
+            Interval(unit.entry, unit.entry + 1),
+            Interval(unit.head * share, (unit.head + 1) * share),
+            rows_of(whole, queries, self.chunks, whole.n_queries),
+            rows_of(whole, keys, self.chunks, whole.n_keys),
+        )
+
+    def state_path(self, unit: Unit, task: int, chunk: int) -> Path:
         """The file of the partial state that a task of the unit's head leaves of a chunk."""
-        return os.path.join(self.folder, f"{unit.entry}-{unit.head}-{task}-{chunk}")
+        return Path(self.folder, f"{unit.entry}-{unit.head}-{task}-{chunk}")
 
     def remove_states(self, merge: Unit) -> None:
         """Remove the states that are merged."""
-        for task in self.cut.tasks(merge.number):
-            with suppress(FileNotFoundError):
-                os.unlink(self.state_path(merge, task, merge.number))
+        for task in tasks(merge.number, self.chunks):
+            self.state_path(merge, task, merge.number).unlink(missing_ok=True)
 
     def leave(self, unit: Unit, chunk: int, state: Sequence[torch.Tensor]) -> None:
         """Write the partial state of a chunk; the file is whole or absent, whoever else writes."""
@@ -211,7 +193,7 @@ class Job:
     def _write(self, target: InFile, block: Block, made: torch.Tensor, of_keys: bool) -> None:
         made = moved(made, _HOST).to(target.dtype)
         whole = torch.empty_strided(target.shape, target.strides, dtype=made.dtype, device="meta")
-        part = self.cut.call.cut(whole, block, of_keys=of_keys)
+        part = self.call.whole.cut(whole, block, of_keys=of_keys)
         with os.fdopen(target.descriptor(os.O_WRONLY), "wb", buffering=0) as file:
             for head, rows in zip(part[0], made[0], strict=True):
                 file.seek(target.offset + int(head.storage_offset()) * made.itemsize)
@@ -236,8 +218,8 @@ def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
         if unit.kind == "task":
             work.task()
         else:
-            made = work.head() if unit.kind == "head" else work.merge()
-            job.write(work.block(unit.number, unit.number), made)
+            block = job.block(unit, unit.number, unit.number)
+            job.write(block, work.merge() if unit.kind == "merge" else work.computed(block))
         backend.synchronize(device)
     if not on_host(device):
         backend.give_back_cached()  # the next task here may be given another GPU
@@ -262,7 +244,7 @@ class _Work:
     def __init__(self, job: Job, unit: Unit, device: torch.device, report: Report) -> None:
         self._job, self._unit, self._device, self._report = job, unit, device, report
         inputs = {n: t.open() if isinstance(t, InFile) else t for n, t in job.inputs.items()}
-        self._sinks, call = None, job.cut.call
+        self._sinks, call = None, job.call.whole
         mask, bias = call.mask, inputs.pop("bias", None)
         if isinstance(mask, Mask):
             # A row's sink is counted once: where the states of its chunk are merged.
@@ -274,24 +256,15 @@ class _Work:
             free = backend_of(device).free_bytes(device)
             self._left = int(free * _OF_FREE * min(1.0, job.gpus))
 
-    def block(self, queries: int, keys: int) -> Block:
-        """A block of the unit's head, as ``Cut.block`` has it."""
-        return self._job.cut.block(self._unit, queries, keys)
-
-    def head(self) -> Sequence[torch.Tensor]:
-        """The results of a whole head, by one call."""
-        # There is one chunk.
-        return self._computed(self.block(0, 0), self._read(0))
-
     def task(self) -> None:
         """A quorum task, one call for each pair of its chunks. Leaves a state of each chunk, an
         empty one of those without a pair."""
         job, number = self._job, self._unit.number
-        quorum = job.cut.quorum(number)
-        place = self._placed(quorum)
+        held = quorum(number, job.chunks)
+        place = self._placed(held)
         inputs, states = dict[int, _Rows](), dict[int, _State]()
-        for own, other in product(quorum, quorum):
-            block = self.block(own, other)
+        for own, other in product(held, held):
+            block = job.block(self._unit, own, other)
             if own == other != number or not block.rows.length or not block.keys.length:
                 continue
             masked = self._call.mask_of(block)
@@ -300,40 +273,45 @@ class _Work:
             for n in {own, other} - states.keys():
                 inputs[n], states[n] = self._read(n, place), self._empty(n, place)
             read = inputs[own] | {name: inputs[other][name] for name in ("key", "value")}
-            self._add(states[own], states[other], self._computed(block, read, masked))
-        for chunk in quorum:
+            self._add(states[own], states[other], self.computed(block, read, masked))
+        for chunk in held:
             job.leave(self._unit, chunk, states.get(chunk, []))
 
     def merge(self) -> Sequence[torch.Tensor]:
         """The results of a chunk, from the states that tasks have left."""
-        chunk = self._unit.number
+        job, chunk = self._job, self._unit.number
         total = self._empty(chunk, _HOST)
-        if self._sinks is not None and not self._job.call.backward:
-            total[1].copy_(self._sinks[slice(*self.block(chunk, chunk).heads)][:, None])
-        for task in sorted(self._job.cut.tasks(chunk)):
-            if state := self._job.read_state(self._unit, task):
+        if self._sinks is not None and not job.call.backward:
+            total[1].copy_(self._sinks[slice(*job.block(self._unit, chunk, chunk).heads)][:, None])
+        for task in sorted(tasks(chunk, job.chunks)):
+            if state := job.read_state(self._unit, task):
                 self._add(total, total, state)
         return total
 
     def _read(self, chunk: int, place: torch.device = _HOST) -> _Rows:
         """A chunk's rows of all inputs."""
-        cut, block = self._call.cut, self.block(chunk, chunk)
+        cut, block = self._call.cut, self._job.block(self._unit, chunk, chunk)
         return {
             name: moved(cut(tensor, block, of_keys=name in OF_KEYS), place)
             for name, tensor in self._inputs.items()
         }
 
-    def _computed(
-        self, block: Block, inputs: _Rows, masked: tuple[AttnMask, bool] | None = None
+    def computed(
+        self, block: Block, read: _Rows | None = None, masked: tuple[AttnMask, bool] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """A block's out and lse, or its gradients; in the state's dtype, if they are parts."""
+        """A block's out and lse, or its gradients; in the state's dtype, if they are parts.
+
+        Args:
+            read: its rows; None: it is a whole head, whose one chunk is read.
+        """
         call = self._job.call
         whole = self._unit.kind == "head"
         results = BlockResults(out_dtype=call.out_dtype if whole else call.work.state_dtype)
         written = call.written._replace(
             budget=self._left, devices=self._device, report=self._report
         )
-        return compute_block(self._call, block, inputs, written, results, masked)
+        read = self._read(0) if read is None else read
+        return compute_block(self._call, block, read, written, results, masked)
 
     def _empty(self, chunk: int, place: torch.device) -> _State:
         """The state of a chunk without any pair."""

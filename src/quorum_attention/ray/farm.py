@@ -27,7 +27,7 @@ from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
-from quorum_attention.ray.compute import Head, Job, Unit, compute, cut_of
+from quorum_attention.ray.compute import Head, Job, Unit, chunks_of, compute, quorum, tasks
 from quorum_attention.sizes import parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
@@ -276,18 +276,13 @@ class Farm:
         }
         head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
         written = CallOptions(self._budget, depth=call.written.depth, kernel=call.written.kernel)
-        whole = replace(call.whole, mask=mask)
-        call = replace(call, tensors={}, whole=whole, written=written)
-        cut = cut_of(whole, len(heads), self._workers, head_bytes, chunks)
+        call = replace(call, tensors={}, whole=replace(call.whole, mask=mask), written=written)
+        workers = self._most or max(1, self._held())
+        chunks = chunks_of(call.whole, len(heads), workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
-            job = Job(call, cut, inputs, files, states, self._cpus, self._gpus)
+            job = Job(call, chunks, inputs, files, states, self._cpus, self._gpus)
             yield from self._run(job, heads, report)
-
-    @property
-    def _workers(self) -> int:
-        """How many units are computed at once."""
-        return self._most or max(1, self._held())
 
     def _run(self, job: Job, heads: Mapping[Head, int], report: PoolPass) -> Iterator[int]:
         """Compute a pass.
@@ -302,19 +297,19 @@ class Farm:
             RuntimeError: a unit was begun too often.
             Exception: what a unit raised.
         """
-        cut, begun, ray = job.cut, time.perf_counter(), self._ray
-        first: Literal["head", "task"] = "head" if cut.chunks == 1 else "task"
-        waiting = deque(Unit(first, *head, n) for head in sorted(heads) for n in range(cut.chunks))
-        report.parts = len(waiting) * (1 if cut.chunks == 1 else 2)
+        chunks, begun, ray = job.chunks, time.perf_counter(), self._ray
+        first: Literal["head", "task"] = "head" if chunks == 1 else "task"
+        waiting = deque(Unit(first, *head, n) for head in sorted(heads) for n in range(chunks))
+        report.parts = len(waiting) * (1 if chunks == 1 else 2)
         # Units that give results and are not done, by part; states that exist, by their merge.
-        left = Counter(number for number in heads.values() for _ in range(cut.chunks))
+        left = Counter(number for number in heads.values() for _ in range(chunks))
         states = Counter[Unit]()
         sent, running = ray.put(job), dict[Any, Unit]()
         merge, other = self._remote(max(1, self._cpus), 0), self._remote(self._cpus, self._gpus)
         try:
             while waiting or running:
                 # Twice as many as are computed at once: none of them waits for this process.
-                while waiting and len(running) < (self._most or 2 * self._workers):
+                while waiting and len(running) < (self._most or 2 * max(1, self._held())):
                     unit = waiting.popleft()
                     running[(merge if unit.kind == "merge" else other).remote(sent, unit)] = unit
                 for ref in ray.wait(list(running))[0]:
@@ -326,9 +321,9 @@ class Farm:
                     device = report.devices.index(where)
                     report.ran.append(Ran(device, len(report.ran), now - seconds, now, made))
                     if unit.kind == "task":
-                        for chunk in cut.quorum(unit.number):
+                        for chunk in quorum(unit.number, chunks):
                             states[of := unit._replace(kind="merge", number=chunk)] += 1
-                            if states[of] == len(cut.tasks(chunk)):
+                            if states[of] == len(tasks(chunk, chunks)):
                                 waiting.appendleft(of)
                         continue
                     if unit.kind == "merge":
@@ -373,29 +368,25 @@ class Farm:
         """Connect to a cluster, or begin one."""
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         # A cluster that runs may be another user's, so it is joined only where that is said.
-        if address is not None and address != "local":
-            _check_there(address)
-        else:
+        if address not in (None, "local", "auto"):
+            _check_there(str(address))
+        elif address != "auto":
             address = "local"
             # Names of sockets are short, and nothing of a farm's own cluster is left behind.
             folder = begun.enter_context(TemporaryDirectory(prefix="qa-ray-", dir="/tmp"))
             options |= {"include_dashboard": False, "_temp_dir": folder}
         # A cluster reports its use over the network only if that was allowed.
-        unset = _REPORTS not in os.environ
-        os.environ.setdefault(_REPORTS, "0")
-        try:
+        with ExitStack() as after:
+            if _REPORTS not in os.environ:
+                os.environ[_REPORTS] = "0"
+                after.callback(os.environ.pop, _REPORTS)
             self._ray.init(address, **options)
-        finally:
-            if unset:
-                del os.environ[_REPORTS]
         begun.callback(self._ray.shutdown)
 
 
 def _check_there(address: str) -> None:
     """Refuse an address at which nobody listens: Ray would try for minutes."""
-    if address == "auto":
-        return
-    host, _, port = str(address).removeprefix("ray://").rpartition(":")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"address must be auto, local or HOST:PORT, got {address!r}")
     try:
