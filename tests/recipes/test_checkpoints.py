@@ -361,3 +361,18 @@ def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
         losses[-1].append(trainer.evaluate()["eval_loss"])
         assert any(tmp_path.iterdir())
     assert losses[0] == losses[1]
+
+
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Host:
+        def free_bytes(self, device: torch.device) -> int:
+            return 600
+
+    monkeypatch.setattr(checkpoints, "backend_of", lambda device: Host())
+    monkeypatch.setattr(checkpoints._Kept, "most", checkpoints._Kept.alive)
+    for ranks, room in ((None, 500), ("1", 500), ("4", 125)):
+        if ranks is None:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        else:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert checkpoints.host_room() == room

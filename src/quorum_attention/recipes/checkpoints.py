@@ -8,6 +8,7 @@ host memory, copied beside the computation. What fits nowhere is computed again.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes.config import ModelShape
-from quorum_attention.recipes.step import SWITCHES, Training, kept_bytes, shares, transient_bytes
+from quorum_attention.recipes.step import ATTENTION, Training, kept_bytes, shares, transient_bytes
 
 # Of host memory in one piece: torch's page-locked memory is given in powers of two.
 _PIECE = 256 << 20
@@ -119,7 +120,7 @@ class LayerCheckpoints:
             batch, grain = hidden.numel() // (tokens * width), 1 << max(0, tokens.bit_length() - 4)
             tokens = -(-tokens // grain) * grain  # few lengths to be planned for
             training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
-            if SWITCHES[0] in training.on:
+            if ATTENTION in training.on:
                 checkpoint_bytes, result = kept_bytes(self.shape, training)
                 result = ceil(result * self._times)
             learned = (p for p in self.model.parameters() if p.requires_grad)
@@ -292,8 +293,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_room() -> int:
-    """Bytes of host memory that may be page-locked: what the machine and the process's group have
-    free, less a sixth, and what torch holds from earlier steps."""
+    """Bytes of host memory that this rank may page-lock: its share of what the machine and the
+    process's group have free, less a sixth, and what torch holds from earlier steps."""
     host = torch.device("cpu")
     free, group = backend_of(host).free_bytes(host), Path("/sys/fs/cgroup")
     for limit, used, reclaimed in _GROUPS:
@@ -301,7 +302,8 @@ def host_room() -> int:
             sizes = dict(map(str.split, (group / reclaimed[0]).read_text().splitlines()))
             taken = int((group / used).read_text()) - int(sizes[reclaimed[1]])
             free = min(free, int((group / limit).read_text()) - taken)
-    return max(0, free) * 5 // 6 + _Kept.most - _Kept.alive
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # of this host, under torchrun
+    return max(0, free) * 5 // 6 // ranks + _Kept.most - _Kept.alive
 
 
 # The limit of a group of processes, what it uses, and what of that are files that can go.

@@ -8,14 +8,12 @@ from quorum_attention.counts import one_of, whole_number
 from quorum_attention.recipes.changes import Change, Summary
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
 from quorum_attention.recipes.config import read_shape
-from quorum_attention.recipes.loss import NAME as LOSS
 from quorum_attention.recipes.loss import chunk_loss
-from quorum_attention.recipes.mlp import NAME as MLP
 from quorum_attention.recipes.mlp import tile_mlps
-from quorum_attention.recipes.step import MLP_TILE, Training
+from quorum_attention.recipes.step import ATTENTION, LOSS, MLP, MLP_TILE, Training
 from quorum_attention.sizes import parse_bytes
 
-ATTENTION, CHECKPOINTS = "quorum attention", "checkpoints"
+CHECKPOINTS = "checkpoints"
 _PLACES = {
     "auto": "on the device while there is room, then in host memory", "host": "in host memory",
     "device": "on the device",

@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
-from quorum_attention.recipes.step import loss_tokens
+from quorum_attention.recipes.step import LOSS, loss_tokens
 
-NAME = "chunked loss"
 _TRIED = 12  # tokens
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,19 +45,19 @@ def chunk_loss(model: Any) -> Change:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kind = type(model).__name__
     if type(head) is not torch.nn.Linear:
-        return Change(NAME, False, f"{kind} is no decoder with one linear layer to the vocabulary")
+        return Change(LOSS, False, f"{kind} is no decoder with one linear layer to the vocabulary")
     if not has_own_forward(model) or not has_own_forward(head):
-        return Change(NAME, False, f"this {kind} was given another forward")
+        return Change(LOSS, False, f"this {kind} was given another forward")
     if head.weight.device.type == "meta":
-        return Change(NAME, False, "the weights are not there yet")
+        return Change(LOSS, False, "the weights are not there yet")
     patch_forward(head, _head_forward)
     patch_forward(model, _model_forward(model))
     why = _why_not(model)
     if why is not None:
         del model.forward, head.forward
-        return Change(NAME, False, why)
+        return Change(LOSS, False, why)
     tokens = loss_tokens(head.weight.shape[0], head.weight.dtype.itemsize)
-    return Change(NAME, True, f"{tokens:,} tokens at a time; a call with labels has no logits")
+    return Change(LOSS, True, f"{tokens:,} tokens at a time; a call with labels has no logits")
 
 
 def _head_forward(self: torch.nn.Linear, states: torch.Tensor) -> Any:
@@ -236,4 +235,4 @@ def _why_not(model: Any) -> str | None:
     return None
 
 
-__all__ = ["NAME", "chunk_loss"]
+__all__ = ["chunk_loss"]

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
+from quorum_attention.recipes.step import MLP
 from quorum_attention.sizes import counted
 
-NAME = "tiled MLP"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 # A module has other weights for a while: calls of other threads wait, or it might keep those.
 _swapping = threading.RLock()
@@ -29,15 +29,15 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
     """Let every gated MLP of ``model`` work ``tokens`` tokens at a time."""
     found = [module for module in model.modules() if _is_gated(module)]
     if not found:
-        return Change(NAME, False, "no MLP of gate_proj, up_proj, down_proj (experts stay whole)")
+        return Change(MLP, False, "no MLP of gate_proj, up_proj, down_proj (experts stay whole)")
     if not all(map(has_own_forward, found)):
-        return Change(NAME, False, "an MLP was given another forward")
+        return Change(MLP, False, "an MLP was given another forward")
     for kind, one in {type(module): module for module in found}.items():
         if not _goes_token_by_token(one):
-            return Change(NAME, False, f"{kind.__name__} gives other results for some tokens alone")
+            return Change(MLP, False, f"{kind.__name__} gives other results for some tokens alone")
     for module in found:
         _tile(module, tokens)
-    return Change(NAME, True, f"{counted(len(found), 'MLP')}, {tokens:,} tokens at a time")
+    return Change(MLP, True, f"{counted(len(found), 'MLP')}, {tokens:,} tokens at a time")
 
 
 def _is_gated(module: torch.nn.Module) -> bool:
@@ -115,4 +115,4 @@ def _versions(weights: dict[str, Any]) -> list[int]:
     return [0 if w.is_inference() else w._version for w in weights.values()]
 
 
-__all__ = ["NAME", "tile_mlps"]
+__all__ = ["tile_mlps"]

@@ -31,6 +31,7 @@ _FP32_STATES = 12
 LOSS_BYTES, MLP_TILE = 1 << 30, 8192
 # What is switched on, in the order in which it costs least.
 SWITCHES = ("quorum attention", "chunked loss", "tiled MLP", "checkpoints in host memory")
+ATTENTION, LOSS, MLP, HOST = SWITCHES
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,9 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
         _attention(shape, training),
         *_loss(shape, training, rows, size),
     ]
-    offloaded = "checkpoints in host memory" in training.on and training.checkpointing
+    offloaded = HOST in training.on and training.checkpointing
     held = shape.layers * sum(kept_bytes(shape, training))
-    budget = training.budget if SWITCHES[0] in training.on else None
+    budget = training.budget if ATTENTION in training.on else None
     return StepMemory(tuple(parts), training.on, budget, held if offloaded else 0)
 
 
@@ -211,11 +212,11 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     kept = headed * 4 + (wide if size < 4 else 0) + hidden
     if training.lora is None:
         kept += hidden + headed * size
-    tiled = tiled if "tiled MLP" in training.on else intermediates
+    tiled = tiled if MLP in training.on else intermediates
     parts = [
         _same("q, k, v, o of a layer", projected, "layer"),
         _same("norms and residuals of a layer", kept + hidden, "layer"),
-        Part("MLP intermediates of a layer", tiled, intermediates, "mlp", "tiled MLP"),
+        Part("MLP intermediates of a layer", tiled, intermediates, "mlp", MLP),
         _same("the MLP's norm, input and its gradient", wide + 2 * hidden, "mlp"),
         # Its input, and five terms of its gradient, in float32.
         _same("a norm's backward", 6 * wide, "norm"),
@@ -227,8 +228,8 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     held = shape.layers * hidden
     # The one that is used, and the next one on its way, with attention's results.
     moved = min(held, 2 * sum(kept_bytes(shape, training)))
-    moved = moved if "checkpoints in host memory" in training.on else held
-    return [Part("layer checkpoints", moved, held, "always", "checkpoints in host memory"), *parts]
+    moved = moved if HOST in training.on else held
+    return [Part("layer checkpoints", moved, held, "always", HOST), *parts]
 
 
 def loss_tokens(vocabulary: int, size: int) -> int:
@@ -238,13 +239,13 @@ def loss_tokens(vocabulary: int, size: int) -> int:
 
 def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
     """The logits in the model's dtype; in float32, the loss's own and their gradient."""
-    chunked = "chunked loss" in training.on
+    chunked = LOSS in training.on
     at_once = min(rows, loss_tokens(shape.vocabulary, size)) if chunked else rows
     # The output in float32 for its norm; its gradient in chunks and put together.
     last = rows * shape.hidden * (3 * size + 4)
     parts = [
         Part(name, at_once * shape.vocabulary * each, rows * shape.vocabulary * each, "loss",
-             "chunked loss")
+             LOSS)
         for name, each in (("logits", size), ("the loss in float32", 8))
     ]  # fmt: skip
     return [*parts, _same("the last layer's output and its gradient", last, "loss")]
@@ -267,9 +268,9 @@ def _attention(shape: ModelShape, training: Training) -> Part:
         )
 
     uncut = here = peak(1 << 50)  # a device with room for anything: the fastest way there is
-    if SWITCHES[0] in training.on and training.budget is not None:
+    if ATTENTION in training.on and training.budget is not None:
         here = min(uncut, peak(training.budget))
-    return Part("attention's working memory", here, uncut, "attention", SWITCHES[0])
+    return Part("attention's working memory", here, uncut, "attention", ATTENTION)
 
 
 def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> int:
@@ -306,14 +307,14 @@ def switch_until_it_fits(
 def _with(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int) -> StepMemory:
     """A step with these switches on; attention, where no budget is asked for, in the memory that a
     layer's other parts leave. It is off where it is not needed, or cannot work in its budget."""
-    found = step_memory(shape, replace(training, on=tuple(n for n in on if n != SWITCHES[0])))
-    needed = SWITCHES[0] in training.on or found.peak_bytes > limit
-    if SWITCHES[0] not in on or not needed:
+    found = step_memory(shape, replace(training, on=tuple(n for n in on if n != ATTENTION)))
+    needed = ATTENTION in training.on or found.peak_bytes > limit
+    if ATTENTION not in on or not needed:
         return found
     budget = training.budget
     if budget is None:
         there = ("always", "layer", "attention")
-        others = sum(p.bytes for p in found.parts if p.when in there and p.switch != SWITCHES[0])
+        others = sum(p.bytes for p in found.parts if p.when in there and p.switch != ATTENTION)
         # The forward returns less than the backward, so neither takes more than is left.
         budget = max(0, limit - others) + returned_bytes(shape, training, backward=False)
     try:
@@ -324,7 +325,7 @@ def _with(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int
 
 def advice(found: StepMemory, fits: bool, memory: int) -> str:
     """In a sentence or two: what to switch on, and what is left to do."""
-    words = {SWITCHES[0]: f"quorum attention (budget {format_bytes(found.budget or 0)})"}
+    words = {ATTENTION: f"quorum attention (budget {format_bytes(found.budget or 0)})"}
     switched = ", ".join(words.get(name, name) for name in found.on)
     if fits:
         return f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
