@@ -232,7 +232,7 @@ def test_devices_end_together(speeds: list[float], heads: int, causal: bool) -> 
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("heads", [8, 24])
+@pytest.mark.parametrize("heads", [3, 8, 24])
 def test_all_that_are_left_share_what_a_lost_device_was_at(devices: int, heads: int) -> None:
     """One order a device, as GPUs have in short calls: nothing but what was lost takes longer."""
     call = WholeCall((1,), heads, heads, 1 << 16, 1 << 16, is_causal=True)

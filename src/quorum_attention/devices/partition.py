@@ -94,12 +94,16 @@ def partition(call: WholeCall, speeds: Sequence[float], pieces: int = 1) -> list
 
 
 def cut(call: WholeCall, block: Block, pieces: int) -> list[Block]:
-    """A block in about so many pieces of equal work; one that has a part of a head's rows stays."""
-    if block.rows != (0, call.n_queries):
-        return [block]
+    """A block in about so many pieces of equal work."""
     first, share = block.entries.start * call.heads, call.heads // call.kv_heads
-    low, high = ((first + head) / share for head in block.heads)
-    return _cut(call, low, high, pieces)
+
+    def above(row: int) -> float:
+        n = call.n_queries
+        return row // n if row in (0, n) else _pairs_above(call, row) / _pairs_above(call, n)
+
+    low = first + block.heads.start + above(block.rows.start)
+    high = first + block.heads.stop - 1 + above(block.rows.stop)
+    return _cut(call, low / share, high / share, pieces)
 
 
 def _cut(call: WholeCall, low: float, high: float, pieces: int) -> list[Block]:
