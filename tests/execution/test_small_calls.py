@@ -24,6 +24,27 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("function", [qa.attention, qa.attention_with_lse])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_remembered_call_without_memory_is_planned_after_all(
+    function: Callable[..., Any], recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three = [t.requires_grad_(recorded) for t in inputs(60).three]
+    call = {"attn_mask": qa.Mask(causal=True)}  # torch's own function takes no such call
+    for _ in range(2):
+        wanted = function(*three, **call)
+    failures, works = iter([True]), CpuKernel.whole_forward
+
+    def failing(*args: Any, **named: Any) -> Any:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("made up")
+        return works(*args, **named)
+
+    monkeypatch.setattr(CpuKernel, "whole_forward", failing)
+    torch.testing.assert_close(function(*three, **call), wanted)
+    assert next(failures, None) is None, "it failed"
+
+
 def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
     class Mine(CpuKernel):
         name = "mine"
