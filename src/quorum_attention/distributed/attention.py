@@ -194,7 +194,11 @@ def _assigned(
     pair_flops = 2.0 * (head_dim + value_dim)
     in_turns = units == "pairs" and not on_host(inputs[0].device)
     of = replace(of, turns=partition.turns_of(in_turns * batch * of.pairs / of.ranks * pair_flops))
-    moved = partition.forward_bytes(head_dim, value_dim, element, max(4, element))
+    state = max(4, element)
+    moved = partition.RowBytes(
+        query=head_dim * element, out=value_dim * element, partial=(value_dim + 1) * state,
+        key=(head_dim + value_dim) * element, lse=state,
+    )  # fmt: skip
     return partition.choose(of, moved, pair_flops), moved
 
 

@@ -35,7 +35,6 @@ class Transfer:
             owns them; None: they come from their owner.
 
     Attributes:
-        coming: the pieces that this rank gets.
         received_bytes: from other ranks.
         messages: what came, and what is sent.
     """
@@ -51,8 +50,7 @@ class Transfer:
         here, ranks, device = group.rank(), group.size(), shards[0][0].tensor.device
         outgoing, incoming = ([list[_Like]() for _ in range(ranks)] for _ in range(2))
         sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-        self.coming: list[Piece] = []
-        rows_of: list[tuple[int, Sequence[torch.Tensor]]] = []
+        coming: list[tuple[Piece, int, Sequence[torch.Tensor]]] = []
         for piece in pieces:
             ends = piece.owner, piece.rank
             source, target = ends if state is None else ends[::-1]
@@ -65,8 +63,7 @@ class Transfer:
                 for t in (one.tensor for one in shards[piece.of_keys])
             ]
             if target == here:
-                self.coming.append(piece)
-                rows_of.append((source, own))
+                coming.append((piece, source, own))
                 if source != here:
                     incoming[source] += likes
             elif source == here:
@@ -78,9 +75,9 @@ class Transfer:
             place.copy_(rows)
         self.messages, self.received_bytes = (inbox, outbox), sum(come)
         queues = [iter(each) for each in came]
-        self._rows = [
-            own if source == here else [next(queues[source]) for _ in shards[piece.of_keys]]
-            for piece, (source, own) in zip(self.coming, rows_of, strict=True)
+        self._arrived: list[tuple[Piece, Sequence[torch.Tensor]]] = [
+            (piece, own or [next(queues[source]) for _ in shards[piece.of_keys]])
+            for piece, source, own in coming
         ]
         self._work: Any = None
         if ranks > 1:
@@ -93,7 +90,7 @@ class Transfer:
         """
         if self._work is not None:
             self._work.wait()
-        return list(zip(self.coming, self._rows, strict=True))
+        return self._arrived
 
 
 def _message(

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product, starmap
 from typing import Literal, NamedTuple
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.decomposition.intervals import Interval, covered, cut, union, within, without
+from quorum_attention.decomposition.intervals import Interval, covered, cut, union, within
 from quorum_attention.quorums import quorum_sizes
 
 # Shares may differ by this much from an equal one where that saves bytes.
@@ -209,10 +209,10 @@ class Assignment:
     shares: tuple[Stages, ...]
     whole_heads: bool = False
 
-    @cached_property
+    @property
     def n_stages(self) -> int:
         """Stages of the rank that has most of them."""
-        return max((len(stages) for stages in self.shares), default=0)
+        return max(map(len, self.shares))
 
     @cached_property
     def most_calls(self) -> int:
@@ -271,15 +271,13 @@ class Assignment:
         by_heads: dict[Interval, list[Interval]] = defaultdict(list)
         for _, _, needed in needs:
             by_heads[needed.heads].extend(needed.rows)
-        several = {heads: covered(rows, 2) for heads, rows in by_heads.items()}
+        shared = {heads: covered(rows, 2) for heads, rows in by_heads.items()}
+        edges = {heads: sorted(chain(self.of.starts, *runs)) for heads, runs in shared.items()}
         for rank, stage, (heads, every) in needs:
-            for rows in every:
-                parts = [(part, False) for part in within(rows, several[heads])]
-                parts += [(part, True) for part in without([rows], several[heads])]
-                for part, alone in sorted(parts):
-                    for piece in cut(part, self.of.starts):
-                        owner = bisect_right(self.of.starts, piece.start) - 1
-                        yield Piece(of_keys, rank, stage, owner, heads, piece, alone)
+            for rows in chain.from_iterable(cut(rows, edges[heads]) for rows in every):
+                owner = bisect_right(self.of.starts, rows.start) - 1
+                alone = not any(within(rows, shared[heads]))
+                yield Piece(of_keys, rank, stage, owner, heads, rows, alone)
 
     def received(self, rank: int, sizes: RowBytes) -> int:
         """Bytes that a rank receives in one pass."""
@@ -313,14 +311,6 @@ class RowBytes(NamedTuple):
     partial: int
     key: int
     lse: int = 0
-
-
-def forward_bytes(head_dim: int, value_dim: int, element: int, state: int) -> RowBytes:
-    """Bytes of rows in a forward: queries out, output and lse back; keys and values out."""
-    return RowBytes(
-        head_dim * element, value_dim * element, value_dim * state + state,
-        (head_dim + value_dim) * element, state,
-    )  # fmt: skip
 
 
 def turns_of(flops: float) -> int:
@@ -384,7 +374,7 @@ def heads(of: Sequences) -> Assignment:
         runs = _by_groups(of, head, last, of.turns if whole else _STAGES)
         parts += [(run, every) for run in runs]
         parts.append((Interval(last, last + 1), Interval(row, stop)))
-        shares.append(_staged(of, parts))
+        shares.append(_staged(of, chain.from_iterable(starmap(of.blocks, parts))))
     return Assignment("heads exchanged", of, tuple(shares), whole)
 
 
@@ -400,30 +390,25 @@ def _by_groups(of: Sequences, first: int, last: int, most: int = _STAGES) -> lis
     """Whole heads in runs: ``most`` of all query heads of some key/value heads, or of some of
     one's."""
     cuts = range(-(-first // of.share) * of.share, last + 1, of.share)
-    groups = max(0, len(cuts) - 1)
-    n = min(most, groups)
-    edges = (
-        {first, last, *(cuts[groups * i // n] for i in range(n + 1))} if n else {first, *cuts, last}
-    )
+    n = max(1, min(most, len(cuts) - 1))
+    edges = {first, last, *(cuts[(len(cuts) - 1) * i // n] for i in range(n + 1) if cuts)}
     return [Interval(a, b) for a, b in pairwise(sorted(edges))]
 
 
-def _staged(of: Sequences, parts: list[tuple[Interval, Interval]]) -> Stages:
+def _staged(of: Sequences, blocks: Iterable[Block]) -> Stages:
     """A stage for each set of key/value heads."""
     stages: dict[Interval, list[Block]] = defaultdict(list)
-    for run, rows in parts:
-        for block in of.blocks(run, rows):
-            stages[of.kv_of(run)].append(block)
-    return tuple(tuple(blocks) for _, blocks in sorted(stages.items()))
+    for block in blocks:
+        stages[of.kv_of(block.heads)].append(block)
+    return tuple(tuple(together) for _, together in sorted(stages.items()))
 
 
 def keys(of: Sequences) -> Assignment:
     """Keys and values moved; a rank with too much work gives away its last rows."""
     runs = _by_groups(of, 0, of.heads)
-    shares = [
-        _staged(of, [(run, piece) for run in runs for piece in rows]) for rows in _rows_by_work(of)
-    ]
-    return Assignment("keys and values moved", of, tuple(shares))
+    shares = [starmap(of.blocks, product(runs, rows)) for rows in _rows_by_work(of)]
+    stages = tuple(_staged(of, chain.from_iterable(share)) for share in shares)
+    return Assignment("keys and values moved", of, stages)
 
 
 def _rows_by_work(of: Sequences) -> list[list[Interval]]:
@@ -440,10 +425,11 @@ def _rows_by_work(of: Sequences) -> list[list[Interval]]:
         while lack > 0 and spare:
             start, stop = spare.pop(0)
             middle = min(stop, max(start, of.row_of(of.above(start) + lack)))
+            rows.append(Interval(start, middle))
+            lack -= of.above(middle) - of.above(start)
             if middle < stop:
                 spare.insert(0, Interval(middle, stop))
-            lack = 0 if middle < stop else lack - (of.above(stop) - of.above(start))
-            rows.append(Interval(start, middle))
+                break
     found[0].extend(spare)  # a rounding's worth
     return [union(piece for piece in rows if piece.length) for rows in found]
 
@@ -466,10 +452,5 @@ def quorums(of: Sequences, chunks: int) -> Assignment:
                 rows_of = task.segments(r.query_start, r.query_stop)
                 mine += [(Interval(rows.start, rows.stop), columns, False) for rows in rows_of]
     runs = _by_groups(of, 0, of.heads)
-    shares = []
-    for mine in parts:
-        stages: dict[Interval, list[Block]] = defaultdict(list)
-        for run in runs:
-            stages[of.kv_of(run)] += [Block(run, *one) for one in mine]
-        shares.append(tuple(tuple(blocks) for _, blocks in sorted(stages.items())))
-    return Assignment(f"quorums of {chunks} chunks", of, tuple(shares))
+    shares = tuple(_staged(of, (Block(r, *one) for r in runs for one in mine)) for mine in parts)
+    return Assignment(f"quorums of {chunks} chunks", of, shares)

@@ -7,8 +7,9 @@ one before. Heads that are exchanged whole may be computed on two streams of a G
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -194,16 +195,18 @@ class Sharded:
     def _gathered(self, stage: int, came: Transfer, shards: _Shards) -> _Sides:
         """The rows of a stage that came, of queries and of keys."""
         sides: _Sides = {}, {}
-        arrived = came.arrived()
-        for of_keys, side in enumerate(sides):
-            for needed in self.assignment.needs(self.group.rank(), stage, bool(of_keys)):
-                mine = [
-                    (piece, rows)
-                    for piece, rows in arrived
-                    if piece.of_keys == of_keys and piece.heads == needed.heads
-                ]
-                side[needed.heads] = [
-                    Gathered.of(needed, [(piece, rows[n]) for piece, rows in mine], like.tensor)
+        parts: dict[tuple[bool, Interval], list[tuple[Piece, Sequence[torch.Tensor]]]]
+        parts = defaultdict(list)
+        for piece, rows in came.arrived():
+            parts[piece.of_keys, piece.heads].append((piece, rows))
+        for of_keys in (False, True):
+            for needed in self.assignment.needs(self.group.rank(), stage, of_keys):
+                sides[of_keys][needed.heads] = [
+                    Gathered.of(
+                        needed,
+                        [(p, rows[n]) for p, rows in parts[of_keys, needed.heads]],
+                        like.tensor,
+                    )
                     for n, like in enumerate(shards[of_keys])
                 ]
         return sides
@@ -241,15 +244,15 @@ class Sharded:
             kv = self.assignment.of.kv_of(block.heads)
             for name, one in zip(("key", "value"), both, strict=True):
                 inputs[name] = one.at(*block.keys, heads=kv)
-            results = BlockResults(out_dtype=None if own_dtype else state)
+            made = partial(self.compute, block, inputs, None if own_dtype else state, of_mask)
             if len(rows) == 1:
-                out, lse = computed_once(partial(self.compute, block, inputs, results))
+                out, lse = computed_once(made)
                 parts = [out, lse.to(out.device)]
                 if own_dtype:  # no other block has these heads
                     found[0][block.heads] = [Gathered(rows[0].needed, part) for part in parts]
                     continue
             else:
-                *parts, k, v = self.compute(block, inputs, results, of_mask)
+                *parts, k, v = made()
                 Gathered.add(found[1], both[0].needed, Needed(kv, block.keys), [k, v])
             Gathered.add(found[0], rows[0].needed, Needed(block.heads, (block.queries,)), parts)
         return found
@@ -258,8 +261,8 @@ class Sharded:
         self,
         block: Block,
         inputs: Mapping[str, torch.Tensor],
-        results: BlockResults,
-        of_mask: MaskGradients = (None, None),
+        out_dtype: torch.dtype | None,
+        of_mask: MaskGradients,
     ) -> tuple[torch.Tensor, ...]:
         """Output and log-sum-exp of a block, or gradients, as ``compute_block``.
 
@@ -268,6 +271,9 @@ class Sharded:
             of_mask: to which the gradients of the mask's own tensors are added.
         """
         report, whole, (bias, sinks) = None, self.whole, of_mask
+        results = BlockResults(
+            out_dtype=out_dtype, grad_mask=bias is not None, grad_sinks=sinks is not None
+        )
         plain = self.assignment.of.units == "pairs"  # neither a mask nor dropout
         if self.report is not None:
             report = Report()
@@ -275,8 +281,6 @@ class Sharded:
         part = PartOfCall(
             Interval(0, whole.batch_shape[0]), block.heads, block.queries, Interval(0, whole.n_keys)
         )
-        if bias is not None or sinks is not None:
-            results = replace(results, grad_mask=bias is not None, grad_sinks=sinks is not None)
         # Where a block may have some of its rows' keys alone there is no mask.
         masked = (None, block.causal) if plain else None
         written = filled(self.written._replace(report=report))
