@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.partition import Needed, Piece
-from quorum_attention.kernels.merge import add_, empty_, merge_
+from quorum_attention.kernels.merge import add_, merge_
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
@@ -121,42 +121,38 @@ class Gathered:
     tensor: torch.Tensor
 
     @classmethod
-    def zeros(cls, needed: Needed, like: torch.Tensor, dtype: torch.dtype) -> Gathered:
-        """Zeros for the rows; ``like`` (batch, any heads, any rows, ...) gives the other sizes."""
-        sizes = (like.shape[0], needed.heads.length, counted(needed.rows), *like.shape[3:])
-        return cls(needed, torch.zeros(sizes, dtype=dtype, device=like.device))
-
-    @classmethod
     def of(
-        cls, needed: Needed, arrived: Sequence[tuple[Piece, torch.Tensor]], like: torch.Tensor
+        cls, needed: Needed, arrived: Sequence[tuple[Interval, torch.Tensor]], like: torch.Tensor
     ) -> Gathered:
-        """Put together from pieces; ``like`` as in ``zeros``."""
+        """Put together from rows that came; ``like`` (batch, any heads, any rows, ...) gives dtype,
+        device and the other sizes."""
         if len(arrived) == 1:
             return cls(needed, arrived[0][1])
         sizes = (like.shape[0], needed.heads.length, counted(needed.rows), *like.shape[3:])
         made = cls(needed, like.new_empty(sizes))
-        for piece, content in arrived:
-            made.at(piece.rows).copy_(content)
+        for rows, content in arrived:
+            made.at(rows).copy_(content)
         return made
 
     @staticmethod
     def add(
-        side: dict[Interval, list[Gathered]],
+        sides: Sides,
+        of_keys: bool,
         needed: Needed,
         computed: Needed,
         parts: Sequence[torch.Tensor],
     ) -> None:
         """Add up what was computed for some of the needed rows; an output and its lse, which
         others may hold, are merged into tensors of their own."""
-        merges = parts[-1].dim() == 3
-        if needed.heads not in side:
+        merges, name = parts[-1].dim() == 3, (of_keys, needed.heads)
+        if name not in sides:
             if computed == needed and not merges:
-                side[needed.heads] = [Gathered(needed, part) for part in parts]
+                sides[name] = [Gathered(needed, part) for part in parts]
                 return
-            side[needed.heads] = [Gathered.zeros(needed, part, part.dtype) for part in parts]
-            if merges:
-                empty_(*(one.tensor for one in side[needed.heads]))
-        totals, lengths = side[needed.heads], [rows.length for rows in computed.rows]
+            sides[name] = [Gathered.of(needed, (), part) for part in parts]
+            for one in sides[name]:
+                one.tensor.fill_(-math.inf if merges and one is sides[name][-1] else 0.0)
+        totals, lengths = sides[name], [rows.length for rows in computed.rows]
         split = zip(*(part.split(lengths, dim=2) for part in parts), strict=True)
         for rows, some in zip(computed.rows, split, strict=True):
             targets = [total.at(rows, heads=computed.heads) for total in totals]
@@ -173,6 +169,10 @@ class Gathered:
             some = some.narrow(1, heads.start - self.needed.heads.start, heads.length)
         views = [some.narrow(2, *run) for run in _runs(self.needed.rows, pieces)]
         return views[0] if len(views) == 1 else torch.cat(views, dim=2)
+
+
+# Tensors of some rows: of keys and values or of queries, by their heads.
+Sides = dict[tuple[bool, Interval], list[Gathered]]
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.agreement import Signature, alive
-from quorum_attention.distributed.exchange import Gathered, Transfer
+from quorum_attention.distributed.exchange import Gathered, Sides, Transfer
 from quorum_attention.distributed.partition import Assignment, Block, Needed, Piece
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.device.cuda import TwoStreams
@@ -30,9 +30,7 @@ from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
 from quorum_attention.passes import compute_block
 
-# Tensors of some rows by their heads; of queries, and of keys and values.
-_ByHeads = dict[Interval, list[Gathered]]
-_Sides = tuple[_ByHeads, _ByHeads]
+# Of queries; of keys and values.
 _Shards = tuple[list[Gathered], list[Gathered]]
 _OF_QUERIES = ("grad_out", "query", "out", "lse")
 # The gradients of a mask's bias and sinks, added up over what this rank computes; None: not wanted.
@@ -77,13 +75,14 @@ class Sharded:
         if not self.assignment.kept:  # else the log-sum-exp stays with the inputs
             results += [torch.empty(query.shape[:3], dtype=state, device=query.device)]
 
-        def compute(stage: int, queries: _ByHeads, keys: _ByHeads) -> _Sides:
-            found = self._computed(stage, (queries, keys), state)
+        def compute(stage: int, sides: Sides) -> Sides:
+            found = self._computed(stage, sides, state)
             if self.assignment.kept and keep:
-                for heads, (rows,) in queries.items():
-                    part, part_lse = found[0][heads]
-                    kept.extend((rows.tensor, part.tensor.to(query.dtype), part_lse.tensor))
-                kept.extend(rows.tensor for both in keys.values() for rows in both)
+                for name, rows in sides.items():
+                    kept.extend(one.tensor for one in rows)
+                    if name in found:
+                        part, part_lse = found[name]
+                        kept.extend((part.tensor.to(query.dtype), part_lse.tensor))
             return found
 
         shards, targets = (self._shard(query), self._shard(key, value)), self._shard(*results)
@@ -113,13 +112,11 @@ class Sharded:
             shards = self._shard(grad_out, query, out, lse), self._shard(key, value)
         grads, held = [grad_out.new_empty(shape) for shape in shapes], iter(saved)
 
-        def compute(stage: int, queries: _ByHeads, keys: _ByHeads) -> _Sides:
-            if self.assignment.kept:
-                for rows in queries.values():
-                    rows.extend([Gathered(rows[0].needed, next(held)) for _ in range(3)])
-                for needed in self.assignment.needs(self.group.rank(), stage, of_keys=True):
-                    keys[needed.heads] = [Gathered(needed, next(held)) for _ in range(2)]
-            return self._computed(stage, (queries, keys), state, of_mask)
+        def compute(stage: int, sides: Sides) -> Sides:
+            for of_keys, n in ((False, 3), (True, 2)) if self.assignment.kept else ():
+                for needed in self.assignment.needs(self.group.rank(), stage, of_keys):
+                    sides[of_keys, needed.heads] += [Gathered(needed, next(held)) for _ in range(n)]
+            return self._computed(stage, sides, state, of_mask)
 
         targets = self._shard(grads[0]), self._shard(*grads[1:])
         received = self._stages(shards, compute, targets, state)
@@ -130,7 +127,7 @@ class Sharded:
     def _stages(
         self,
         shards: _Shards,
-        compute: Callable[[int, _ByHeads, _ByHeads], _Sides],
+        compute: Callable[[int, Sides], Sides],
         targets: _Shards,
         state: torch.dtype,
         kept: Sequence[torch.Tensor] = (),
@@ -153,9 +150,9 @@ class Sharded:
             lanes.reads(stage, *coming[0].messages)
             with lanes.turn(stage):
                 sides = self._gathered(stage, coming[0], shards)
-                results = compute(stage, *sides)
+                results = compute(stage, sides)
                 backs.append(self._sent(stage, targets, results, state))
-            made = [one.tensor for side in results for rows in side.values() for one in rows]
+            made = [one.tensor for rows in results.values() for one in rows]
             lanes.leaves(*made, *kept, *backs[-1].messages)
             backs[-1].received_bytes += coming.pop(0).received_bytes
             del sides, results, made
@@ -173,7 +170,7 @@ class Sharded:
         self,
         stage: int,
         shards: _Shards,
-        results: _Sides | None = None,
+        results: Sides | None = None,
         state: torch.dtype | None = None,
     ) -> Transfer:
         """Rows of a stage on their way from their owners; or its results, on their way back."""
@@ -182,7 +179,7 @@ class Sharded:
         def content(piece: Piece) -> list[torch.Tensor]:
             wanted = source = shards[piece.of_keys]
             if results is not None:
-                source = results[piece.of_keys][piece.heads][: len(wanted)]
+                source = results[piece.of_keys, piece.heads][: len(wanted)]
             return [one.at(piece.rows, heads=piece.heads) for one in source]
 
         pieces = [
@@ -192,28 +189,25 @@ class Sharded:
         ]
         return Transfer(pieces, shards, content, self.group, state)
 
-    def _gathered(self, stage: int, came: Transfer, shards: _Shards) -> _Sides:
+    def _gathered(self, stage: int, came: Transfer, shards: _Shards) -> Sides:
         """The rows of a stage that came, of queries and of keys."""
-        sides: _Sides = {}, {}
-        parts: dict[tuple[bool, Interval], list[tuple[Piece, Sequence[torch.Tensor]]]]
+        sides: Sides = {}
+        parts: dict[tuple[bool, Interval], list[tuple[Interval, Sequence[torch.Tensor]]]]
         parts = defaultdict(list)
         for piece, rows in came.arrived():
-            parts[piece.of_keys, piece.heads].append((piece, rows))
+            parts[piece.of_keys, piece.heads].append((piece.rows, rows))
         for of_keys in (False, True):
             for needed in self.assignment.needs(self.group.rank(), stage, of_keys):
-                sides[of_keys][needed.heads] = [
-                    Gathered.of(
-                        needed,
-                        [(p, rows[n]) for p, rows in parts[of_keys, needed.heads]],
-                        like.tensor,
-                    )
+                mine = parts[of_keys, needed.heads]
+                sides[of_keys, needed.heads] = [
+                    Gathered.of(needed, [(rows, part[n]) for rows, part in mine], like.tensor)
                     for n, like in enumerate(shards[of_keys])
                 ]
         return sides
 
     def _collect(self, backs: Sequence[Transfer], targets: _Shards) -> None:
         """Merge or add up what came of this rank's rows, in ``targets``."""
-        totals: _Sides = {}, {}
+        totals: Sides = {}
         partial: list[Piece] = []
         for piece, parts in (one for back in backs for one in back.arrived()):
             shard = targets[piece.of_keys]
@@ -222,39 +216,40 @@ class Sharded:
                     target.at(piece.rows, heads=piece.heads).copy_(part)
                 continue
             computed = Needed(piece.heads, (piece.rows,))
-            Gathered.add(totals[piece.of_keys], shard[0].needed, computed, parts)
+            Gathered.add(totals, piece.of_keys, shard[0].needed, computed, parts)
             partial.append(piece)
         for of_keys, _, _, _, heads, rows, _ in partial:
-            (sums,) = totals[of_keys].values()
+            sums = totals[of_keys, targets[of_keys][0].needed.heads]
             for target, total in zip(targets[of_keys], sums, strict=True):
                 target.at(rows, heads=heads).copy_(total.at(rows, heads=heads))
 
     def _computed(
-        self, stage: int, sides: _Sides, state: torch.dtype, of_mask: MaskGradients = (None, None)
-    ) -> _Sides:
+        self, stage: int, sides: Sides, state: torch.dtype, of_mask: MaskGradients = (None, None)
+    ) -> Sides:
         """The results of a stage over this rank's blocks, from the rows that came of queries and of
         keys: output and lse; gradients, if the upstream gradient is among the rows. In ``state``,
         those of whole heads in their own dtype."""
-        found: _Sides = {}, {}
+        found: Sides = {}
         own_dtype = self.assignment.whole_heads
         for block in self.assignment.blocks(self.group.rank(), stage):
-            rows, (both,) = sides[0][block.heads], sides[1].values()
+            kv = self.assignment.of.kv_of(block.heads)
+            rows, both = sides[False, block.heads], sides[True, kv]
             names = _OF_QUERIES if len(rows) > 1 else ("query",)
             inputs = {n: one.at(block.queries) for n, one in zip(names, rows, strict=True)}
-            kv = self.assignment.of.kv_of(block.heads)
             for name, one in zip(("key", "value"), both, strict=True):
-                inputs[name] = one.at(*block.keys, heads=kv)
+                inputs[name] = one.at(*block.keys)
             made = partial(self.compute, block, inputs, None if own_dtype else state, of_mask)
             if len(rows) == 1:
                 out, lse = computed_once(made)
                 parts = [out, lse.to(out.device)]
                 if own_dtype:  # no other block has these heads
-                    found[0][block.heads] = [Gathered(rows[0].needed, part) for part in parts]
+                    found[False, block.heads] = [Gathered(rows[0].needed, part) for part in parts]
                     continue
             else:
                 *parts, k, v = made()
-                Gathered.add(found[1], both[0].needed, Needed(kv, block.keys), [k, v])
-            Gathered.add(found[0], rows[0].needed, Needed(block.heads, (block.queries,)), parts)
+                Gathered.add(found, True, both[0].needed, Needed(kv, block.keys), [k, v])
+            computed = Needed(block.heads, (block.queries,))
+            Gathered.add(found, False, rows[0].needed, computed, parts)
         return found
 
     def compute(
