@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs
+from helpers_memory import usage
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -43,6 +44,24 @@ def test_empty_sequences(n_queries, n_keys, depth, is_causal) -> None:
     for batch, heads in (((0,), 2), ((1,), 0), ((2, 0), 3), ((), 0)):
         given = inputs(20, batch=batch, heads=heads)
         assert qa.attention(*given.three, depth=depth).shape == given.query.shape
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("mask", [None, "rows"])
+def test_a_negative_scale_stays_within_what_is_planned(depth: int, mask: str | None) -> None:
+    """Its sign goes to a copy of the queries: of a call of the operator, and counted."""
+    given = inputs(900, heads=4, head_dim=64)
+    call = {"scale": -0.1, "depth": depth, "is_causal": True}
+    call["attn_mask"] = None if mask is None else torch.randn(900, 900)
+    report = qa.Report()
+    out, lse = qa.attention_with_lse(*given.three, **call)  # the kernel is tried out once
+    qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+    found = usage(lambda: qa.attention(*given.three, **call, report=report))
+    assert found.peak <= report.forward.planned_peak_bytes
+    found = usage(
+        lambda: qa.attention_backward(given.grad_out, *given.three, out, lse, **call, report=report)
+    )
+    assert found.peak <= report.backward.planned_peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

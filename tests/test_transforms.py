@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers_attention import assert_close, inputs
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -95,6 +95,16 @@ def test_gradients_of_a_mask_of_each_and_of_all(shape: tuple[int, ...]) -> None:
         for found, wanted in zip(one, other, strict=True):
             assert found.shape == wanted.shape
             assert_close(found, wanted, 1e-11)
+
+
+def test_jacobians_backwards() -> None:
+    q, k, v = (t[0, 0, :, :5, :3] for t in three())
+    for found, wanted in zip(
+        jacrev(qa.attention, (0, 1, 2))(q, k, v), jacrev(sdpa, (0, 1, 2))(q, k, v), strict=True
+    ):
+        assert_close(found, wanted, 1e-12)
+    out, back = vjp(qa.attention, q, k, v)
+    assert_close(back(out)[1], vjp(sdpa, q, k, v)[1](out)[1], 1e-12)
 
 
 def dual(attention: Attention, which: int, needs_grad: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -61,10 +62,14 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return target
 
 
-def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path]) -> None:
+def test_the_wheel_and_the_sdist_have_every_file_of_the_package(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {str(path) for path in OF_THE_PACKAGE} <= names
     assert "quorum_attention/py.typed" in names
+    with tarfile.open(built[0]) as archive:
+        sources = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{path}" for path in OF_THE_PACKAGE} <= sources
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "src/quorum_attention/py.typed"} <= sources
     others = {name for name in names if not name.startswith("quorum_attention/")}
     assert all(".dist-info/" in name for name in others), "nothing else lands in site-packages"
     assert any(name.endswith("licenses/LICENSE") for name in names)
