@@ -175,6 +175,8 @@ def request_of(
         options = options if kernel is options.kernel else replace(options, kernel=kernel)
         if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
+    if p > 0.0 and call.dropout_seed is None:
+        refuse_randomness(query, key, value, mask)
     work = replace(
         sizes, is_causal=causal, mask=shape, dropout=p > 0.0, positive_scale=factor > 0,
         sinks=sinks is not None, exact_scale=exact_scale,
@@ -191,7 +193,7 @@ def request_of(
         without_heads=without_heads,
         progress=written.progress, report=written.report, sums=written.sums,
         dropout=_dropout_of(
-            p, call.dropout_seed, tensors, work, options.device, draws=not backward
+            p, call.dropout_seed, work, options.device, draws=not backward
         ),
     )  # fmt: skip
     return tensors, request
@@ -201,7 +203,7 @@ def request_of(
 
 
 def _dropout_of(
-    p: float, seed: Any, tensors: Tensors, work: Workload, device: torch.device, *, draws: bool
+    p: float, seed: Any, work: Workload, device: torch.device, *, draws: bool
 ) -> Dropout | None:
     """The dropout of a call.
 
@@ -234,7 +236,6 @@ def _dropout_of(
                 "dropout_p in a CUDA graph needs dropout_seed: a seed drawn while the graph is "
                 "captured would be used again at every replay"
             )
-        refuse_randomness(*tensors[:4])
         seed = _drawn()
     return Dropout(p, seed)
 
