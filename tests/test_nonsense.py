@@ -107,7 +107,6 @@ CALLS = [
     ({"depth": 10}, ValueError, r"at most . for 50 tokens.*more levels make no"),
     ({"depth": 1, "plan": PLAN}, ValueError, "plan and depth cannot both be given"),
     ({"plan": 3}, TypeError, "plan must come from quorum_attention.plan, got int"),
-    ({"budget": "9" * 400}, ValueError, "budget must be less than 2.*63"),
     ({"budget": True}, TypeError, "budget must be a whole .* got True"),
     ({"budget": -5}, ValueError, "budget must not be negative, got -5"),
     ({"accumulator": "disk"}, ValueError, "accumulator must be .* got 'disk'"),
@@ -221,7 +220,6 @@ OTHERS = {
     "register a number": (lambda: qa.register_kernel(3), "an InnerKernel, not int"),
     "register a class": (lambda: qa.register_kernel(qa.NativeKernel), "not the class"),
     "a window of words": (lambda: qa.NativeKernel(window="x"), "window must be .* got 'x'"),
-    "a window of three": (lambda: qa.NativeKernel(window=(1, 2, 3)), "window must be"),
     "a cap in words": (lambda: qa.NativeKernel(softcap="x"), "softcap must be"),
     "slopes in a list": (lambda: qa.NativeKernel(alibi_slopes=[1.0]), "alibi_slopes must be"),
     "tf32 in words": (lambda: qa.NativeKernel(allow_tf32="x"), "allow_tf32 must be"),
@@ -230,7 +228,6 @@ OTHERS = {
     "no score_mod": (lambda: qa.from_score_mod(3), "score_mod must be callable"),
     "no settings": (lambda: qa.LongNetKernel(3), "settings must be"),
     "half a segment": (lambda: qa.LongNetKernel([(1.5, 1)]), "segment must be a whole number"),
-    "sets of words": (lambda: qa.interest_set("x"), "l must be a whole number"),
     "sizes of words": (lambda: qa.quorum_sizes(None), "max_l must be a whole number"),
 }  # fmt: skip
 
@@ -247,14 +244,9 @@ def test_other_public_functions(case: str) -> None:
     [
         ("plan --tokens 1000 --device tpu", "device must be 'cpu' or 'cuda'"),
         ("plan --tokens 1000 --levels 8", "8 chunks"),
-        ("plan --tokens 1000 --levels x", "--levels"),
-        ("plan --tokens 1000 --heads 6 --kv-heads 4", "multiple of kv_heads"),
         ("plan --tokens 1000 --budget 1", "smallest that works"),
-        (f"plan --tokens 1000 --budget {'9' * 400}", "budget must be less than"),
         ("plan --tokens 1000 --budget ²", "budget must be"),
-        ("plan --tokens 1000 --kernel x", "no kernel is named 'x'"),
         ("recover --tokens 100 --device tpu", "--device must be 'cpu' or 'cuda'"),
-        ("calibrate --device tpu", "--device must be 'cpu' or 'cuda'"),
     ],
 )
 def test_the_command_line_says_it_in_a_line(
