@@ -23,7 +23,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import Training, long_context, read_shape, step_memory
 from quorum_attention.recipes.long_context import ATTENTION
-from quorum_attention.recipes.step import SWITCHES, returned_bytes
+from quorum_attention.recipes.step import returned_bytes
 
 
 def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, Any]]:
@@ -71,7 +71,7 @@ def test_memory_is_less_and_as_estimated(monkeypatch: pytest.MonkeyPatch) -> Non
     shape, ids, peaks = read_shape(model.config.to_dict()), torch.randint(8192, (1, 4096)), []
     training = Training(4096, dtype=torch.float32, optimizer="none", device="cpu")
     budget = (7 << 20) + returned_bytes(shape, training, backward=True)
-    for on in ((), SWITCHES[:3]):
+    for on in ((), ("quorum attention", "chunked loss", "tiled MLP")):
         if on:
             long_context(model, budget=budget, mlp_tile=64)
             training = replace(training, budget=budget, on=on)

@@ -10,7 +10,8 @@ from quorum_attention.recipes.checkpoints import LayerCheckpoints
 from quorum_attention.recipes.config import read_shape
 from quorum_attention.recipes.loss import chunk_loss
 from quorum_attention.recipes.mlp import tile_mlps
-from quorum_attention.recipes.step import ATTENTION, LOSS, MLP, MLP_TILE, Training
+from quorum_attention.recipes.norm import fuse_norms
+from quorum_attention.recipes.step import ATTENTION, LOSS, MLP, MLP_TILE, NORMS, Training
 from quorum_attention.sizes import parse_bytes
 
 CHECKPOINTS = "checkpoints"
@@ -28,6 +29,7 @@ def long_context(
     checkpoints: str | None = "auto",
     mlp_tile: int | None = MLP_TILE,
     chunked_loss: bool = True,
+    fused_norms: bool = True,
 ) -> Summary:
     """Change a decoder of Transformers in place so that long texts fit; its results stay the same.
 
@@ -47,6 +49,7 @@ def long_context(
         mlp_tile: tokens of an MLP at a time; None leaves it as it is.
         chunked_loss: a call with labels computes its loss some tokens at a time and returns no
             logits.
+        fused_norms: RMS norms by torch's kernel, where it has one for the model's device.
 
     Returns:
         What was done and what was left out, with reasons; print it.
@@ -68,6 +71,7 @@ def long_context(
     done = [_attend(base, name, budget) if attention else Change(ATTENTION, False, none)]
     done.append(chunk_loss(base) if chunked_loss else Change(LOSS, False, none))
     done.append(tile_mlps(base, mlp_tile) if mlp_tile else Change(MLP, False, none))
+    done.append(fuse_norms(base) if fused_norms else Change(NORMS, False, none))
     training = Training(
         1, dtype=base.dtype, lora=None if all(p.requires_grad for p in base.parameters()) else 1,
         budget=None if budget is None else parse_bytes(budget), device=base.device.type,

@@ -29,9 +29,13 @@ When = Literal["always", "layer", "attention", "mlp", "norm", "loss"]
 _FP32_STATES = 12
 # Where these are done piece by piece: bytes of logits that are there at once, tokens of an MLP.
 LOSS_BYTES, MLP_TILE = 1 << 30, 8192
+# Of the bound that a plan keeps to: peaks of calls measured on an H200.
+_USED = 0.6
 # What is switched on, in the order in which it costs least.
-SWITCHES = ("quorum attention", "chunked loss", "tiled MLP", "checkpoints in host memory")
-ATTENTION, LOSS, MLP, HOST = SWITCHES
+SWITCHES = (
+    "quorum attention", "fused norms", "chunked loss", "tiled MLP", "checkpoints in host memory",
+)  # fmt: skip
+ATTENTION, NORMS, LOSS, MLP, HOST = SWITCHES
 
 
 @dataclass(frozen=True)
@@ -206,24 +210,26 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
         # Its weights and the sums of their gradients in float32, and the weights of one tile.
         tiled += 3 * shape.hidden * shape.intermediate * (4 + 4 + size)
     projected = rows * shape.attention_width * size
-    # A norm keeps its input in float32 and, where its weight is trained, its own result. The first
-    # one's input is the checkpoint, where that is in float32.
+    # A norm keeps its input in float32, and its own result where its weight is trained; fused, its
+    # input as it is. The first one's input is the checkpoint.
+    fused, copied = _is_fused(training), wide if size < 4 else 0
     headed = rows * (shape.heads + shape.kv_heads) * shape.head_dim if shape.head_norms else 0
-    kept = headed * 4 + (wide if size < 4 else 0) + hidden
-    if training.lora is None:
-        kept += hidden + headed * size
+    learned = 0 if training.lora is not None else hidden + headed * size
+    kept = headed * 4 + copied + 2 * hidden + learned
+    lean = headed * size + 2 * hidden if fused else kept
     tiled = tiled if MLP in training.on else intermediates
     parts = [
         _same("q, k, v, o of a layer", projected, "layer"),
-        _same("norms and residuals of a layer", kept + hidden, "layer"),
+        Part("norms and residuals of a layer", lean, kept, "layer", NORMS),
         Part("MLP intermediates of a layer", tiled, intermediates, "mlp", MLP),
-        _same("the MLP's norm, input and its gradient", wide + 2 * hidden, "mlp"),
-        # Its input, and five terms of its gradient, in float32.
-        _same("a norm's backward", 6 * wide, "norm"),
+        Part("the MLP's norm, input and its gradient", 2 * hidden + (0 if fused else wide),
+             2 * hidden + wide, "mlp", NORMS),
+        # Its input, and five terms of its gradient, in float32; fused, its gradient alone.
+        Part("a norm's backward", 2 * hidden if fused else 6 * wide, 6 * wide, "norm", NORMS),
         _same("gradients of q, k, v, o", projected + hidden, "attention"),
     ]  # fmt: skip
     if not training.checkpointing:
-        every = (shape.layers - 1) * (intermediates + projected + kept + wide + hidden)
+        every = (shape.layers - 1) * (intermediates + projected + kept + wide)
         return [_same("activations of all other layers", every), *parts]
     held = shape.layers * hidden
     # The one that is used, and the next one on its way, with attention's results.
@@ -238,17 +244,24 @@ def loss_tokens(vocabulary: int, size: int) -> int:
 
 
 def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
-    """The logits in the model's dtype; in float32, the loss's own and their gradient."""
+    """The logits and their gradient in the model's dtype; in float32, the loss's own and theirs."""
     chunked = LOSS in training.on
     at_once = min(rows, loss_tokens(shape.vocabulary, size)) if chunked else rows
-    # The output in float32 for its norm; its gradient in chunks and put together.
-    last = rows * shape.hidden * (3 * size + 4)
+    # The output, in float32 for its norm; its gradient in chunks and put together.
+    last = rows * shape.hidden * 3 * size
+    wide = 0 if _is_fused(training) else rows * shape.hidden * 4
     parts = [
         Part(name, at_once * shape.vocabulary * each, rows * shape.vocabulary * each, "loss",
              LOSS)
-        for name, each in (("logits", size), ("the loss in float32", 8))
+        for name, each in (("logits", 2 * size if size < 4 else size), ("the loss in float32", 8))
     ]  # fmt: skip
-    return [*parts, _same("the last layer's output and its gradient", last, "loss")]
+    name = "the last layer's output and its gradient"
+    return [*parts, Part(name, last + wide, last + rows * shape.hidden * 4, "loss", NORMS)]
+
+
+def _is_fused(training: Training) -> bool:
+    """Whether norms are torch's own kernel, which it has on GPUs."""
+    return NORMS in training.on and training.device == GPU
 
 
 def _attention(shape: ModelShape, training: Training) -> Part:
@@ -270,7 +283,10 @@ def _attention(shape: ModelShape, training: Training) -> Part:
     uncut = here = peak(1 << 50)  # a device with room for anything: the fastest way there is
     if ATTENTION in training.on and training.budget is not None:
         here = min(uncut, peak(training.budget))
-    return Part("attention's working memory", here, uncut, "attention", ATTENTION)
+    used = _USED if training.device == GPU else 1.0
+    return Part(
+        "attention's working memory", int(here * used), int(uncut * used), "attention", ATTENTION
+    )
 
 
 def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> int:
