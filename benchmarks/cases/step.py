@@ -1,7 +1,7 @@
 """A step of ``examples/train_long.py``: as it comes, with attention recovered, with everything.
 
 On a GPU the model has the published shape of Qwen3-8B, in bf16, and random weights; on a CPU a
-small shape runs in a minute. Three parts, --only chooses some:
+small shape runs in a minute. Parts, --only chooses some:
 
 equal: loss and gradients of one text through SDPA, through another of torch's kernels (how far two
 right answers are apart), with attention recovered, and with everything that long_context does.
@@ -14,6 +14,9 @@ extrapolated. --ranks 2 shards the text over two GPUs, each with all weights.
 longest: the longest text that fits, each way: the line through the memory of two lengths is
 followed, and the length found is run unless it is more than --most tokens. (With everything,
 checkpoints are in host memory: the device has the same to hold however many --layers run.)
+
+told: the peaks of steps with everything, checkpoints in host memory, beside what ``estimate
+--model`` says of them: five lengths, on a GPU of three shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quorum_attention as qa
 from quorum_attention.integrations.transformers import register, sharded_positions
-from quorum_attention.recipes import long_context
+from quorum_attention.recipes import Training, long_context, read_shape, step_memory
+from quorum_attention.recipes.step import SWITCHES
 from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -42,7 +46,7 @@ from train_long import SHAPES, library, new_model
 # of an MLP; and of ``longest`` the most tokens that it runs, those it begins with, and how many
 # times as many with everything.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "5GiB",
+    "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "8GiB",
              "tile": 8192, "most": 32_768, "first": 4096, "longer": 32},
     "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
             "most": 4096, "first": 256, "longer": 8},
@@ -54,7 +58,12 @@ def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
     """``model`` as it comes, or changed in place."""
     if way == "attention":
         long_context(
-            model, budget=options.budget, checkpoints=None, mlp_tile=None, chunked_loss=False
+            model,
+            budget=options.budget,
+            checkpoints=None,
+            mlp_tile=None,
+            chunked_loss=False,
+            fused_norms=False,
         )
     if way == "everything":
         if dist.is_initialized():
@@ -80,6 +89,30 @@ def step(model: Any, ids: torch.Tensor) -> float:
     for total in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
         dist.all_reduce(total)
     return float(loss)
+
+
+def told(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Peaks, measured and estimated."""
+    rows: list[dict[str, Any]] = []
+    for name in [name for name in SHAPES if (name == "small") == (options.device == "cpu")]:
+        model = new_model(name, options.rank, options.device)
+        long_context(model, budget=options.budget, mlp_tile=options.tile, checkpoints="host")
+        shape, weights = read_shape(model.config.to_dict()), weight_bytes(model)
+        for tokens in (options.first << power for power in range(5)):
+            ids = library(tokens, options.device)
+            with Watched(options.device, weights) as watched:
+                step(model, ids)
+            training = Training(
+                tokens, dtype=model.dtype, optimizer="none", lora=options.rank, on=SWITCHES,
+                budget=parse_bytes(options.budget), device=options.device,
+            )  # fmt: skip
+            said = step_memory(shape, training).peak_bytes
+            rows.append({"shape": name, "tokens": tokens, "peak": watched.peak, "told": said})
+            print(f"{name}, {tokens:,} tokens: {format_bytes(watched.peak)}, estimate "
+                  f"{format_bytes(said)}: {said / watched.peak:.2f}", flush=True)  # fmt: skip
+        del model
+        emptied(options.device)
+    return rows
 
 
 def weight_bytes(model: Any) -> int:
@@ -341,7 +374,7 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
     if options.ranks > 1:
         yield found | {"shape": options.shape, f"long_{options.ranks}": on_ranks(long, options)}
         return
-    for part in (equal, long, longest):
+    for part in (equal, long, longest, told):
         if part.__name__ in options.only.split(","):
             found |= {"shape": options.shape, part.__name__: part(options)}
             with_long(found)
