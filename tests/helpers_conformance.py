@@ -151,10 +151,10 @@ def by_farm(case: Case, farm: Farm, folder: Path, chunks: int | None = None) -> 
     )
     if "dropout_p" not in case.options and chunks is None:
         chunks = case.draw.choice([None, 1, 3, 7, 7, 13])
-    more = {**case.options, "enable_gqa": True, "chunks": chunks}
-    farm.attention_with_lse(*three, case.mask, out=made["out"], lse=made["lse"], **more)
+    more = {**case.options, "attn_mask": case.mask, "enable_gqa": True, "chunks": chunks}
+    farm.attention_with_lse(*three, out=made["out"], lse=made["lse"], **more)
     grads = tuple(made[name] for name in NAMES[2:])
-    farm.attention_backward(grad, *three, made["out"], made["lse"], case.mask, grads=grads, **more)
+    farm.attention_backward(grad, *three, made["out"], made["lse"], grads=grads, **more)
     assert sorted(path.name for path in folder.iterdir()) == ["in", "made"]
     for path in folder.iterdir():
         path.unlink()

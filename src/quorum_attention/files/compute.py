@@ -128,7 +128,7 @@ class FileCall:
 def file_call(
     written: CallOptions,
     tensors: Mapping[str, torch.Tensor],
-    mask: torch.Tensor | Mask | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -142,14 +142,14 @@ def file_call(
     Args:
         written: its options.
         tensors: query, key and value; with grad_out, out and lse it is a backward.
-        mask and so on: as there.
+        attn_mask and so on: as there.
 
     Raises:
         ValueError, TypeError, NotImplementedError: what does not fit, by name.
     """
     backward = "grad_out" in tensors
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
-    mask = as_mask(mask, query, key)
+    mask = as_mask(attn_mask, query, key)
     function = "attention_backward" if backward else "attention"
     said = Arguments(
         mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, out_dtype, written
