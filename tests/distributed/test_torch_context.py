@@ -65,7 +65,7 @@ def _views(rank: int) -> None:
         dist.group.WORLD,
         buffers=buffers,
         buffer_seq_dims=[1, 1, 1],
-        no_restore_buffers={buffers[1]},
+        no_restore_buffers=[buffers[1]],
     ):
         assert all(torch.equal(b, w[:, rows]) for b, w in zip(buffers, wanted, strict=True))
         assert torch.equal(batch, torch.arange(22).view(2, 11))

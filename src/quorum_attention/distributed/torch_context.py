@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ def context_parallel(
     *,
     buffers: Sequence[torch.Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
-    no_restore_buffers: set[torch.Tensor] | None = None,
+    no_restore_buffers: Iterable[torch.Tensor] | None = None,
     budget: int | str | None = None,
     depth: int | str = "auto",
     kernel: str | InnerKernel = "auto",
@@ -57,7 +57,7 @@ def context_parallel(
         raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
     group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
-    kept = no_restore_buffers or set()
+    kept = set(no_restore_buffers or ())
     lengths = _lengths(given, dims, group.size())
     if kept - set(given):  # tensors in sets are compared by identity
         raise ValueError("no_restore_buffers must be among buffers")
