@@ -289,6 +289,7 @@ def steps() -> str:
     name = "h200-train-long.json"
     found = loaded(name)
     equal, long, longest, two = (found[n] for n in ("equal", "long", "longest", "long_2"))
+    longer, told = found["long_393216"], [one["told"] / one["peak"] for one in found["told"]]
     ways = ((way["what"], f"{way['gradients_off']:.4f}") for way in equal["ways"])
     last = long["steps"][-1]
     how = "extrapolated" if long["extrapolated"] else "all run"
@@ -302,15 +303,20 @@ def steps() -> str:
     rows = [
         [f"{equal['tokens']:,} tokens: gradients, distance from SDPA's (flash)",
          ", ".join(map(" ".join, ways))],
-        [f"a step of {long['tokens']:,} tokens, everything, FlashAttention-4 inside", seconds],
-        ["device memory there", memory],
+        [f"a step of {long['tokens']:,} tokens, everything, FlashAttention-4 inside",
+         f"{seconds}, {memory}"],
+        [f"a step of {longer['tokens']:,} tokens, the first",
+         f"**{longer['seconds']:.0f} s with all {longer['of_layers']} layers, all run**, "
+         f"{gib(longer['steps'][-1]['peak'])}"],
         [f"{two['tokens']:,} tokens over two GPUs: the first step, memory of each",
          f"**{two['seconds']:.0f} s with all {two['of_layers']} layers, all run**, "
          f"{gib(two['steps'][-1]['peak'])}"],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
+        ["peaks by `estimate --model` over measured ones (`--only told`, 524de670), five lengths "
+         "from 4,096 tokens, Qwen3-0.6B, 4B and 8B", f"{min(told):.2f} to {max(told):.2f}"],
     ]  # fmt: skip
-    rest = origin(name, "python benchmarks/run.py step --only equal,longest")
-    return f"""The long step: {origin(name, long["command"], {**found, **long})}. Over two GPUs: commit
+    rest = origin(name, "python benchmarks/run.py step --only longest")
+    return f"""The long steps: {origin(name, long["command"], {**found, **long})}. Over two GPUs: commit
 {two["commit"]}, `{two["command"]}`. The rest: {rest}.
 
 {table(["", ""], rows)}"""
