@@ -30,7 +30,7 @@ BUDGETS = {
     "progress": (99, 3),
     "quorums": (148, 3),
     "ray": (526, 3),
-    "recipes": (940, 9),
+    "recipes": (942, 9),
     "top": (1896, 17),
 }
 _NO_CODE = {

@@ -46,6 +46,11 @@ def test_results_and_gradients_are_those_of_the_norm(kind: str, dtype: torch.dty
         torch.testing.assert_close(found[0], grads[0][0], rtol=4 * torch.finfo(dtype).eps, atol=0)
     wide = x.double()
     torch.testing.assert_close(fused(wide), plain(wide))  # another dtype than the weight's
+    torch.testing.assert_close(fused(hidden_states=x), plain(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(fused(x), plain(x), rtol=4 * torch.finfo(dtype).eps, atol=0)
+    graph = torch.compile(fused, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(x), fused(x))
 
 
 @pytest.mark.parametrize(

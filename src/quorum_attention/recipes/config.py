@@ -49,6 +49,11 @@ class ModelShape:
         return self.kind in _HEAD_NORMS
 
     @property
+    def torch_norms(self) -> bool:
+        """Whether torch has a kernel for its norms: Gemma's multiply by 1 + weight."""
+        return not self.kind.startswith("gemma")
+
+    @property
     def attention_width(self) -> int:
         """Numbers that q, k, v and o hold for each token."""
         return 2 * (self.heads + self.kv_heads) * self.head_dim

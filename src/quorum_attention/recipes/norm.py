@@ -3,7 +3,6 @@ in float32 as well and take some eight passes over it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -67,18 +66,21 @@ def _is_fused(weight: torch.Tensor) -> bool:
 
 
 def _fuse(module: torch.nn.Module) -> None:
-    plain: Callable[..., Any] = type(module).forward
+    plain, epsilon = type(module).forward, _epsilon(module)
 
     @wraps(plain)
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        weight, epsilon = self.weight, _epsilon(self)
-        autocast = x.dtype.itemsize < 4 and torch.is_autocast_enabled(x.device.type)
-        if x.dtype != weight.dtype or autocast:
-            result: torch.Tensor = plain(self, x)
-            return result
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        x, weight = args[0] if len(args) == 1 and not named else None, self.weight
+        if x is None or x.dtype != weight.dtype or _is_cast(x):
+            return plain(self, *args, **named)
         return rms_norm(x, weight.shape, weight, epsilon)
 
     patch_forward(module, forward)
+
+
+def _is_cast(x: torch.Tensor) -> bool:
+    """Whether autocast may give such a norm another dtype than its own forward does."""
+    return x.dtype.itemsize < 4 and torch.is_autocast_enabled(x.device.type)
 
 
 __all__ = ["fuse_norms"]

@@ -212,7 +212,7 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     projected = rows * shape.attention_width * size
     # A norm keeps its input in float32, and its own result where its weight is trained; fused, its
     # input as it is. The first one's input is the checkpoint.
-    fused, copied = _is_fused(training), wide if size < 4 else 0
+    fused, copied = _is_fused(shape, training), wide if size < 4 else 0
     headed = rows * (shape.heads + shape.kv_heads) * shape.head_dim if shape.head_norms else 0
     learned = 0 if training.lora is not None else hidden + headed * size
     kept = headed * 4 + copied + 2 * hidden + learned
@@ -249,7 +249,7 @@ def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[P
     at_once = min(rows, loss_tokens(shape.vocabulary, size)) if chunked else rows
     # The output, in float32 for its norm; its gradient in chunks and put together.
     last = rows * shape.hidden * 3 * size
-    wide = 0 if _is_fused(training) else rows * shape.hidden * 4
+    wide = 0 if _is_fused(shape, training) else rows * shape.hidden * 4
     parts = [
         Part(name, at_once * shape.vocabulary * each, rows * shape.vocabulary * each, "loss",
              LOSS)
@@ -259,9 +259,9 @@ def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[P
     return [*parts, Part(name, last + wide, last + rows * shape.hidden * 4, "loss", NORMS)]
 
 
-def _is_fused(training: Training) -> bool:
+def _is_fused(shape: ModelShape, training: Training) -> bool:
     """Whether norms are torch's own kernel, which it has on GPUs."""
-    return NORMS in training.on and training.device == GPU
+    return NORMS in training.on and training.device == GPU and shape.torch_norms
 
 
 def _attention(shape: ModelShape, training: Training) -> Part:
