@@ -195,7 +195,7 @@ class Launch:
 
 
 def _words(dropout: Dropout | None) -> tuple[int | float, ...]:
-    """A dropout as kernels are given it (``dropout_triton.dropout_params``)."""
+    """A dropout as kernels are given it (``kernels_triton.dropout_params``)."""
     if dropout is None:
         return 0, 0, 0, 0, 0, 0, 0.0, 0.0
     words = (

@@ -48,7 +48,7 @@ WIDTH = 8
 shift, local positions. A pair (q, k) belongs to a piece if it is within bounds and
 ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed`` is 1 if bits
 decide about each pair, else 0. A query's global position is its local one plus ``shift``; under
-rules that is where the bits of a block begin (``tile_triton.bits_kept``)."""
+rules that is where the bits of a block begin (``kernels_triton.bits_kept``)."""
 
 FIELDS = 10
 """Columns of a table's entries, int32: start and stop of a block's own rows; start, begin, end and
