@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -206,6 +207,24 @@ def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(
 def test_a_cluster_that_holds_no_worker(workers: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="no machine of the cluster holds a worker"):
         fake_farm(**workers)
+
+
+def test_a_program_keeps_its_handler_of_a_signal() -> None:
+    """``run --ray`` is stopped by SIGTERM as ``run`` is; Ray sets a handler of its own."""
+
+    class Setting(FakeRay):
+        def init(self, address: object, **options: object) -> None:
+            super().init(address, **options)
+            signal.signal(signal.SIGTERM, print)
+
+    def own(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        fake_farm(Setting())
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("seed", range(40))

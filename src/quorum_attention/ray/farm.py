@@ -4,6 +4,7 @@ call, and begun again if its worker dies."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections import Counter, deque
@@ -380,7 +381,11 @@ class Farm:
             if _REPORTS not in os.environ:
                 os.environ[_REPORTS] = "0"
                 after.callback(os.environ.pop, _REPORTS)
+            handler = signal.getsignal(signal.SIGTERM)
             self._ray.init(address, **options)
+        # Ray puts its own in the place of a program's, such as that of ``cli/stopping.py``.
+        if callable(handler) and signal.getsignal(signal.SIGTERM) is not handler:
+            signal.signal(signal.SIGTERM, handler)
         begun.callback(self._ray.shutdown)
 
 
