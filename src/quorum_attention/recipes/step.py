@@ -250,11 +250,11 @@ def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[P
     # The output, in float32 for its norm; its gradient in chunks and put together.
     last = rows * shape.hidden * 3 * size
     wide = 0 if _is_fused(shape, training) else rows * shape.hidden * 4
+    both = 2 * size if size < 4 else size  # in float32 the gradient is the loss's own
     parts = [
-        Part(name, at_once * shape.vocabulary * each, rows * shape.vocabulary * each, "loss",
-             LOSS)
-        for name, each in (("logits", 2 * size if size < 4 else size), ("the loss in float32", 8))
-    ]  # fmt: skip
+        Part(name, at_once * shape.vocabulary * each, rows * shape.vocabulary * each, "loss", LOSS)
+        for name, each in (("logits and gradient", both), ("the loss in float32", 8))
+    ]
     name = "the last layer's output and its gradient"
     return [*parts, Part(name, last + wide, last + rows * shape.hidden * 4, "loss", NORMS)]
 
