@@ -10,7 +10,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# Bytecode is written by the first run, of what it imports: compiling all of torch takes 20 seconds.
+INSTALL := $(BIN)/pip --disable-pip-version-check --quiet install --no-compile
 
 # A machine whose Python already has a CUDA torch keeps it; elsewhere the pinned one is installed.
 HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
@@ -30,16 +31,16 @@ endif
 $(VENV)/.run: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	@$(if $(TORCH),$(PIP) install $(TORCH) $(CONSTRAINTS),true)
-	@$(PIP) install $(CONSTRAINTS) -e ".[draw]"
+	@$(if $(TORCH),$(INSTALL) $(TORCH) $(CONSTRAINTS),true)
+	@$(INSTALL) $(CONSTRAINTS) -e ".[draw]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@$(PIP) install $(CONSTRAINTS) -e ".[dev]"
+	@$(INSTALL) $(CONSTRAINTS) -e ".[dev]"
 	@touch $@
 
 demo: $(VENV)/.run
-	@$(BIN)/quorum-attention recover --causal
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/quorum-attention recover --causal
 
 # Two processes of one thread each: most tensors of the tests are so small that two threads only wait
 # for each other. With a GPU one process, because tests count what is allocated on it. Bytecode is kept
