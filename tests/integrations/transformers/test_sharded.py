@@ -202,7 +202,7 @@ def _long_context(rank: int) -> None:
     ours.set_attn_implementation("quorum")
     sharded_positions(ours)
     done = long_context(ours, mlp_tile=4)
-    assert all(change.done for change in done.changes), done
+    assert done.left_out == ("fused norms",), done  # torch has a kernel for them on GPUs alone
     part = ours(
         input_ids=ids[:, rows], labels=ids[:, rows], shift_labels=shifted[:, rows],
         num_items_in_batch=30,
