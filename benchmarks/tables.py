@@ -312,8 +312,9 @@ def steps() -> str:
          f"**{two['seconds']:.0f} s with all {two['of_layers']} layers, all run**, "
          f"{gib(two['steps'][-1]['peak'])}"],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
-        ["peaks by `estimate --model` over measured ones (`--only told`, 524de670), five lengths "
-         "from 4,096 tokens, Qwen3-0.6B, 4B and 8B", f"{min(told):.2f} to {max(told):.2f}"],
+        ["peaks by `estimate --model` over measured ones (`--only told --budget 5GiB`), five "
+         "lengths from 4,096 tokens, Qwen3-0.6B, 4B and 8B; two constants were fitted to them",
+         f"{min(told):.2f} to {max(told):.2f}"],
     ]  # fmt: skip
     rest = origin(name, "python benchmarks/run.py step --only longest")
     return f"""The long steps: {origin(name, long["command"], {**found, **long})}. Over two GPUs: commit
