@@ -31,7 +31,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="seeds (default 1000)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--seconds", type=float, help="stop after so many")
     parser.add_argument("--json", help="file for the summary")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--failing", action="store_true", help="an allocation of every call fails")
@@ -46,7 +45,7 @@ def main() -> int:
     # By what is wrong, or refused: the seeds; and of the wrong ones everything.
     seeds: dict[str, list[int]] = defaultdict(list)
     texts: dict[int, str] = {}
-    for row in rows(given.first, given.count, given.jobs, given.seconds, sys.argv[1:]):
+    for row in rows(given.first, given.count, given.jobs, sys.argv[1:]):
         outcomes[row["outcome"]] += 1
         for name in row["said"]:
             seeds[name].append(row["seed"])
@@ -84,17 +83,15 @@ def _serve(given: argparse.Namespace) -> int:
     return 0
 
 
-def rows(
-    first: int, count: int, jobs: int, seconds: float | None, arguments: list[str]
-) -> Iterator[dict[str, Any]]:
+def rows(first: int, count: int, jobs: int, arguments: list[str]) -> Iterator[dict[str, Any]]:
     """What became of each seed, from processes that may crash or hang: of a seed whose process did,
     that."""
     heard: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    over, at_work = threading.Event(), list[subprocess.Popen[str]]()
+    at_work: list[subprocess.Popen[str]] = []
 
     def run(seed: int, stop: int) -> None:
         """One process after the other, until all seeds are done."""
-        while seed < stop and not over.is_set():
+        while seed < stop:
             # Each has a cache of its own, where no calibration is.
             with tempfile.TemporaryDirectory(prefix="random-calls-") as cache:
                 command = [sys.executable, "-m", "random_calls", *arguments, "--serve"]
@@ -114,27 +111,18 @@ def rows(
                         heard.put(json.loads(line))
                         seed += 1
                 code = process.wait()
-            if code != 1 and seed < stop and not over.is_set():  # killed by itself, or a hang
+            if code != 1 and seed < stop:  # killed by itself, or a hang
                 what = f"ends the process ({code})"
                 heard.put({"seed": seed, "outcome": "wrong", "said": [what], "text": what})
                 seed += 1
         heard.put(None)
 
-    edges = [first + count * n // jobs for n in range(jobs + 1)]
-    for edge in pairwise(edges):
+    for edge in pairwise(first + count * n // jobs for n in range(jobs + 1)):
         threading.Thread(target=run, args=edge, daemon=True).start()
-    end, left = None if seconds is None else time.monotonic() + seconds, jobs
     try:
-        while left:
-            row = heard.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
-            if row is None:
-                left -= 1
-            else:
-                yield row
-    except queue.Empty:
-        pass  # the time is over
+        for _ in range(jobs):
+            yield from iter(heard.get, None)
     finally:
-        over.set()
         for process in at_work:
             process.kill()
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
-from helpers_memory import FailingAllocations, usage
+from helpers_memory import FailingAllocations
 from helpers_plans import passing, unpinned
 
 import quorum_attention as qa
 from random_calls.case import Case, Orders
 from random_calls.kernels import kernel_of
-from random_calls.tensors import DTYPES, Made, Target, target
+from random_calls.tensors import DTYPES, Made, Memory, target
 
 # Where no calibration is, and never one of whoever runs this.
 if "QUORUM_ATTENTION_CACHE" not in os.environ:
     os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="random-calls-")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+GRADIENTS = ("grad_query", "grad_key", "grad_value")
 
 
 @dataclass
@@ -36,24 +34,27 @@ class Done:
     Attributes:
         results: "out", "lse", "grad_query", ...; ``targets``: the preallocated ones.
         untaken: what came back that is not what was handed over as ``out=`` or ``grads=``.
-        peaks: bytes allocated at most by each pass, where that was measured.
     """
 
     results: dict[str, torch.Tensor] = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[Memory] = field(default_factory=list)
     report: qa.Report | None = None
     untaken: list[str] = field(default_factory=list)
-    peaks: dict[str, int] = field(default_factory=dict)
+
+    def target(self, name: str, like: torch.Tensor, dtype: str | None, case: Case) -> Any:
+        """A preallocated result of the shape and on the device of ``like``."""
+        dtype_, layout = DTYPES[dtype or case.dtype], case.results.layout
+        self.targets.append(target(name, tuple(like.shape), dtype_, layout, like.device))
+        return self.targets[-1].view
+
+    def take(self, name: str, result: torch.Tensor, target: Any) -> None:
+        if result.data_ptr() != target.data_ptr():
+            self.untaken.append(name)
 
 
 def perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
     """Make the call; ``done`` is filled as it goes, so that it can be looked at after an error."""
-    with calibrated(case.calibrated):
-        _perform(case, made, device, done)
-
-
-def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
-    kernel = kernel_of(case, made.slopes)
+    kernel = kernel_of(case, made.query.device)
     done.report = qa.Report() if case.reported else None
     call: dict[str, Any] = {
         "attn_mask": made.mask, "is_causal": case.is_causal, "scale": case.scale,
@@ -61,78 +62,68 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
     }  # fmt: skip
     if case.dropout:
         call |= {"dropout_p": case.dropout, "dropout_seed": case.seed}
-    lead = (*case.batch, case.heads, case.n_queries)
-    out = None
+    forward, backward = dict(call), dict(call)
     if case.results.given:
-        out = _target(done, "out", (*lead, case.value_dim), case.results.out, case, made.query)
-    forward = dict(call)
-    if out is not None:
-        forward["out"] = out
+        # As large as grad_out, whatever that is a view of.
+        like = made.query.new_empty(made.grad_out.shape)
+        forward["out"] = done.target("out", like, case.results.out, case)
     elif case.results.out is not None:
         forward["out_dtype"] = DTYPES[case.results.out]
-    three = [_handed(t, layout) for t, layout in
-             zip((made.query, made.key, made.value), case.layouts, strict=False)]  # fmt: skip
+    inputs = (made.query, made.key, made.value)
+    three: list[Any] = [_handed(t, how) for t, how in zip(inputs, case.layouts, strict=False)]
     if case.route == "autograd":
-        three = [
-            t.detach().requires_grad_(wanted)
-            for t, wanted in zip((made.query, made.key, made.value), case.wanted, strict=True)
-        ]
+        three = [t.detach().requires_grad_(w) for t, w in zip(inputs, case.wanted, strict=True)]
         if case.mask_grad:
             forward["attn_mask"] = made.mask.detach().requires_grad_()
+    alone = case.without_lse and case.route != "pair"
+
+    def attend(**orders: Any) -> tuple[torch.Tensor, ...]:
+        if alone:
+            return (qa.attention(*three, **forward, **orders),)
+        return qa.attention_with_lse(*three, **forward, **orders)
+
     orders = _orders(case, case.orders, made, device, kernel, backward=False)
-    function = _alone if case.without_lse and case.route != "pair" else qa.attention_with_lse
-    results = _within_budget(
-        case.orders, case, orders, "forward", done, lambda: function(*three, **forward, **orders)
-    )
+    results = _within_budget(case.orders, case, orders, "forward", attend)
     done.results |= dict(zip(("out", "lse"), results, strict=False))
-    if out is not None and results[0].data_ptr() != done.targets[0].view.data_ptr():
-        done.untaken.append("out")
+    if case.results.given:
+        done.take("out", results[0], forward["out"])
     if case.route == "forward":
         return
-    names = ("grad_query", "grad_key", "grad_value")
     if case.route == "autograd":
-        asked = [(n, t) for n, t in zip(names, three, strict=True) if t.requires_grad]
+        asked = {n: t for n, t in zip(GRADIENTS, three, strict=True) if t.requires_grad}
         if case.mask_grad:
-            asked.append(("grad_mask", forward["attn_mask"]))
+            asked["grad_mask"] = forward["attn_mask"]
         upstream = [made.grad_out.to(results[0].device)]
         if made.grad_lse is not None:
             upstream.append(made.grad_lse.to(results[1].device))
-        grads = torch.autograd.grad(results[: len(upstream)], [t for _, t in asked], upstream)
-        done.results |= dict(zip((n for n, _ in asked), grads, strict=True))
+        grads = torch.autograd.grad(results[: len(upstream)], [*asked.values()], upstream)
+        done.results |= dict(zip(asked, grads, strict=True))
         return
-    backward = dict(call)
-    given = None
+    names = GRADIENTS
     if case.results.given:
-        given = tuple(
-            _target(done, f"grads[{i}]", tuple(t.shape), case.results.grads, case, made.query)
-            for i, t in enumerate((made.query, made.key, made.value))
+        backward["grads"] = tuple(
+            done.target(n, t, case.results.grads, case) for n, t in zip(names, inputs, strict=True)
         )
-        backward["grads"] = given
     if case.mask_grad:
-        backward["grad_mask"] = True
+        names, backward["grad_mask"] = (*names, "grad_mask"), True
         if case.results.given:
             # As large as ``grads``, in another order of dimensions.
             of_mask = torch.empty_like(made.mask.mT, memory_format=torch.contiguous_format).mT
             backward["grad_mask"] = of_mask
     if made.grad_lse is not None:
         backward["grad_lse"] = made.grad_lse
+
+    def differentiate(**orders: Any) -> tuple[torch.Tensor, ...]:
+        return qa.attention_backward(made.grad_out, *three, *results, **backward, **orders)
+
     said = case.orders if case.backward_orders is None else case.backward_orders
     orders = _orders(case, said, made, device, kernel, backward=True)
-    grads = _within_budget(
-        said, case, orders, "backward", done,
-        lambda: qa.attention_backward(made.grad_out, *three, *results, **backward, **orders),
-    )  # fmt: skip
-    done.results |= dict(zip((*names, "grad_mask"), grads, strict=False))
-    if given is not None:
-        if case.mask_grad and grads[3] is not backward["grad_mask"]:
-            done.untaken.append("grad_mask")
-        for index, target_ in enumerate(done.targets[-3:]):
-            if grads[index].data_ptr() != target_.view.data_ptr():
-                done.untaken.append(f"grads[{index}]")
-
-
-def _alone(*three: Any, **call: Any) -> tuple[torch.Tensor]:
-    return (qa.attention(*three, **call),)
+    grads = _within_budget(said, case, orders, "backward", differentiate)
+    done.results |= dict(zip(names, grads, strict=True))
+    if case.results.given:
+        of_mask = [backward["grad_mask"]] if case.mask_grad else []
+        for name, grad, given in zip(names, grads, (*backward["grads"], *of_mask), strict=True):
+            done.take(name, grad, given)
 
 
 def _handed(tensor: torch.Tensor, layout: str) -> Any:
@@ -140,14 +131,6 @@ def _handed(tensor: torch.Tensor, layout: str) -> Any:
     if layout == "array" and not tensor.is_cuda and tensor.dtype != torch.bfloat16:
         return tensor.numpy()
     return tensor
-
-
-def _target(
-    done: Done, name: str, shape: tuple[int, ...], dtype: str | None, case: Case, like: torch.Tensor
-) -> Any:
-    found = target(name, shape, DTYPES[dtype or case.dtype], case.results.layout, like.device)
-    done.targets.append(found)
-    return found.given
 
 
 def _orders(
@@ -182,54 +165,16 @@ def _orders(
 
 
 def _within_budget(
-    said: Orders, case: Case, orders: dict[str, Any], which: str, done: Done, call: Any
+    said: Orders, case: Case, orders: dict[str, Any], which: str, call: Callable[..., Any]
 ) -> Any:
     """The call's result, some of its allocations made to fail; with a budget some times the
     smallest that it says works."""
     if said.how == "budget":
-        orders["budget"] = 1
         try:
-            result = call()
+            return call(**orders, budget=1)
         except qa.BudgetError as error:
             orders["budget"] = int(error.smallest_bytes * said.room)
-        else:
-            return result
-    measured = case.measured and case.reported and case.route != "autograd"
-    if measured and not torch.cuda.is_available():
-        done.peaks[which] = usage(call).peak
     if case.failure is None or case.failure[0] != which:
-        return call()
+        return call(**orders)
     with FailingAllocations(*case.failure[1:]):
-        return call()
-
-
-@contextlib.contextmanager
-def calibrated(factor: float | None) -> Iterator[None]:
-    """The machine as if it had been measured, its rates ``factor`` times the assumed ones."""
-    if factor is None:
-        yield
-        return
-    from quorum_attention.planner import calibration
-
-    with contextlib.ExitStack() as stack:
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("quorum_attention") and (
-                getattr(module, "hardware_of", None) is calibration.hardware_of
-                and module is not calibration
-            ):
-                stack.enter_context(mock.patch.object(module, "hardware_of", _measured(factor)))
-        yield
-
-
-@cache
-def _measured(factor: float) -> Any:
-    from quorum_attention.planner.calibration import hardware_of
-
-    def measured(*args: Any) -> Any:
-        found = hardware_of(*args)
-        return replace(
-            found, flops=found.flops * factor, backward_flops=found.backward_flops * factor,
-            measured=True,
-        )  # fmt: skip
-
-    return measured
+        return call(**orders)

@@ -27,15 +27,6 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A number that is not finite (``what``) in an element or a row of ``where``."""
-
-    what: str
-    where: str
-    whole_row: bool
-
-
-@dataclass(frozen=True)
 class Scores:
     """What a kernel of ours does to scores besides scaling them; nothing by default."""
 
@@ -73,7 +64,7 @@ class Orders:
 @dataclass(frozen=True)
 class Results:
     """Where results go: preallocated (``given``) or not, of which dtypes (None: the inputs') and
-    layout: "dense", "strided", "sliced", "token major", "memmap", "pinned"."""
+    layout: "dense", "strided", "sliced", "token major", "pinned"."""
 
     given: bool = False
     out: str | None = None
@@ -91,11 +82,8 @@ class Case:
         content: of the inputs; ``grad`` of grad_out, in ``grad_dtype`` (None: the result's).
         wanted: which of query, key, value require a gradient ("autograd").
         failure: (pass, first, count): those allocations fail.
-        calibrated: rates of the machine times this, as if measured; None: not measured.
         residency: "device" or "host", where the accelerator's memory is another.
         reported: whether a report is filled.
-        looked_after: whether tensors that stay alive are looked for.
-        measured: whether peak memory is held against the plan.
         mask_grad: whether the gradient of the mask is asked for.
         lse_grad: the size of an upstream gradient of the log-sum-exp; None: there is none.
         dropout: chance of a probability to be dropped; the case's seed is the seed.
@@ -116,7 +104,6 @@ class Case:
     mask: Mask | None = None
     layouts: tuple[str, str, str, str] = ("plain", "plain", "plain", "plain")
     content: str = "normal"
-    planted: Planted | None = None
     grad: str = "normal"
     grad_dtype: str | None = None
     route: str = "pair"
@@ -127,11 +114,8 @@ class Case:
     backward_orders: Orders | None = None
     results: Results = field(default_factory=Results)
     failure: tuple[str, int, int] | None = None
-    calibrated: float | None = None
     residency: str = "device"
     reported: bool = True
-    looked_after: bool = False
-    measured: bool = False
     mask_grad: bool = False
     lse_grad: float | None = None
     dropout: float = 0.0

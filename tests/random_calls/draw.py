@@ -13,7 +13,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from random_calls.case import Case, Mask, Orders, Planted, Results, Scores
+from random_calls.case import Case, Mask, Orders, Results, Scores
 
 BLOCK = 16
 # What is drawn, with its weight. A function is asked for the value.
@@ -70,11 +70,11 @@ _MASKS: Weights = {
 _LAYOUTS: Weights = {
     "plain": 8, "token major": 3, "sliced": 2, "offset": 1, "expanded heads": 1,
     "expanded batch": 0.7, "expanded rows": 0.5, "every other element": 0.7, "transposed": 0.7,
-    "packed": 1, "array": 0.3,
+    "packed": 1, "array": 0.3, "overlapping": 0.5,
 }  # fmt: skip
 _RESULT_DTYPES: Weights = {None: 6, "float32": 3, "float16": 0.7, "bfloat16": 0.7, "float64": 0.7}
 _RESULT_LAYOUTS: Weights = {
-    "dense": 4, "strided": 2, "sliced": 3, "token major": 3, "memmap": 0.7, "pinned": 1,
+    "dense": 4, "strided": 2, "sliced": 3, "token major": 3, "pinned": 1,
 }  # fmt: skip
 _PLAIN = ("auto", "cpu", "dense", "native", "fa4", "cudnn", "flash", "efficient")
 # Vendors' operators, which take rectangles wherever they are: rows may pass by.
@@ -138,16 +138,12 @@ class _Drawing:
         mask = self.mask() if masked and kernel != "fa4" else None
         route = "pair" if self.failing else one_of({"autograd": 45, "pair": 45, "forward": 10})
         by_pair, content, grad = route == "pair", one_of(_CONTENTS), one_of(_GRADIENTS)
-        planted = None
-        if plain and sometimes(0.05):
-            where = one_of({"query": 4, "key": 2, "value": 2, "grad_out": 2})
-            planted = Planted(one_of({"nan": 2, "inf": 1, "-inf": 1}), where, sometimes(0.5))
         edges = ("wide range", "loss scaled")
         if dtype == "float16" and not plain:  # a function of the user's rounds its gradients itself
             grad = "normal" if grad in edges else grad
             content = "normal" if content == "extremes" else content
-        if planted is not None and grad in edges:
-            grad = "normal"  # what overflows is not told from what is not finite anyhow
+        if kernel.startswith("function") and content == "large scores":
+            content = "normal"  # it keeps few digits of those by itself
         results = self.results(dtype)
         wide = by_pair and dtype in ("float16", "bfloat16")
         wide = wide and sometimes(0.7 if results.grads == "float32" else 0.06)
@@ -158,8 +154,7 @@ class _Drawing:
         if by_pair and not interpreted and (self.failing or sometimes(0.06)):
             first = r.choice([*range(1, 12), r.randint(12, 90)])
             failure = r.choice(["forward", "backward"]), first, r.choice([1, 1, 1, 2, 3])
-        measured = failure is None and sometimes(0.003)
-        more = plain and planted is None and route != "forward" and not measured
+        more = plain and route != "forward"
         mask_grad = more and mask is not None and mask.kind != "bool" and sometimes(0.6)
         lse_grad = one_of({None: 80, 1.0: 14, 30.0: 3, 1e-3: 3}) if more else None
         last = again or orders
@@ -167,18 +162,16 @@ class _Drawing:
         if (not by_pair and last.how == "budget") or (last.how == "plan" and not last.pinned):
             lse_grad = None
         # Ten times the largest numbers of a dtype are none.
-        drops = kernel in ("auto", "cpu", "dense", "native") and not (planted or mask_grad)
-        drops = drops and not lse_grad and content != "extremes" and grad not in edges
+        drops = kernel in ("auto", "cpu", "dense", "native") and not (mask_grad or lse_grad)
+        drops = drops and content != "extremes" and grad not in edges
         found = Case(
             self.seed, batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim, dtype,
             is_causal=sometimes(0.55), scale=self.scale(head_dim), mask=mask,
             layouts=tuple("plain" if sometimes(0.35) else one_of(_LAYOUTS) for _ in range(4)),
-            content=content, planted=planted, grad=grad, grad_dtype="float32" if wide else None,
+            content=content, grad=grad, grad_dtype="float32" if wide else None,
             route=route, wanted=self.wanted(), kernel=kernel, scores=scores, orders=orders,
             backward_orders=again, results=results, failure=failure,
-            calibrated=r.choice([0.001, 0.03, 1.0, 30.0]) if sometimes(0.15) else None,
-            residency=r.choice(["device", "host"]), reported=sometimes(0.7),
-            looked_after=sometimes(0.03), measured=measured, mask_grad=mask_grad,
+            residency=r.choice(["device", "host"]), reported=sometimes(0.7), mask_grad=mask_grad,
             lse_grad=lse_grad,
             dropout=r.choice([0.05, 0.3, 0.9]) if drops and sometimes(0.08) else 0.0,
             without_lse=not by_pair and lse_grad is None and sometimes(0.5),
@@ -310,9 +303,9 @@ def _few_strides(case: Case) -> Case:
         case = replace(case, n_queries=_or_odd(case.n_queries))
     if case.mask is not None:
         case = replace(case, n_keys=_or_odd(case.n_keys))
-    if "sliced" in case.layouts:
-        # All four, or none: where rows do not lie in words.
-        case = replace(case, layouts=("sliced" if case.layouts[0] == "sliced" else "plain",) * 4)
+    odd = {"sliced", "overlapping"}  # all four, or none: where rows do not lie in words
+    if odd & {*case.layouts}:
+        case = replace(case, layouts=("sliced" if case.layouts[0] in odd else "plain",) * 4)
     return case
 
 

@@ -25,7 +25,7 @@ import torch
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
 from random_calls.case import Case
-from random_calls.tensors import DTYPES, Made
+from random_calls.tensors import DTYPES, Made, slopes_of
 
 # Constant of the accumulated roundings: sums of some hundred terms, a few merges.
 _C = 4.0
@@ -35,16 +35,11 @@ _SHORT_EXP = 2.0**-13
 
 @dataclass
 class Wanted:
-    """One result: its exact value, the bound, and the bound had D come from a rounded output.
-
-    ``must`` and ``may``: where it has to be, and may be, not finite; None: where ``exact`` is.
-    """
+    """One result: its exact value, the bound, and the bound had D come from a rounded output."""
 
     exact: torch.Tensor
     bound: torch.Tensor
     loose: torch.Tensor
-    must: torch.Tensor | None = None
-    may: torch.Tensor | None = None
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -115,8 +110,8 @@ class Reference:
             t = torch.tanh(s / cap)
             s, slope = cap * t, 1 - t * t
             off = off + cap
-        if made.slopes is not None:
-            bias = made.slopes.double()[:, None, None] * (i - j).abs()
+        if case.scores.alibi:
+            bias = slopes_of(case.heads).to(s)[:, None, None] * (i - j).abs()
             s, off = s - bias, off + bias.abs()
         kept = torch.ones((nq, nk), dtype=torch.bool, device=s.device)
         if case.is_causal:
@@ -145,23 +140,15 @@ class Reference:
         self.p = torch.exp(s - finite)
         # No key, no share, whatever the scores would have been.
         self.p = self.p.masked_fill(self.empty.unsqueeze(-1), 0.0)
-        if self.case.planted is not None:
-            # A row with a score of NaN or infinity is all NaN, as a softmax of it is.
-            bad = ((s.isnan() | (s == math.inf)) & kept).any(-1, keepdim=True)
-            self.p = self.p.masked_fill(bad, math.nan)
         self.off = self.a * off.masked_fill(~kept, 0.0)
-        self._drop()
-
-    def _drop(self) -> None:
-        """``z``: what probabilities are multiplied by, 1 without dropout; at most ``rescale``."""
-        self.z, self.rescale = torch.ones((), dtype=self.p.dtype, device=self.p.device), 1.0
-        if self.case.dropout:
-            b, h, nq, nk = self.p.shape
-            one = Dropout(self.case.dropout, self.case.seed)
-            rows = torch.arange(nq, device=self.p.device)
-            drops = dropped(one, b, h, rows, [Rows(0, nk, 0)])
-            self.rescale = 1 / (1 - self.case.dropout)
-            self.z = (~drops).to(self.p) * self.rescale
+        # What probabilities are multiplied by, 1 without dropout; at most ``rescale``.
+        self.z, self.rescale = torch.ones((), dtype=s.dtype, device=s.device), 1.0
+        if case.dropout:
+            rows = torch.arange(nq, device=s.device)
+            lot = Dropout(case.dropout, case.seed)
+            drops = dropped(lot, *s.shape[:2], rows, [Rows(0, nk, 0)])
+            self.rescale = 1 / (1 - case.dropout)
+            self.z = (~drops).to(s) * self.rescale
 
     def _grouped(self, t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(1, (-1, self.shared)).sum(2) if self.shared > 1 else t
@@ -189,13 +176,10 @@ class Reference:
         if self.dtype.itemsize == 2:
             # Kernels for 16-bit inputs use exponentials that are good to them, not to fp32.
             lse_bound = lse_bound + _SHORT_EXP
-        found = {
+        return {
             "out": Wanted(*map(self._shaped, (self.out, bound, loose))),
             "lse": Wanted(*map(self._shaped, (self.lse, lse_bound, lse_bound))),
         }
-        if self.case.planted is not None:
-            self._poisoned_forward(found)
-        return found
 
     def _of_mask(self, ds: torch.Tensor, strict: torch.Tensor, rounded: torch.Tensor) -> Wanted:
         """The gradient of the scores, summed over what the mask broadcasts over."""
@@ -289,11 +273,9 @@ class Reference:
         delta = (do * out).sum(-1, keepdim=True)
         of_lse = torch.zeros_like(delta)
         if self.made.grad_lse is not None:
+            of_lse = self.made.grad_lse.double().reshape(delta.shape)
             # Nothing flows into a row without keys.
-            of_lse = (
-                self.made.grad_lse.double().reshape(delta.shape[:-1]).masked_fill(self.empty, 0)
-            )
-            of_lse = of_lse.unsqueeze(-1)
+            of_lse = of_lse.masked_fill(self.empty.unsqueeze(-1), 0)
         apart = (do @ self.v.mT) * self.z - delta + of_lse
         ds = p * apart * (1.0 if self.slope is None else self.slope)
         of_query = self.scale * (ds @ self.k)
@@ -360,95 +342,34 @@ class Reference:
             ds_off = ds_off + 4 * self.rescale * self.by_keys * p * (do.abs() * (p @ v.abs())).sum(
                 -1, keepdim=True
             )
-        most = abs(self.scale)
+        terms = self.sums(max(p.shape[-2:]) * self.shared)
         parts = (self.w + self.a + max(self.by_keys, self.by_rows)) * ds.abs()
-        k, q = self.k, self.q
-        found = {}
-        for name, exact, strict, extra in (
-            ("grad_query", gradients[0], ds_off + parts, lambda x: most * (x @ k.abs())),
+        found, most = {}, abs(self.scale)
+        # Each as a product of dS with keys, and with queries.
+        for name, exact, product, lost in (
+            ("grad_query", gradients[0], lambda x: most * (x @ self.k.abs()), self._parts()),
             (
                 "grad_key",
                 gradients[1],
-                ds_off + parts,
-                lambda x: self._grouped(most * (x.mT @ q.abs())),
+                lambda x: self._grouped(most * (x.mT @ self.q.abs())),
+                self._one_of_group(self._parts()),
             ),
         ):
-            parts_lost = (
-                self._parts() if name == "grad_query" else self._one_of_group(self._parts())
-            )
-            last = unit(dtype) * exact.abs() + _least(dtype) + parts_lost
-            bound = extra(_sane(strict)) + last
-            terms = self.sums(max(p.shape[-2:]) * self.shared)
-            loose = bound + extra(rounded) + terms * extra(ds.abs())
+            bound = product(_sane(ds_off + parts))
+            bound = bound + unit(dtype) * exact.abs() + _least(dtype) + lost
+            loose = bound + product(rounded) + terms * product(ds.abs())
             found[name] = Wanted(*map(self._shaped, (exact, bound, loose)))
         exact = gradients[2]
         share = self.w + self.a + self.by_keys + self.by_rows
         bound = (_sane(p_off) + share * p + tiny).mT @ do.abs() + p.mT @ each
-        bound = (
-            self.rescale * self._grouped(bound)
-            + unit(dtype) * exact.abs()
-            + _least(dtype)
-            + self._one_of_group(self._parts())
-        )
+        bound = self.rescale * self._grouped(bound) + unit(dtype) * exact.abs() + _least(dtype)
+        bound = bound + self._one_of_group(self._parts())
         terms = self.sums(p.shape[-2] * self.shared)
         loose = bound + self.rescale * self._grouped(p.mT @ (terms * do.abs() + sunk))
         found["grad_value"] = Wanted(*map(self._shaped, (exact, bound, loose)))
         if self.case.mask_grad:
             found["grad_mask"] = self._of_mask(ds, ds_off, rounded)
-        if self.case.planted is not None:
-            self._poisoned_backward(found)
         return found
-
-    # What must, and what may, not be finite. It must where a pair that counts says so. It may where
-    # the textbook in float64 has it, which multiplies masked probabilities of 0 like others.
-
-    def _poisoned_forward(self, found: dict[str, Wanted]) -> None:
-        s = self.s.masked_fill(~self.kept, 0.0)
-        self.bad_rows = (s.isnan() | (s == math.inf)).any(-1)
-        clear = self.p > 1e-30
-        bad_values = (~self.v.isfinite()).double()
-        must = ((clear & self.kept).double() @ bad_values > 0) | self.bad_rows.unsqueeze(-1)
-        self.bad_out = must
-        # A mask is added, a boolean one too in torch's textbook, and NaN - inf is NaN.
-        added = self.made.mask is not None
-        bad = (~(self.q @ self.k.mT).isfinite()).any(-1) if added else torch.zeros_like(self.empty)
-        self.spread = bad.any(-1)[..., None, None]
-        out, lse = found["out"], found["lse"]
-        out.must = self._shaped(must)
-        out.may = ~out.exact.isfinite() | self._shaped(bad).unsqueeze(-1)
-        lse.must = self._shaped(self.bad_rows)
-        # Scores of minus infinity that no mask has made: a row without keys, or none at all.
-        none = (self.lse == -math.inf) & ~self.empty
-        lse.may = ~(lse.exact.isfinite() | self._shaped(self.empty)) | self._shaped(bad | none)
-
-    def _poisoned_backward(self, found: dict[str, Wanted]) -> None:
-        bad_do = ~self.do.isfinite()
-        rows = self.bad_rows | (self.bad_out.any(-1) | bad_do.any(-1)) & ~self.empty
-        kept = self.kept.double()
-        reached = (kept.mT @ rows.double().unsqueeze(-1)) > 0
-        clear = ((self.p > 1e-30) & self.kept).double()
-        # With one score of infinity the other keys of the row have no share, or NaN.
-        bad = (self.s.isnan().any(-1, keepdim=True) | (self.s == math.inf)) & self.kept
-        bad_p = bad.any(-2).unsqueeze(-1)
-        values = (clear.mT @ bad_do.double() > 0) | bad_p
-        most = {
-            "grad_query": rows.unsqueeze(-1).expand(self.q.shape),
-            "grad_key": self._any_of_group(reached).expand(
-                -1, -1, -1, self.case.head_dim
-            ),
-            "grad_value": self._any_of_group(values),
-        }  # fmt: skip
-        for name, must in most.items():
-            one = found[name]
-            one.must = self._shaped(must) & ~one.exact.isfinite()
-            spread = self._shaped(self._spread(name).expand(must.shape))
-            one.may = ~one.exact.isfinite() | spread
-
-    def _spread(self, name: str) -> torch.Tensor:
-        return self.spread if name == "grad_query" else self._any_of_group(self.spread)
-
-    def _any_of_group(self, t: torch.Tensor) -> torch.Tensor:
-        return t.unflatten(1, (-1, self.shared)).any(2)
 
 
 def _largest_rows(t: torch.Tensor) -> torch.Tensor:

@@ -3,57 +3,33 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from random_calls.case import Case, Mask, Planted
+from random_calls.case import Case, Mask
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 @dataclass
-class Kept:
-    """Memory that a call may only read, and what was in it."""
+class Memory:
+    """Memory that a call may only read, or write as far as ``view`` reaches, and what was in it."""
 
     name: str
     base: torch.Tensor
-    copy: torch.Tensor
+    view: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, name: str, base: torch.Tensor) -> Kept:
-        return cls(name, base, base.clone())
+    def __post_init__(self) -> None:
+        self.copy = self.base.clone()
 
     def changed(self) -> bool:
-        return not torch.equal(_bits(self.base), _bits(self.copy))
-
-
-def changed(kept: list[Kept]) -> list[str]:
-    """The names of what has changed; asks a GPU once, not for each."""
-    if not kept or not kept[0].base.is_cuda:
-        return [one.name for one in kept if one.changed()]
-    flags = torch.stack([(_bits(one.base) != _bits(one.copy)).any() for one in kept])
-    return [one.name for one, flag in zip(kept, flags.tolist(), strict=True) if flag]
-
-
-@dataclass
-class Target:
-    """A preallocated result in memory whose other elements belong to somebody else."""
-
-    name: str
-    view: torch.Tensor
-    base: torch.Tensor
-    copy: torch.Tensor
-    given: Any
-
-    def trespassed(self) -> bool:
         """Whether anything but the view has changed; undoes the view, so asked last."""
-        self.view.detach().copy_(_same_place(self.copy, self.view))
-        return not torch.equal(_bits(self.base), _bits(self.copy))
+        if (view := self.view) is not None:
+            same_place = self.copy.as_strided(view.shape, view.stride(), view.storage_offset())
+            view.detach().copy_(same_place)
+        bits = (t.detach().reshape(-1).view(torch.uint8) for t in (self.base, self.copy))
+        return not torch.equal(*bits)
 
 
 @dataclass
@@ -71,8 +47,7 @@ class Made:
     value: torch.Tensor
     grad_out: torch.Tensor
     mask: torch.Tensor | None
-    kept: list[Kept]
-    slopes: torch.Tensor | None
+    kept: list[Memory]
     grad_lse: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> Made:
@@ -81,17 +56,14 @@ class Made:
             return self
         tensors = {
             name: None if (tensor := getattr(self, name)) is None else tensor.to(device)
-            for name in ("query", "key", "value", "grad_out", "mask", "slopes", "grad_lse")
+            for name in ("query", "key", "value", "grad_out", "mask", "grad_lse")
         }
         return replace(self, **tensors)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _same_place(base: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    return base.as_strided(view.shape, view.stride(), view.storage_offset())
+def slopes_of(heads: int) -> torch.Tensor:
+    """ALiBi's, the same each time."""
+    return torch.rand(heads, generator=torch.Generator().manual_seed(3)) * 0.2
 
 
 def make(case: Case, device: torch.device) -> Made:
@@ -102,16 +74,14 @@ def make(case: Case, device: torch.device) -> Made:
     grad = _gradient(case, g, DTYPES[case.grad_dtype] if case.grad_dtype else result)
     dtype = DTYPES[case.dtype]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if case.planted is not None:
-        _plant(case.planted, {"query": q, "key": k, "value": v, "grad_out": grad}, g)
     mask = None if case.mask is None else _mask(case, case.mask, g)
-    kept: list[Kept] = []
+    kept: list[Memory] = []
     packed = case.layouts[:3].count("packed") >= 2 and q.shape == k.shape == v.shape
     if packed:
         # (..., tokens, 3, heads, width), as one projection makes them.
         base = torch.stack([t.movedim(-3, -2) for t in (q, k, v)], dim=-3).to(device)
         q, k, v = (base.select(-3, i).movedim(-2, -3) for i in range(3))
-        kept.append(Kept.of("query, key and value", base))
+        kept.append(Memory("query, key and value", base))
     views = []
     for name, tensor, layout in zip(
         ("query", "key", "value", "grad_out"), (q, k, v, grad), case.layouts, strict=True
@@ -120,25 +90,21 @@ def make(case: Case, device: torch.device) -> Made:
             views.append(tensor)
             continue
         base, view = laid_out(tensor.to(device), layout)
-        kept.append(Kept.of(name, base))
+        kept.append(Memory(name, base))
         views.append(view)
     if case.grad == "of a sum":
         views[3] = grad.new_ones(()).to(device).expand(views[3].shape)
     if mask is not None:
         assert case.mask is not None
         base, mask = _mask_laid_out(mask.to(device), case.mask.layout)
-        kept.append(Kept.of("attn_mask", base))
-    slopes = None
-    if case.scores.alibi:
-        slopes = torch.rand(case.heads, generator=torch.Generator().manual_seed(3)) * 0.2
-        slopes = slopes.to(device)
+        kept.append(Memory("attn_mask", base))
     grad_lse = None
     if case.lse_grad is not None:
         state = torch.float64 if dtype == torch.float64 else torch.float32
         own = torch.Generator().manual_seed(case.seed + 1)
         grad_lse = case.lse_grad * torch.randn(q.shape[:-1], generator=own, dtype=state).to(device)
-        kept.append(Kept.of("grad_lse", grad_lse))
-    return Made(*views, mask, kept, slopes, grad_lse)
+        kept.append(Memory("grad_lse", grad_lse))
+    return Made(*views, mask, kept, grad_lse)
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +130,11 @@ def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
     if layout == "transposed":
         base = tensor.mT.contiguous()
         return base, base.mT
+    if layout == "overlapping" and tensor.numel():
+        # Rows that begin within the row before, as windows over a signal do.
+        step = min(3, d)
+        base = tensor.flatten()[: (h * n - 1) * step + d].clone()
+        return base, base.as_strided(tensor.shape, (*(0 for _ in lead), n * step, step, 1))
     firsts = {
         "expanded heads": (..., slice(0, 1), slice(None), slice(None)),
         "expanded rows": (..., slice(0, 1), slice(None)),
@@ -247,21 +218,6 @@ def _gradient(case: Case, g: torch.Generator, dtype: torch.dtype) -> torch.Tenso
     return grad.clamp(-most, most).to(dtype)
 
 
-def _plant(planted: Planted, tensors: dict[str, torch.Tensor], g: torch.Generator) -> None:
-    """Plants a number; in every other column beside queries or keys of one sign, with which an
-    infinity makes scores of one sign: those of -inf are no row's, and leave all others finite."""
-    tensor = tensors[planted.where]
-    if tensor.numel() == 0:
-        return
-    at = [int(torch.randint(n, (), generator=g)) for n in tensor.shape]
-    number = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[planted.what]
-    other = {"query": "key", "key": "query"}.get(planted.where)
-    if other is not None and at[-1] % 2:
-        column = tensors[other][..., at[-1]]
-        column.copy_(column.abs())
-    tensor[tuple(at[:-1] if planted.whole_row else at)] = number
-
-
 def _mask(case: Case, mask: Mask, g: torch.Generator) -> torch.Tensor:
     batch, heads, rows, columns = mask.spans
     shape = [n if batch else 1 for n in case.batch]
@@ -312,21 +268,10 @@ def _mask_laid_out(mask: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch
 
 def target(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str, device: torch.device
-) -> Target:
+) -> Memory:
     """A preallocated result, full of a number that no result is."""
-    if layout == "memmap" and math.prod(shape) and dtype in _NUMPY:
-        folder = tempfile.mkdtemp(prefix="random-calls-")
-        path = Path(folder) / name.replace("[", "").replace("]", "")
-        array = np.lib.format.open_memmap(path, mode="w+", dtype=_NUMPY[dtype], shape=shape)
-        path.unlink()
-        Path(folder).rmdir()
-        view = torch.from_numpy(array)
-        return Target(name, view, view, view.clone(), array)
     pinned = layout == "pinned" and torch.cuda.is_available()
     base = torch.full(shape, -5.0, dtype=dtype, device="cpu" if pinned else device)
     base, view = laid_out(base.pin_memory() if pinned else base, "as it is" if pinned else layout)
     base.fill_(-5.0)
-    return Target(name, view, base, base.clone(), view)
-
-
-_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+    return Memory(name, base, view)

@@ -1,13 +1,10 @@
 """torch's own attention of the same inputs in the same dtype: how far off it is.
 
 A cut call is as good as the kernel it wraps, so what torch's own call loses, with head dimensions
-and heads as they are or brought to what its fused kernels take, is no fault of ours. A function of
-the user's is held against itself, uncut, as well: what it loses by itself (with scores of thousands
-in fp32, exp(s - lse) has four digits) no cutting brings back. And fp16 gradients of which the
-largest have to be divided lest they overflow are held against torch's, divided as much. Where few
-numbers are at stake torch may be lucky: then its neighbours are asked too, the same case with
-values and upstream gradients some per cent apart. What rounding the parts of a cut call costs is
-none of torch's; it is computed in float64 (``parts.py``).
+and heads as they are or brought to what its fused kernels take, is no fault of ours. fp16 gradients
+of which the largest have to be divided lest they overflow are held against torch's, divided as
+much. Where few numbers are at stake torch may be lucky: then its neighbours are asked too, the same
+case with values and upstream gradients some per cent apart.
 """
 
 from __future__ import annotations
@@ -16,15 +13,15 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from quorum_attention.decomposition import Decomposition
+from random_calls.call import GRADIENTS
 from random_calls.case import Case, Scores
-from random_calls.kernels import uncut
-from random_calls.parts import Cut, output_of_parts
 from random_calls.reference import Reference, Wanted, place
 from random_calls.tensors import DTYPES, Made
 
@@ -32,8 +29,49 @@ _NEIGHBOURS = 8
 # Others who are asked; after them cuDNN.
 _OTHERS = 2 + _NEIGHBOURS
 _QUICK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-GRADIENTS = ("grad_query", "grad_key", "grad_value")
+# Kernels of vendors, whose outputs of parts are of the inputs' dtype. What else there is merges in
+# fp32.
+_ROUNDING = ("cpu", "fa4", "cudnn", "flash", "efficient")
 Results = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a forward was cut: its kernel's name and its levels."""
+
+    kernel: str
+    levels: tuple[int, ...]
+
+    def rounds(self, case: Case) -> bool:
+        """Whether parts are rounded to 16 bits."""
+        narrow = case.dtype in ("float16", "bfloat16") and not case.dropout
+        return narrow and bool(self.levels) and self.kernel in _ROUNDING
+
+
+def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
+    """The output in float64, but that those of the very parts of a call's keys are rounded to 16
+    bits before they are merged, as docs/limits.md says: sum_p w_p round(O_p), rounded again.
+
+    A backward forms D = rowsum(dO * O) of it. In a row of nearly one key dP - D is little but those
+    roundings, and torch's error of the uncut call says nothing of the second.
+    """
+    case, p, v = reference.case, reference.p, reference.v
+    orders = case.orders
+    # Where the planner has chosen, the edges of chunks may be others: as many, and as large.
+    layout, tile = (orders.layout, orders.tile) if orders.how == "plan" else ("aligned", 128)
+    n = max(case.n_queries, case.n_keys)
+    found = torch.zeros_like(reference.out)
+    for task in Decomposition(n, cut.levels, layout, tile).tasks():
+        tokens = torch.cat([torch.arange(r.start, r.stop) for r in task.runs] or [torch.empty(0)])
+        tokens = tokens.long().to(p.device)
+        for r in task.rectangles(case.is_causal, case.n_queries, case.n_keys):
+            rows = tokens[r.query_start : r.query_stop]
+            keys = tokens[r.key_start : r.key_stop]
+            part = p[..., rows, :][..., keys]
+            share = part.sum(-1, keepdim=True)
+            out = (part @ v[..., keys, :]) / share.masked_fill(share == 0, 1.0)
+            found[..., rows, :] += share * out.to(reference.dtype).double()
+    return found.to(reference.dtype).double()
 
 
 class Yardstick:
@@ -55,19 +93,7 @@ class Yardstick:
         self.case, self.made, self.dtypes = case, made, dtypes
         self.where = place(case, made.query.device)
         self._cut = cut
-        self._own: Results | None = None
         self._errors: list[Results] = []
-
-    def results(self) -> Results:
-        """Of the call as it is; {} where torch does not take such a call."""
-        if self._own is None:
-            self._own = _torch(self.case, self.made, fused=False)
-        return self._own
-
-    def itself(self) -> Results:
-        """Of the kernel by itself, where that is none of torch's and may not be finite (an infinite
-        key beside rows that fill no tile)."""
-        return _fa4(self.case, self.made) if self.case.kernel == "fa4" else {}
 
     def errors(self, name: str, wanted: Wanted) -> Iterator[torch.Tensor]:
         """Torch's largest error by head, broadcastable to the result: of the call, and then never
@@ -144,8 +170,6 @@ def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
         return
     if number != 1:
         yield _torch(case, made, fused=False)
-        if case.kernel.startswith("function"):
-            yield _itself(case, made)
         if case.kernel == "fa4":
             yield _fa4(case, made)
     if number != 0:
@@ -156,15 +180,6 @@ def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
         divided = _divided(made) if case.dtype == "float16" and case.route != "forward" else 0
         if divided > 0:
             yield _torch(case, made, fused=True, divided=divided)
-
-
-def _itself(case: Case, made: Made) -> Results:
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    found = uncut(
-        case.kernel, made.query, made.key, made.value,
-        None if case.route == "forward" else made.grad_out, is_causal=case.is_causal, scale=scale,
-    )  # fmt: skip
-    return dict(zip(("out", "lse", *GRADIENTS), found, strict=False))
 
 
 def _fa4(case: Case, made: Made) -> Results:
