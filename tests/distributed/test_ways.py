@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from quorum_attention.distributed.partition import (
 from quorum_attention.kernels.masked.resolve import Sizes
 
 # One for each vector of a query, and of a key and a value; results likewise.
-ELEMENTS = RowBytes(1, 1, 1, 2)
+ELEMENTS = RowBytes(1, 2, 1, 1)
 
 
 def sequences(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> Sequences:
@@ -68,32 +68,29 @@ def test_pieces_bring_what_blocks_read(seed: int) -> None:
     sizes = [draw.randint(0, 30) for _ in range(ranks - 1)] + [9]
     of = sequences(sizes, kv_heads * draw.randint(1, 3), kv_heads, draw.random() < 0.5)
     for way in every_way(of):
-        for of_keys in (False, True):
-            pieces = [piece for piece in way.pieces if piece.of_keys == of_keys]
-            users: dict[tuple[int, int], set[int]] = {}
-            brought: set[tuple[int, int, int, int]] = set()
-            for p in pieces:
-                low, high = of.starts[p.owner : p.owner + 2]
-                assert low <= p.rows.start < p.rows.stop <= high
-                for head in range(*p.heads):
-                    for row in range(*p.rows):
-                        one = (p.rank, p.stage, head, row)
-                        assert one not in brought
-                        brought.add(one)
-                        users.setdefault((head, row), set()).add(p.rank)
-            wanted = {
-                (rank, stage, head, row)
-                for rank, stages in enumerate(way.shares)
-                for stage in range(len(stages))
-                for need in way.needs(rank, stage, of_keys)
-                for head in range(*need.heads)
-                for rows in need.rows
-                for row in range(*rows)
-            }
-            assert brought == wanted
-            for p in pieces:
-                several = len(users[p.heads.start, p.rows.start]) > 1
-                assert p.alone != several
+        users: dict[tuple[bool, int, int], set[int]] = {}
+        brought: set[tuple[int, int, bool, int, int]] = set()
+        for p in way.pieces:
+            low, high = of.starts[p.owner : p.owner + 2]
+            assert low <= p.rows.start < p.rows.stop <= high
+            for head, row in product(range(*p.side.heads), range(*p.rows)):
+                one = (p.rank, p.stage, p.side.of_keys, head, row)
+                assert one not in brought
+                brought.add(one)
+                users.setdefault((p.side.of_keys, head, row), set()).add(p.rank)
+        wanted = {
+            (rank, stage, side.of_keys, head, row)
+            for rank, stages in enumerate(way.shares)
+            for stage in range(len(stages))
+            for side, runs in way.needs(rank, stage).items()
+            for head in range(*side.heads)
+            for rows in runs
+            for row in range(*rows)
+        }
+        assert brought == wanted
+        for p in way.pieces:
+            several = len(users[p.side.of_keys, p.side.heads.start, p.rows.start]) > 1
+            assert p.alone != several
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 31])

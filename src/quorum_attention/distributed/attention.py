@@ -135,7 +135,7 @@ def attention(
         # Turns of whole heads, where nothing limits a call's memory.
         free = not on_host(query.device) and written.says_nothing and current() is None
         call = Sharded(
-            assignment, whole, weakref.ref(group), written, arguments, report,
+            assignment, whole, weakref.ref(group), group.rank(), written, arguments, report,
             free and assignment.whole_heads and assignment.of.units == "pairs",
         )  # fmt: skip
         if report is not None:

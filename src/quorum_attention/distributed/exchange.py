@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -13,12 +13,78 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
-from quorum_attention.distributed.partition import Needed, Piece
+from quorum_attention.distributed.partition import Piece, Side
 from quorum_attention.kernels.merge import add_, merge_
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
 _Like = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(slots=True)
+class Gathered:
+    """Tensors of some rows, and of none between them, in ascending order.
+
+    Attributes:
+        heads, rows: in positions of the whole call.
+        tensors: each (batch, heads, rows, ...).
+    """
+
+    heads: Interval
+    rows: tuple[Interval, ...]
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def like(
+        cls, heads: Interval, rows: tuple[Interval, ...], tensors: Iterable[torch.Tensor]
+    ) -> Gathered:
+        """Uninitialised; batch, dtypes and dimensions of a row are those of ``tensors``."""
+        sizes = heads.length, counted(rows)
+        made = [t.new_empty((t.shape[0], *sizes, *t.shape[3:])) for t in tensors]
+        return cls(heads, rows, made)
+
+    def at(self, heads: Interval, *pieces: Interval) -> list[torch.Tensor]:
+        """Some rows of some heads; views where nothing lies between the rows here."""
+        some = self.tensors
+        if heads != self.heads:
+            some = [t.narrow(1, heads.start - self.heads.start, heads.length) for t in some]
+        runs = _runs(self.rows, pieces)
+        views = [[tensor.narrow(2, *run) for run in runs] for tensor in some]
+        return [each[0] if len(each) == 1 else torch.cat(each, dim=2) for each in views]
+
+    def write(self, heads: Interval, rows: Interval, parts: Iterable[torch.Tensor]) -> None:
+        """Copy ``parts`` to some rows."""
+        for target, part in zip(self.at(heads, rows), parts, strict=True):
+            target.copy_(part)
+
+
+# By what the rows are of.
+Sides = dict[Side, Gathered]
+
+
+def add_up(
+    sums: Sides,
+    side: Side,
+    rows: tuple[Interval, ...],
+    pieces: Sequence[Interval],
+    parts: Sequence[torch.Tensor],
+) -> None:
+    """Add ``parts`` to some rows of a side's sum, which is one of ``rows``; an output and its
+    log-sum-exp are merged."""
+    merges = parts[-1].dim() == 3
+    total = sums.get(side)
+    if total is None:
+        total = sums[side] = Gathered.like(side.heads, rows, parts)
+        for number, tensor in enumerate(total.tensors):
+            tensor.fill_(-math.inf if merges and number else 0.0)
+    split = (part.split([piece.length for piece in pieces], dim=2) for part in parts)
+    for piece, *some in zip(pieces, *split, strict=True):
+        targets = total.at(side.heads, piece)
+        if merges:
+            merge_(*targets, *some)
+            continue
+        for target, part in zip(targets, some, strict=True):
+            add_(target, part)
 
 
 class Transfer:
@@ -28,11 +94,10 @@ class Transfer:
     out those that it neither sends nor gets.
 
     Args:
-        shards: tensors of queries and of keys, which give the device, the dtype and all sizes
-            (batch, any heads, any rows, ...) but heads and rows.
-        content: of a piece, the rows themselves; asked for at their source.
-        state: dtype of rows that have to be added up, if rows go from who computed them to who
-            owns them; None: they come from their owner.
+        shards: of queries and of keys: this rank's rows, or where their results belong.
+        results: what this rank has computed, if rows go from who computed them to who owns them;
+            None: they come from their owner.
+        state: dtype of results that have to be added up.
 
     Attributes:
         received_bytes: from other ranks.
@@ -42,25 +107,29 @@ class Transfer:
     def __init__(
         self,
         pieces: Iterable[Piece],
-        shards: tuple[Sequence[Gathered], Sequence[Gathered]],
-        content: Callable[[Piece], Sequence[torch.Tensor]],
+        shards: tuple[Gathered, Gathered],
         group: dist.ProcessGroup,
+        results: Sides | None = None,
         state: torch.dtype | None = None,
     ) -> None:
-        here, ranks, device = group.rank(), group.size(), shards[0][0].tensor.device
+        here, ranks, device = group.rank(), group.size(), shards[0].tensors[0].device
         outgoing, incoming = ([list[_Like]() for _ in range(ranks)] for _ in range(2))
         sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         coming: list[tuple[Piece, int, Sequence[torch.Tensor]]] = []
         for piece in pieces:
+            shard, heads = shards[piece.side.of_keys], piece.side.heads
             ends = piece.owner, piece.rank
-            source, target = ends if state is None else ends[::-1]
-            own = content(piece) if source == here else ()
+            source, target = ends if results is None else ends[::-1]
+            own: Sequence[torch.Tensor] = ()
+            if source == here:
+                rows = shard if results is None else results[piece.side]
+                own = rows.at(heads, piece.rows)[: len(shard.tensors)]
             likes = [
                 (
-                    (t.shape[0], piece.heads.length, piece.rows.length, *t.shape[3:]),
+                    (t.shape[0], heads.length, piece.rows.length, *t.shape[3:]),
                     t.dtype if state is None or piece.alone else state,
                 )
-                for t in (one.tensor for one in shards[piece.of_keys])
+                for t in shard.tensors
             ]
             if target == here:
                 coming.append((piece, source, own))
@@ -71,12 +140,12 @@ class Transfer:
                 sent[target] += own
         outbox, go, places = _message(outgoing, device)
         inbox, come, came = _message(incoming, device)
-        for place, rows in zip(chain(*places), chain(*sent), strict=True):
-            place.copy_(rows)
+        for place, part in zip(chain(*places), chain(*sent), strict=True):
+            place.copy_(part)
         self.messages, self.received_bytes = (inbox, outbox), sum(come)
         queues = [iter(each) for each in came]
         self._arrived: list[tuple[Piece, Sequence[torch.Tensor]]] = [
-            (piece, own or [next(queues[source]) for _ in shards[piece.of_keys]])
+            (piece, own or [next(queues[source]) for _ in shards[piece.side.of_keys].tensors])
             for piece, source, own in coming
         ]
         self._work: Any = None
@@ -106,73 +175,6 @@ def _message(
         for both in zip(exact, likes, strict=True)
     ]
     return message, [sum(each) for each in sizes], tensors
-
-
-@dataclass(slots=True)
-class Gathered:
-    """A tensor of the rows that are needed, and of no others, in ascending order.
-
-    Attributes:
-        needed: heads and rows, in positions of the whole call.
-        tensor: (batch, heads, rows, ...).
-    """
-
-    needed: Needed
-    tensor: torch.Tensor
-
-    @classmethod
-    def of(
-        cls, needed: Needed, arrived: Sequence[tuple[Interval, torch.Tensor]], like: torch.Tensor
-    ) -> Gathered:
-        """Put together from rows that came; ``like`` (batch, any heads, any rows, ...) gives dtype,
-        device and the other sizes."""
-        if len(arrived) == 1:
-            return cls(needed, arrived[0][1])
-        sizes = (like.shape[0], needed.heads.length, counted(needed.rows), *like.shape[3:])
-        made = cls(needed, like.new_empty(sizes))
-        for rows, content in arrived:
-            made.at(rows).copy_(content)
-        return made
-
-    @staticmethod
-    def add(
-        sides: Sides,
-        of_keys: bool,
-        needed: Needed,
-        computed: Needed,
-        parts: Sequence[torch.Tensor],
-    ) -> None:
-        """Add up what was computed for some of the needed rows; an output and its lse, which
-        others may hold, are merged into tensors of their own."""
-        merges, name = parts[-1].dim() == 3, (of_keys, needed.heads)
-        if name not in sides:
-            if computed == needed and not merges:
-                sides[name] = [Gathered(needed, part) for part in parts]
-                return
-            sides[name] = [Gathered.of(needed, (), part) for part in parts]
-            for one in sides[name]:
-                one.tensor.fill_(-math.inf if merges and one is sides[name][-1] else 0.0)
-        totals, lengths = sides[name], [rows.length for rows in computed.rows]
-        split = zip(*(part.split(lengths, dim=2) for part in parts), strict=True)
-        for rows, some in zip(computed.rows, split, strict=True):
-            targets = [total.at(rows, heads=computed.heads) for total in totals]
-            if merges:
-                merge_(*targets, *some)
-                continue
-            for target, one in zip(targets, some, strict=True):
-                add_(target, one)
-
-    def at(self, *pieces: Interval, heads: Interval | None = None) -> torch.Tensor:
-        """Rows of all its heads, or of some; a view where nothing lies between them here."""
-        some = self.tensor
-        if heads is not None and heads != self.needed.heads:
-            some = some.narrow(1, heads.start - self.needed.heads.start, heads.length)
-        views = [some.narrow(2, *run) for run in _runs(self.needed.rows, pieces)]
-        return views[0] if len(views) == 1 else torch.cat(views, dim=2)
-
-
-# Tensors of some rows: of keys and values or of queries, by their heads.
-Sides = dict[tuple[bool, Interval], list[Gathered]]
 
 
 @lru_cache(maxsize=4096)

@@ -14,16 +14,16 @@ Of three ways the one is taken that moves fewest bytes:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise, product, starmap
+from itertools import chain, pairwise, product, repeat, starmap
 from typing import Literal, NamedTuple
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.decomposition.intervals import Interval, covered, cut, union, within
-from quorum_attention.quorums import quorum_sizes
+from quorum_attention.decomposition.intervals import Interval, counted, covered, cut, union, within
+from quorum_attention.quorums import chunk_count, quorum_sizes
 
 # Shares may differ by this much from an equal one where that saves bytes.
 _TOLERATED = 1.05
@@ -116,6 +116,16 @@ class Sequences:
         """The key/value heads that query heads read."""
         return Interval(heads[0] // self.share, -(-heads[1] // self.share))
 
+    def count(self, block: Block) -> int:
+        """Kept pairs of all heads of a block."""
+        rows = block.queries
+        one = rows.length * counted(block.keys)
+        if self.units != "pairs":  # whole rows
+            one = self.above(rows.stop) - self.above(rows.start)
+        elif block.causal:  # a square
+            one = rows.length * (rows.length + 1) // 2
+        return block.heads.length * one
+
     def blocks(self, heads: Interval, rows: tuple[int, int]) -> Iterator[Block]:
         """The blocks of whole rows."""
         mine = Interval(*rows)
@@ -137,7 +147,7 @@ class Block:
         heads: query heads.
         queries: positions.
         keys: positions, ascending and disjoint.
-        causal: keys up to the query's position are kept, all of them in the one interval.
+        causal: keys up to the query's position are kept; all of them, or those of a square.
     """
 
     heads: Interval
@@ -145,47 +155,36 @@ class Block:
     keys: tuple[Interval, ...]
     causal: bool = False
 
-    @property
-    def pairs(self) -> int:
-        """Kept pairs of all its heads."""
-        n = self.queries.length
-        one = n * sum(k.length for k in self.keys)
-        if self.causal:
-            one = n * (n + 1) // 2 + n * (self.queries.start - self.keys[0].start)
-        return self.heads.length * one
 
+class Side(NamedTuple):
+    """What rows are of: queries of some query heads, or keys and values of some key/value heads."""
 
-class Needed(NamedTuple):
-    """Rows that a rank needs in a stage: for its blocks' queries, or for their keys."""
-
+    of_keys: bool
     heads: Interval
-    rows: tuple[Interval, ...]
 
 
 class Piece(NamedTuple):
     """Rows of some heads that one rank owns and one rank computes with.
 
     Attributes:
-        of_keys: rows of keys and values; else of queries.
+        side, rows: what they are of; positions.
         rank: computes.
         stage: of that rank.
         owner: holds the rows in its shard; may be ``rank`` itself.
-        heads, rows: query heads or key/value heads; positions.
         alone: no other rank computes with them, so what comes back needs no adding up.
     """
 
-    of_keys: bool
+    side: Side
+    rows: Interval
     rank: int
     stage: int
     owner: int
-    heads: Interval
-    rows: Interval
     alone: bool
 
     @property
     def vectors(self) -> int:
         """Rows of all its heads."""
-        return self.heads.length * self.rows.length
+        return self.side.heads.length * self.rows.length
 
 
 Stages = tuple[tuple[Block, ...], ...]
@@ -222,11 +221,7 @@ class Assignment:
 
     def pairs(self, rank: int) -> int:
         """Pairs that a rank computes."""
-        blocks, of = chain.from_iterable(self.shares[rank]), self.of
-        if of.kept is None:
-            return sum(block.pairs for block in blocks)
-        edges = ((block.heads.length, map(of.above, block.queries)) for block in blocks)
-        return sum(heads * (stop - start) for heads, (start, stop) in edges)
+        return sum(map(self.of.count, chain.from_iterable(self.shares[rank])))
 
     @property
     def imbalance(self) -> float:
@@ -236,63 +231,63 @@ class Assignment:
 
     def blocks(self, rank: int, stage: int) -> tuple[Block, ...]:
         """What a rank computes in a stage; nothing after its last."""
-        stages = self.shares[rank]
-        return stages[stage] if stage < len(stages) else ()
+        return next(iter(self.shares[rank][stage:]), ())
 
-    def needs(self, rank: int, stage: int, of_keys: bool) -> list[Needed]:
-        """The rows that a rank needs in a stage: of queries by their heads, or of keys together."""
-        by_heads: dict[Interval, list[Interval]] = defaultdict(list)
+    def needs(self, rank: int, stage: int) -> dict[Side, tuple[Interval, ...]]:
+        """The rows that a rank needs in a stage: of queries, then of the keys, which have the same
+        heads for all of its blocks."""
+        needed: dict[Side, list[Interval]] = defaultdict(list)
         for block in self.blocks(rank, stage):
-            heads = self.of.kv_of(block.heads) if of_keys else block.heads
-            by_heads[heads] += block.keys if of_keys else (block.queries,)
-        return [Needed(heads, tuple(union(rows))) for heads, rows in sorted(by_heads.items())]
+            needed[Side(False, block.heads)].append(block.queries)
+            needed[Side(True, self.of.kv_of(block.heads))] += block.keys
+        return {side: tuple(union(rows)) for side, rows in sorted(needed.items())}
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What moves of queries, then what moves of keys and values; outputs and gradients move
-        the same way or back."""
-        return tuple(piece for of_keys in (False, True) for piece in self._pieces(of_keys))
+        """What moves of inputs; outputs and gradients move the same way or back."""
+        needs = [
+            (rank, stage, side, rows)
+            for rank, stages in enumerate(self.shares)
+            for stage in range(len(stages))
+            for side, rows in self.needs(rank, stage).items()
+        ]
+        by_side: dict[Side, list[Interval]] = defaultdict(list)
+        for _, _, side, rows in needs:
+            by_side[side] += rows
+        shared = {side: covered(rows, 2) for side, rows in by_side.items()}
+        edges = {side: sorted(chain(self.of.starts, *runs)) for side, runs in shared.items()}
+        return tuple(
+            Piece(
+                side, rows, rank, stage, bisect_right(self.of.starts, rows.start) - 1,
+                alone=not any(within(rows, shared[side])),
+            )
+            for rank, stage, side, every in needs
+            for rows in chain.from_iterable(cut(rows, edges[side]) for rows in every)
+        )  # fmt: skip
 
     @cached_property
     def kept(self) -> bool:
         """Whether inputs stay where they were computed with until the backward: where rows are
         complete, and gathered take little more than in the shards."""
-        complete = all(piece.alone or piece.of_keys for piece in self.pieces)
+        complete = all(piece.alone or piece.side.of_keys for piece in self.pieces)
         gathered = sum(piece.vectors for piece in self.pieces)
         return complete and gathered <= _KEPT * self.of.tokens * (self.of.heads + self.of.kv_heads)
 
-    def _pieces(self, of_keys: bool) -> Iterator[Piece]:
-        needs = [
-            (rank, stage, needed)
-            for rank, stages in enumerate(self.shares)
-            for stage in range(len(stages))
-            for needed in self.needs(rank, stage, of_keys)
-        ]
-        by_heads: dict[Interval, list[Interval]] = defaultdict(list)
-        for _, _, needed in needs:
-            by_heads[needed.heads].extend(needed.rows)
-        shared = {heads: covered(rows, 2) for heads, rows in by_heads.items()}
-        edges = {heads: sorted(chain(self.of.starts, *runs)) for heads, runs in shared.items()}
-        for rank, stage, (heads, every) in needs:
-            for rows in chain.from_iterable(cut(rows, edges[heads]) for rows in every):
-                owner = bisect_right(self.of.starts, rows.start) - 1
-                alone = not any(within(rows, shared[heads]))
-                yield Piece(of_keys, rank, stage, owner, heads, rows, alone)
-
-    def received(self, rank: int, sizes: RowBytes) -> int:
-        """Bytes that a rank receives in one pass."""
-        total = 0
-        for piece in self.pieces:
-            if piece.rank == rank != piece.owner:
-                total += piece.vectors * (sizes.key if piece.of_keys else sizes.query)
-            elif piece.owner == rank != piece.rank and not piece.of_keys:
-                out = sizes.out + (0 if self.kept else sizes.lse)
-                total += piece.vectors * (out if piece.alone else sizes.partial)
-        return total
+    def moving(self, rank: int, stage: int) -> list[Piece]:
+        """The pieces of a stage that a rank sends or gets."""
+        return [p for p in self.pieces if p.stage == stage and rank in (p.rank, p.owner)]
 
     def most_received(self, sizes: RowBytes) -> int:
-        """Bytes that the rank receives that receives most."""
-        return max(self.received(rank, sizes) for rank in range(self.of.ranks))
+        """Bytes received in a forward by the rank that receives most."""
+        received: Counter[int] = Counter()
+        for piece in self.pieces:
+            if piece.rank == piece.owner:
+                continue
+            received[piece.rank] += piece.vectors * sizes[piece.side.of_keys]
+            if not piece.side.of_keys:
+                out = sizes.out + (0 if self.kept else sizes.lse)
+                received[piece.owner] += piece.vectors * (out if piece.alone else sizes.partial)
+        return max(received.values(), default=0)
 
 
 class RowBytes(NamedTuple):
@@ -300,16 +295,16 @@ class RowBytes(NamedTuple):
 
     Attributes:
         query: of inputs, to who computes with them.
+        key: of a key and its value.
         out: of results that come back, where one rank computes all of them.
         partial: of results that have to be added up.
-        key: of a key and its value.
         lse: of the log-sum-exp that comes with ``out``, unless inputs are kept where it is.
     """
 
     query: int
+    key: int
     out: int
     partial: int
-    key: int
     lse: int = 0
 
 
@@ -335,38 +330,38 @@ def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignmen
     """
     if of.units != "pairs":
         return heads(of)
-    found = list(every_way(of))
-    even = [way for way in found if way.imbalance <= _TOLERATED]
-    if not even:
-        return min(found, key=lambda way: (way.imbalance, way.most_received(sizes)))
-    fewest = min(even, key=lambda way: (way.most_received(sizes), way.imbalance))
-    whole = found[0]
-    moved = whole.most_received(sizes)
+
+    def cost(way: Assignment) -> tuple[float, int, float]:
+        return max(_TOLERATED, way.imbalance), way.most_received(sizes), way.imbalance
+
+    ways = list(every_way(of))
+    whole, fewest = ways[0], min(ways, key=cost)
     little = _LITTLE * of.pairs / of.ranks * pair_flops * _BYTES_A_FLOP
-    if of.heads % of.ranks or moved > max(2 * fewest.most_received(sizes), little):
+    enough = max(2 * fewest.most_received(sizes), little)
+    if of.heads % of.ranks or whole.most_received(sizes) > enough:
         return fewest
-    simple = [way for way in even if way.most_calls <= whole.most_calls]
-    return min(simple, key=lambda way: way.most_received(sizes))
+    return min((way for way in ways if way.most_calls <= whole.most_calls), key=cost)
 
 
 def every_way(of: Sequences) -> Iterator[Assignment]:
     """All that are compared, the exchange of heads first."""
     yield heads(of)
-    if of.ranks == 1:
-        return
-    yield keys(of)
-    for size in quorum_sizes(12):
-        chunks = size * (size - 1) + 1
-        if of.ranks <= chunks <= min(_MOST_CHUNKS, max(3, _CHUNKS_A_RANK * of.ranks)):
-            yield quorums(of, chunks)
+    if of.ranks > 1:
+        yield keys(of)
+        most = min(_MOST_CHUNKS, max(3, _CHUNKS_A_RANK * of.ranks))
+        every = map(chunk_count, quorum_sizes(12))
+        yield from (quorums(of, chunks) for chunks in every if of.ranks <= chunks <= most)
 
 
 def heads(of: Sequences) -> Assignment:
     """Heads exchanged; see the top of this file."""
-    edges = [_point(of, rank) for rank in range(of.ranks + 1)]
     whole = of.tokens > 0 and not of.heads % of.ranks and not of.kv_heads % of.ranks
     shares, every = [], Interval(0, of.tokens)
-    for (head, row), (last, stop) in pairwise(edges):
+    head, row = 0, 0
+    for rank in range(1, of.ranks + 1):
+        # Head and row at which the next rank's share begins.
+        last, part = divmod(rank * of.heads, of.ranks)
+        stop = 0 if of.units == "heads" else of.row_of(of.above(of.tokens) * part // of.ranks)
         parts: list[tuple[Interval, Interval]] = []
         if row and head < last:
             parts.append((Interval(head, head + 1), Interval(row, of.tokens)))
@@ -375,15 +370,8 @@ def heads(of: Sequences) -> Assignment:
         parts += [(run, every) for run in runs]
         parts.append((Interval(last, last + 1), Interval(row, stop)))
         shares.append(_staged(of, chain.from_iterable(starmap(of.blocks, parts))))
+        head, row = last, stop
     return Assignment("heads exchanged", of, tuple(shares), whole)
-
-
-def _point(of: Sequences, rank: int) -> tuple[int, int]:
-    """Head and row at which a rank's share of the work begins."""
-    head, part = divmod(rank * of.heads, of.ranks)
-    if of.units == "heads":
-        return head, 0
-    return head, of.row_of(of.above(of.tokens) * part // of.ranks)
 
 
 def _by_groups(of: Sequences, first: int, last: int, most: int = _STAGES) -> list[Interval]:
@@ -414,23 +402,22 @@ def keys(of: Sequences) -> Assignment:
 def _rows_by_work(of: Sequences) -> list[list[Interval]]:
     """By rank, rows of equal work: as far as possible those of its own shard."""
     fair = of.above(of.tokens) // of.ranks
-    found: list[list[Interval]] = []
-    spare: list[Interval] = []
-    for low, high in pairwise(of.starts):
-        middle = min(high, max(low, of.row_of(of.above(low) + fair)))
-        found.append([Interval(low, middle)])
-        spare += [Interval(middle, high)] if middle < high else []
-    for rows in found:
-        lack = fair - (of.above(rows[0].stop) - of.above(rows[0].start))
-        while lack > 0 and spare:
-            start, stop = spare.pop(0)
-            middle = min(stop, max(start, of.row_of(of.above(start) + lack)))
-            rows.append(Interval(start, middle))
-            lack -= of.above(middle) - of.above(start)
-            if middle < stop:
-                spare.insert(0, Interval(middle, stop))
-                break
-    found[0].extend(spare)  # a rounding's worth
+    shards = [[Interval(*ends)] for ends in pairwise(of.starts)]
+    found: list[list[Interval]] = [[] for _ in shards]
+    # First each rank fills up from its own shard, then from what others have left of theirs.
+    for sources in (shards, repeat(spare := list[Interval]())):
+        for rows, source in zip(found, sources, strict=False):
+            while source and (lack := fair - sum(of.above(b) - of.above(a) for a, b in rows)) > 0:
+                start, stop = source.pop(0)
+                middle = min(stop, max(start, of.row_of(of.above(start) + lack)))
+                rows.append(Interval(start, middle))
+                if middle < stop:
+                    source.insert(0, Interval(middle, stop))
+                    break
+        for source in shards:
+            spare += source
+            source.clear()
+    found[0] += spare  # a rounding's worth
     return [union(piece for piece in rows if piece.length) for rows in found]
 
 

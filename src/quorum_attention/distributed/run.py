@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,8 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.agreement import Signature, alive
-from quorum_attention.distributed.exchange import Gathered, Sides, Transfer
-from quorum_attention.distributed.partition import Assignment, Block, Needed, Piece
+from quorum_attention.distributed.exchange import Gathered, Sides, Transfer, add_up
+from quorum_attention.distributed.partition import Assignment, Block, Piece, Side
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.problem import state_dtype
@@ -31,8 +33,8 @@ from quorum_attention.execution.report import Report
 from quorum_attention.passes import compute_block
 
 # Of queries; of keys and values.
-_Shards = tuple[list[Gathered], list[Gathered]]
-_OF_QUERIES = ("grad_out", "query", "out", "lse")
+_Shards = tuple[Gathered, Gathered]
+_OF_QUERIES = ("query", "out", "lse", "grad_out")
 # The gradients of a mask's bias and sinks, added up over what this rank computes; None: not wanted.
 MaskGradients = Sequence[torch.Tensor | None]
 
@@ -51,6 +53,7 @@ class Sharded:
     assignment: Assignment
     whole: WholeCall
     _group: weakref.ref[dist.ProcessGroup]
+    rank: int
     written: CallOptions
     arguments: Signature
     report: ShardedReport | None
@@ -76,17 +79,16 @@ class Sharded:
             results += [torch.empty(query.shape[:3], dtype=state, device=query.device)]
 
         def compute(stage: int, sides: Sides) -> Sides:
-            found = self._computed(stage, sides, state)
-            if self.assignment.kept and keep:
-                for name, rows in sides.items():
-                    kept.extend(one.tensor for one in rows)
-                    if name in found:
-                        part, part_lse = found[name]
-                        kept.extend((part.tensor.to(query.dtype), part_lse.tensor))
-            return found
+            made = self._computed(stage, sides, state)
+            for side, rows in sides.items() if self.assignment.kept and keep else ():
+                kept.extend(rows.tensors)
+                if side in made:
+                    part, part_lse = made[side].tensors
+                    kept.extend((part.to(query.dtype), part_lse))
+            return made
 
-        shards, targets = (self._shard(query), self._shard(key, value)), self._shard(*results)
-        received = self._stages(shards, compute, (targets, []), state, kept)
+        shards, targets = self._shards([query], [key, value]), self._shards(results, [])
+        received = self._stages(shards, compute, targets, state, kept)
         if self.report is not None:
             self.report.forward_bytes = received
         return out, kept if self.assignment.kept else [query, key, value, *results]
@@ -106,23 +108,29 @@ class Sharded:
             of_mask: are added to.
         """
         state, grad_out = state_dtype(grad_out.dtype), grad_out.contiguous()
-        shards: _Shards = self._shard(grad_out), []
+        shards = self._shards([grad_out], [])
         if not self.assignment.kept:
             query, key, value, out, lse = saved
-            shards = self._shard(grad_out, query, out, lse), self._shard(key, value)
+            shards = self._shards([query, out, lse, grad_out], [key, value])
         grads, held = [grad_out.new_empty(shape) for shape in shapes], iter(saved)
 
         def compute(stage: int, sides: Sides) -> Sides:
-            for of_keys, n in ((False, 3), (True, 2)) if self.assignment.kept else ():
-                for needed in self.assignment.needs(self.group.rank(), stage, of_keys):
-                    sides[of_keys, needed.heads] += [Gathered(needed, next(held)) for _ in range(n)]
+            for side, rows in sides.items() if self.assignment.kept else ():
+                rows.tensors[:0] = islice(held, 2 if side.of_keys else 3)
             return self._computed(stage, sides, state, of_mask)
 
-        targets = self._shard(grads[0]), self._shard(*grads[1:])
-        received = self._stages(shards, compute, targets, state)
+        received = self._stages(shards, compute, self._shards(grads[:1], grads[1:]), state)
         if self.report is not None:
             self.report.backward_bytes = received
         return grads
+
+    def _shards(self, of_queries: list[torch.Tensor], of_keys: list[torch.Tensor]) -> _Shards:
+        """Tensors of this rank's rows, with the positions of these."""
+        rows = (Interval(*self.assignment.of.starts[self.rank : self.rank + 2]),)
+        return (
+            Gathered(Interval(0, self.whole.heads), rows, of_queries),
+            Gathered(Interval(0, self.whole.kv_heads), rows, of_keys),
+        )
 
     def _stages(
         self,
@@ -141,87 +149,59 @@ class Sharded:
             state: dtype of results that have to be added up.
             kept: tensors that ``compute`` leaves to the backward.
         """
-        device, n_stages = targets[0][0].tensor.device, self.assignment.n_stages
-        coming = [self._sent(0, shards)] if n_stages else []
-        lanes, backs = TwoStreams(device, self.two_streams), list[Transfer]()
+        group, n_stages = self.group, self.assignment.n_stages
+
+        def send(stage: int, rows: _Shards, *results: Any) -> Transfer:
+            pieces = self.assignment.moving(self.rank, stage)
+            some = [piece for piece in pieces if rows[piece.side.of_keys].tensors]
+            return Transfer(some, rows, group, *results)
+
+        coming, backs = [send(0, shards)] if n_stages else [], list[Transfer]()
+        lanes = TwoStreams(targets[0].tensors[0].device, self.two_streams)
         for stage in range(n_stages):
             if stage + 1 < n_stages:
-                coming.append(self._sent(stage + 1, shards))
+                coming.append(send(stage + 1, shards))
             lanes.reads(stage, *coming[0].messages)
             with lanes.turn(stage):
-                sides = self._gathered(stage, coming[0], shards)
-                results = compute(stage, sides)
-                backs.append(self._sent(stage, targets, results, state))
-            made = [one.tensor for rows in results.values() for one in rows]
+                results = compute(stage, self._gathered(stage, coming[0], shards))
+                backs.append(send(stage, targets, results, state))
+            made = [tensor for rows in results.values() for tensor in rows.tensors]
             lanes.leaves(*made, *kept, *backs[-1].messages)
             backs[-1].received_bytes += coming.pop(0).received_bytes
-            del sides, results, made
+            del results, made
         lanes.meet()
         self._collect(backs, targets)
         return sum(back.received_bytes for back in backs)
 
-    def _shard(self, *tensors: torch.Tensor) -> list[Gathered]:
-        """Tensors of this rank's rows, with the positions of these."""
-        rank = self.group.rank()
-        rows = (Interval(*self.assignment.of.starts[rank : rank + 2]),)
-        return [Gathered(Needed(Interval(0, t.shape[1]), rows), t) for t in tensors]
-
-    def _sent(
-        self,
-        stage: int,
-        shards: _Shards,
-        results: Sides | None = None,
-        state: torch.dtype | None = None,
-    ) -> Transfer:
-        """Rows of a stage on their way from their owners; or its results, on their way back."""
-        here = self.group.rank()
-
-        def content(piece: Piece) -> list[torch.Tensor]:
-            wanted = source = shards[piece.of_keys]
-            if results is not None:
-                source = results[piece.of_keys, piece.heads][: len(wanted)]
-            return [one.at(piece.rows, heads=piece.heads) for one in source]
-
-        pieces = [
-            piece
-            for piece in self.assignment.pieces
-            if piece.stage == stage and here in (piece.rank, piece.owner) and shards[piece.of_keys]
-        ]
-        return Transfer(pieces, shards, content, self.group, state)
-
     def _gathered(self, stage: int, came: Transfer, shards: _Shards) -> Sides:
         """The rows of a stage that came, of queries and of keys."""
         sides: Sides = {}
-        parts: dict[tuple[bool, Interval], list[tuple[Interval, Sequence[torch.Tensor]]]]
-        parts = defaultdict(list)
-        for piece, rows in came.arrived():
-            parts[piece.of_keys, piece.heads].append((piece.rows, rows))
-        for of_keys in (False, True):
-            for needed in self.assignment.needs(self.group.rank(), stage, of_keys):
-                mine = parts[of_keys, needed.heads]
-                sides[of_keys, needed.heads] = [
-                    Gathered.of(needed, [(rows, part[n]) for rows, part in mine], like.tensor)
-                    for n, like in enumerate(shards[of_keys])
-                ]
+        parts: dict[Side, list[tuple[Interval, Sequence[torch.Tensor]]]] = defaultdict(list)
+        for piece, tensors in came.arrived():
+            parts[piece.side].append((piece.rows, tensors))
+        for side, rows in self.assignment.needs(self.rank, stage).items():
+            mine = parts[side]
+            if len(mine) == 1:
+                sides[side] = Gathered(side.heads, rows, list(mine[0][1]))
+                continue
+            sides[side] = Gathered.like(side.heads, rows, shards[side.of_keys].tensors)
+            for some, tensors in mine:
+                sides[side].write(side.heads, some, tensors)
         return sides
 
     def _collect(self, backs: Sequence[Transfer], targets: _Shards) -> None:
         """Merge or add up what came of this rank's rows, in ``targets``."""
-        totals: Sides = {}
-        partial: list[Piece] = []
+        sums: Sides = {}
+        summed: list[Piece] = []
         for piece, parts in (one for back in backs for one in back.arrived()):
-            shard = targets[piece.of_keys]
+            shard = targets[piece.side.of_keys]
             if piece.alone:
-                for target, part in zip(shard, parts, strict=True):
-                    target.at(piece.rows, heads=piece.heads).copy_(part)
+                shard.write(piece.side.heads, piece.rows, parts)
                 continue
-            computed = Needed(piece.heads, (piece.rows,))
-            Gathered.add(totals, piece.of_keys, shard[0].needed, computed, parts)
-            partial.append(piece)
-        for of_keys, _, _, _, heads, rows, _ in partial:
-            sums = totals[of_keys, targets[of_keys][0].needed.heads]
-            for target, total in zip(targets[of_keys], sums, strict=True):
-                target.at(rows, heads=heads).copy_(total.at(rows, heads=heads))
+            add_up(sums, piece.side, shard.rows, [piece.rows], parts)
+            summed.append(piece)
+        for side, rows, *_ in summed:
+            targets[side.of_keys].write(side.heads, rows, sums[side].at(side.heads, rows))
 
     def _computed(
         self, stage: int, sides: Sides, state: torch.dtype, of_mask: MaskGradients = (None, None)
@@ -229,34 +209,34 @@ class Sharded:
         """The results of a stage over this rank's blocks, from the rows that came of queries and of
         keys: output and lse; gradients, if the upstream gradient is among the rows. In ``state``,
         those of whole heads in their own dtype."""
-        found: Sides = {}
-        own_dtype = self.assignment.whole_heads
-        for block in self.assignment.blocks(self.group.rank(), stage):
-            kv = self.assignment.of.kv_of(block.heads)
-            rows, both = sides[False, block.heads], sides[True, kv]
-            names = _OF_QUERIES if len(rows) > 1 else ("query",)
-            inputs = {n: one.at(block.queries) for n, one in zip(names, rows, strict=True)}
-            for name, one in zip(("key", "value"), both, strict=True):
-                inputs[name] = one.at(*block.keys)
-            made = partial(self.compute, block, inputs, None if own_dtype else state, of_mask)
-            if len(rows) == 1:
-                out, lse = computed_once(made)
-                parts = [out, lse.to(out.device)]
-                if own_dtype:  # no other block has these heads
-                    found[False, block.heads] = [Gathered(rows[0].needed, part) for part in parts]
-                    continue
+        made: Sides = {}
+        blocks = self.assignment.blocks(self.rank, stage)
+        for block in blocks:
+            heads, kv_heads = block.heads, self.assignment.of.kv_of(block.heads)
+            of_rows, of_keys = Side(False, heads), Side(True, kv_heads)
+            inputs = dict(zip(_OF_QUERIES, sides[of_rows].at(heads, block.queries), strict=False))
+            keys = sides[of_keys].at(kv_heads, *block.keys)
+            inputs |= zip(("key", "value"), keys, strict=True)
+            run = partial(self._of_block, block, inputs, state, of_mask)
+            if "out" in inputs:
+                query, *rest = run()
+                parts = {of_rows: [query], of_keys: rest}
             else:
-                *parts, k, v = made()
-                Gathered.add(found, True, both[0].needed, Needed(kv, block.keys), [k, v])
-            computed = Needed(block.heads, (block.queries,))
-            Gathered.add(found, False, rows[0].needed, computed, parts)
-        return found
+                out, lse = computed_once(run)
+                parts = {of_rows: [out, lse.to(out.device)]}
+            for side, tensors in parts.items():
+                if len(blocks) == 1:
+                    made[side] = Gathered(side.heads, sides[side].rows, tensors)
+                    continue
+                rows = block.keys if side.of_keys else (block.queries,)
+                add_up(made, side, sides[side].rows, rows, tensors)
+        return made
 
-    def compute(
+    def _of_block(
         self,
         block: Block,
         inputs: Mapping[str, torch.Tensor],
-        out_dtype: torch.dtype | None,
+        state: torch.dtype,
         of_mask: MaskGradients,
     ) -> tuple[torch.Tensor, ...]:
         """Output and log-sum-exp of a block, or gradients, as ``compute_block``.
@@ -267,21 +247,21 @@ class Sharded:
         """
         report, whole, (bias, sinks) = None, self.whole, of_mask
         results = BlockResults(
-            out_dtype=out_dtype, grad_mask=bias is not None, grad_sinks=sinks is not None
-        )
-        plain = self.assignment.of.units == "pairs"  # neither a mask nor dropout
+            out_dtype=None if self.assignment.whole_heads else state,
+            grad_mask=bias is not None, grad_sinks=sinks is not None,
+        )  # fmt: skip
         if self.report is not None:
             report = Report()
             self.report.calls.append(report)
         part = PartOfCall(
             Interval(0, whole.batch_shape[0]), block.heads, block.queries, Interval(0, whole.n_keys)
         )
-        # Where a block may have some of its rows' keys alone there is no mask.
-        masked = (None, block.causal) if plain else None
+        # Where a block may have some of its rows' keys alone there is neither mask nor dropout.
+        masked = (None, block.causal) if self.assignment.of.units == "pairs" else None
         written = filled(self.written._replace(report=report))
-        every = list(compute_block(whole, part, inputs, written, results, masked))
+        made = list(compute_block(whole, part, inputs, written, results, masked))
         if sinks is not None:
-            sinks[block.heads.start : block.heads.stop] += every.pop()
+            sinks[slice(*block.heads)] += made.pop()
         if bias is not None:
-            whole.cut_bias(bias, part).add_(every.pop())
-        return tuple(every)
+            whole.cut_bias(bias, part).add_(made.pop())
+        return tuple(made)
