@@ -9,6 +9,7 @@ import torch
 
 from quorum_attention.kernels import tensors
 from quorum_attention.kernels.merge import add_, empty_, merge_, sinks_gradient
+from quorum_attention.kernels.scaling import LOG2_LARGEST, divide_gradient_
 
 
 def statistics(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,3 +117,24 @@ def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:
         out = torch.zeros(shape)
         found = sinks_gradient(out, out, torch.zeros(shape[:-1]), sinks)
         assert torch.equal(found, torch.zeros(3))
+
+
+@pytest.mark.parametrize("broken", [None, torch.inf, torch.nan])
+def test_gradients_are_divided_exactly_and_by_their_largest_finite_row(broken) -> None:
+    grad = (
+        torch.randn(2, 4, 300, 64) * torch.tensor([0.0, 1e-6, 1.0, 900.0])[:, None, None]
+    ).half()
+    value, unscale = torch.randn(2, 2, 70, 64).half(), torch.zeros(2, 2)
+    norms = grad.float().norm(dim=-1).unflatten(1, (2, 2)).amax((2, 3))
+    if broken is not None:
+        grad[1, 3, 299, 63] = broken
+        norms[1, 1] = grad[1, 2:].float().norm(dim=-1).nan_to_num(0.0, posinf=0.0).max()
+    given = grad.clone()
+    divide_gradient_(grad, value, unscale, 9)
+    assert bool((unscale.log2() == unscale.log2().round()).all())
+    divisors = unscale.repeat_interleave(2, 1)[..., None, None]
+    assert torch.equal(grad.nan_to_num(), (given.float() / divisors).half().nan_to_num())
+    bound = norms / unscale * 2 * value.float().norm(dim=-1).amax(-1) * 2.0**9
+    assert bool(
+        ((bound <= 2.0**LOG2_LARGEST * 1.001) & (bound > 2.0 ** (LOG2_LARGEST - 1.01))).all()
+    )

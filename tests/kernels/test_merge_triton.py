@@ -81,32 +81,6 @@ for large_first in (True, False):
     weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
     exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
     assert ((out.cpu().double() - exact).abs() < 1e-6 * exact).all(), out
-from quorum_attention.kernels.merge import launch_divide
-from quorum_attention.kernels.scaling import LOG2_LARGEST, divide_gradient_
-
-for b, h, n, d in ((1, 1, 1, 1), (2, 2, 300, 64), (1, 4, 77, 40), (1, 1, 0, 8)):
-    for size in (0.0, 1e-6, 1.0, 900.0):
-        grad = (torch.randn(b, h, n, d, device=device) * size).half()
-        value = torch.randn(b, max(1, h // 2), n, d, device=device).half()
-        wanted, got = grad.cpu().clone(), grad.clone()
-        expected = torch.zeros(b, max(1, h // 2))
-        unscale = torch.zeros(b, max(1, h // 2), device=device)
-        divide_gradient_(wanted, value.cpu(), expected, 9)
-        launch_divide(got, value, unscale, 9 - LOG2_LARGEST)
-        if n:
-            assert torch.equal(got.cpu(), wanted)
-            assert torch.equal(unscale.cpu(), expected)
-for broken in (torch.inf, torch.nan):
-    grad = torch.randn(1, 2, 300, 64, device=device).half()
-    value = grad.clone()
-    without = grad.clone()
-    without[0, 1, 299] = 0.0
-    grad[0, 1, 299, 63] = broken
-    unscale, expected = torch.zeros(2, 1, 2, device=device)
-    launch_divide(grad, value, unscale, 9 - LOG2_LARGEST)
-    launch_divide(without, value, expected, 9 - LOG2_LARGEST)
-    assert torch.equal(unscale, expected) and (unscale > 1.0).all()
-    assert torch.equal(grad[0, 1, :299], without[0, 1, :299])
 print("merged")
 """
 

@@ -33,8 +33,8 @@ from quorum_attention.execution.problem import Axis, Group, Tensors, Workload, g
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
-    divisor_exponent,
-    largest_norm,
+    divisor_exponents,
+    largest_norms,
     usual_shift,
 )
 
@@ -160,9 +160,10 @@ class BackwardScaling:
         one = {name: _head(part, read["value"], entry, head) for name, part in read.items()}
         if not all_finite(list(one.values())):
             return taken == 0
-        largest, usual = largest_norm(one["grad_out"]), usual_shift(self._n_keys)
-        exponent = divisor_exponent(largest, largest_norm(one["value"]), usual)
-        return math.ldexp(largest, -exponent - _off_the_gradient(taken + 1)) >= _SMALLEST_ROW
+        grad_out, usual = one["grad_out"], usual_shift(self._n_keys)
+        exponent = int(divisor_exponents(grad_out, one["value"], usual))
+        less = -exponent - _off_the_gradient(taken + 1)
+        return math.ldexp(float(largest_norms(grad_out, 1)), less) >= _SMALLEST_ROW
 
     def _own(self, slot: int) -> int:
         return slot if self.by_unit else 0

@@ -118,11 +118,11 @@ def add_(
                 at = 0 if overflow.shape[0] == 1 else block[0].start + entry
                 overflow[at, (block[1].start + head) // (heads // overflow.shape[1])] = 1
         if unscale is not None:
-            part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
+            part = part * by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
         target[block].add_(part, alpha=alpha)
 
 
-def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
+def by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
     """(b, h / g) factors as (b, h, 1, 1), a view wherever there is one."""
     batch, key_heads = unscale.shape
     shared = unscale[:, :, None].expand(batch, key_heads, heads // key_heads)
@@ -217,7 +217,7 @@ def sinks_gradient(
     return sums.to(device=sinks.device, dtype=sinks.dtype)
 
 
-# --- Triton's kernels: merging, adding, finding norms, dividing ----------------------------------
+# --- Triton's kernels: merging, adding, finding norms --------------------------------------------
 #
 # Triton compiles a kernel again for every combination of integer arguments that are 1, multiples of
 # 16, or neither; each compilation takes 0.7 s. These kernels gain little from that, so their
@@ -226,9 +226,6 @@ def sinks_gradient(
 
 # Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
 _BLOCK_ELEMENTS = 4096
-# The same for a kernel that changes in place.
-_READ_ELEMENTS = 8192
-_READ_PROGRAMS = 1024
 # The largest unit of strides, in elements: a power of two.
 _LARGEST_UNIT = 16
 
@@ -305,29 +302,6 @@ def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> N
     _launch(
         "norm", batch * heads * blocks, tensor, norms, heads, heads // key_heads, rows, blocks,
         tensor.stride()[:3], width, block_rows, block_width,
-    )  # fmt: skip
-
-
-def launch_divide(
-    tensor: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
-) -> None:
-    """Divide the query heads of each key head, of a dense tensor (b, h, n, d), by the power of two
-    that follows from its rows and those of ``value`` (``scaling.divide_gradient_``). The host never
-    waits for a factor."""
-    width, groups = tensor.shape[3], unscale.numel()
-    if groups == 0:
-        return
-    # The largest squared norm of a row of each key head: of the gradient, and of the values.
-    norms = torch.zeros((2, groups), dtype=torch.float32, device=value.device)
-    for read, largest in zip((tensor, value), norms, strict=True):
-        launch_norms(read, largest, value.shape[1])
-    rows = tensor.shape[:3].numel() // groups
-    block_width = _block(width)[1]
-    block_rows = max(1, _READ_ELEMENTS // block_width)
-    programs = min(-(-rows // block_rows), max(1, _READ_PROGRAMS // groups))
-    _launch(
-        "divide", groups * programs, tensor, norms, unscale, groups, shift, rows, programs,
-        width, block_rows, block_width,
     )  # fmt: skip
 
 

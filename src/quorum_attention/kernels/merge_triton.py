@@ -89,7 +89,6 @@ def _add_kernel(
         tl.atomic_or(flag_at + 0 * row, bad, mask=bad > 0)
 
 
-# Row norms, and dividing ``grad_out`` by two Triton kernels: the host never waits for a factor.
 @triton.jit(do_not_specialize=["norms", "heads", "group", "n_rows", "blocks"])
 def _norm_kernel(
     tensor, norms, heads, group, n_rows, blocks, strides, WIDTH: tl.constexpr,
@@ -111,33 +110,3 @@ def largest_square(rows):
     and would scale the rest to 0. (The comparison is false for NaN, too.)"""
     squares = tl.sum(rows * rows, 1)
     return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
-
-
-# ``rows`` is specialised: a tenth faster at D = 128.
-@triton.jit(do_not_specialize=["norms", "unscale", "groups", "shift", "programs"])
-def _divide_kernel(
-    tensor, norms, unscale, groups, shift, rows, programs, WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-):  # fmt: skip
-    group = tl.program_id(0) // programs
-    gradient, value = tl.sqrt(tl.load(norms + group)), tl.sqrt(tl.load(norms + groups + group))
-    bound = gradient * tl.maximum(2 * value, 2.0)
-    usable = (bound > 0) & (bound < float("inf"))
-    exponent = tl.ceil(tl.log2(tl.where(usable, bound, 1.0))) + shift
-    exponent = tl.where(usable, tl.minimum(tl.maximum(exponent, -60.0), 60.0), 0.0)
-    # The powers of two are built from their bits, because exp2 need not be exact.
-    whole = exponent.to(tl.int32)
-    divisor = ((whole + 127) << 23).to(tl.float32, bitcast=True)
-    factor = ((127 - whole) << 23).to(tl.float32, bitcast=True)
-    if tl.program_id(0) % programs == 0:
-        tl.store(unscale + group, divisor)
-    column = tl.arange(0, BLOCK_WIDTH)
-    base = tensor + group.to(tl.int64) * rows * WIDTH
-    start = (tl.program_id(0) % programs).to(tl.int64) * BLOCK_ROWS
-    while start < rows:
-        row = start + tl.arange(0, BLOCK_ROWS)
-        cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
-        at = row[:, None] * WIDTH + column[None, :]
-        x = tl.load(base + at, mask=cells, other=0.0).to(tl.float32) * factor
-        tl.store(base + at, x.to(tensor.dtype.element_ty), mask=cells)
-        start += programs * BLOCK_ROWS

@@ -9,12 +9,13 @@ Each scales all three gradients by the same power of two, which one fp32 factor 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.kernels.merge import launch_divide, triton_available
-from quorum_attention.kernels.tensors import row_blocks
+from quorum_attention.kernels.merge import by_head
+from quorum_attention.kernels.tensors import Block, row_blocks
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
 LOG2_LARGEST = 15
@@ -47,7 +48,8 @@ def usual_shift(n_keys: int) -> int:
 def divide_gradient_(
     grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
 ) -> None:
-    """Divide ``grad_out`` in place by a power of two for every key/value head.
+    """Divide ``grad_out`` in place by a power of two for every key/value head; the host waits for
+    nothing.
 
     Args:
         grad_out: (b, h, n, dv).
@@ -55,51 +57,47 @@ def divide_gradient_(
         unscale: (b, hk) fp32, receives the divisors.
         shift: probabilities will be computed times 2**shift.
     """
-    dense = grad_out.is_contiguous() and value.is_contiguous()
-    if grad_out.is_cuda and dense and triton_available():
-        launch_divide(grad_out, value, unscale, shift - LOG2_LARGEST)
+    if unscale.numel() == 0:
         return
-    batch, key_heads = unscale.shape
-    shared = grad_out.shape[1] // max(1, key_heads)
-    for entry in range(batch):
-        for head in range(key_heads):
-            part = grad_out[entry : entry + 1, head * shared : (head + 1) * shared]
-            largest = largest_norm(value[entry : entry + 1, head : head + 1])
-            exponent = divisor_exponent(largest_norm(part), largest, shift)
-            unscale[entry, head] = 2.0**exponent
-            if exponent:
-                for block in _blocks(part):
-                    part[block].mul_(2.0**-exponent)
+    exponents = divisor_exponents(grad_out, value, shift)
+    unscale.copy_(_power_of_two(exponents))
+    factors = by_head(_power_of_two(-exponents), grad_out.shape[1])
+    for block in _blocks(grad_out):
+        grad_out[block].mul_(factors[block[:2]])
 
 
-def largest_norm(tensor: torch.Tensor) -> float:
-    """The largest Euclidean norm of the finite rows of (b, h, n, d).
+def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """The largest Euclidean norm of a finite row of (b, h, n, d) for each key head, (b, key_heads)
+    fp32.
 
     Rows that are not finite give results that are not finite, however they are scaled. They are
     left out, so that the scale is right for all others.
     """
-    largest = 0.0
+    largest = torch.zeros(tensor.shape[:2], dtype=torch.float32, device=tensor.device)
     for block in _blocks(tensor):
         norms = torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32)
-        largest = max(largest, float(norms.nan_to_num(0.0, posinf=0.0).max()))
-    return largest
+        most = norms.nan_to_num_(0.0, posinf=0.0).amax(-1)
+        largest[block[:2]] = torch.maximum(largest[block[:2]], most)
+    return largest.unflatten(1, (key_heads, -1)).amax(2)
 
 
-def divisor_exponent(gradient: float, value: float, shift: int) -> int:
-    """log2 of the divisor of ``grad_out``; 0 where there is nothing to scale.
-
-    Args:
-        gradient, value: the largest row norms of ``grad_out`` and of the values.
-        shift: see ``divide_gradient_``.
-    """
+def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -> torch.Tensor:
+    """log2 of the divisors of ``grad_out`` (``divide_gradient_``), (b, hk) int32; 0 where there is
+    nothing to scale."""
+    gradient, values = (largest_norms(t, value.shape[1]) for t in (grad_out, value))
     # Bounds |dS| <= 2**shift 2 g v, and twice |P dO| of a single pair.
-    bound = gradient * max(2 * value, 2.0)
-    if not 0 < bound < math.inf:
-        return 0
-    return max(-60, min(60, math.ceil(math.log2(bound)) + shift - LOG2_LARGEST))
+    bound = gradient * (2 * values).clamp_min(2.0)
+    usable = (bound > 0) & (bound < math.inf)
+    exponents = torch.where(usable, bound, 1.0).log2().ceil() + (shift - LOG2_LARGEST)
+    return exponents.clamp(-60, 60).masked_fill(~usable, 0.0).int()
 
 
-def _blocks(tensor: torch.Tensor) -> list[tuple[slice, slice, slice]]:
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    # From their bits, because a device's exp2 need not be exact.
+    return (exponents + 127 << 23).view(torch.float32)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[Block]:
     batch, heads, rows, width = tensor.shape
-    # 16-bit rows are converted to fp32.
-    return list(row_blocks(batch, heads, rows, 4 * max(1, width)))
+    # A CPU converts 16-bit rows to fp32 first. Elsewhere a row takes a few numbers.
+    return row_blocks(batch, heads, rows, 8 if tensor.is_cuda else 4 * max(1, width))
