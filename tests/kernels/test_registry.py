@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +21,7 @@ from quorum_attention.kernels import (
     probe,
     register_kernel,
 )
-from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.registry import registrations, select_kernel
-from quorum_attention.kernels.vendors import CudnnKernel
 
 
 @pytest.fixture
@@ -167,62 +163,3 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     )
     assert "replaced by FA4" in str(flash.refusal(half))
     assert registrations() != before
-
-
-GPU = torch.device("cuda", 0)
-CALL = CallShape("cuda", torch.float16, 2, 2, 8, 8)
-
-
-@pytest.fixture
-def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are tested, on a made-up GPU; the cache is empty."""
-    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "cache"))
-    about = SimpleNamespace(name="Some GPU", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
-    found: list[str] = []
-    monkeypatch.setattr(registry, "_tried", lambda kernel, *kind: found.append(kernel.name))
-    return found
-
-
-@pytest.mark.parametrize("changed", [None, "torch", "driver", "cudnn", "code"])
-def test_in_the_next_process(
-    changed: str | None, tested: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert probe(CudnnKernel(), CALL, GPU) is None
-    assert tested == ["cudnn"]
-    if changed == "torch":
-        monkeypatch.setattr(torch, "__version__", "99.0")
-    elif changed == "driver":
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 14000, raising=False)
-    elif changed == "cudnn":
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    elif changed == "code":
-        monkeypatch.setattr(registry.hashlib, "sha256", registry.hashlib.sha1)
-    assert probe(CudnnKernel(), CALL, GPU) is None
-    assert tested == ["cudnn"] * (2 if changed else 1)
-
-
-def test_failures_users_kernels_and_options_are_not_remembered(
-    tested: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Mine(CudnnKernel):
-        name = "mine"
-
-    makers = (Mine, lambda: NativeKernel(window=3), CudnnKernel)
-    for turn in range(2):
-        if turn == 0:
-            monkeypatch.setattr(registry, "_tried", lambda *kind: "it returned NaN")
-        else:
-            monkeypatch.setattr(
-                registry, "_tried", lambda kernel, *kind: tested.append(kernel.name)
-            )
-        for make in makers:
-            found = probe(make(), CALL, GPU)
-            assert found == ("it returned NaN" if turn == 0 else None)
-    assert tested == ["mine", "native", "cudnn"]
-    for make in makers:
-        probe(make(), CALL, GPU)
-    assert tested == ["mine", "native", "cudnn", "mine", "native"]

@@ -12,9 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,20 +20,6 @@ from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
-
-_here = threading.local()
-
-
-@contextmanager
-def by_torch() -> Iterator[None]:
-    """In this thread ``merge_`` and ``add_`` use torch's operators, also where Triton's kernels
-    would be quicker: these may be compiling, which takes a second."""
-    before = getattr(_here, "by_torch", False)
-    _here.by_torch = True
-    try:
-        yield
-    finally:
-        _here.by_torch = before
 
 
 def empty_(out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -72,10 +55,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
         merge_(wide, lse, out_i, lse_i)
         out.copy_(wide)
         return
-    # On a GPU the host would have to wait. Where a kernel is tried out it may: operators that were
-    # not used yet, each loaded in 10 to 60 ms, are not needed then.
-    known = lse if not out.is_cuda else lse.cpu() if _left_to_torch() else None
-    if known is not None and bool(torch.isneginf(known).all()):
+    # On a GPU the host would have to wait.
+    if not out.is_cuda and bool(torch.isneginf(lse).all()):
         # All rows are empty: copying is half the traffic.
         out.copy_(out_i)
         lse.copy_(lse_i)
@@ -146,15 +127,10 @@ def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor, rounded: bool = Fa
     # The Triton kernel needs the last dimension contiguous; what torch returns has it so.
     return (
         triton_available()
-        and not _left_to_torch()
         and (out.stride(-1) == 1 or out.shape[-1] <= 1)
         and (out_i.stride(-1) == 1 or out_i.shape[-1] <= 1)
         and (out.dtype == torch.float32 or (rounded and out.dtype.itemsize == 2))
     )
-
-
-def _left_to_torch() -> bool:
-    return getattr(_here, "by_torch", False)
 
 
 # Attention sinks: a logit for each head that takes part in the softmax and has no value.

@@ -1,24 +1,20 @@
-"""All kernels by name; which one a call gets; and the test, once, whether a kernel works."""
+"""All kernels by name; which one a call gets; and the test, once a process, whether it works."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 
 from quorum_attention.counts import shown
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.kernels.cache import load, remembered, store
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import Fa4Kernel
-from quorum_attention.kernels.merge import by_torch
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import (
     Call,
@@ -236,12 +232,7 @@ def _is_hopper(device: torch.device) -> bool:
 #
 # An operator may run and return wrong numbers. So a small rectangle and a small causal square are
 # compared with the float64 reference: the forward and, if gradients are needed, the backward. That
-# takes half a second in a new process, so what passed is remembered in a file of this user's. The
-# answer depends on the device, on the versions of everything below and on this package's own code,
-# so all of that is in an entry's name. A failure may be the machine's of that moment: it is not
-# kept.
-#
-# What merges is not tested: that is left to torch, because Triton may still be compiling it.
+# takes half a second, once a process.
 
 # Odd, as lengths may be: rows of a mask begin at addresses that vector loads do not take.
 _QUERIES = 249
@@ -292,14 +283,8 @@ def _answer(
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
             f"such call first, as warm-up"
         )
-    entry = _entry(kernel, call, device, deterministic)
-    if entry is not None and entry in _entries(load(_FILE)):
-        return None
-    with outside(), by_torch():
-        wrong = _tried_with_memory(kernel, call, device)
-    if wrong is None and entry is not None:
-        _note(entry)
-    return wrong
+    with outside():
+        return _tried_with_memory(kernel, call, device)
 
 
 def _tried_with_memory(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:
@@ -328,9 +313,7 @@ def _tried(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:
             return f"it failed a test on {device}: {lines[0]}"
         if wrong is not None:
             kind = "causal" if is_causal else "plain"
-            dtype = str(call.dtype).removeprefix("torch.")
-            sign = "" if call.positive_scale else f", scale {scale:.3g}"
-            return f"it returned {wrong} for a {kind} {dtype} test on {device}{sign}"
+            return f"it returned {wrong} for a {kind} test of scale {scale:.3g} on {device}"
     return None
 
 
@@ -384,13 +367,19 @@ def _run(
     call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
     # Results as they are computed, not rounded to what the inputs are.
     call = replace(call, stored=work_dtype(call.query))
-    out, lse = forward_by_task(kernel.forward, call)
+    forward = partial(forward_by_task, kernel.forward)
+    backward = partial(backward_by_task, kernel.backward)
+    heads, masked = (call.query.shape[1], call.key.shape[1]), call.bias is not None
+    # By one call of an operator, if it takes that: Triton would have to compile what merges.
+    if whole := kernel.operator and kernel.takes_whole(*heads, _KEYS, masked, True):
+        forward, backward = kernel.whole_forward, kernel.whole_backward
+    out, lse = forward(call)
     results = {"out": out, "lse": lse}
     if needs_grad:
-        saved = Saved(to(grad_out), out.to(call.query.dtype), lse)
+        rows = lse.masked_fill(torch.isneginf(lse), 0.0) if whole else lse
+        saved = Saved(to(grad_out), out.to(call.query.dtype), rows)
         names = ("the gradient of query", "the gradient of key", "the gradient of value")
-        gradients = backward_by_task(kernel.backward, call, saved)
-        results |= dict(zip(names, gradients, strict=True))
+        results |= dict(zip(names, backward(call, saved), strict=True))
     return results
 
 
@@ -408,38 +397,3 @@ def _random_mask(
     if mask.rows:
         values[:, :, _QUERIES // 3] = -torch.inf
     return values
-
-
-# --- What earlier processes found out ---------------------------------------------------------
-
-_FILE = "kernels.json"
-# Most entries of the file: the oldest go first.
-_MOST = 400
-
-
-def _entries(said: Any) -> list[str]:
-    return [e for e in said if isinstance(e, str)] if isinstance(said, list) else []
-
-
-def _note(entry: str) -> None:
-    """Remember an entry. What cannot be written is not remembered."""
-    with suppress(OSError):
-        store(_FILE, lambda said: [*dict.fromkeys([*_entries(said), entry])][-_MOST:])
-
-
-def _entry(
-    kernel: Kernel, call: CallShape, device: torch.device, deterministic: bool
-) -> str | None:
-    """The name of an entry; None for what is not remembered: users' kernels, other devices, and
-    kernels with options, which are more than their names."""
-    ours = type(kernel).__module__.startswith(__name__.rpartition(".")[0])
-    if device.type != "cuda" or not ours or vars(kernel):
-        return None
-    found = torch.cuda.get_device_properties(device)
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    versions = (
-        found.name, found.major, found.minor, torch.__version__, torch.version.cuda,
-        torch.backends.cudnn.version(), driver, hashlib.sha256(sources).hexdigest()[:16],
-    )  # fmt: skip
-    return f"{type(kernel).__qualname__} | {call} | {device} | {deterministic} | {versions}"
