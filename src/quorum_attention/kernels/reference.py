@@ -368,7 +368,7 @@ def whole_task(call: Call) -> TaskTensors:
         *call.inputs,
         scale=call.scale,
         is_causal=call.is_causal,
-        bias=partial(_part_of, call.bias),
+        bias=partial(part_of, call.bias),
         max_queries=n_queries,
         max_keys=n_keys,
         entries=tuple(range(call.query.shape[0])),
@@ -420,7 +420,7 @@ def work_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
+def part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
     """The mask of a rectangle, from that of a whole call."""
     if bias is None:
         return None

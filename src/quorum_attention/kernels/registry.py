@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -367,8 +368,8 @@ def _run(
     call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
     # Results as they are computed, not rounded to what the inputs are.
     call = replace(call, stored=work_dtype(call.query))
-    forward = partial(forward_by_task, kernel.forward)
-    backward = partial(backward_by_task, kernel.backward)
+    forward: Callable[..., Any] = partial(forward_by_task, kernel.forward)
+    backward: Callable[..., Any] = partial(backward_by_task, kernel.backward)
     heads, masked = (call.query.shape[1], call.key.shape[1]), call.bias is not None
     # By one call of an operator, if it takes that: Triton would have to compile what merges.
     if whole := kernel.operator and kernel.takes_whole(*heads, _KEYS, masked, True):

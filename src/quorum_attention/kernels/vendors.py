@@ -35,13 +35,13 @@ from quorum_attention.kernels.rectangles import (
 )
 from quorum_attention.kernels.tensors import (
     BASE_TWO_LOWEST,
+    Pick,
     aligned_bias,
     bias_for_padding,
     in_layout_of,
     pad_last,
     pad_rows,
     repeat_last,
-    row_blocks,
     token_major,
     zero_unit_strides,
 )
@@ -416,10 +416,10 @@ def _forward_template(device: torch.device) -> tuple[int, torch.dtype]:
 _MENDED = reference.TileLimits(1 << 15, 64, 128)
 
 MEND_WORKSPACE_BYTES = 1 << 20
-"""Upper bound of the bytes ``mend_odd_rows_`` allocates at any one time, besides ``MEND_ROW_BYTES``
-for each row of a head."""
+"""Upper bound of the bytes ``mend_odd_rows_`` allocates at any one time, besides its results of
+``_MENDED.rows`` rows of every head, and ``MEND_ROW_BYTES`` for each row of all."""
 
-MEND_ROW_BYTES = 48
+MEND_ROW_BYTES = 3
 
 
 def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
@@ -433,41 +433,27 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     Args:
         out: (b, h, lq, dv), as the operator returned it.
         lse: (b, h, lq), as the operator returned it; rows with -inf are right already.
-        call: the operator's arguments; query heads may share key heads.
+        call: the operator's arguments.
     """
-    batch, heads, n_rows = lse.shape
-    for block in row_blocks(batch, heads, n_rows, lse.element_size()):
-        part = lse[block]
-        odd = (part / part).isnan() & (part != -torch.inf)
-        for entry, head in odd.any(dim=-1).nonzero().tolist():
-            at = (block[0].start + entry, block[1].start + head)
-            every = odd[entry, head].nonzero().flatten() + block[2].start
-            for rows in every.split(_MENDED.rows):
-                right, its = _computed_again(call, at, rows)
-                wrong = ~its.isfinite()
-                out[at][rows[wrong]] = right[wrong].to(out.dtype)
-                lse[at][rows[wrong]] = its[wrong]
+    odd = lse.isfinite().logical_not_().logical_or_(lse == 0.0).logical_and_(lse != -torch.inf)
+    blocks = odd.flatten(0, 1).any(0).nonzero().flatten() // _MENDED.rows
+    for start in (blocks.unique() * _MENDED.rows).tolist():
+        stop = min(start + _MENDED.rows, lse.shape[2])
+        r = Rectangle(start, stop, 0, stop if call.is_causal else call.key.shape[2])
+        at = (slice(None), slice(None), slice(start, stop))
 
+        def kept(block: reference.Block, keys: slice, start: int = start) -> torch.Tensor:
+            queries = torch.arange(start + block.rows.start, start + block.rows.stop)
+            return torch.arange(keys.start, keys.stop) <= queries.unsqueeze(-1)
 
-def _computed_again(
-    call: Call, at: tuple[int, int], rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (rows, dv) and lse (rows,) of some rows of one head of a batch entry."""
-    entry, head = at
-    of_keys = (entry, head * call.key.shape[1] // call.query.shape[1])
-    bias = call.bias
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.dim())]
-        bias = bias.expand(*call.query.shape[:3], call.key.shape[2])[at][rows][None, None]
-
-    def kept(block: reference.Block, keys: slice) -> torch.Tensor:
-        return torch.arange(keys.start, keys.stop) <= rows[block.rows, None]
-
-    query, key, value = call.query[at][rows], call.key[of_keys], call.value[of_keys]
-    one = Call(query[None, None], key[None, None], value[None, None], scale=call.scale, bias=bias)
-    how = reference.Scores(kept=kept if call.is_causal else None, tiles=_MENDED)
-    out, lse = reference.whole_forward(one, how)
-    return out[0, 0], lse[0, 0]
+        some = Call(
+            call.query[at], call.key[:, :, : r.key_stop], call.value[:, :, : r.key_stop], False,
+            call.scale, reference.part_of(call.bias, r), out.dtype,
+        )  # fmt: skip
+        how = reference.Scores(kept=kept if call.is_causal else None, tiles=_MENDED)
+        right, its = reference.whole_forward(some, how)
+        wrong = odd[at].logical_and_(its.isfinite().logical_not_())
+        out[at][wrong], lse[at][wrong] = right[wrong], its[wrong]
 
 
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
@@ -589,7 +575,9 @@ class CpuKernel(RectangleKernel):
         # Weights of the rows; or what finds odd rows, and mends them, one head after the other.
         merging = min(MERGE_WORKSPACE_BYTES, sizes.rows * (3 * sizes.work + 2))
         merging = max(merging, sizes.rows * sizes.work)
-        merging += MEND_WORKSPACE_BYTES + extent.max_queries * MEND_ROW_BYTES
+        mended = sizes.lanes * min(_MENDED.rows, extent.max_queries)
+        mended *= call.value_dim * (sizes.work + 2 * sizes.item) + 4 * sizes.work
+        merging += MEND_WORKSPACE_BYTES + mended + sizes.rows * MEND_ROW_BYTES
         merging += _widened(sizes, sizes.rows * call.value_dim)
         return max(_TRIAL_BYTES, sizes.forward_bytes(width, inside, merging))
 
@@ -654,8 +642,8 @@ def grouped_forward(
     if not call.causal and (bias is None or bias.shape[1:3] == (1, 1)):
         rows = query.reshape(batch, key_heads, -1, query.shape[-1])
         out, lse = run(replace(call, query=rows))
-    elif _flattens(call):
-        out, lse = run(_by_group_of(call))
+    elif (grouped := _by_group(call)) is not None:
+        out, lse = run(grouped)
     else:
         parts = [grouped_forward(run, one) for _, one in _entries(call)]
         out, lse = (torch.cat(some) for some in zip(*parts, strict=True))
@@ -664,50 +652,37 @@ def grouped_forward(
 
 def grouped_backward(run: Callable[[Call, Saved], Three], call: Call, saved: Saved) -> Three:
     """The gradients of query, key and value, summed over the query heads that share a key head."""
-    query, key, value = call.inputs
-    if _flattens(call):
-        found = run(_by_group_of(call), saved.mapped(lambda tensor: _by_group(tensor, key)))
-        return (
-            found[0].reshape(query.shape),
-            found[1].sum(1).view(key.shape),
-            found[2].sum(1).view(value.shape),
-        )
-    parts = [grouped_backward(run, one, saved.mapped(itemgetter(at))) for at, one in _entries(call)]
-    dq, dk, dv = (torch.cat(some) for some in zip(*parts, strict=True))
-    return dq, dk, dv
+    grouped = _by_group(call)
+    if grouped is None:
+        parts = [grouped_backward(run, one, saved.mapped(pick)) for pick, one in _entries(call)]
+        dq, dk, dv = (torch.cat(some) for some in zip(*parts, strict=True))
+        return dq, dk, dv
+    lanes = grouped.query.shape[:2]
+    dq, dk, dv = run(grouped, saved.mapped(lambda rows: rows.reshape(*lanes, *rows.shape[2:])))
+    shapes = (t.shape for t in call.inputs)
+    return dq.reshape(next(shapes)), dk.sum(1).view(next(shapes)), dv.sum(1).view(next(shapes))
 
 
-def _entries(call: Call) -> Iterator[tuple[slice, Call]]:
+def _entries(call: Call) -> Iterator[tuple[Pick, Call]]:
     """Each batch entry, and what selects it."""
     for entry in range(call.key.shape[0]):
-        at, bias = slice(entry, entry + 1), call.bias
-        bias = bias if bias is None or bias.shape[0] == 1 else bias[at]
-        yield at, call.mapped(itemgetter(at), itemgetter(at), bias=bias)
+        pick, bias = itemgetter(slice(entry, entry + 1)), call.bias
+        bias = bias if bias is None or bias.shape[0] == 1 else pick(bias)
+        yield pick, call.mapped(pick, pick, bias=bias)
 
 
-def _by_group_of(call: Call) -> Call:
-    """Each key head as a batch entry, whose heads are the query heads of its group."""
-    key, bias, shared = call.key, call.bias, call.query.shape[1] // call.key.shape[1]
-    return call.mapped(
-        lambda tensor: _by_group(tensor, key),
-        lambda tensor: tensor.flatten(0, 1).unsqueeze(1).expand(-1, shared, -1, -1),
-        bias=bias if bias is None or bias.shape[1] == 1 else _by_group(bias, key),
-    )
-
-
-def _flattens(call: Call) -> bool:
-    """Whether (batch, key heads) can become one dimension without a copy."""
-    query, key, value, bias = *call.inputs, call.bias
-    batch, heads = key.shape[:2]
-    if batch == 1:
-        return True
-    if heads > 1 and any(t.stride(0) != heads * t.stride(1) for t in (key, value)):
-        return False
-    flat_queries = query.stride(0) == query.shape[1] * query.stride(1)
-    return flat_queries and (bias is None or bias.shape[:2] == (1, 1))
-
-
-def _by_group(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """(b, h, ...) as (b * hk, h / hk, ...); copied where its strides allow no view."""
-    batch, heads = key.shape[:2]
-    return tensor.reshape(batch * heads, tensor.shape[1] // heads, *tensor.shape[2:])
+def _by_group(call: Call) -> Call | None:
+    """Each key head as a batch entry, whose heads are the query heads of its group; None where that
+    takes a copy."""
+    (batch, key_heads), heads, bias = call.key.shape[:2], call.query.shape[1], call.bias
+    lanes = batch * key_heads, heads // key_heads
+    try:
+        if bias is not None and bias.shape[:2] != (1, 1):
+            bias = bias.expand(batch, heads, -1, -1).view(*lanes, *bias.shape[2:])
+        return call.mapped(
+            lambda tensor: tensor.view(*lanes, *tensor.shape[2:]),
+            lambda tensor: tensor.view(lanes[0], 1, *tensor.shape[2:]).expand(*lanes, -1, -1),
+            bias=bias,
+        )
+    except RuntimeError:
+        return None
