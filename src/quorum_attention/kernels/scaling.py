@@ -73,12 +73,13 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     Rows that are not finite give results that are not finite, however they are scaled. They are
     left out, so that the scale is right for all others.
     """
-    largest = torch.zeros(tensor.shape[:2], dtype=torch.float32, device=tensor.device)
+    batch, heads = tensor.shape[:2]
+    largest = torch.zeros((batch, heads), dtype=torch.float32, device=tensor.device)
     for block in _blocks(tensor):
         norms = torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32)
         most = norms.nan_to_num_(0.0, posinf=0.0).amax(-1)
         largest[block[:2]] = torch.maximum(largest[block[:2]], most)
-    return largest.unflatten(1, (key_heads, -1)).amax(2)
+    return largest.view(batch, key_heads, heads // key_heads).amax(2)
 
 
 def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -> torch.Tensor:
