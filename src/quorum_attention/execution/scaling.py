@@ -160,10 +160,9 @@ class BackwardScaling:
         one = {name: _head(part, read["value"], entry, head) for name, part in read.items()}
         if not all_finite(list(one.values())):
             return taken == 0
-        grad_out, usual = one["grad_out"], usual_shift(self._n_keys)
-        exponent = int(divisor_exponents(grad_out, one["value"], usual))
-        less = -exponent - _off_the_gradient(taken + 1)
-        return math.ldexp(float(largest_norms(grad_out, 1)), less) >= _SMALLEST_ROW
+        grad_out, value, usual = one["grad_out"], one["value"], usual_shift(self._n_keys)
+        exponent = int(divisor_exponents(grad_out, value, usual)) + _off_the_gradient(taken + 1)
+        return math.ldexp(float(largest_norms(grad_out, 1)), -exponent) >= _SMALLEST_ROW
 
     def _own(self, slot: int) -> int:
         return slot if self.by_unit else 0
