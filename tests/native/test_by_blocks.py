@@ -16,7 +16,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
 from quorum_attention.kernels.masked import block_table
-from quorum_attention.kernels.masked.block_table import BlockEvaluator, TaskPairs, listed_blocks
+from quorum_attention.kernels.masked.block_table import BlockEvaluator, listed_blocks
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.native import runs
 from quorum_attention.kernels.native.runs import bits_of
@@ -43,24 +43,24 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
     size = max(n, m)
     whole = Decomposition(size).task(())
     rectangles = (Rectangle(0, n, 0, m),)
-    pairs = TaskPairs(whole, rectangles)
     zeros = torch.zeros(1, 2, n, 4)
     task = TaskTensors(
         whole, rectangles, zeros, torch.zeros(1, 2, m, 4), torch.zeros(1, 2, m, 4), 1.0, False,
         lambda r: None,
     )  # fmt: skip
-    codes = np.zeros(pairs.grid, dtype=np.int8)
-    found = listed_blocks(geometry, task, pairs, draw.choice([1, 16 << 20]))
+    codes = np.zeros((-(-n // 128), -(-m // 128)), dtype=np.int8)
+    found = listed_blocks(geometry, task, *rectangles, rectangles, draw.choice([1, 16 << 20]))
     for code, nodes in zip((FULL, PARTIAL), found, strict=False):
-        for _, top, bottom, left, right in nodes.tolist():
-            assert not codes[top:bottom, left:right].any()
-            codes[top:bottom, left:right] = code
+        for _, q0, q1, k0, k1 in nodes.tolist():
+            part = slice(q0 // 128, -(-q1 // 128)), slice(k0 // 128, -(-k1 // 128))
+            assert not codes[part].any()
+            codes[part] = code
     for i, j in np.ndindex(codes.shape):
         part = keep[..., i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
         assert codes[i, j] != FULL or part.all(), (i, j)
         assert codes[i, j] != EMPTY or not part.any(), (i, j)
     rows, columns = partial = torch.from_numpy(np.stack(np.nonzero(codes == PARTIAL)))
-    evaluator = BlockEvaluator(geometry, task, pairs)
+    evaluator = BlockEvaluator(geometry, task, *rectangles)
     words = bits_of(evaluator, partial, draw.choice([1, 3])).expand(1, 2, -1, -1, -1)
     for number, (i, j) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         part = keep[0, :, i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -35,11 +36,12 @@ from quorum_attention.kernels.kit.function import (
 )
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
-    TaskPairs,
     block_lists,
     blocks_key,
     evaluated_bytes,
     listed_blocks,
+    sides,
+    whole_region,
 )
 from quorum_attention.kernels.masked.functions import (
     MaskMod,
@@ -209,7 +211,7 @@ def has_diagonal(task: TaskTensors) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call for a whole task.
+    """One call for a task, or for a rectangle of it.
 
     Attributes:
         sent: the block lists on the device.
@@ -254,35 +256,50 @@ class Launch:
 
 
 def launch(
-    task: TaskTensors, lists: list[torch.Tensor], geometry: Geometry, score_mod: ScoreMod | None
+    task: TaskTensors,
+    region: Rectangle,
+    lists: list[torch.Tensor],
+    geometry: Geometry,
+    score_mod: ScoreMod | None,
 ) -> Launch:
-    """The call for ``task`` with its block lists."""
+    """The call for a region of ``task`` with its block lists."""
     device, first = task.query.device, task.first_head
     entries = _numbers(task.entries, device)
     heads = _numbers(tuple(range(first, first + task.query.shape[1])), device)
-    queries = positions(task.task, 0, task.query.shape[2], device, torch.int32)
-    keys = positions(task.task, 0, task.key.shape[2], device, torch.int32)
-    sent = [each.to(device, non_blocking=True).detach() for each in lists]
+    rows, columns = sides(region)
+    queries, keys = (positions(task.task, *at, device, torch.int32) for at in (rows, columns))
     keeps = geometry.mask_mod(device)
 
     def masks(b: Any, h: Any, q: Any, k: Any) -> Any:
         return keeps(entries[b], heads[h], queries[q], keys[k])
 
-    *_, rows, columns, table = sent  # of pieces, if there are any
-
-    def in_pieces(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (table[rows[q], columns[k]] != 0) & masks(b, h, q, k)
-
     def change(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score_mod(score, entries[b], heads[h], queries[q], keys[k])  # type: ignore[misc]
 
+    query = task.query[:, :, slice(*rows)]
+    key, value = (tensor[:, :, slice(*columns)] for tensor in (task.key, task.value))
     return Launch(
-        (laid_out(task.query), laid_out(task.key), laid_out(task.value)),
-        sent,
-        in_pieces if sent[8:] else masks,
+        (laid_out(query), laid_out(key), laid_out(value)),
+        [each.to(device, non_blocking=True).detach() for each in lists],
+        masks,
         None if score_mod is None else change,
         task.scale,
     )
+
+
+def regions(task: TaskTensors) -> list[tuple[Rectangle, tuple[Rectangle, ...]]]:
+    """What is one call each, with its rectangles, counted from its first query and key: the whole
+    task, unless rectangles end within blocks."""
+    live, whole = tuple(r for r in task.rectangles if r.n_queries and r.n_keys), whole_region(task)
+    aligned = (
+        at % BLOCK == 0 or at == n
+        for r in live
+        for side, (_, n) in zip(sides(r), sides(whole), strict=True)
+        for at in side
+    )
+    if all(aligned):
+        return [(whole, live)]
+    return [(r, (Rectangle(0, r.n_queries, 0, r.n_keys),)) for r in live]
 
 
 @lru_cache(maxsize=64)
@@ -437,11 +454,15 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         return min(blocks, (high - low) // BLOCK + 3)
 
     def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
-        """One call; rows that keep nothing come back as out 0 and lse -inf."""
-        made = self._launch(task)
-        if made is not None:
-            forward, gradients = partial(self._run_forward, made), partial(self._gradients, made)
-            yield TaskCall(as_it_is, as_it_is, forward, gradients)
+        """See ``regions``; rows that keep nothing come back as out 0 and lse -inf."""
+        for region, rectangles in regions(task):
+            made = self._launch(task, region, rectangles)
+            if made is not None:
+                rows, keys = (
+                    itemgetter((slice(None), slice(None), slice(*side))) for side in sides(region)
+                )
+                forward, backwards = self._run_forward, self._gradients
+                yield TaskCall(rows, keys, partial(forward, made), partial(backwards, made))
 
     def _run_forward(self, made: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -458,14 +479,14 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
-        made = self._launch(reference.whole_task(call))
+        made = self._whole(call)
         if made is None:
             return reference.forward_by_task(self.forward, call)
         return self._run_forward(made)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
-        made = self._launch(reference.whole_task(call))
+        made = self._whole(call)
         if made is None:
             return reference.backward_by_task(self.backward, call, saved)
         return self._gradients(made, saved)
@@ -496,22 +517,27 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         call = self._compiled.get(made.kind(needs_grad), make)
         return partial(call, score_mod=made.score_mod, scale=made.scale)
 
-    def _launch(self, task: TaskTensors) -> Launch | None:
-        """The call for a task; None if it keeps no pair."""
-        sizes = task.query.shape[2], task.key.shape[2]
+    def _whole(self, call: Call) -> Launch | None:
+        task = reference.whole_task(call)
+        return self._launch(task, *regions(task)[0])
+
+    def _launch(
+        self, task: TaskTensors, region: Rectangle, rectangles: tuple[Rectangle, ...]
+    ) -> Launch | None:
+        """The call for a region of a task; None if it keeps no pair."""
         if 0 in (*task.query.shape[:3], *task.key.shape[1:3]):
             return None
-        is_causal, rectangles = has_diagonal(task), tuple(task.rectangles)
+        is_causal = has_diagonal(task)
         geometry = self._under(is_causal)
 
         def make() -> list[torch.Tensor]:
-            pairs = TaskPairs(task.task, rectangles, sizes)
-            listed = listed_blocks(geometry, task, pairs, _EVALUATED_BYTES, by_lane=True)
-            return block_lists(pairs, *listed, pinned=task.query.is_cuda)
+            how = geometry, task, region, rectangles
+            listed = listed_blocks(*how, _EVALUATED_BYTES, by_lane=True)
+            return block_lists(region, *listed, pinned=task.query.is_cuda)
 
-        key = is_causal, sizes, *blocks_key(geometry, task, rectangles)
+        key = is_causal, region, *blocks_key(geometry, task, rectangles)
         lists = self._lists.get(key, make)
-        return launch(task, lists, geometry, self.score_mod) if lists else None
+        return launch(task, region, lists, geometry, self.score_mod) if lists else None
 
 
 # FlexAttention's backward of a part, given the results of the whole rows, without its forward.

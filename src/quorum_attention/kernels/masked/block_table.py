@@ -9,7 +9,7 @@ pairs, on the device. The native kernel makes its runs of the nodes, FlexAttenti
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Task
+from quorum_attention.decomposition import FULL, PARTIAL, Ranges, Rectangle, Task
 from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.protocol import Indices, TaskTensors
 from quorum_attention.kernels.tensors import positions
@@ -38,111 +38,43 @@ SENT = 64
 Ints = NDArray[np.int64]
 Codes = NDArray[np.int8]
 Nodes = Ints
-"""Nodes of the quadtree, (k, 5): lane, first block row, last + 1, first block column, last + 1."""
+"""Parts of rectangles, (k, 5): lane, query_start, query_stop, key_start, key_stop. What is cut is
+cut at multiples of BLOCK, counted from the first query and the first key of a region."""
 
 
-class TaskPairs:
-    """The pairs of a task, before any mask.
-
-    Args:
-        rectangles: disjoint, in local positions.
-        sizes: queries and keys; None: up to the last of a rectangle.
-
-    Attributes:
-        queries, keys: (nq,) and (nk,) global positions, ascending.
-        edges: where rectangles begin or end along the queries, with 0 and nq; and along the keys.
-        table: (query pieces, key pieces) bool: whether a rectangle holds the piece between edges.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        rectangles: Sequence[Rectangle],
-        sizes: tuple[int, int] | None = None,
-    ) -> None:
-        runs = [np.arange(first, last, dtype=np.int64) for first, last, _ in task.runs]
-        tokens = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
-        kept = [r for r in rectangles if r.n_queries and r.n_keys]
-        sides = [
-            np.array(ends, dtype=np.int64).reshape(-1, 2)
-            for ends in (
-                [(r.query_start, r.query_stop) for r in kept],
-                [(r.key_start, r.key_stop) for r in kept],
-            )
-        ]
-        lengths = sizes or [int(side.max(initial=0)) for side in sides]
-        self.queries, self.keys = (tokens[:n] for n in lengths)
-        self.edges = [np.unique(np.append(e, (0, n))) for e, n in zip(sides, lengths, strict=True)]
-        self.table = np.zeros([len(edges) - 1 for edges in self.edges], dtype=np.bool_)
-        rows, columns = map(np.searchsorted, self.edges, sides)
-        for (top, bottom), (left, right) in zip(rows, columns, strict=True):
-            self.table[top:bottom, left:right] = True
-        # Summed-area table: how many pieces above and to the left rectangles hold.
-        self._sums = np.pad(self.table.cumsum(0, dtype=np.int64).cumsum(1), ((1, 0), (1, 0)))
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of blocks."""
-        return -(-len(self.queries) // BLOCK), -(-len(self.keys) // BLOCK)
-
-    @property
-    def pieces(self) -> tuple[Ints, Ints, NDArray[np.bool_]] | None:
-        """The piece between edges that each query and each key lies in, and ``table``; None if the
-        rectangles are all pairs."""
-        if self.table.all():
-            return None
-        rows, columns = np.arange(len(self.queries)), np.arange(len(self.keys))
-        return _piece(self.edges[0], rows), _piece(self.edges[1], columns), self.table
-
-    def _bounds(self, nodes: Nodes) -> tuple[Ints, Ints, Ints, Ints]:
-        """The first and last local query, and the first and last local key, of each node."""
-        _, top, bottom, left, right = nodes.T * BLOCK
-        last_query = np.minimum(bottom, len(self.queries)) - 1
-        return top, last_query, left, np.minimum(right, len(self.keys)) - 1
-
-    def codes(self, nodes: Nodes) -> Codes:
-        """For every node: EMPTY, FULL, or PARTIAL."""
-        q0, q1, k0, k1 = self._bounds(nodes)
-        top, bottom = _piece(self.edges[0], q0), _piece(self.edges[0], q1) + 1
-        left, right = _piece(self.edges[1], k0), _piece(self.edges[1], k1) + 1
-        s = self._sums
-        there = s[bottom, right] - s[top, right] - s[bottom, left] + s[top, left]
-        every = (bottom - top) * (right - left)
-        found = np.where(there == 0, EMPTY, np.where(there == every, FULL, PARTIAL))
-        return found.astype(np.int8)
-
-    def positions(self, nodes: Nodes) -> Iterator[Ranges]:
-        """The positions of nodes; between the first and the last there may be others' tokens."""
-        q0, q1, k0, k1 = self._bounds(nodes)
-        ends = (self.queries[q0], self.queries[q1] + 1, self.keys[k0], self.keys[k1] + 1)
-        return (Ranges.of(*block) for block in zip(*(end.tolist() for end in ends), strict=True))
-
-
-def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
-    """The FULL, the PARTIAL and the UNKNOWN nodes of a task; all other blocks are EMPTY.
+def classify(
+    task: Task, region: Rectangle, rectangles: Sequence[Rectangle], geometry: Geometry
+) -> dict[int, Nodes]:
+    """The FULL, the PARTIAL and the UNKNOWN nodes; all other blocks are EMPTY.
 
     Where the functions of the geometry that say nothing of blocks decide, and where they might
     empty a block that is partial anyway, it is UNKNOWN.
+
+    Args:
+        region: queries and keys of the task, whose first ones nodes and rectangles count from.
+        rectangles: disjoint; the geometry has their causal rule.
     """
-    rows, columns = pairs.grid
+    tokens = np.concatenate([np.arange(first, last) for first, last, _ in task.runs])
+    queries, keys = tokens[region.query_start :], tokens[region.key_start :]
     known = tuple(rule for rule in geometry.rules if not isinstance(rule, FunctionRule))
     opaque, geometry = len(known) < len(geometry.rules), replace(geometry, rules=known)
+    evaluated = opaque or bool(geometry.functions)
     found: dict[int, list[Nodes]] = {FULL: [], PARTIAL: [], UNKNOWN: []}
-    nodes: Nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
-    if not (rows and columns):
-        nodes = nodes[:0]
+    nodes = np.array(
+        [(0, r.query_start, r.query_stop, r.key_start, r.key_stop) for r in rectangles], np.int64
+    ).reshape(-1, 5)
+    nodes = some(nodes)
     while len(nodes):
-        codes = pairs.codes(nodes)
-        nodes, codes = nodes[codes != EMPTY], codes[codes != EMPTY]
-        if (opaque or geometry.functions) and len(nodes) > MOST_NODES:
+        if evaluated and len(nodes) > MOST_NODES:
             found[UNKNOWN].append(nodes)
             break
-        if not geometry.keeps_all:
-            asked = np.array([geometry.verdict(r) for r in pairs.positions(nodes)], dtype=np.int8)
-            # Of a part of a node's pairs, the verdict on all of them says only that there are none.
-            codes = np.where((codes == FULL) | (asked == EMPTY), asked, codes)
-        single = (nodes[:, 2] - nodes[:, 1] == 1) & (nodes[:, 4] - nodes[:, 3] == 1)
-        if opaque or geometry.functions:
+        _, q0, q1, k0, k1 = nodes.T
+        # Between the first and the last position there may be others' tokens.
+        ends = (queries[q0], queries[q1 - 1] + 1, keys[k0], keys[k1 - 1] + 1)
+        blocks = zip(*(end.tolist() for end in ends), strict=True)
+        codes = np.array([geometry.verdict(Ranges.of(*block)) for block in blocks], np.int8)
+        single = (_blocks_along(nodes) == 1).all(axis=1)
+        if evaluated:
             codes[(opaque & (codes == FULL)) | (single & (codes == PARTIAL))] = UNKNOWN
         for code in (FULL, UNKNOWN):
             found[code].append(nodes[codes == code])
@@ -155,33 +87,43 @@ def classify(pairs: TaskPairs, geometry: Geometry) -> dict[int, Nodes]:
 def listed_blocks(
     geometry: Geometry,
     task: TaskTensors,
-    pairs: TaskPairs,
+    region: Rectangle,
+    rectangles: Sequence[Rectangle],
     nbytes: int,
     *,
     by_lane: bool = False,
 ) -> tuple[Nodes, Nodes, tuple[int, int]]:
-    """(FULL nodes, PARTIAL nodes, lanes).
+    """(FULL nodes, PARTIAL nodes, lanes); see ``classify``.
 
     Args:
         nbytes: for evaluating functions.
         by_lane: whether entries and heads in which a function differs have blocks of their own
             (of a geometry that is no more than a function); otherwise these are PARTIAL for all.
     """
-    found = classify(pairs, geometry)
-    full, partial, unknown = [found[FULL]], [found[PARTIAL]], blocks_in(found[UNKNOWN])
-    if not unknown.shape[1]:
+    found = classify(task.task, region, rectangles, geometry)
+    full, partial, unknown = [found[FULL]], [found[PARTIAL]], _single_blocks(found[UNKNOWN])
+    if not len(unknown):
         return full[0], partial[0], (1, 1)
-    evaluator = BlockEvaluator(geometry, task, pairs)
-    codes = evaluator.codes(unknown, nbytes).reshape(unknown.shape[1], -1)
+    evaluator = BlockEvaluator(geometry, task, region)
+    codes = evaluator.codes(unknown[:, 1::2].T // BLOCK, nbytes).reshape(len(unknown), -1)
     lanes = evaluator.lanes
     if not by_lane:
         same = (codes == codes[:, :1]).all(axis=1)
         lanes, codes = (1, 1), np.where(same, codes[:, 0], PARTIAL)[:, None]
     for code, nodes in ((FULL, full), (PARTIAL, partial)):
         number, lane = np.nonzero(codes == code)
-        row, column = unknown[:, number]
-        nodes.append(np.stack([lane, row, row + 1, column, column + 1], axis=1))
+        nodes.append(np.concatenate([lane[:, None], unknown[number, 1:]], axis=1))
     return joined(full), joined(partial), lanes
+
+
+def whole_region(task: TaskTensors) -> Rectangle:
+    """All queries and keys of a task."""
+    return Rectangle(0, task.query.shape[2], 0, task.key.shape[2])
+
+
+def sides(region: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The bounds of its queries and of its keys."""
+    return (region.query_start, region.query_stop), (region.key_start, region.key_stop)
 
 
 def blocks_key(
@@ -203,9 +145,10 @@ def evaluated_bytes(lanes: int, nbytes: int) -> int:
 
 
 class BlockEvaluator:
-    """Evaluates which pairs of blocks of a task a geometry keeps, on its device."""
+    """Evaluates which pairs of blocks of a region a geometry keeps, on the task's device. Of blocks
+    that rectangles hold in part, all pairs are."""
 
-    def __init__(self, geometry: Geometry, task: TaskTensors, pairs: TaskPairs) -> None:
+    def __init__(self, geometry: Geometry, task: TaskTensors, region: Rectangle) -> None:
         device, first = task.query.device, task.first_head
         depends = geometry.depends(device)
         self._geometry = geometry
@@ -213,15 +156,8 @@ class BlockEvaluator:
         heads = task.query.shape[1] if depends[1] else 1
         self._heads = torch.arange(first, first + heads, device=device)
         self._queries, self._keys = (
-            _padded(positions(task.task, 0, len(side), device))
-            for side in (pairs.queries, pairs.keys)
+            _padded(positions(task.task, *side, device)) for side in sides(region)
         )
-        self._table: torch.Tensor | None = None
-        pieces = pairs.pieces
-        if pieces is not None:
-            *sides, table = (torch.from_numpy(part).to(device) for part in pieces)
-            self._rows, self._columns = map(_padded, sides)
-            self._table = table
 
     @property
     def lanes(self) -> tuple[int, int]:
@@ -252,13 +188,8 @@ class BlockEvaluator:
 
     def kept(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Which pairs of blocks are kept: (blocks, entries, heads, 128, 128) bool."""
-        within = torch.arange(BLOCK, device=rows.device)
-        r, c = (blocks[:, None] * BLOCK + within for blocks in (rows, columns))
-        queries, keys = self._queries[r], self._keys[c]
+        queries, keys = self._queries[rows], self._keys[columns]
         kept: torch.Tensor = torch.vmap(self._of_block)(queries, keys)
-        if self._table is not None:
-            pieces = self._rows[r][:, :, None], self._columns[c][:, None]
-            kept = kept & self._table[pieces][:, None, None]
         return kept
 
     def _of_block(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -267,27 +198,17 @@ class BlockEvaluator:
         return found.expand(*self.lanes, BLOCK, BLOCK).contiguous()
 
 
-def blocks_in(nodes: Nodes) -> Ints:
-    """(2, blocks): row and column of every block in ``nodes``."""
-    heights, widths = nodes[:, 2] - nodes[:, 1], nodes[:, 4] - nodes[:, 3]
-    sizes = heights * widths
-    node = np.repeat(np.arange(len(nodes)), sizes)
-    number = np.arange(len(node)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    row, column = np.divmod(number, widths[node])
-    return np.stack([nodes[node, 1] + row, nodes[node, 3] + column])
-
-
-def joined_along_rows(blocks: Nodes) -> Nodes:
-    """Single blocks of one lane, neighbours in a row joined."""
-    blocks = blocks[np.lexsort((blocks[:, 3], blocks[:, 1]))]
-    beside = (blocks[1:, 1] == blocks[:-1, 1]) & (blocks[1:, 3] == blocks[:-1, 4])
-    first, last = np.ones((2, len(blocks)), dtype=bool)
+def joined_along_rows(nodes: Nodes) -> Nodes:
+    """Single blocks of one lane and one rectangle, neighbours in a row joined."""
+    nodes = nodes[np.lexsort((nodes[:, 3], nodes[:, 1]))]
+    beside = (nodes[1:, 1] == nodes[:-1, 1]) & (nodes[1:, 3] == nodes[:-1, 4])
+    first, last = np.ones((2, len(nodes)), dtype=bool)
     first[1:], last[:-1] = ~beside, ~beside
-    return np.concatenate([blocks[first, :4], blocks[last, 4:]], axis=1)
+    return np.concatenate([nodes[first, :4], nodes[last, 4:]], axis=1)
 
 
 def some(nodes: Nodes) -> Nodes:
-    """The nodes that hold a block."""
+    """The nodes that hold a pair."""
     return nodes[(nodes[:, 1] < nodes[:, 2]) & (nodes[:, 3] < nodes[:, 4])]
 
 
@@ -296,65 +217,81 @@ def joined(parts: list[Nodes]) -> Nodes:
     return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
 
 
-def _piece(edges: Ints, where: Ints) -> Ints:
-    """The number of the piece, between two edges, that each position lies in."""
-    return np.searchsorted(edges, where, side="right") - 1
+def _blocks_along(nodes: Nodes) -> Ints:
+    """(k, 2): how many rows and how many columns of blocks each node touches."""
+    return -(-nodes[:, 2::2] // BLOCK) - nodes[:, 1::2] // BLOCK
+
+
+def _single_blocks(nodes: Nodes) -> Nodes:
+    """The parts of nodes in each block, one after the other."""
+    rows, columns = _blocks_along(nodes).T
+    node = np.repeat(np.arange(len(nodes)), rows * columns)
+    row, column = np.divmod(_ranges(np.zeros_like(rows), rows * columns), columns[node])
+    lane, q0, q1, k0, k1 = nodes[node].T
+    top, left = (row + q0 // BLOCK) * BLOCK, (column + k0 // BLOCK) * BLOCK
+    q0, q1 = np.maximum(top, q0), np.minimum(top + BLOCK, q1)
+    k0, k1 = np.maximum(left, k0), np.minimum(left + BLOCK, k1)
+    return np.stack([lane, q0, q1, k0, k1], axis=1)
 
 
 def _quarters(nodes: Nodes) -> Nodes:
-    lane, row, bottom, column, right = nodes.T
-    middle, centre = (row + bottom) // 2, (column + right) // 2
+    lane, q0, q1, k0, k1 = nodes.T
+    # Beyond the first block: what touches several is cut.
+    middle, centre = ((nodes[:, 1::2] // BLOCK + (_blocks_along(nodes) + 1) // 2) * BLOCK).T
+    middle, centre = np.minimum(middle, q1), np.minimum(centre, k1)
     parts = [
         np.stack([lane, a, b, c, d], axis=1)
-        for a, b in ((row, middle), (middle, bottom))
-        for c, d in ((column, centre), (centre, right))
+        for a, b in ((q0, middle), (middle, q1))
+        for c, d in ((k0, centre), (centre, k1))
     ]
     return some(joined(parts))
 
 
 def _padded(tokens: torch.Tensor) -> torch.Tensor:
-    """``tokens`` (n,), the last of them repeated up to whole blocks."""
+    """``tokens`` (n,) by blocks, (blocks, 128), the last of them repeated up to a whole one."""
     missing = -len(tokens) % BLOCK
-    return torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
+    return torch.cat([tokens, tokens[-1:].expand(missing)]).view(-1, BLOCK)
 
 
-# FlexAttention's lists of FULL and PARTIAL blocks for a whole task. It runs the listed blocks, and
+# FlexAttention's lists of FULL and PARTIAL blocks of a region. It runs the listed blocks, and
 # applies the mask in partial ones only.
 
 
 def block_lists(
-    pairs: TaskPairs,
+    region: Rectangle,
     full: Nodes,
     partial: Nodes,
     lanes: tuple[int, int] = (1, 1),
     pinned: bool = False,
 ) -> list[torch.Tensor]:
-    """A task's block lists, of disjoint nodes, int32 on the host; none where nothing is kept.
+    """A region's block lists, of nodes with no block in common, int32 on the host; none where
+    nothing is kept.
 
     They are counts and indices of partial blocks by query, of full blocks by query, then both by
-    key. If rectangles end within blocks, three more follow, by which partial blocks have to test
-    the pieces: the piece of every query, the piece of every key, and ``TaskPairs.table``.
+    key.
 
     Args:
-        pairs: the task's pairs.
+        region: see ``classify``.
         full, partial: the nodes (``listed_blocks``). A full block that reaches beyond the last
             query or key is listed as partial, because FlexAttention expects that.
         lanes: number of batch entries and of heads that have lists of their own
             (lane = entry * heads + head).
         pinned: whether they are in page-locked memory.
     """
-    full, edge = _without_edge(full, len(pairs.queries), len(pairs.keys))
+    full, edge = _without_edge(full)
     partial = joined([partial, edge])
     if not len(full) + len(partial):
         return []
     heights, widths = slice(1, 3), slice(3, 5)
     arrays: list[NDArray[Any]] = []
-    for size, along, across in zip(pairs.grid, (heights, widths), (widths, heights), strict=True):
+    grid = -(-region.n_queries // BLOCK), -(-region.n_keys // BLOCK)
+    for size, along, across in zip(grid, (heights, widths), (widths, heights), strict=True):
         lines = size * math.prod(lanes)
         kinds = [
-            _listed(nodes[:, 0] * size, nodes[:, along], nodes[:, across], lines)
+            _listed(nodes[:, 0] * size, _in_blocks(nodes[:, along]), _in_blocks(nodes[:, across]),
+                    lines)
             for nodes in (partial, full)
-        ]
+        ]  # fmt: skip
         # All tables have the width of the longest line, because torch's kernel uses the row stride
         # of the first for both; and at least 2: torch.compile specialises code to sizes of 1.
         width = max(2, *(int(counts.max(initial=0)) for counts, _ in kinds))
@@ -362,24 +299,24 @@ def block_lists(
             table = np.zeros((lines, width), dtype=np.int32)
             table[np.arange(width) < counts[:, None]] = entries
             arrays += [counts.reshape(*lanes, size), table.reshape(*lanes, size, width)]
-    pieces = pairs.pieces
-    if pieces is not None and any((edges[:-1] % BLOCK).any() for edges in pairs.edges):
-        *of_sides, held = pieces
-        # At least 2 x 2, as above.
-        arrays += [*of_sides, np.pad(held, [(0, max(0, 2 - size)) for size in held.shape])]
     with outside():  # because they are cached
         lists = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
         return [each.pin_memory() for each in lists] if pinned else lists
 
 
-def _without_edge(nodes: Nodes, n_queries: int, n_keys: int) -> tuple[Nodes, Nodes]:
-    """``nodes`` cut into their whole blocks, and those beyond the last whole query or key block."""
-    lane, row, bottom, column, right = nodes.T
-    low, far = np.minimum(bottom, n_queries // BLOCK), np.minimum(right, n_keys // BLOCK)
-    inner = np.stack([lane, row, low, column, far], axis=1)
-    below = np.stack([lane, np.maximum(row, low), bottom, column, right], axis=1)
-    beside = np.stack([lane, row, low, np.maximum(column, far), right], axis=1)
+def _without_edge(nodes: Nodes) -> tuple[Nodes, Nodes]:
+    """Whole blocks of ``nodes``, which begin at blocks, and those that end within one."""
+    lane, q0, q1, k0, k1 = nodes.T
+    low, far = q1 // BLOCK * BLOCK, k1 // BLOCK * BLOCK
+    inner = np.stack([lane, q0, low, k0, far], axis=1)
+    below, beside = (
+        np.stack(sides, axis=1) for sides in ((lane, low, q1, k0, k1), (lane, q0, low, far, k1))
+    )
     return some(inner), some(joined([below, beside]))
+
+
+def _in_blocks(bounds: Ints) -> Ints:
+    return np.stack([bounds[:, 0] // BLOCK, -(-bounds[:, 1] // BLOCK)], axis=1)
 
 
 def _listed(

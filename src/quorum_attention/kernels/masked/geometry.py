@@ -237,24 +237,49 @@ class EqualIds(Rule):
         Raises:
             ValueError: a token has no id.
         """
-        sides = []
-        for (start, stop), ids in zip(block, self._ids, strict=True):
-            if stop > len(ids):
-                raise ValueError(f"there are ids of {len(ids)} tokens, not of token {stop - 1}")
-            sides.append((ids[start:stop].min(), ids[start:stop].max()))
-        (low, high), (least, most) = sides
+        (low, high), (least, most) = self._folded(block, np.minimum, np.maximum)
         if low > most or least > high:
             return EMPTY
         return FULL if low == high == least == most else PARTIAL
 
-    def mask_mod(self, device: torch.device) -> MaskMod:
-        """See ``Rule``."""
+    def _folded(self, block: Ranges, *folds: np.ufunc) -> list[list[int]]:
+        """What the ids of a block's queries are folded to, and those of its keys."""
+        found = []
+        for (start, stop), ids in zip(block, self._ids, strict=True):
+            if stop > len(ids):
+                raise ValueError(f"there are ids of {len(ids)} tokens, not of token {stop - 1}")
+            found.append([int(fold.reduce(ids[start:stop])) for fold in folds])
+        return found
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The ids on a device."""
         if device not in self._placed:
             with outside():
                 placed = tuple(torch.from_numpy(ids.copy()).to(device) for ids in self._ids)
             self._placed[device] = placed
-        of_query, of_key = self._placed[device]
+        return self._placed[device]
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        of_query, of_key = self._on(device)
         return lambda b, h, q, k: of_query[q] == of_key[k]
+
+
+class GroupBits(EqualIds):
+    """The rule that query and key have no group bit in common (paper, section 4): the verdict on a
+    block follows from the bitwise OR and AND of both sides."""
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """EMPTY where all queries share a bit with all keys."""
+        (any_q, all_q), (any_k, all_k) = self._folded(block, np.bitwise_or, np.bitwise_and)
+        if all_q & all_k:
+            return EMPTY
+        return PARTIAL if any_q & any_k else FULL
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        of_query, of_key = self._on(device)
+        return lambda b, h, q, k: (of_query[q] & of_key[k]) == 0
 
 
 class AnyOf(Rule):

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -65,7 +65,6 @@ class MaskedKernel(ModsKernel):
         self._native: dict[Geometry, Kernel] = {}
         if isinstance(base, NativeKernel):
             self._native = {g: base.under(g) for g in self._distinct}
-        self._ruled = any(g.rules for g in self._distinct)
         self._share = mask.kept_pairs / max(1, mask.sizes.n_queries * mask.sizes.n_keys)
         self._verdict = partial(_verdict, self._distinct)
         self.whole_tasks = bool(self._native)
@@ -125,8 +124,9 @@ class MaskedKernel(ModsKernel):
         return self._times(extent) * max(k.backward_workspace_bytes(call, extent) for k in kernels)
 
     def _times(self, extent: Extent) -> int:
-        """2 where results of several geometries are put together at the end."""
-        return 2 if extent.direct and self._native and not (self._uniform or self._ruled) else 1
+        """2 where results are computed in fp32 first, and the native kernel's bound has one."""
+        mixed = not self._uniform and not any(g.rules for g in self._distinct)
+        return 2 if extent.direct and self._native and mixed else 1
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -153,41 +153,33 @@ class MaskedKernel(ModsKernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
-        wholes = self._wholes(call)
-        if wholes is None:
+        whole = self._whole(call)
+        if whole is None:
             return forward_by_task(self.forward, replace(call, causal=False))
-        parts = [kernel.whole_forward(part) for _, kernel, part in wholes]
-        out, lse = map(_together, zip(*parts, strict=True))
-        return out, lse
+        kernel, call = whole
+        return kernel.whole_forward(call)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
-        wholes = self._wholes(call)
-        if wholes is None:
+        whole = self._whole(call)
+        if whole is None:
             return backward_by_task(self.backward, replace(call, causal=False), saved)
-        parts = [
-            kernel.whole_backward(part, saved.mapped(partial(_some, entries=at)))
-            for at, kernel, part in wholes
-        ]
-        query, key, value = map(_together, zip(*parts, strict=True))
-        return query, key, value
+        kernel, call = whole
+        return kernel.whole_backward(call, saved)
 
-    def _wholes(self, call: Call) -> Iterator[tuple[slice, Kernel, Call]] | None:
-        """Whole calls that a whole call consists of, each of a run of batch entries: of the native
-        kernel, or of an operator that takes bands. None: it is run as a task."""
-        if self._native and not self._ruled:
-            return (
-                (at, self._native[geometry], _call_of_entries(call, at))
-                for at, geometry in self._by_geometry(tuple(range(call.query.shape[0])))
-            )
+    def _whole(self, call: Call) -> tuple[Kernel, Call] | None:
+        """The one call of the native kernel, or of an operator that takes bands, that a whole call
+        is; None: it is run as a task."""
         geometry, base = self._distinct[0], self.base
-        bands = self._uniform and isinstance(base, RectangleKernel) and base.bands
-        more = geometry.rules or geometry.blocks is not None or 0 in call.key.shape[2:3]
-        more = more or call.bias is not None or call.dropout is not None
-        if not bands or more or 0 in call.query.shape[:3]:
+        if not self._uniform or geometry.rules:
             return None
-        every = slice(0, call.query.shape[0])
-        return iter([(every, base, replace(call, causal=geometry.band))])
+        if self._native:
+            return self._native[geometry], call
+        bands = isinstance(base, RectangleKernel) and base.bands and geometry.blocks is None
+        more = call.bias is not None or call.dropout is not None
+        if not bands or more or 0 in (*call.query.shape[:3], *call.key.shape[2:3]):
+            return None
+        return base, replace(call, causal=geometry.band)
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
@@ -230,17 +222,6 @@ def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
         entries=task.entries[entries],
         dropout=task.dropout and task.dropout.at(0, entries.start),
     )
-
-
-def _call_of_entries(call: Call, entries: slice) -> Call:
-    """A whole call with some of its batch entries."""
-    pick = partial(_some, entries=entries)
-    dropout = call.dropout and call.dropout.at(0, entries.start)
-    return call.mapped(pick, pick, bias=_if_any(call.bias, entries), dropout=dropout)
-
-
-def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def kernel_for_mask(

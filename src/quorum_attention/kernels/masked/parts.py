@@ -22,11 +22,11 @@ from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
-    TaskPairs,
     blocks_key,
     evaluated_bytes,
     joined_along_rows,
     listed_blocks,
+    whole_region,
 )
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -333,14 +333,11 @@ def _by_blocks(task: TaskTensors, rectangles: tuple[Rectangle, ...], geometry: G
     """What a geometry with rules keeps: full blocks, and partial ones side by side as ragged."""
     clear, ragged = list[Rectangle](), list[Rectangle]()
     for r in rectangles:
-        pairs = TaskPairs(task.task, (r,))
-        full, partial, _ = listed_blocks(geometry, task, pairs, _EVALUATED_BYTES)
+        full, partial, _ = listed_blocks(geometry, task, whole_region(task), (r,), _EVALUATED_BYTES)
         for found, nodes in ((clear, full), (ragged, joined_along_rows(partial))):
-            for top, bottom, left, right in (nodes[:, 1:] * BLOCK).tolist():
-                rows = max(top, r.query_start), min(bottom, r.query_stop)
-                columns = max(left, r.key_start), min(right, r.key_stop)
-                most = _WIDEST if found is ragged else columns[1]
-                found += cut([Rectangle(*rows, *columns)], rows[1], most)
+            for bounds in nodes[:, 1:].tolist():
+                _, bottom, _, right = bounds
+                found += cut([Rectangle(*bounds)], bottom, _WIDEST if found is ragged else right)
     return tuple(clear), (), tuple(ragged)
 
 

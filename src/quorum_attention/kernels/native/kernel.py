@@ -17,8 +17,8 @@ from quorum_attention.counts import real_number, switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.masked.block_table import BLOCK, TaskPairs
-from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.block_table import BLOCK
+from quorum_attention.kernels.masked.geometry import Geometry, GroupBits
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import Launch
@@ -33,7 +33,6 @@ from quorum_attention.kernels.native.runs import (
     Runs,
     Window,
     pieces,
-    runs_of_bits,
 )
 from quorum_attention.kernels.protocol import (
     Call,
@@ -52,7 +51,7 @@ from quorum_attention.kernels.rectangles import (
     mask_bytes,
     operator_refusal,
 )
-from quorum_attention.kernels.reference import uncut
+from quorum_attention.kernels.reference import backward_by_task, forward_by_task, uncut
 from quorum_attention.kernels.torch_private import (
     first_derivative,
     outside,
@@ -139,7 +138,7 @@ class NativeKernel(Kernel):
 
     def _known(self) -> None:
         self._parts: Cache[tuple[_Part, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
-        self._blocks: Cache[tuple[TaskPairs, Ints]] = Cache(_CODE_BYTES, _blocks_bytes)
+        self._blocks: Cache[Ints] = Cache(_CODE_BYTES, lambda found: 4096 + found.nbytes)
 
     def under(self, geometry: Geometry) -> NativeKernel:
         """The kernel for pairs of a geometry; one with rules is for tasks without dropout."""
@@ -258,6 +257,8 @@ class NativeKernel(Kernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
+        if self.geometry.rules:
+            return forward_by_task(self.forward, call)
         query = call.query
         shape = (*query.shape[:3], call.value.shape[-1])
         out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
@@ -267,6 +268,8 @@ class NativeKernel(Kernel):
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
+        if self.geometry.rules:
+            return backward_by_task(self.backward, call, saved)
         query, key, value = (
             torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
@@ -322,7 +325,7 @@ class NativeKernel(Kernel):
         key: Hashable = task, rectangles
         if ruled is not None:
             key, limits = ruled.key, (ruled.room.runs * len(tilings), ruled.room.partial)
-            ruled.pairs, blocks = self._blocks.get(key, ruled.blocks)
+            blocks = self._blocks.get(key, ruled.pieces)
         sizes = {"query": n, "key": m}
 
         def part(found: Ints) -> _Part:
@@ -395,11 +398,6 @@ def _parts_bytes(parts: tuple[_Part, ...]) -> int:
     return 4096 + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _blocks_bytes(known: tuple[TaskPairs, Ints]) -> int:
-    pairs, found = known
-    return 4096 + found.nbytes + pairs.queries.nbytes + pairs.keys.nbytes
-
-
 @lru_cache(maxsize=2)
 def _plain(allow_tf32: bool) -> NativeKernel:
     """The kernel without options: one object, so that it is probed once."""
@@ -467,38 +465,29 @@ def native_attention(
         TypeError, ValueError: an argument that is wrong or does not fit the others, by name.
     """
     refuse_traces("native_attention", query, key, value)
-    kernel = _WithBits(allow_tf32=allow_tf32)
-    if query_bits is not None and key_bits is not None:
-        kernel.bits = query_bits, key_bits
-    elif query_bits is not None or key_bits is not None:
+    kernel, causal = NativeKernel(allow_tf32=allow_tf32), switch(is_causal, "is_causal")
+    bits = tuple(side for side in (query_bits, key_bits) if side is not None)
+    if len(bits) == 1:
         raise ValueError("query_bits and key_bits go together: one is missing")
-    _check_inputs(kernel, query, key, value)
+    _check_inputs(kernel, (query, key, value), bits)
+    if bits:
+        with outside():
+            rule = GroupBits(*(side.detach().cpu().numpy() for side in bits))
+        kernel = kernel.under(Geometry(Band(None, 0 if causal else None), rules=(rule,)))
     call = Call(
-        query, key, value, switch(is_causal, "is_causal"),
+        query, key, value, causal,
         query.shape[-1] ** -0.5 if scale is None else real_number(scale, "scale"),
         stored=out_dtype or query.dtype,
     )  # fmt: skip
-    tensors = (query, key, value, *(kernel.bits or ()))
+    tensors = (query, key, value, *bits)
     out, lse = _Function.apply(call, kernel, *tensors)  # type: ignore[no-untyped-call]
     return out, lse
-
-
-class _WithBits(NativeKernel):
-    """The kernel under group bits, for whole calls."""
-
-    bits: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def _whole_launch(self, call: Call, tilings: Tilings) -> Launch:
-        if self.bits is None:
-            return super()._whole_launch(call, tilings)
-        tables = (runs_of_bits(*self.bits, call.is_causal, how, axis) for axis, how in tilings)
-        return replace(self._launch(call, _Part(tuple(tables))), bits=self.bits)
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, kernel: _WithBits, *tensors: torch.Tensor
+        ctx: Any, call: Call, kernel: NativeKernel, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = kernel.whole_forward(call)
         ctx.save_for_backward(*tensors, out, lse)
@@ -516,11 +505,9 @@ class _Function(torch.autograd.Function):
         return None, None, *ctx.kernel.whole_backward(call, saved), *(None for _ in bits)
 
 
-def _check_inputs(
-    kernel: _WithBits, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
+def _check_inputs(kernel: NativeKernel, three: Three, every: tuple[torch.Tensor, ...]) -> None:
     """Raises what ``native_attention`` says."""
-    three = query, key, value
+    query, key, value = three
     fits = {(t.ndim, t.dtype, t.device) for t in three} == {(4, query.dtype, query.device)}
     if fits:
         (batch, heads, _, d), key_heads = query.shape, key.shape[1]
@@ -533,7 +520,7 @@ def _check_inputs(
             + ", ".join(f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in three)
         )
     names = "query_bits", "key_bits"
-    for name, bits, near in zip(names, kernel.bits or (), three, strict=False):
+    for name, bits, near in zip(names, every, three, strict=False):
         if bits.shape != near.shape[2:3] or bits.dtype != torch.int64:
             raise ValueError(
                 f"{name} must be int64 of shape {tuple(near.shape[2:3])}, got {bits.dtype} of "

@@ -153,16 +153,16 @@ def changes_of(lane, how, bias, bits, K: tl.constexpr):
     """(scores, mask, bits) of a head, as tiles are given them."""
     scale, softcap, slopes = how
     bias, bias_s, bias_row, bias_column = bias
-    own_bits, key_bits, left, right = bits
+    mask_bits, left, right = bits
     slope = 0.0
     if K.ALIBI:
         slope = tl.load(slopes + lane[1])
     if K.BIAS:
         bias += lane[0] * bias_s[0] + lane[1] * bias_s[1]
-    if K.BITS == 2:
-        own_bits += lane[0] * left + lane[1] * right
+    if K.BITS:
+        mask_bits += lane[0] * left + lane[1] * right
     scores = scale, scale * 1.4426950408889634, softcap, slope
-    return scores, (bias, bias_s[2], bias_s[3], bias_row, bias_column), (own_bits, key_bits)
+    return scores, (bias, bias_s[2], bias_s[3], bias_row, bias_column), mask_bits
 
 
 @triton.jit
@@ -268,30 +268,24 @@ def keys_kept(rows, columns, run, part, window, K: tl.constexpr):
 
 
 @triton.jit
-def bits_kept(keep, bits, at, pairs, live, K: tl.constexpr):
+def bits_kept(keep, bits, at, pairs, K: tl.constexpr):
     """Which of the pairs ``keep`` are kept by bits too.
 
     Args:
-        bits: BITS 1: group bits of queries and of keys. BITS 2: first the mask bits, int32, of all
-            partial blocks of a lane: 128 rows of four words, a bit for each key.
+        bits: the mask bits, int32, of all partial blocks of a lane: 128 rows of four words, a bit
+            for each key.
         at: the run's entry, which says whether it is a partial block, and where its mask bits
             begin.
         pairs: (queries, keys), local positions as they lie in the tile. Blocks divide them at
             multiples of 128.
-        live: which of both there are.
     """
     rows, columns = pairs
-    if K.BITS == 2:
+    if K.BITS:
         mixed = tl.load(at + 8)
         where = tl.load(at + 9) + (rows & 127) * 4 + ((columns & 127) >> 5)
-        word = tl.load(bits[0] + where, mask=keep & (mixed != 0), other=0)
+        word = tl.load(bits + where, mask=keep & (mixed != 0), other=0)
         bit = (word >> (columns & 31)) & 1
         keep = keep & ((bit != 0) | (mixed == 0))
-    if K.BITS == 1:
-        # Read again for each tile: holding them would cost the clear tiles registers.
-        own = tl.load(bits[0] + rows, mask=live[0], other=0)
-        other = tl.load(bits[1] + columns, mask=live[1], other=0)
-        keep = keep & ((own & other) == 0)
     return keep
 
 
@@ -367,15 +361,14 @@ def walk(state, own, table, TILE: tl.constexpr, BY_KEY: tl.constexpr, K: tl.cons
             high = tl.where(side == BEFORE, begin, stop)
             for step in tl.range(low, high, STEP, num_stages=K.RAGGED):
                 some = step + steps
-                inside = (some < high)[None, :]
                 if BY_KEY:
                     both = some[None, :], rows[:, None]
                     keep = kept(both[0], both[1], run, (low, high), window, K)
-                    keep = bits_kept(keep, bits, at, both, (inside, live), K)
+                    keep = bits_kept(keep, bits, at, both, K)
                 else:
                     both = rows[:, None], some[None, :]
                     keep = keys_kept(both[0], both[1], run, (low, high), window, K)
-                    keep = bits_kept(keep, bits, at, both, (live, inside), K)
+                    keep = bits_kept(keep, bits, at, both, K)
                 pairs = pairs_of_tile((first, step, distance, shift), sides, K, BY_KEY)
                 tile = step, some, some < high, keep, pairs, keep
                 state = TILE(state, own, others, tile, K, True)
@@ -426,7 +419,7 @@ def _tile(state, own, keys, tile, K: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
-    query, key, value, out, lse, starts, entries, bias, slopes, own_bits, key_bits,
+    query, key, value, out, lse, starts, entries, bias, slopes, mask_bits,
     heads, group, n_queries, n_blocks, q_s, k_s, v_s, o_s, l_s,
     seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
     bias_s, bias_row, bias_column, scale, softcap, left, right,
@@ -439,8 +432,8 @@ def forward_kernel(
     ``entries``: a table from runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``:
     local positions of the mask's first row and column. ``group``: query heads of a key head.
     ``seed_low`` to ``share``: see ``dropout_params``; read with DROPOUT.
-    BITS: 1: group bits; 2: ``own_bits`` are the mask bits of partial blocks (``bits_kept``), and
-    ``left`` and ``right`` their strides by entry and head.
+    BITS: ``mask_bits`` are those of partial blocks (``bits_kept``), and ``left`` and ``right``
+    their strides by entry and head.
     """
     program = tl.program_id(0)
     # The last blocks of a causal task take longest, so they start first.
@@ -471,7 +464,7 @@ def forward_kernel(
         m = tl.full([K.BLOCK_M], float("-inf"), tl.float32)
         l = tl.full([K.BLOCK_M], 0.0, tl.float32)
         acc = tl.full([K.BLOCK_M, K.PADDED], 0.0, tl.float32)
-    of_bias, of_bits = (bias, bias_s, bias_row, bias_column), (own_bits, key_bits, left, right)
+    of_bias, of_bits = (bias, bias_s, bias_row, bias_column), (mask_bits, left, right)
     scores, mask, bits = changes_of(lane, (scale, softcap, slopes), of_bias, of_bits, K)
     keys = (
         lane_of(key, shared, k_s, K), lane_of(value, shared, v_s, K), shared, k_s[2], v_s[2], scores
@@ -579,7 +572,7 @@ def _query_tile(dq, own, keys, tile, K: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def query_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_query, starts, entries, bias, slopes,
-    own_bits, key_bits, heads, group, n_queries, n_blocks, key_lanes,
+    mask_bits, heads, group, n_queries, n_blocks, key_lanes,
     q_s, k_s, v_s, g_s, l_s, dq_s,
     seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
     bias_s, bias_row, bias_column, scale, softcap, left, right, p_exponent, p_unscale,
@@ -611,7 +604,7 @@ def query_kernel(
     of_keys = (number // heads) * (heads // group) + (number % heads) // group
     ds_scale = _ds_scale(norms, of_keys, key_lanes, p_exponent, chances[5], K)
     d_row = d_row * ds_scale
-    of_bias, of_bits = (bias, bias_s, bias_row, bias_column), (own_bits, key_bits, left, right)
+    of_bias, of_bits = (bias, bias_s, bias_row, bias_column), (mask_bits, left, right)
     scores, mask, bits = changes_of(lane, (scale, softcap, slopes), of_bias, of_bits, K)
     keys = (
         lane_of(key, shared, k_s, K), lane_of(value, shared, v_s, K), shared, k_s[2], v_s[2], scores
@@ -659,7 +652,7 @@ def _key_tile(state, own, queries, tile, K: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def key_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_key, grad_value, starts, entries, bias,
-    slopes, own_bits, key_bits, key_heads, group, n_queries, n_keys, n_blocks, key_lanes,
+    slopes, mask_bits, key_heads, group, n_queries, n_keys, n_blocks, key_lanes,
     q_s, k_s, v_s, g_s, l_s, dk_s, dv_s,
     seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
     bias_s, bias_row, bias_column, scale, softcap, left, right, p_exponent, p_unscale,
@@ -690,7 +683,7 @@ def key_kernel(
     for member in range(group):
         h = h_k * group + member
         lane = b, h
-        of_bias, of_bits = (bias, bias_s, bias_row, bias_column), (own_bits, key_bits, left, right)
+        of_bias, of_bits = (bias, bias_s, bias_row, bias_column), (mask_bits, left, right)
         scores, mask, bits = changes_of(lane, (scale, softcap, slopes), of_bias, of_bits, K)
         queries = (
             lane_of(query, lane, q_s, K), lane_of(grad_out, lane, g_s, K), lane, q_s[2], g_s[2],

@@ -25,7 +25,7 @@ _WIDEST_RAGGED = 128
 
 
 # What a kernel is compiled for, ``K`` in Triton. PADDED: columns of a tile. PLAIN: scores are
-# products times a factor above 0. BITS: 1 group bits, 2 mask bits. FIELDS: columns of the table.
+# products times a factor above 0. BITS: there are mask bits. FIELDS: columns of the table.
 # DESCRIBED: rows are read by descriptors. DROPOUT 2: runs begin at multiples of four keys
 # (``dropped``). RAGGED: pipeline stages of ragged parts. P_EXPONENT: of the forward.
 Constants = namedtuple(
@@ -48,11 +48,9 @@ class Launch:
         window: a query at position i sees keys from ``i - window[0]`` to ``i + window[1]``, either
             may be below 0; None is no window.
         bias_at: local positions of the additive mask's first row and column.
-        bits: (n,), (m,) int64 on the device, or None: a pair is kept where they have no bit in
-            common; tested in the mixed runs of the table.
         mask_bits: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of
             partial blocks are kept (``bits_kept``), where the table's last column says. Not
-            together with group bits, a window, slopes or dropout.
+            together with a window, slopes or dropout.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
         n_keys: keys of a row in the whole call, which say how small its probabilities are.
     """
@@ -63,7 +61,6 @@ class Launch:
     slopes: torch.Tensor | None = None
     window: Window | None = None
     bias_at: tuple[int, int] = (0, 0)
-    bits: tuple[torch.Tensor, torch.Tensor] | None = None
     mask_bits: torch.Tensor | None = None
     tf32: bool = False
     n_keys: int = 0
@@ -148,7 +145,7 @@ class Launch:
         # Ragged parts are pipelined under a window, where they are much of all, and where it has
         # been measured (docs/native.md).
         pipelined = windowed and width <= _WIDEST_RAGGED
-        pipelined = pipelined and not (biased or dropout or self.bits is not None)
+        pipelined = pipelined and not (biased or dropout)
         constants = Constants(
             HEAD_DIM=head_dim,
             VALUE_DIM=value_dim,
@@ -161,7 +158,7 @@ class Launch:
             ALIBI=self.slopes is not None,
             BIAS=biased,
             WINDOW=windowed,
-            BITS=2 if self.mask_bits is not None else int(self.bits is not None),
+            BITS=self.mask_bits is not None,
             FIELDS=FIELDS,
             DESCRIBED=made is not None,
             PRECISION="tf32" if self.tf32 else "ieee",
@@ -177,10 +174,9 @@ class Launch:
 
     @property
     def _pointers(self) -> tuple[torch.Tensor, ...]:
-        """Bias, slopes, bits of queries (or mask bits) and of keys; or a spare."""
-        call, (own, other) = self.call, self.bits or (self.mask_bits, None)
-        every = (call.bias, self.slopes, own, other)
-        return tuple(call.query if tensor is None else tensor for tensor in every)
+        """Bias, slopes and mask bits; or a spare."""
+        every = (self.call.bias, self.slopes, self.mask_bits)
+        return tuple(self.call.query if tensor is None else tensor for tensor in every)
 
     @property
     def _scores(self) -> tuple[Any, ...]:

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Task
+from quorum_attention.decomposition import EMPTY, FULL, Ranges, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     PAIR_BYTES,
     SENT,
     BlockEvaluator,
-    TaskPairs,
     blocks_key,
     listed_blocks,
+    whole_region,
 )
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.config import Config
@@ -243,100 +243,6 @@ class Runs(NamedTuple):
         return self._replace(both=self.both.to(device, non_blocking=True))
 
 
-# Run tables for arbitrary group bits: any 64-bit number for every token (paper, section 4).
-#
-# A pair (q, k) is kept where ``bits[q] & bits[k] == 0``. The verdict on a tile takes constant time:
-# it follows from the bitwise OR and AND of the bits of its two blocks.
-#
-#     full     OR_q & OR_k == 0      no bit is on both sides: every pair is kept
-#     empty    AND_q & AND_k != 0    some bit is on both sides of every pair: none is kept
-#     partial  otherwise             the kernel tests every pair
-#
-# Empty tiles are in no run, so they are never loaded.
-
-# Cells of the verdict matrix that are computed at a time.
-_CELLS = 1 << 24
-
-
-# Tokens of a tile along the other axis.
-_OTHER = 64
-
-
-def _folded(bits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bitwise (OR, AND) of the bits of every ``block`` (a power of two) tokens, of (n,) int64."""
-    folded = []
-    for operator, neutral in ((torch.bitwise_or, 0), (torch.bitwise_and, -1)):
-        rows = torch.nn.functional.pad(bits, (0, -bits.numel() % block), value=neutral)
-        rows = rows.view(-1, block)
-        while rows.shape[1] > 1:
-            half = rows.shape[1] // 2
-            rows = operator(rows[:, :half], rows[:, half:])
-        folded.append(rows[:, 0])
-    return folded[0], folded[1]
-
-
-def runs_of_bits(
-    query_bits: torch.Tensor, key_bits: torch.Tensor, is_causal: bool, config: Config, axis: Axis
-) -> Runs:
-    """The runs of a monolithic call under group bits.
-
-    Args:
-        query_bits, key_bits: (n,), (m,) int64, on the device of the call.
-        is_causal: keep only keys at or before the query.
-        config: of the kernel that reads the table.
-        axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
-
-    The host waits for the device once, because it has to know the number of runs.
-    """
-    along, across = (query_bits, key_bits) if axis == "query" else (key_bits, query_bits)
-    n, m, device, block = along.numel(), across.numel(), along.device, config.rows(axis)
-    any_a, all_a = _folded(along, block)
-    any_b, all_b = _folded(across, _OTHER)
-    first_a = torch.arange(any_a.numel(), device=device) * block
-    first_b = torch.arange(any_b.numel(), device=device) * _OTHER
-    found = []
-    step = max(1, _CELLS // max(1, any_b.numel()))
-    for start in range(0, any_a.numel(), step):
-        part = slice(start, start + step)
-        verdict = torch.full((any_a[part].numel(), any_b.numel()), PARTIAL, dtype=torch.int8,
-                             device=device)  # fmt: skip
-        verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, FULL)
-        verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, EMPTY)
-        if is_causal:
-            own, other = first_a[part, None], first_b[None]
-            later = other - own - block if axis == "query" else own - other - _OTHER
-            verdict.masked_fill_(later >= 0, EMPTY)
-        found.append(_runs_of_rows(verdict, start))
-    rows = torch.cat(found)
-    entries = torch.zeros((rows.shape[0], WIDTH), dtype=torch.int64, device=device)
-    at, beside = (0, 2) if axis == "query" else (2, 0)
-    entries[:, at] = rows[:, 0] * block
-    entries[:, at + 1] = ((rows[:, 0] + 1) * block).clamp_max(n)
-    entries[:, beside] = rows[:, 1] * _OTHER
-    entries[:, beside + 1] = (rows[:, 2] * _OTHER).clamp_max(m)
-    entries[:, 4] = 0 if is_causal else NO_DIAGONAL
-    entries[:, 6] = rows[:, 3] == PARTIAL
-    blocks = torch.arange(any_a.numel() + 1, device=device)
-    starts = torch.searchsorted(rows[:, 0].contiguous(), blocks).int()
-    entries = bounded(entries, n, (axis, config), None)
-    return Runs(torch.cat((starts, entries.flatten())), any_a.numel(), config)
-
-
-def _runs_of_rows(verdict: torch.Tensor, first: int) -> torch.Tensor:
-    """(row, start, stop, verdict) of maximal runs of full or of partial tiles, row by row."""
-    n_rows, n_columns = verdict.shape
-    changed = torch.ones((n_rows, n_columns + 1), dtype=torch.bool, device=verdict.device)
-    changed[:, 1:-1] = verdict[:, 1:] != verdict[:, :-1]
-    edges = changed.nonzero()
-    row, column = edges[:, 0], edges[:, 1]
-    # Every edge but the last of a row begins a run, which ends at the next edge.
-    begins = column < n_columns
-    stops = torch.roll(column, -1)
-    kind = verdict[row[begins], column[begins]].long()
-    runs = torch.stack([row[begins] + first, column[begins], stops[begins], kind], dim=1)
-    return runs[kind != EMPTY]
-
-
 # --- Rules that have to be evaluated: the blocks of a task that they keep -------------------------
 #
 # Which blocks are full and which are partial (``masked/block_table.py``) is found out once. In each
@@ -411,13 +317,10 @@ class Room(NamedTuple):
 class RuledTask:
     """Rectangles of a task under a geometry with rules."""
 
-    pairs: TaskPairs
-
     def __init__(
         self, geometry: Geometry, task: TaskTensors, rectangles: tuple[Rectangle, ...]
     ) -> None:
         self._geometry, self._task, self._rectangles = geometry, task, rectangles
-        self._evaluator: BlockEvaluator | None = None
         self.key = blocks_key(geometry, task, rectangles)
         depends = geometry.depends(task.query.device)
         batch, heads, n_queries, head_dim = task.query.shape
@@ -427,19 +330,18 @@ class RuledTask:
         rows = batch * heads * max(n_queries, n_keys)
         self.room = Room.of(rows * row_bytes, lanes, n_queries, n_keys)
 
-    def blocks(self) -> tuple[TaskPairs, Ints]:
-        """The task's pairs, and full nodes and partial blocks as ``runs.pieces`` has them, by
-        ascending queries; of partial ones ``mixed`` is 1."""
-        # The geometry has the call's own causal rule.
-        pairs = TaskPairs(self._task.task, self._rectangles)
-        full, partial, _ = listed_blocks(self._geometry, self._task, pairs, self.room.nbytes)
+    def pieces(self) -> Ints:
+        """Full nodes and parts of partial blocks as ``pieces`` has them, by ascending queries; of
+        partial ones ``mixed`` is 1."""
+        full, partial, _ = listed_blocks(
+            self._geometry, self._task, whole_region(self._task), self._rectangles,
+            self.room.nbytes,
+        )  # fmt: skip
         nodes = np.concatenate((full, partial))
-        n_queries, n_keys = len(pairs.queries), len(pairs.keys)
         found = np.zeros((len(nodes), WIDTH), dtype=np.int64)
-        found[:, :4] = np.minimum(nodes[:, 1:] * BLOCK, (n_queries, n_queries, n_keys, n_keys))
-        found[:, 4] = NO_DIAGONAL
+        found[:, :4], found[:, 4] = nodes[:, 1:], NO_DIAGONAL
         found[len(full) :, 6] = 1
-        return pairs, found[np.lexsort((found[:, 2], found[:, 0]))]
+        return found[np.lexsort((found[:, 2], found[:, 0]))]
 
     @torch.no_grad()
     def bits(self, blocks: torch.Tensor | None) -> torch.Tensor:
@@ -447,9 +349,8 @@ class RuledTask:
         device = self._task.query.device
         if blocks is None or not blocks.numel():
             return torch.empty((1, 1, 1, 1, 1), dtype=torch.int32, device=device)  # not read
-        if self._evaluator is None:
-            self._evaluator = BlockEvaluator(self._geometry, self._task, self.pairs)
-        return bits_of(self._evaluator, blocks.to(device, non_blocking=True), self.room.at_once)
+        evaluator = BlockEvaluator(self._geometry, self._task, whole_region(self._task))
+        return bits_of(evaluator, blocks.to(device, non_blocking=True), self.room.at_once)
 
 
 def bits_of(evaluator: BlockEvaluator, blocks: torch.Tensor, at_once: int) -> torch.Tensor:
