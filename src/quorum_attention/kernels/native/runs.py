@@ -338,10 +338,10 @@ class RuledTask:
             self.room.nbytes,
         )  # fmt: skip
         nodes = np.concatenate((full, partial))
-        found = np.zeros((len(nodes), WIDTH), dtype=np.int64)
-        found[:, :4], found[:, 4] = nodes[:, 1:], NO_DIAGONAL
-        found[len(full) :, 6] = 1
-        return found[np.lexsort((found[:, 2], found[:, 0]))]
+        order = np.lexsort((nodes[:, 3], nodes[:, 1]))
+        found: Ints = np.zeros((len(nodes), WIDTH), dtype=np.int64)
+        found[:, :4], found[:, 4], found[:, 6] = nodes[order, 1:], NO_DIAGONAL, order >= len(full)
+        return found
 
     @torch.no_grad()
     def bits(self, blocks: torch.Tensor | None) -> torch.Tensor:
