@@ -376,14 +376,14 @@ def _run(
     device, watched, plan = request.options.device, request.report, decision.plan
     assert plan is not None
     log_cut(plan)
-    report = _pass_report(plan, timed=watched is not None)
+    report = _pass_report(plan, timed=watched is not None and watched.timed)
     if watched is not None:
         watched.pool = None
         if request.dropout is not None:
             report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
         setattr(watched, "backward" if backward else "forward", report)
     with _computing(device), progress_of(request) as progress:
-        counted = backend_of(device).count_peak(device) if report.timed else None
+        counted = None if watched is None else backend_of(device).count_peak(device)
         _note_writing(results.values())
         # No name for the job: it would hold its results when memory has run out.
         made = run_pass(

@@ -37,7 +37,7 @@ def test_the_same_memory(tmp_path: Path, kind: str) -> None:
         tensor = torch.from_numpy(np.memmap(tmp_path / "x", np.float32, "w+", shape=shape))
     part = tensor[1:, :, 5:300].transpose(1, 2) if kind == "view" else tensor
     tensor.copy_(torch.randn(shape))
-    handle, own = share(part, Mappings.now())
+    handle, own = share(part, Mappings.now)
     assert own.data_ptr() == part.data_ptr()
     there = handle.open()
     assert torch.equal(there, part)
@@ -59,10 +59,10 @@ def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None
     if not kept:
         file.unlink()
     for given in (tensor, tensor[:, 5:9], tensor[:0]):
-        handle, own = share(given, Mappings.now())
+        handle, own = share(given, Mappings.now)
         assert torch.equal(handle.open(), given)
         assert not given.numel() or (own.data_ptr() == given.data_ptr()) == (kept and seen)
-    handle, own = share(tensor, Mappings.now(), written=True)
+    handle, own = share(tensor, Mappings.now, written=True)
     handle.open().fill_(2)
     assert torch.equal(own, torch.full((3, 50), 2.0))
     assert (own.data_ptr() == tensor.data_ptr()) == (kept and seen)
@@ -93,7 +93,7 @@ def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
     tensor = torch.from_numpy(np.memmap(path, np.float32, "w+", shape=(3, 50)))
     if planted == "room":
         tensor = room((3, 50), torch.float32)
-    handle, _ = share(tensor, Mappings.now())
+    handle, _ = share(tensor, Mappings.now)
     assert torch.equal(handle.open(), tensor)
     if planted == "room":
         number = int(handle.path.rpartition("/")[2])

@@ -37,38 +37,30 @@ class Driver:
         assert len(whole) <= 1
         return bool(whole)
 
-    def openings(self, most_bytes: int = 1 << 40) -> MappedBuffers:
-        return MappedBuffers(Locker(self.lock, self.unlock, lambda: None), most_bytes)
-
-
-def begun(openings: MappedBuffers, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """A pass opens what it needs."""
-    openings.begin_pass()
-    return [openings.open(handle_of(tensor)) for tensor in tensors]
-
 
 @pytest.mark.parametrize("seed", range(30))
 def test_all_of_a_tensor_is_locked_or_nothing(seed: int) -> None:
     draw = random.Random(seed)
     driver = Driver()
-    openings = driver.openings(most_bytes=draw.choice([1 << 40, 12 << 20]))
+    most_bytes, locked = draw.choice([1 << 40, 12 << 20]), 0
+    openings = MappedBuffers(Locker(driver.lock, driver.unlock, lambda: None), most_bytes)
     shape = (4, 6, draw.choice([1000, 2048, 3333]), 64)
     every = [room(shape, torch.uint8) for _ in range(4)]
     for _ in range(40):
         if draw.random() < 0.1:
             every[draw.randrange(4)] = room(shape, torch.uint8)
-        there = begun(openings, *draw.sample(every, draw.randint(1, 4)))
-        for _ in range(draw.randint(1, 3)):
+        openings.begin_pass()
+        for tensor in draw.sample(every, draw.randint(1, 4)):
             low, high = sorted(draw.sample(range(7), 2))
             rows = draw.choice([slice(None), slice(draw.randint(0, 500), None)])
-            parts = [t[draw.randrange(4)][None, low:high, rows] for t in there]
-            cut = draw.randint(0, len(parts))
-            openings.lock(parts[:cut])
-            openings.lock(parts[cut:], results=True)
-            for part in parts:
-                driver.covers(part)
-            assert sum(driver.locked.values()) <= openings._most_bytes
-    del there, parts, part
+            handle = handle_of(draw.choice([tensor, tensor[draw.randrange(4)][low:high, rows]]))
+            there = openings.open(handle)
+            result = draw.random() < 0.5
+            openings.lock(handle, there, result=result)
+            locked += driver.covers(there)
+            assert sum(driver.locked.values()) <= most_bytes
+    assert locked
+    del tensor, there
     every.clear()
     gc.collect()
     openings.forget_gone()

@@ -6,10 +6,11 @@ time of a long call. It is kept until calls have had no use for it for a while, 
 
 Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and the backward reads what the forward has
 read. So a worker keeps what passes had mapped until the other process has freed it. A worker of a
-device that copies from and to page-locked memory locks its parts of it as wholes, and keeps them
-so: a pass that locked piece after piece beside its copies took 1.46 s, one over memory that was
-locked 1.31 (an H200, 2 GiB). A result that nobody has touched is the exception: the driver would
-make its pages, one after the other, before anything is computed.
+device that copies from and to page-locked memory locks each tensor of a pass as a whole, and keeps
+it so: a pass that locked piece after piece beside its copies took 1.46 s, one over memory that was
+locked 1.31 (an H200, 2 GiB). It also has the parts of others locked then, if one of them is lost. A
+result that nobody has touched is the exception: the driver would make its pages, one after the
+other, before anything is computed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -137,7 +138,7 @@ Handles = Mapping[str, InFile]
 
 
 def share(
-    tensor: torch.Tensor, mappings: Mappings, written: bool = False
+    tensor: torch.Tensor, mappings: Callable[[], Mappings], written: bool = False
 ) -> tuple[InFile, torch.Tensor]:
     """An input, or a result that is given, as other processes get it, and the same memory here:
     shared memory of its own if they cannot have the tensor's as it is. What is written there is
@@ -197,7 +198,9 @@ def _opened_here(tensor: torch.Tensor, file: int, offset: int) -> InFile:
     return InFile.of(tensor, path, offset, True, file_id(file))
 
 
-def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
+def _as_it_is(
+    tensor: torch.Tensor, mappings: Callable[[], Mappings], written: bool
+) -> InFile | None:
     """The tensor as others can have it without a copy; None if they cannot."""
     if tensor.untyped_storage().data_ptr() in _rooms:
         return handle_of(tensor)
@@ -206,7 +209,7 @@ def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile
         file, _ = tensor.untyped_storage()._share_fd_cpu_()
         if file >= 0:  # else an ordinary file, closed once it was mapped (torch.from_file)
             return _opened_here(tensor, file, int(tensor.storage_offset()) * tensor.element_size())
-    return in_file(tensor, mappings, written)
+    return in_file(tensor, mappings(), written)
 
 
 def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
@@ -276,28 +279,21 @@ _PIECE_BYTES, _LEAST_BYTES = 8 << 20, 8 << 20
 _MOST_THREADS = 8
 
 
-_NOTHING = Interval(0, 0)
-
-
 @dataclass(slots=True, eq=False)
 class _Mapping:
     """A file in this process's memory.
 
     Attributes:
-        memory: all of it, addresses [start, stop).
+        memory: all of it.
         path: of the file.
         first: number of the pass that was the first to use it.
-        locked: addresses [start, stop) that are page-locked; an empty range: nothing is.
-        refused: whether the system did not lock it.
+        locked: addresses that are page-locked.
     """
 
     memory: mmap.mmap
-    start: int
-    stop: int
     path: str
     first: int
-    locked: Interval = _NOTHING
-    refused: bool = False
+    locked: list[Interval] = field(default_factory=list)
 
 
 class MappedBuffers:
@@ -331,14 +327,11 @@ class MappedBuffers:
         file = handle.descriptor(os.O_RDWR)
         try:
             # As long as it is mapped here, no other file has these numbers.
-            name = file_id(file)
-            if name not in self._every:
-                memory = _mapped(file, True)
-                start, stop = addresses(torch.frombuffer(memory, dtype=torch.uint8))
-                self._every[name] = _Mapping(memory, start, stop, handle.path, self._pass)
+            if handle.file not in self._every:
+                self._every[handle.file] = _Mapping(_mapped(file, True), handle.path, self._pass)
         finally:
             os.close(file)
-        return handle.within(self._every[name].memory)
+        return handle.within(self._every[handle.file].memory)
 
     def forget_gone(self) -> None:
         """Let go of what the other process has no more, and what no tensor uses here."""
@@ -346,52 +339,46 @@ class MappedBuffers:
             if not _is(one.path, name):
                 self._unlock(self._every.pop(name))
 
-    def find(self, tensor: torch.Tensor) -> _Mapping | None:
-        """The mapping that a tensor lies in; None: an ordinary file's, or none."""
-        start = tensor.data_ptr()
-        found = (m for m in self._every.values() if m.start <= start < m.stop and tensor.nbytes)
-        return next(found, None)
+    def lock(self, handle: InFile, tensor: torch.Tensor, *, result: bool = False) -> None:
+        """Page-lock a tensor that was opened, as a whole; a result only where an earlier pass has
+        had its memory. Nothing is copied from or to it meanwhile.
 
-    def lock(self, tensors: Iterable[torch.Tensor], *, results: bool = False) -> None:
-        """Page-lock tensors of a pass, each as a whole; results only where an earlier pass has had
-        them, because they lie elsewhere from call to call. Nothing is copied from or to them
-        meanwhile.
-
-        Afterwards all of a tensor is locked here, or nothing: no copy may reach from a locked range
-        into another, or beyond it.
+        Afterwards all of it is locked here, or nothing: no copy may reach from a locked range into
+        another, or beyond it.
         """
-        for tensor in tensors:
-            one = self.find(tensor)
-            if one is None or self._locker is None:
-                continue
-            start, stop = addresses(tensor)
-            may = stop - start >= WORTH_LOCKING_BYTES and not one.refused
-            start = start // PAGE_BYTES * PAGE_BYTES
-            stop = min(-(-stop // PAGE_BYTES) * PAGE_BYTES, one.stop)
-            low, high = one.locked
-            if low <= start and stop <= high:
-                continue
-            both = (
-                Interval(min(low, start), max(high, stop)) if low < high else Interval(start, stop)
-            )
-            others = sum(other.locked.length for other in self._every.values() if other is not one)
-            may &= one.first < self._pass + (not results)
-            if may and others + both.length <= self._most_bytes:
-                self._unlock(one)
-                one.refused = not self._locker.lock(both.start, both.length)
-                one.locked = one.locked if one.refused else both
-            elif low < stop and start < high:
-                self._unlock(one)
+        one = self._every.get(handle.file)
+        if one is None or self._locker is None:
+            return
+        low, high = addresses(tensor)
+        whole = Interval(low // PAGE_BYTES * PAGE_BYTES, -(-high // PAGE_BYTES) * PAGE_BYTES)
+        touched = [
+            part for part in one.locked if part.start < whole.stop and whole.start < part.stop
+        ]
+        if any(part.start <= whole.start and whole.stop <= part.stop for part in touched):
+            return
+        self._unlock(one, touched)
+        if high - low < WORTH_LOCKING_BYTES or (result and one.first == self._pass):
+            return
+        with prefaulting([tensor], wait=True):  # the driver would map its pages one by one
+            pass
+        locked = sum(part.length for mapping in self._every.values() for part in mapping.locked)
+        if locked + whole.length > self._most_bytes:
+            return
+        if self._locker.lock(whole.start, whole.length):
+            one.locked.append(whole)
+        else:
+            self._most_bytes = locked  # the system allows no more
 
     def unlock(self) -> None:
         """Unlock everything."""
         for one in self._every.values():
             self._unlock(one)
 
-    def _unlock(self, one: _Mapping) -> None:
-        if one.locked.length and self._locker is not None:
-            self._locker.unlock(one.locked.start)
-            one.locked = _NOTHING
+    def _unlock(self, one: _Mapping, parts: Iterable[Interval] | None = None) -> None:
+        for part in list(one.locked if parts is None else parts):
+            assert self._locker is not None
+            self._locker.unlock(part.start)
+            one.locked.remove(part)
 
 
 def _mapped(file: int, writable: bool) -> mmap.mmap:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +20,7 @@ from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import InFile, handle_of, share, shared_memory
 from quorum_attention.devices.partition import Sums
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
-from quorum_attention.devices.worker import PassSpec, Rule
+from quorum_attention.devices.worker import PassSpec, pickled
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
@@ -69,18 +69,19 @@ def request_on_several(
     here = written._replace(budget=None, kernel="auto", devices=home)
     call = call._replace(attn_mask=attn_mask, written=here)
     tensors, request = request_of(function, *inputs, call)
-    pickled = None
+    sent = None
     if mask is not None and (mask.is_structured or mask.softcap):
         mask, work = replace(mask, bias=None, sinks=None), request.work
         sizes = work.batch, work.heads, work.n_queries, work.n_keys
         resolve(mask, MaskSizes(*sizes), work.is_causal)
         # Now: the caller may write to its tensors before the backward.
-        pickled = pickle.dumps(_sendable(mask, sizes, tensors.query.device.type))
+        mask = map_tensors(mask, lambda tensor, name: tensor.detach().cpu())
+        sent = pickled(mask, sizes, home.type)
     options = CallOptions(
         depth=written.depth, kernel=written.kernel, accumulator=written.accumulator
     )
     steady = mask is None or not mask.is_structured
-    runner = PoolCall(pool_of, budgets, options, pickled, steady)
+    runner = PoolCall(pool_of, budgets, options, sent, steady)
     return tensors, replace(request, runner=runner)
 
 
@@ -119,20 +120,6 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
             f"{len(each)}"
         )
     return tuple(None if one is None else parse_bytes(one) for one in each)
-
-
-def _sendable(mask: Mask, sizes: tuple[int, ...], device: str) -> Mask:
-    """The mask with its tensors in host memory, and its functions as other processes get them."""
-    mask = map_tensors(mask, lambda tensor, name: tensor.detach().cpu())
-
-    def with_rules(mask: Mask) -> Mask:
-        changes: dict[str, Any] = {
-            name: tuple(map(with_rules, getattr(mask, name))) for name in ("either", "every")
-        }
-        keeps = None if mask.keeps is None else Rule(mask.keeps, sizes, device)
-        return replace(mask, keeps=keeps, **changes)
-
-    return with_rules(mask)
 
 
 @dataclass(eq=False)
@@ -204,7 +191,7 @@ class PoolCall:
         sums: Sums | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A pass; its results."""
-        pool, home, mappings = self.pool_of(), tensors.query.device, Mappings.now()
+        pool, home, mappings = self.pool_of(), tensors.query.device, cache(Mappings.now)
         with self._reported(request, backward=sums is not None) as report, torch.no_grad():
             named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=True))
             inputs = {name: t for name, t in {**named, **upstream}.items() if t is not None}

@@ -8,14 +8,14 @@ import random
 import signal
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import cast
 
 import torch
 
-from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
+from quorum_attention.call.block import Block, BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import Handles, MappedBuffers, prefaulting
@@ -30,10 +30,11 @@ from quorum_attention.passes import compute_block
 # How often a worker without work looks whether the pool's process has freed memory; and after how
 # long it gives back what it holds on its device.
 _IDLE_SECONDS, _LONG_SECONDS = 1.0, 10.0
-# How much a worker keeps page-locked: of the host's memory.
-_MOST_OF_HOST = 1 / 16
+# How much workers keep page-locked, all of them the same memory: of the host's.
+_MOST_OF_HOST = 1 / 8
 _INPUTS = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse")
 _GRADS = ("grad_query", "grad_key", "grad_value")
+_RESULTS = ("out", "lse", *_GRADS)
 _OF_KEYS = ("key", "value", "grad_key", "grad_value")
 
 
@@ -45,7 +46,7 @@ class PassSpec:
         number: of the pass, in this pool.
         backward: which of the two it is.
         call: the whole call, without its mask.
-        mask: the mask without bias and sinks, pickled; None: there is none.
+        mask: the mask without bias and sinks, ``pickled``; None: there is none.
         tensors: handles by name: query, key, value, bias, sinks, out, lse; grad_out, grad_query,
             grad_key, grad_value, grad_lse.
         written: depth, kernel and accumulator.
@@ -101,65 +102,60 @@ class Failed:
     broken: bool = False
 
 
-class Rule:
-    """A function of a mask, to be sent to workers: by its name.
+def functions_of(mask: Mask) -> Iterator[Keeps]:
+    """The functions of a mask and of the masks within it."""
+    if mask.keeps is not None:
+        yield mask.keeps
+    for inner in (*mask.either, *mask.every):
+        yield from functions_of(inner)
 
-    A global that it reads may have another value in a worker, so some of its answers are sent
-    along. A difference that touches none of them is not seen.
+
+def pickled(mask: Mask, sizes: tuple[int, ...], device: str) -> bytes:
+    """A mask without bias and sinks, as it is sent to workers: its functions by their names.
+
+    A global that a function reads may have another value in a worker, so some of its answers are
+    sent along. A difference that touches none of them is not seen.
 
     Args:
         sizes: batch entries, heads, queries, keys.
-        device: where its answers are computed.
+        device: where answers are computed.
 
     Raises:
-        NotImplementedError: it cannot be sent.
+        NotImplementedError: a function cannot be sent.
     """
-
-    def __init__(self, keeps: Keeps, sizes: tuple[int, ...], device: str) -> None:
-        self.keeps, name = keeps, shown(keeps)
-        sampled = sizes, random.SystemRandom().getrandbits(63), device
-        try:
-            pickled = pickle.dumps(keeps)
-        except Exception as error:
-            raise NotImplementedError(
-                f"Mask.keeps must be sent to other processes where several devices compute, and "
-                f"{name} cannot be ({type(error).__name__}: {error}): use a function of a module, "
-                "not one made inside another function"
-            ) from None
-        self._sent = pickled, name, sampled, _answers(keeps, *sampled)
-
-    def __call__(self, *at: Any) -> torch.Tensor:
-        """Which pairs are kept."""
-        return self.keeps(*at)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened_rule, self._sent
-
-
-def _opened_rule(
-    pickled: bytes, name: str, sampled: tuple[tuple[int, ...], int, str], kept: list[bool]
-) -> Keeps:
-    """The function of a ``Rule``, in a worker.
-
-    Raises:
-        NotImplementedError: it cannot be imported here.
-        RuntimeError: it keeps other pairs than in the process that made the call.
-    """
+    sampled = sizes, random.SystemRandom().getrandbits(63), device
+    answers = [_answers(keeps, *sampled) for keeps in functions_of(mask)]
     try:
-        keeps: Keeps = pickle.loads(pickled)
+        return pickle.dumps((mask, sampled, answers))
     except Exception as error:
         raise NotImplementedError(
-            f"Mask.keeps must be a function that other processes can import where several "
-            f"devices compute, and {name} cannot be ({type(error).__name__}: {error}): "
-            "put it into a module"
+            "Mask.keeps must be sent to other processes where several devices compute: use a "
+            f"function of a module, not one made inside another function ({error})"
+        ) from None
+
+
+def opened(data: bytes) -> Mask:
+    """The mask, in a worker.
+
+    Raises:
+        NotImplementedError: a function cannot be imported here.
+        RuntimeError: a function keeps other pairs than in the process that made the call.
+    """
+    try:
+        mask, sampled, answers = pickle.loads(data)
+    except (ImportError, AttributeError) as error:
+        raise NotImplementedError(
+            "Mask.keeps must be a function that other processes can import where several devices "
+            f"compute: put it into a module ({error})"
         ) from error
-    if _answers(keeps, *sampled) != kept:
-        raise RuntimeError(
-            f"the mask function {name} keeps other pairs in a worker than in the process "
-            "that made the call: a worker imports it by its name, and what it reads differs "
-            "there. Give values as defaults (def near(b, h, q, k, n=n): ...)"
-        )
-    return keeps
+    for keeps, wanted in zip(functions_of(mask), answers, strict=True):
+        if _answers(keeps, *sampled) != wanted:
+            raise RuntimeError(
+                f"the mask function {shown(keeps)} keeps other pairs in a worker than in the "
+                "process that made the call: a worker imports it by its name, and what it reads "
+                "differs there. Give values as defaults (def near(b, h, q, k, n=n): ...)"
+            )
+    return cast(Mask, mask)
 
 
 def _answers(keeps: Keeps, sizes: tuple[int, ...], seed: int, device: str) -> list[bool]:
@@ -234,6 +230,7 @@ class BlockWorker:
     def answer(self, message: Compute) -> Done | Failed:
         """Compute a block, and say how that ended; its results are in place then."""
         spec, report = message.spec, Report()
+        report.timed = False
         try:
             if spec.number != self._number:
                 self._begin(spec)
@@ -257,13 +254,11 @@ class BlockWorker:
         self._mapped.begin_pass()
         tensors = {name: self._mapped.open(handle) for name, handle in spec.tensors.items()}
         bias, sinks = (tensors.pop(name, None) for name in ("bias", "sinks"))
-        mask: AttnMask = None if spec.mask is None else pickle.loads(spec.mask)
-        if mask is None and sinks is None:
-            mask = bias
-        elif bias is not None or sinks is not None:
-            assert not isinstance(mask, torch.Tensor)
-            mask = replace(mask or Mask(), bias=bias, sinks=sinks)
-        self._call = replace(spec.call, mask=mask)
+        mask = Mask() if spec.mask is None else opened(spec.mask)
+        mask = replace(mask, bias=bias, sinks=sinks)
+        for name, tensor in tensors.items():
+            self._mapped.lock(spec.tensors[name], tensor, result=name in _RESULTS)
+        self._call = replace(spec.call, mask=mask if mask.said() else None)
         self._tensors, self._number = tensors, spec.number
 
     def _compute(self, message: Compute, report: Report) -> None:
@@ -278,7 +273,12 @@ class BlockWorker:
         written = spec.written._replace(
             devices=self._device, budget=message.budget, total=report, report=report,
         )  # fmt: skip
-        with self._prepared(views, spec.backward):
+        # Pages of results that are new are made beside; not those of ordinary files.
+        fresh = [
+            view for name, view in views.items()
+            if name in _RESULTS and spec.tensors[name].in_memory and not is_locked(view)
+        ]  # fmt: skip
+        with prefaulting(fresh if backend_of(self._device).own_memory else ()):
             if not spec.backward:
                 results = BlockResults(out=views["out"])
                 _, lse = compute_block(self._call, block, inputs, written, results)
@@ -294,24 +294,6 @@ class BlockWorker:
             compute_block(self._call, block, inputs, written, results)
             if query is not targets["grad_query"]:
                 targets["grad_query"].copy_(query)
-
-    @contextmanager
-    def _prepared(self, views: dict[str, torch.Tensor], backward: bool) -> Iterator[None]:
-        """What is in shared memory is locked where it should stay so; the pages of the rest are
-        made meanwhile. Ordinary files are not read ahead of time."""
-        if not backend_of(self._device).own_memory:
-            yield
-            return
-        shared = {name: view for name, view in views.items() if self._mapped.find(view)}
-        written = _GRADS if backward else ("out", "lse")
-        inputs = [view for name, view in shared.items() if name not in written]
-        # The driver would map their pages one after the other.
-        with prefaulting((view for view in inputs if not is_locked(view)), wait=True):
-            pass
-        self._mapped.lock(inputs)
-        self._mapped.lock((shared[name] for name in written if name in shared), results=True)
-        with prefaulting(view for view in shared.values() if not is_locked(view)):
-            yield
 
 
 def _as_sent(error: BaseException) -> BaseException | str:

@@ -233,6 +233,8 @@ class Report:
     mask_gradient: list[str] = field(default_factory=list)
     pool: Any = None
     total: Total = field(default_factory=Total)
+    # Whether stages are measured, which takes launches of its own.
+    timed = True
 
     def to_dict(self) -> dict[str, Any]:
         """The last call in plain types, for JSON (``total.to_dict`` has all calls)."""
