@@ -1,20 +1,23 @@
-"""A pool in places that are not its own: forked processes, within one of its calls, in a daemon."""
+"""A pool in places that are not its own: forked processes, within one of its calls; and its end."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from quorum_attention import attention
-from quorum_attention.devices import Pool
+from quorum_attention.devices import Pool, processes
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +53,13 @@ def ended_well(number: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0
 
 
-def test_a_forked_process_gets_none_of_its_parents_answers(pool: Pool) -> None:
+def test_a_forked_process_gets_none_of_its_parents_answers_and_ends_no_workers(pool: Pool) -> None:
     def refused() -> bool:
-        for _ in range(3):
+        for does in (lambda: call(pool, 900), pool.mend):
             with pytest.raises(RuntimeError, match="forked"):
-                call(pool, 900)
-        with pytest.raises(RuntimeError, match="forked"):
-            pool.mend()
+                does()
         pool.close()  # of no consequence there
-        return True
+        return not multiprocessing.active_children()
 
     other = forked(refused)
     assert all(call(pool) for _ in range(10))
@@ -67,42 +68,47 @@ def test_a_forked_process_gets_none_of_its_parents_answers(pool: Pool) -> None:
     assert len(pool.devices) == 2
 
 
-def test_a_forked_process_ends_no_workers_of_its_parent(pool: Pool) -> None:
-    assert ended_well(forked(lambda: not multiprocessing.active_children()))
-
-
 def test_a_call_within_a_call_of_the_same_pool(pool: Pool) -> None:
     with pytest.raises(RuntimeError, match="wait for itself"):
         call(pool, progress=lambda *_: call(pool))
     assert call(pool)
 
 
+def test_a_pool_that_is_forgotten_takes_its_workers_along() -> None:
+    pool = Pool("cpu", threads=1)
+    pool.join("cpu")
+    processes = [worker.process for worker in pool.workers]
+    del pool
+    gc.collect()
+    assert not any(process.is_alive() for process in processes)
+
+
 _SCRIPT = """
-import torch, quorum_attention as qa
-q = torch.randn(1, 2, 200, 8)
+import os, signal, torch
+from quorum_attention import attention, devices
 if __name__ == "__main__":
-    qa.attention(q, q, q, devices=["cpu", "cpu"])
+    pool, q = devices.Pool("cpu"), torch.randn(1, 2, 200, 8)
+    attention(q, q, q, devices=pool)
+    os.kill(pool.workers[0].process.pid, signal.SIGSTOP)
+    signal.alarm(20)
+    print(pool.workers[0].process.pid)
 """
 
 
-def test_programs_that_workers_cannot_import_are_told_so() -> None:
+def test_a_program_ends_although_a_worker_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_SCRIPT)
     ran = subprocess.run(
-        [sys.executable, "-"], input=_SCRIPT, text=True, capture_output=True, timeout=120,
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=120,
         check=False,
     )  # fmt: skip
-    assert ran.returncode == 1
-    assert "in no file (<stdin>)" in ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ran.stdout), signal.SIG_DFL)
 
 
-def _daemons_call(_: int) -> str:
-    try:
-        Pool(["cpu"])
-    except RuntimeError as error:
-        return str(error)
-    return "it started"
-
-
-def test_daemons_are_told_that_they_may_start_no_workers() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        (said,) = pool.map(_daemons_call, [0])
-    assert "daemon" in said
+def test_workers_that_do_not_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(multiprocessing.active_children())
+    monkeypatch.setattr(processes, "_START_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match=r"did not start .* has to be in a file"):
+        Pool(["cpu", "cpu"], threads=1)
+    assert len(multiprocessing.active_children()) == before

@@ -31,10 +31,7 @@ Behaviour = Callable[[Compute, int], Any]
 class Process:
     """What a worker needs of a process; ends with its pipe."""
 
-    exitcode, pid = None, 1
-
-    def is_alive(self) -> bool:
-        return False
+    def kill(self) -> None: ...
 
     def join(self, seconds: float | None = None) -> None: ...
 

@@ -1,36 +1,48 @@
-"""``Pool``: several devices, a worker process each, that compute one call together; and the pools
-that calls with several ``devices`` share."""
+"""``Pool``: several devices, a worker process each, that compute one call together; the pools that
+calls with several ``devices`` share; such a call, checked, and its two passes."""
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import count as count_from
+from multiprocessing.util import Finalize
 from threading import Lock, RLock
 from typing import Any
 
 import torch
 
 from quorum_attention.autograd import attend
+from quorum_attention.call.block import WholeCall
+from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, Budget, CallOptions, Several
+from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.validation import Tensors
+from quorum_attention.call.validation import Tensors, as_mask, as_tensor
 from quorum_attention.counts import shown, whole_number
-from quorum_attention.devices.buffers import give_back
-from quorum_attention.devices.call import request_on_several
+from quorum_attention.devices.buffers import InFile, give_back, handle_of, share, shared_memory
 from quorum_attention.devices.partition import Sums, pieces_of
-from quorum_attention.devices.processes import Worker, end, end_after, start
-from quorum_attention.devices.report import PoolPass, PoolReport
+from quorum_attention.devices.processes import Worker, end, start
+from quorum_attention.devices.report import PoolPass, PoolReport, as_one
 from quorum_attention.devices.scheduler import Coordinator, Schedule
 from quorum_attention.devices.simulate import expected_speed
-from quorum_attention.devices.worker import PassSpec
+from quorum_attention.devices.worker import PassSpec, pickled
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
-from quorum_attention.execution.problem import Workload
+from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
+from quorum_attention.kernels.masked.resolve import resolve
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.mask import Mask
+from quorum_attention.mask import Mask, map_tensors
+from quorum_attention.passes import progress_of
+from quorum_attention.sizes import parse_bytes
+
+# Of a result: where the caller wants it, else its shape and dtype.
+_Wanted = tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]
 
 
 def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list[str]:
@@ -83,16 +95,17 @@ class Pool(Several):
         self, devices: str | Sequence[str | torch.device] = "all", *, threads: int | None = None
     ) -> None:
         names = names_of(devices)
-        count = None if threads is None else whole_number(threads, "threads", 1)
-        self._threads = count
-        self._workers = start(names, count)
-        end_after(self, self._workers)
+        self._threads = None if threads is None else whole_number(threads, "threads", 1)
+        self._workers = start(names, self._threads)
+        # When nobody refers to the pool any more, or the program ends: by itself Python would only
+        # ask workers to end, and wait for one that is stopped for ever.
+        Finalize(self, end, (self._workers,), exitpriority=1)
         self._lock, self._process, self._within = RLock(), os.getpid(), False
         self.numbers = count_from(1)  # of passes
 
     @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        """Wait for the calls of other threads.
+    def alone(self) -> Iterator[list[Worker]]:
+        """The workers for one call, or for what changes them; others wait.
 
         Raises:
             RuntimeError: this thread has one already, and would wait for itself; or the process was
@@ -111,7 +124,7 @@ class Pool(Several):
                 )
             try:
                 self._within = True
-                yield
+                yield self._workers
             finally:
                 self._within = False
 
@@ -126,22 +139,24 @@ class Pool(Several):
         return [worker.device for worker in self._workers if worker.alive]
 
     def join(self, device: str | torch.device) -> None:
-        """Start a worker for one more device, or for one whose worker was lost. It takes part from
-        the next pass on."""
-        self._workers.extend(start(names_of([device]), self._threads))
+        """Start a worker for one more device, or for one whose worker was lost."""
+        with self.alone() as workers:
+            workers.extend(start(names_of([device]), self._threads))
 
     def mend(self) -> None:
         """Start a worker in the place of each that was lost."""
-        with self._one_call():
-            for number, worker in enumerate(self._workers):
+        with self.alone() as workers:
+            for number, worker in enumerate(workers):
                 if not worker.alive or not worker.process.is_alive():
                     worker.kill()
-                    self._workers[number] = start([worker.device], self._threads)[0]
+                    workers[number] = start([worker.device], self._threads)[0]
 
     def close(self) -> None:
-        """End the workers; the pool is of no use afterwards."""
-        end(self._workers)
-        give_back()
+        """End the workers, after a call of another thread; the pool is of no use afterwards."""
+        if os.getpid() == self._process:
+            with self.alone() as workers:
+                end(workers)
+            give_back()
 
     def __enter__(self) -> Pool:
         return self
@@ -162,22 +177,18 @@ class Pool(Several):
         *,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
-        budget: Budget | None = None,
-        depth: int | str = "auto",
-        kernel: str = "auto",
         out: torch.Tensor | None = None,
-        progress: Any = None,
         report: PoolReport | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """``quorum_attention.attention`` on all devices of the pool, with gradients.
 
         Args:
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
-                there; tensors in host memory or on a CUDA device.
-            budget: of each device; a list has one for each.
-            depth, kernel: as there, of each device.
-            out, progress: as there; progress is counted in parts.
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed,
+                out: as there; tensors in host memory or on a CUDA device.
             report: filled with what happened.
+            options: budget, of each device, a list has one for each; depth, kernel, accumulator and
+                progress, as there; progress is counted in parts.
 
         Returns:
             (..., heads, n_queries, value_dim), in shared memory if the inputs are in host memory.
@@ -186,53 +197,12 @@ class Pool(Several):
             Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
             was done until then.
         """
+        filled = None if report is None else Report(pool=report)
         said = Arguments(
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
-            written=CallOptions(
-                budget, None, depth, kernel, devices=self, progress=progress,
-                report=None if report is None else Report(pool=report),
-            ),
+            written=CallOptions(**options, devices=self, report=filled),
         )  # fmt: skip
         return attend(*request_on_devices("attention", query, key, value, said), out)[0]
-
-    def run(
-        self,
-        spec: PassSpec,
-        work: Workload,
-        budgets: Sequence[int | None],
-        report: PoolPass,
-        sums: Sums | None,
-        progress: Callable[[int, int, str], None] | None,
-    ) -> None:
-        """Run a pass on the workers; see ``Coordinator``.
-
-        Args:
-            work: dtype and head_dim, on which the speed of a device depends.
-            budgets: of each worker; those beyond have the last one's.
-            sums: adds up gradients; None in a forward.
-            progress: told blocks that are done.
-        """
-        with self._one_call():
-            # Another thread may close the pool at any time, or start one more worker.
-            workers = list(self._workers)
-            here = [n for n, worker in enumerate(workers) if worker.alive]
-            if not here:
-                raise RuntimeError(
-                    "the pool has no worker: it was closed, or all of them were lost"
-                )
-            each = [budgets[min(n, len(budgets) - 1)] for n in range(len(workers))]
-            speeds = {
-                n: expected_speed(
-                    workers[n].device, workers[n].name, work.dtype, work.head_dim,
-                    backward=spec.backward,
-                )
-                for n in here
-            }  # fmt: skip
-            alike = spec.steady and len({(workers[n].name, each[n]) for n in here}) == 1
-            at_once = all(backend_of(torch.device(workers[n].device)).own_memory for n in here)
-            pieces = pieces_of(spec.call, speeds, alike=alike, at_once=at_once)
-            schedule = Schedule(spec.call, speeds, pieces)
-            Coordinator(workers, spec, schedule, each, report, sums, progress).run()
 
 
 _pools: dict[tuple[str, ...], Pool] = {}
@@ -251,8 +221,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def kept_pool(names: tuple[str, ...]) -> Pool:
-    """The pool of these devices that calls share. It is started where there is none, or where no
-    worker of it is left; a worker that was lost is started again.
+    """The pool of these devices that calls share. It is started where there is none; a worker of it
+    that was lost is started again.
 
     Raises:
         ValueError, TypeError, RuntimeError: as ``Pool``.
@@ -268,13 +238,25 @@ def kept_pool(names: tuple[str, ...]) -> Pool:
     return pool
 
 
+def close() -> None:
+    """End the workers of calls with several ``devices``; the next such call starts others.
+
+    They end with the program in any case. Until then each holds a CUDA context.
+    """
+    with _lock:
+        pools = list(_pools.values())
+        _pools.clear()
+    for pool in pools:
+        pool.close()
+
+
 def request_on_devices(
     function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
 ) -> tuple[Tensors, Request]:
     """``request_of``, where ``devices`` may be several or a pool.
 
     Raises:
-        Errors as of ``request_of`` and ``request_on_several``.
+        Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
     """
     written = call.written
     pool: Any = written.devices
@@ -282,27 +264,227 @@ def request_on_devices(
         count, pool_of = len(pool.workers), lambda: pool
     else:
         names = tuple(names_of(pool))
-        if len(names) == 1:
-            one = written._replace(devices=names[0], budget=_of_one(written.budget))
+        count, pool_of = len(names), partial(kept_pool, names)
+        if count == 1:
+            budget = written.budget
+            if isinstance(budget, (list, tuple)) and len(budget) == 1:
+                budget = budget[0]
+            one = written._replace(devices=names[0], budget=budget)
             return request_of(function, query, key, value, call._replace(written=one))
-        count, pool_of = len(names), lambda: kept_pool(names)
-    inputs = query, key, value
-    return request_on_several(function, inputs, call, count=count, pool_of=pool_of)
+    budgets = _budgets(written.budget, count)
+    check_options(written)
+    query, key = as_tensor(query, "query"), as_tensor(key, "key")
+    attn_mask, home = as_mask(call.attn_mask, query, key), query.device
+    mask = attn_mask if isinstance(attn_mask, Mask) else None
+    if mask is not None:
+        # Bias and sinks are tensors of the request; the rest is sent as it is.
+        attn_mask = Mask(bias=mask.bias, sinks=mask.sinks)
+    # This process computes nothing: its own request is of where the inputs are.
+    here = written._replace(budget=None, kernel="auto", devices=home)
+    call = call._replace(attn_mask=attn_mask, written=here)
+    tensors, request = request_of(function, query, key, value, call)
+    sent = None
+    if mask is not None and (mask.is_structured or mask.softcap):
+        mask, work = replace(mask, bias=None, sinks=None), request.work
+        sizes = work.batch, work.heads, work.n_queries, work.n_keys
+        resolve(mask, MaskSizes(*sizes), work.is_causal)
+        # Now: the caller may write to its tensors before the backward.
+        mask = map_tensors(mask, lambda tensor, name: tensor.detach().cpu())
+        sent = pickled(mask, sizes, home.type)
+    options = CallOptions(
+        depth=written.depth, kernel=written.kernel, accumulator=written.accumulator
+    )
+    steady = mask is None or not mask.is_structured
+    runner = PoolCall(pool_of, budgets, options, sent, steady)
+    return tensors, replace(request, runner=runner)
 
 
-def _of_one(budget: Budget | None) -> Budget | None:
-    return budget[0] if isinstance(budget, (list, tuple)) and len(budget) == 1 else budget
+def check_options(written: CallOptions) -> None:
+    """Raise NotImplementedError for options that several devices cannot have."""
+    if written.plan is not None:
+        raise NotImplementedError(
+            "plan is for one device; several plan their parts by themselves: give budget, depth "
+            "or kernel"
+        )
+    kernel = written.kernel
+    if not isinstance(kernel, str):
+        raise NotImplementedError(
+            f"kernel must be a name where several devices compute, got {shown(kernel)}: other "
+            "processes do not have the object"
+        )
+    if kernel != "auto":
+        named = get_kernel(kernel)
+        if named.own_attention or named.probed_as is not None:
+            raise NotImplementedError(
+                f"kernel {kernel!r} computes another attention, of positions in the whole call; "
+                "several devices have parts of it: name one device"
+            )
 
 
-def close() -> None:
-    """End the workers of calls with several ``devices``; the next such call starts others.
+def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
+    """A budget for each device.
 
-    They end with the program in any case. Until then each holds a CUDA context.
+    Raises:
+        ValueError, TypeError: it makes no sense.
     """
-    with _lock:
-        for pool in _pools.values():
-            pool.close()
-        _pools.clear()
+    each = budget if isinstance(budget, (list, tuple)) else [budget] * count
+    if len(each) != count:
+        raise ValueError(
+            f"budget must be one number of bytes or one for each of the {count} devices, got "
+            f"{len(each)}"
+        )
+    return tuple(None if one is None else parse_bytes(one) for one in each)
 
 
-atexit.register(close)
+@dataclass(eq=False)
+class PoolCall:
+    """A call on a pool: runs the passes of a ``Request`` there.
+
+    Inputs that had to be copied into shared memory stay there until the backward.
+
+    Attributes:
+        pool_of: gives the pool, for each pass.
+        budgets: one for each device of the pool; None: what is free there.
+        written: depth, kernel and accumulator.
+        mask: what is masked beside a bias, pickled for workers.
+        steady: whether blocks take as long as their pairs say.
+    """
+
+    pool_of: Callable[[], Pool]
+    budgets: tuple[int | None, ...]
+    written: CallOptions
+    mask: bytes | None
+    steady: bool
+    _kept: dict[str, tuple[InFile, torch.Tensor]] = field(default_factory=dict)
+
+    def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and lse; in shared memory, or on the inputs' device."""
+        query, _, value = tensors[:3]
+        rows = tuple(query.shape[:-1])
+        wanted: dict[str, _Wanted] = {
+            "out": (request.out, (*rows, value.shape[-1]), request.out_dtype),
+            "lse": (None, rows, state_dtype(query.dtype)),
+        }
+        out, lse = self._run(tensors, request, {}, wanted)
+        return out, lse
+
+    def backward(
+        self, tensors: Tensors, request: Request, given: BackwardInputs
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of query, key and value, and of the bias if it is wanted; in shared memory,
+        or on the inputs' device."""
+        upstream = {"grad_out": given.grad_out, "out": given.out, "lse": given.lse}
+        if given.grad_lse is not None:
+            upstream["grad_lse"] = given.grad_lse
+        names = ("grad_query", "grad_key", "grad_value")
+        wanted: dict[str, _Wanted] = {
+            name: (grad, tuple(t.shape), t.dtype)
+            for name, grad, t in zip(names, given.grads or (None,) * 3, tensors[:3], strict=True)
+        }
+        bias = tensors.mask if given.grad_mask is not False else None
+        sums = Sums(self._whole(request), tensors.key, tensors.value, bias)
+        try:
+            made = self._run(tensors, request, upstream, wanted, sums)
+        finally:
+            for name in upstream:
+                self._kept.pop(name, None)
+        if bias is None or sums.bias is None:
+            return made
+        result = given.grad_mask
+        if not isinstance(result, torch.Tensor):
+            result = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        with torch.no_grad():
+            return (*made, result.copy_(sums.bias))
+
+    def _run(
+        self,
+        tensors: Tensors,
+        request: Request,
+        upstream: dict[str, torch.Tensor],
+        wanted: dict[str, _Wanted],
+        sums: Sums | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A pass; its results."""
+        pool, home, mappings = self.pool_of(), tensors.query.device, cache(Mappings.now)
+        with self._reported(request, backward=sums is not None) as report, torch.no_grad():
+            named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=True))
+            inputs = {name: t for name, t in {**named, **upstream}.items() if t is not None}
+            for name, tensor in inputs.items():
+                if name not in self._kept:
+                    _, own = self._kept[name] = share(tensor.detach(), mappings)
+                    report.copied_bytes += own.nbytes * (own.data_ptr() != tensor.data_ptr())
+            handles = {name: self._kept[name][0] for name in inputs}
+            results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+            for name, (given, shape, dtype) in wanted.items():
+                if given is None:
+                    own = shared_memory(shape, dtype, home)
+                    handles[name] = handle_of(own)
+                    given = own if on_host(home) else torch.empty_like(own, device=home)
+                else:
+                    handles[name], own = share(given.detach(), mappings, written=True)
+                    torch.autograd.graph.increment_version(given)
+                results[name] = given, own
+            spec = PassSpec(
+                next(pool.numbers), sums is not None, self._whole(request), self.mask, handles,
+                self.written, len(set(self.budgets)) > 1, self.steady,
+            )  # fmt: skip
+            with progress_of(request) as progress, pool.alone() as workers:
+                budgets = [self._budget(n, w, request, home) for n, w in enumerate(workers)]
+                schedule = self._schedule(spec, request, workers, budgets)
+                Coordinator(workers, spec, schedule, budgets, report, sums, progress).run()
+            if sums is not None:
+                sums.store(results["grad_key"][1], results["grad_value"][1])
+            for given, made in results.values():
+                if made.data_ptr() != given.data_ptr():
+                    given.detach().copy_(made)
+        return tuple(given for given, _ in results.values())
+
+    def _whole(self, request: Request) -> WholeCall:
+        work = request.work
+        return WholeCall(
+            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, None,
+            work.is_causal, request.scale, request.dropout, request.records, request.mask_grad,
+        )  # fmt: skip
+
+    def _budget(
+        self, number: int, worker: Worker, request: Request, home: torch.device
+    ) -> int | None:
+        """Bytes for a worker's device, less what inputs that were cast take there; a worker that
+        has joined has as many as the last one."""
+        budget = self.budgets[min(number, len(self.budgets) - 1)]
+        held = request.cast_bytes if worker.device == str(home) else 0
+        return None if budget is None else max(0, budget - held)
+
+    def _schedule(
+        self,
+        spec: PassSpec,
+        request: Request,
+        workers: Sequence[Worker],
+        budgets: Sequence[int | None],
+    ) -> Schedule:
+        here = {number: worker for number, worker in enumerate(workers) if worker.alive}
+        if not here:
+            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+        work = request.work
+        speeds = {
+            n: expected_speed(w.device, w.name, work.dtype, work.head_dim, backward=spec.backward)
+            for n, w in here.items()
+        }
+        alike = self.steady and len({(w.name, budgets[n]) for n, w in here.items()}) == 1
+        at_once = all(backend_of(torch.device(w.device)).own_memory for w in here.values())
+        pieces = pieces_of(spec.call, speeds, alike=alike, at_once=at_once)
+        return Schedule(spec.call, speeds, pieces)
+
+    @contextmanager
+    def _reported(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:
+        """A pass's report, in the call's own."""
+        report, name = PoolPass(), "backward" if backward else "forward"
+        if request.report is not None:
+            request.report.pool = request.report.pool or PoolReport()
+            setattr(request.report.pool, name, report)
+        yield report
+        made = as_one(report, backward)
+        if request.report is not None:
+            setattr(request.report, name, made)
+        for sums in request.sums:
+            sums.total.add(made, backward=backward)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices.buffers import handle_of
@@ -125,13 +126,13 @@ class Coordinator:
     progress: Callable[[int, int, str], None] | None = None
     _began: float = field(default_factory=time.perf_counter)
     _targets: dict[int, Buffers] = field(default_factory=dict)
-    # Seconds for a pair, at most, of the orders that are done; None: none is.
-    _slowest: float | None = None
-    _failed: tuple[int, Failed] | None = None
+    # Seconds for a pair, at most, of the orders that are done.
+    _slowest: float = 0.0
+    _error: Exception | None = None
     _out_of_memory: str = ""
 
     def run(self) -> None:
-        """Run all units.
+        """Run all blocks. After an error workers finish the orders that they have.
 
         Raises:
             OutOfMemoryError: memory ran out on every device.
@@ -142,85 +143,99 @@ class Coordinator:
         report.devices = [f"{worker.device} ({worker.name})" for worker in self.workers]
         report.parts = schedule.count
         try:
-            while not schedule.finished:
-                if not schedule.devices:
-                    self._give_up()
-                for number in sorted(schedule.devices - set(schedule.running)):
-                    self._launch(number)
-                if schedule.running:
-                    self._hear()
-                if self._failed is not None:
-                    number, failed = self._failed
-                    said = failed.error
-                    where = f"in the worker of {report.devices[number]}:\n{failed.trace}"
-                    error = said if isinstance(said, BaseException) else RuntimeError(said)
-                    raise error from RuntimeError(where)
-        except Exception:
-            # Workers finish the orders they have, so that they can be used again.
-            limit = time.monotonic() + _HUNG_SECONDS
-            while schedule.running and time.monotonic() < limit:
-                self._hear(1.0)
-            raise
+            while schedule.running or not (self._error or schedule.finished):
+                with self._noted():
+                    self._launch()
+                for number, answer in self._listen():
+                    with self._noted():
+                        self._take_in(number, answer)
+            if self._error is not None:
+                raise self._error
         finally:
-            self._stop()
+            # They would write into results that the caller has back.
+            for number in list(schedule.running):
+                try:
+                    self.workers[number].kill()
+                except KeyboardInterrupt:  # another one, while it waited for the first ones to end
+                    self.workers[number].kill()
             report.seconds = time.perf_counter() - self._began
 
-    def _launch(self, number: int) -> None:
-        """An order for an idle device, if there is one for it."""
-        order = self.schedule.take(number, time.perf_counter())
-        if order is None:
-            return
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """The first error is raised in the end; no order is given after it."""
         try:
-            sums, budget = self.sums, self.budgets[number]
-            target = self._targets[number] = {} if sums is None else sums.buffers(order.block)
-            handles = {name: handle_of(tensor) for name, tensor in target.items()}
-            message = Compute(self.spec, order.block, budget, handles)
-            sent = self.workers[number].send(message)
-        except Exception:
-            # No memory for sums, say. Nobody waits for an answer to what was never sent.
-            self.schedule.put_back(number)
-            raise
-        if not sent:
-            self._lost(number, "its worker has ended")
+            yield
+        except Exception as error:
+            self._error = self._error or error
 
-    def _hear(self, at_most: float = math.inf) -> None:
-        """Take in what workers say; those that say nothing for too long are given up."""
+    def _launch(self) -> None:
+        """Orders for idle devices, where there are some for them."""
+        schedule = self.schedule
+        if not schedule.devices:
+            raise self._given_up()
+        for number in sorted(schedule.devices - set(schedule.running)):
+            if self._error or (order := schedule.take(number, time.perf_counter())) is None:
+                continue
+            try:
+                target = {} if self.sums is None else self.sums.buffers(order.block)
+                self._targets[number] = target
+                handles = {name: handle_of(tensor) for name, tensor in target.items()}
+                message = Compute(self.spec, order.block, self.budgets[number], handles)
+                sent = self.workers[number].send(message)
+            except Exception:
+                # No memory for sums, say. Nobody waits for an answer to what was never sent.
+                schedule.put_back(number)
+                raise
+            if not sent:
+                self._lost(number, "its worker has ended")
+
+    def _listen(self) -> list[tuple[int, Done | Failed | None]]:
+        """What workers say next; those that say nothing for too long are given up."""
         running = self.schedule.running
-        ends = {number: self._limit(one) + one.begun for number, one in running.items()}
-        seconds = min(at_most, max(0.0, min(ends.values()) - time.perf_counter()))
+        if not running:
+            return []
+        ends = {number: one.begun + self._limit(one) for number, one in running.items()}
+        seconds = max(0.0, min(ends.values()) - time.perf_counter())
         workers = {number: self.workers[number] for number in running}
         heard = listen(workers, None if math.isinf(seconds) else seconds)
-        for number, answer in heard:
-            if answer is None:
-                self._lost(number, "its worker has ended")
-            elif answer.number != self.spec.number:
-                continue  # of an earlier pass, of which a second interrupt has left a worker
-            elif isinstance(answer, Done):
-                self._finished(number, answer)
-            elif answer.broken:
-                self._lost(number, f"its device has failed ({answer.error})")
-            elif answer.memory:
-                self._out_of_memory = f"; {answer.error}"
-                # The worker is well: it only has no part in this pass any more.
-                self._lost(number, "out of memory at every depth", end=False)
-            else:
-                self.schedule.put_back(number)
-                self._failed = number, answer
         now = time.perf_counter()
         for number in [n for n, end in ends.items() if end <= now and not heard]:
             self._lost(number, f"no answer for {now - running[number].begun:.0f} s")
+        return heard
 
     def _limit(self, order: Order) -> float:
         """Seconds after which an order is taken from its worker."""
-        if self._slowest is None:
-            return math.inf if len(self.schedule.running) == 1 else _HOUR
-        if not self.spec.steady:
-            return _HOUR
-        return max(_HUNG_SECONDS, _HUNG_TIMES * self._slowest * order.work)
+        if self._error is not None:
+            return _HUNG_SECONDS
+        if not self._slowest:
+            return math.inf
+        least = _HUNG_SECONDS if self.spec.steady else _HOUR
+        return max(least, _HUNG_TIMES * self._slowest * order.work)
+
+    def _take_in(self, number: int, answer: Done | Failed | None) -> None:
+        """What a worker says; None: it has ended."""
+        if answer is None:
+            self._lost(number, "its worker has ended")
+        elif answer.number != self.spec.number:
+            pass  # of an earlier pass, of which a second interrupt has left a worker
+        elif isinstance(answer, Done):
+            self._finished(number, answer)
+        elif answer.broken:
+            self._lost(number, f"its device has failed ({answer.error})")
+        elif answer.memory:
+            self._out_of_memory = f"; {answer.error}"
+            # The worker is well: it only has no part in this pass any more.
+            self._lost(number, "out of memory at every depth", end=False)
+        else:
+            self.schedule.put_back(number)
+            where = f"in the worker of {self.report.devices[number]}:\n{answer.trace}"
+            said = answer.error
+            error = said if isinstance(said, Exception) else RuntimeError(said)
+            raise error from RuntimeError(where)
 
     def _finished(self, number: int, answer: Done) -> None:
         now, order, report = time.perf_counter(), self.schedule.running.pop(number), self.report
-        self._slowest = max(self._slowest or 0.0, (now - order.begun) / max(1, order.work))
+        self._slowest = max(self._slowest, (now - order.begun) / max(1, order.work))
         start, stop = order.begun - self._began, now - self._began
         report.ran.append(Ran(number, order.number, start, stop, answer.report))
         target = self._targets.pop(number)
@@ -238,18 +253,9 @@ class Coordinator:
         self.report.parts = self.schedule.count
         self.report.history.append(f"{self.report.devices[number]}: {why}")
 
-    def _stop(self) -> None:
-        """End the workers that compute: they would write into results that the caller has back."""
-        for number in list(self.schedule.running):
-            try:
-                self.workers[number].kill()
-            except KeyboardInterrupt:  # another one, while it waited for the first ones to end
-                self.workers[number].kill()
-
-    def _give_up(self) -> NoReturn:
+    def _given_up(self) -> Exception:
         report = self.report
         said = "; ".join(report.history) or "all had ended before, or were closed"
         message = f"no device is left after {len(report.ran)} of {report.parts} parts: {said}"
-        if self._out_of_memory:
-            raise OutOfMemoryError(message + self._out_of_memory)
-        raise RuntimeError(message)
+        kind = OutOfMemoryError if self._out_of_memory else RuntimeError
+        return kind(message + self._out_of_memory)

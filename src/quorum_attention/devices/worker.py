@@ -97,7 +97,7 @@ class Failed:
 
     number: int
     memory: bool
-    error: BaseException | str
+    error: Exception | str
     trace: str
     broken: bool = False
 
@@ -296,7 +296,7 @@ class BlockWorker:
                 targets["grad_query"].copy_(query)
 
 
-def _as_sent(error: BaseException) -> BaseException | str:
+def _as_sent(error: Exception) -> Exception | str:
     """It as the pool gets it, else its text. Not itself: with it the frames of the part, and their
     tensors, would stay."""
     with suppress(Exception):

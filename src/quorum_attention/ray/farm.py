@@ -23,7 +23,7 @@ from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
 from quorum_attention.counts import whole_number
 from quorum_attention.devices.buffers import InFile, in_file
-from quorum_attention.devices.call import check_options
+from quorum_attention.devices.pool import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
