@@ -244,9 +244,7 @@ class Report:
         }
         if self.mask_gradient:
             found["mask_gradient"] = list(self.mask_gradient)
-        if self.pool is not None:
-            found["pool"] = self.pool.to_dict()
-        return found
+        return found if self.pool is None else {**found, "pool": self.pool.to_dict()}
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the report to ``path`` (needs matplotlib: the ``draw`` extra)."""
