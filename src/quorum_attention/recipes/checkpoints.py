@@ -127,7 +127,9 @@ class LayerCheckpoints:
             later = sum(p.nbytes for p in learned if p.grad is None)
             free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
             room = max(0, free - transient_bytes(self.shape, training) - later)
-        if self.where == "host" and host:
+        # Layers come back from host memory, one used and one on its way, when those on the device
+        # are done with: in their room.
+        if host and (self.where == "host" or room < 2 * (checkpoint_bytes + result)):
             room = 0
         away, recomputed = shares(layers, checkpoint_bytes, result, room, host)
         return _Step(away, recomputed, result, _Copies(device) if host else None)

@@ -167,8 +167,7 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
 def transient_bytes(shape: ModelShape, training: Training) -> int:
     """What a step holds beside weights, gradients, optimizer and what its layers keep."""
     parts = tuple([part for part in step_memory(shape, training).parts if part.when != "always"])
-    moved = 2 * sum(kept_bytes(shape, training))  # the one that is used, and the next on its way
-    return moved + _peak(parts, lambda part: part.bytes)
+    return _peak(parts, lambda part: part.bytes)
 
 
 def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
