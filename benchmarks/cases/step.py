@@ -11,9 +11,10 @@ what attention alone takes beyond q, k, v, o and their gradients. --layers 2,4 r
 of the model, with all weights in memory, and says of the whole model what the difference comes to:
 extrapolated. --ranks 2 shards the text over two GPUs, each with all weights.
 
-longest: the longest text that fits, each way: the line through the memory of two lengths is
-followed, and the length found is run unless it is more than --most tokens. (With everything,
-checkpoints are in host memory: the device has the same to hold however many --layers run.)
+longest: the longest text that fits in --memory, each way: the line through the memory of two
+lengths is followed, and the length found is run unless it is more than --most tokens. The remedies
+are checkpoints in host memory and a chunked loss around SDPA. (Where checkpoints are in host memory
+the device has the same to hold however many --layers run.)
 
 told: the peaks of steps with everything, checkpoints in host memory, beside what ``estimate
 --model`` says of them: five lengths, on a GPU of three shapes.
@@ -42,6 +43,14 @@ from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
 sys.path.insert(0, str(ROOT / "examples"))
 from train_long import SHAPES, library, new_model
 
+for name, (hidden, wide, layers, heads) in {
+    "Qwen3-0.6B": (1024, 3072, 28, 16), "Qwen3-4B": (2560, 9728, 36, 32),
+}.items():  # fmt: skip
+    SHAPES[name] = SHAPES["Qwen3-8B"] | {
+        "hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "tie_word_embeddings": True,
+    }  # fmt: skip
+
 # By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens of a tile
 # of an MLP; and of ``longest`` the most tokens that it runs, those it begins with, and how many
 # times as many with everything.
@@ -51,11 +60,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
             "most": 4096, "first": 256, "longer": 8},
 }  # fmt: skip
-WAYS = {"sdpa": "SDPA, as it comes", "attention": "attention recovered", "everything": "everything"}
+WAYS = {
+    "sdpa": "SDPA, as it comes", "attention": "attention recovered",
+    "remedies": "SDPA with the usual remedies", "everything": "everything",
+}  # fmt: skip
+ON_HOST = "remedies", "everything"  # their checkpoints, where the longest text is looked for
 
 
-def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
-    """``model`` as it comes, or changed in place."""
+def prepared(model: Any, way: str, options: argparse.Namespace, place: str = "auto") -> Any:
+    """``model`` as it comes, or changed in place, with checkpoints in that place."""
     if way == "attention":
         long_context(
             model,
@@ -65,11 +78,14 @@ def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
             chunked_loss=False,
             fused_norms=False,
         )
+    if way == "remedies":
+        long_context(model, attention=False, mlp_tile=None, fused_norms=False, checkpoints=place)
     if way == "everything":
         if dist.is_initialized():
             model.set_attn_implementation(register(group=dist.group.WORLD))
             sharded_positions(model)
-        print(long_context(model, budget=options.budget, mlp_tile=options.tile), flush=True)
+        done = long_context(model, budget=options.budget, mlp_tile=options.tile, checkpoints=place)
+        print(done, flush=True)
     return model
 
 
@@ -237,10 +253,14 @@ def attention_alone(options: argparse.Namespace) -> int:
 def longest(options: argparse.Namespace) -> dict[str, Any]:
     """The longest text of each way, by a line through what two lengths take."""
     found = {}
-    for way in WAYS:
-        model = prepared(new_model(options.shape, options.rank, options.device), way, options)
+    if options.device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1, options.memory / total))
+    for way in options.ways.split(","):
+        model = new_model(options.shape, options.rank, options.device)
+        prepared(model, way, options, "host")
         weights, count = weight_bytes(model), len(model.model.layers)
-        if way == "everything" and options.layers:
+        if way in ON_HOST and options.layers:
             count = max(options.layers)
         with first_layers(model, count):
             found[way] = {"layers": count, **followed(model, way, weights, options)}
@@ -279,7 +299,7 @@ def followed(model: Any, way: str, weights: int, options: argparse.Namespace) ->
         return {"tokens": tokens, "peak": watched.peak, "seconds": watched.seconds}
 
     first, grain = (
-        options.first * (options.longer if way == "everything" else 1),
+        options.first * (options.longer if way in ON_HOST else 1),
         options.first // 8,
     )
     points = [point(first), point(2 * first)]
@@ -287,7 +307,7 @@ def followed(model: Any, way: str, weights: int, options: argparse.Namespace) ->
     while not ran and 2 * first < best <= options.most:
         try:
             points.append(point(best))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, qa.BudgetError):
             print(f"{WAYS[way]}: {best:,} tokens did not fit", flush=True)
             best = best * 19 // 20 // grain * grain
             continue
@@ -303,23 +323,28 @@ def plot(found: dict[str, Any], path: str) -> None:
     """Length against memory, for the three ways."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes, memory = figure.add_subplot(), found["longest"]["memory"] / 2**30
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    (axes, clock), memory = figure.subplots(1, 2), found["longest"]["memory"] / 2**30
     for way, one in found["longest"]["ways"].items():
         points = sorted((point["tokens"], point["peak"] / 2**30) for point in one["points"])
+        timed = sorted((p["tokens"], p["seconds"] / one["layers"]) for p in one["points"]
+                       if "seconds" in p)  # fmt: skip
         # The first two lie on each other: one is broad.
         broad = {"linewidth": 6, "alpha": 0.4} if way == "sdpa" else {"linewidth": 1.5}
         drawn = axes.plot(*zip(*points, strict=True), "o-", label=WAYS[way], **broad)
+        clock.plot(*zip(*timed, strict=True), "o-", **broad)
         if one["tokens"] > points[-1][0]:
             ends = zip(points[-1], (one["tokens"], memory), strict=True)
             axes.plot(*ends, ":", color=drawn[0].get_color())
         if way != "attention":
             axes.annotate(f"{one['tokens']:,}", (one["tokens"], memory * 1.05), ha="center")
     axes.axhline(memory, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
-    axes.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
+    for part in (axes, clock):
+        part.set_xscale("log", base=2)
+        part.set_yscale("log", base=2)
+        part.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+        part.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
+    clock.set(xlabel="tokens of one text", ylabel="seconds of a step, by layer")
     title = f"{found['shape']}'s shape, random weights (dotted: by the line, not run)"
     axes.set(ylim=(None, memory * 1.5), xlabel="tokens of one text",
              ylabel="memory of a step, GiB", title=title)  # fmt: skip
@@ -351,6 +376,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=parse_bytes, help="that the longest text may take")
     parser.add_argument("--first", type=parse_count, help="shortest text of longest")
     parser.add_argument("--longer", type=int, help="times that, with everything")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of longest")
     parser.add_argument("--most", type=parse_count, help="longest text that longest runs")
     parser.add_argument("--plot", metavar="FILE", help="a picture, .png or .svg")
 
