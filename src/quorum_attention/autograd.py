@@ -18,7 +18,7 @@ import torch
 
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request
-from quorum_attention.call.transforms import refuse_batched, refuse_mapped
+from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
@@ -29,7 +29,7 @@ _REFUSED = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
 
-# What a backward reads: grad_out, query, key, value, out, lse, mask, sinks and grad_lse.
+# What a backward reads: grad_out, query, key, value, out, lse, mask, sinks, grad_lse and seed.
 Read = Sequence[Any]
 # Who is asked for (out, lse) of a recorded call, with what computes them: a checkpoint that keeps
 # them, or None.
@@ -58,7 +58,8 @@ class EagerCall:
 
     def forward(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
-        result, lse = computed_once(partial(run_forward, tensors, self.request))
+        request = self.request.seeded(tensors.seed)
+        result, lse = computed_once(partial(run_forward, tensors, request))
         # ``out`` gets no graph, so it can be given again. What is returned and saved is another
         # tensor over the same memory, with the same version counter.
         return result if self.request.out is None else result.detach(), lse
@@ -66,7 +67,7 @@ class EagerCall:
     def gradients(self, read: Read, learned: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, then of mask and sinks where ``learned``."""
         refuse_batched(read[0], read[8])
-        grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, self.request, learned)
+        grads: tuple[torch.Tensor, ...] = Gradients.apply(*read, self.request, *learned)
         return grads
 
 
@@ -86,9 +87,22 @@ class _Quick(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(_REFUSED.format("forward-mode"))
 
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        """A call for each entry: as torch maps its own fused kernels."""
+        if info.batch_size == 0:
+            raise NotImplementedError("torch.vmap cannot map attention over no entries")
+        mapped = [
+            [arg] * info.batch_size if dim is None else arg.unbind(dim)
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        results = [cls.apply(*entry) for entry in zip(*mapped, strict=True)]
+        stacked = tuple([torch.stack(one) for one in zip(*results, strict=True)])
+        return stacked, (0,) * len(stacked)
+
 
 class Attention(_Quick):
-    """The output and the log-sum-exp, of query, key, value, mask, sinks and an ``EagerCall``."""
+    """The output and the log-sum-exp, of ``Tensors`` and an ``EagerCall``."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,21 +125,10 @@ class Attention(_Quick):
         needed = ctx.needs_input_grad
         if not any(grad is not None for grad in upstream):
             return (None,) * len(needed)
-        query, key, value, mask, sinks, out, lse = ctx.saved_tensors[:7]
+        query, key, value, mask, sinks, seed, out, lse = ctx.saved_tensors[:8]
         grad_out, grad_lse = upstream_of(out, *upstream)
-        read = grad_out, query, key, value, out, lse, mask, sinks, grad_lse
-        return (*needed_of(ctx.call.gradients(read, needed[3:5]), needed), None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        """One more batch dimension."""
-        *three, mask, sinks, call = args
-        refuse_mapped("Mask.sinks", in_dims[4])
-        three = list(map(partial(_in_front, info.batch_size), three, in_dims))
-        mask = _mask_in_front(mask, in_dims[3], three[0].dim())
-        same = info.randomness == "same"
-        mapped = EagerCall(call.request.mapped(info.batch_size, mask, same=same))
-        return Attention.apply(*three, mask, sinks, mapped), (0, 0)
+        read = grad_out, query, key, value, out, lse, mask, sinks, grad_lse, seed
+        return (*needed_of(ctx.call.gradients(read, needed[3:5]), needed), None, None)
 
 
 def upstream_of(
@@ -160,10 +163,10 @@ class Gradients(_Quick):
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:
         """The gradients."""
-        *read, request, learned = args
-        grad_out, query, key, value, out, lse, mask, sinks, grad_lse = read
+        grad_out, query, key, value, out, lse, mask, sinks, grad_lse, seed, request, *learned = args
         given = BackwardInputs(grad_out, out, lse, None, learned[0], learned[1], grad_lse)
-        return run_backward(Tensors(query, key, value, mask, sinks), request, given)
+        tensors = Tensors(query, key, value, mask, sinks)
+        return run_backward(tensors, request.seeded(seed), given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -171,41 +174,6 @@ class Gradients(_Quick):
         return
 
     backward = staticmethod(refuse_second)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        """One more batch dimension."""
-        *six, mask, sinks, grad_lse, request, (of_mask, of_sinks) = args
-        # Its gradient would have the mapped dimension, whether or not it has.
-        refuse_mapped("Mask.sinks, nor over their gradient", 0 if of_sinks else in_dims[7])
-        six = list(map(partial(_in_front, info.batch_size), six, in_dims))
-        if grad_lse is not None:
-            grad_lse = _in_front(info.batch_size, grad_lse, in_dims[8])
-        dim = in_dims[6]
-        if of_mask and dim is None:
-            mask, dim = mask.expand(info.batch_size, *mask.shape), 0
-        wide = _mask_in_front(mask, dim, six[1].dim())
-        # Where the forward was made once, all gradients are of the same dropped pairs.
-        same = info.randomness == "same" or in_dims[5] is None
-        mapped = request.mapped(info.batch_size, wide, same=same)
-        grads = list(Gradients.apply(*six, wide, sinks, grad_lse, mapped, (of_mask, of_sinks)))
-        if of_mask:
-            grads[3] = grads[3].reshape(mask.movedim(dim, 0).shape)
-        return tuple(grads), (0,) * len(grads)
-
-
-def _in_front(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """``tensor`` with the mapped dimension first; expanded, if it is not mapped."""
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
-    """The mask with the mapped dimension first, and then as many as broadcasting needs; one that
-    is not mapped as it is."""
-    if mask is None or dim is None:
-        return mask
-    mask = mask.movedim(dim, 0)
-    return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
 
 
 def attend(

@@ -175,7 +175,7 @@ class DirectCall(EagerCall):
         return as_own(out), lse
 
     def _call(self, tensors: Tensors, out_dtype: torch.dtype) -> Call:
-        query, key, value, mask, _ = tensors
+        query, key, value, mask = tensors[:4]
         work, bias = self.request.work, None
         if mask is not None:
             bias = MaskView(mask, 1).whole(work.dtype, self.request.options.device)
@@ -183,7 +183,7 @@ class DirectCall(EagerCall):
 
     def gradients(self, read: Read, learned: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """As ``EagerCall.gradients``."""
-        grad_out, query, key, value, out, lse, mask, _, grad_lse = read
+        grad_out, query, key, value, out, lse, mask, _, grad_lse, _ = read
         refuse_batched(grad_out)
         tensors, dtype = Tensors(query, key, value, mask), self.request.work.dtype
         if grad_lse is None and self._is_one_backward(grad_out, tensors, out, lse):

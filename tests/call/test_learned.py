@@ -14,7 +14,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 
 N = 40
-LOST = "no gradient of tensors that its functions read"
+LOST = "reads a tensor that would get no gradient"
 
 
 class Alibi(torch.nn.Module):
@@ -109,5 +109,5 @@ def test_a_tensor_of_a_transformation_is_refused(transform: str) -> None:
             "jvp": lambda of=of: torch.func.jvp(of, (slopes,), (slopes,)),  # type: ignore[misc]
             "vmap": lambda of=of: torch.vmap(of)(slopes[None]),  # type: ignore[misc]
         }
-        with pytest.raises(NotImplementedError, match=f"{LOST}|torch.func transformation"):
+        with pytest.raises(NotImplementedError, match=LOST):
             transformed[transform]()

@@ -50,8 +50,6 @@ def test_the_published_words(counter, seed, words) -> None:
 def scalar(dropout: Dropout, b: int, h: int, i: int, j: int) -> bool:
     """The definition in Python's integers, one pair at a time."""
     counter = [j // 4, i, h + dropout.first_head, b + dropout.first_entry]
-    if dropout.repeat:
-        counter[3] %= dropout.repeat
     key = [dropout.seed % 2**32, dropout.seed // 2**32]
     for _ in range(7):
         one, two = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
@@ -68,7 +66,7 @@ def test_every_pair_is_as_defined_wherever_its_run_begins() -> None:
     for _ in range(40):
         one = Dropout(
             random.random(), random.randrange(LARGEST_SEED + 1), random.randrange(100),
-            random.randrange(100), random.choice([0, 3]),
+            random.randrange(100),
         )  # fmt: skip
         queries = torch.randint(0, 2**32, (3,))
         runs, local = [], random.randrange(50)
@@ -90,8 +88,6 @@ def test_parts_are_parts_of_the_whole() -> None:
     whole = drop(one, 3, 4, 50, 70)
     part = dropped(one.at(2, 1), 2, 2, torch.arange(7, 31), [Rows(5, 66, 0)])
     assert torch.equal(part, whole[1:, 2:, 7:31, 5:66])
-    again = drop(Dropout(0.4, 12345, repeat=2), 5, 4, 50, 70)
-    assert torch.equal(again, torch.cat([whole[:2], whole[:2], whole[:1]]))
 
 
 @pytest.mark.parametrize(

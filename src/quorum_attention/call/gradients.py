@@ -51,7 +51,7 @@ def check_backward_inputs(
     Raises:
         ValueError, TypeError, NotImplementedError: one does not fit, by name.
     """
-    query, key, value, mask, _ = tensors
+    query, key, value, mask = tensors[:4]
     rows, home = tuple(query.shape[:-1]), query.device
     wide = (*rows, value.shape[-1])
     shapes = {"grad_out": wide, "out": wide, "lse": rows, "grad_lse": rows}

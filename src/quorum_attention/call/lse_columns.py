@@ -81,7 +81,7 @@ def with_columns(
     assert given.grad_lse is not None
     work = request.work
     wide = _widened(work, backend_of(request.options.device))
-    query, key, value, mask, sinks = tensors
+    query, key, value = tensors[:3]
     if wide.head_dim != work.head_dim:
         query, key = (_wider(t, wide.head_dim) for t in (query, key))
     value = _wider(value, wide.value_dim)
@@ -115,7 +115,8 @@ def with_columns(
         )  # fmt: skip
         grads = dq, dk, dv
     given = given._replace(grad_out=grad_out, out=out, grad_lse=None, grads=grads)
-    return Tensors(query, key, value, mask, sinks), replace(request, work=wide), given
+    wider = Tensors(query, key, value, *tensors[3:])
+    return wider, replace(request, work=wide), given
 
 
 def without_columns(

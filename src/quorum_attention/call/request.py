@@ -12,7 +12,6 @@ from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.transforms import (
     records,
     refuse_learned,
-    refuse_randomness,
     unwrapped,
 )
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
@@ -99,38 +98,11 @@ class Request:
         """A result with the dimensions that its caller expects, a view."""
         return result.squeeze(0) if self.without_heads else result
 
-    def mapped(self, size: int, mask: torch.Tensor | None, *, same: bool = False) -> Request:
-        """The same request with one more batch dimension in front.
-
-        Args:
-            size: of that dimension.
-            mask: the mask with that dimension, or one that broadcasts over it.
-            same: whether the same pairs are dropped all along that dimension.
-
-        Raises:
-            NotImplementedError: a plan or several devices were given, or dropout that cannot be
-                told apart so.
-        """
-        if self.options.plan is not None:
-            raise NotImplementedError(
-                "plan cannot be given under torch.vmap, which adds a dimension that it was not "
-                "made for"
-            )
-        if self.runner is not None:
-            raise NotImplementedError("devices cannot be several under torch.vmap")
-        if self.options.kernel != "auto":
-            kernel = get_kernel(self.options.kernel)
-            if kernel.tells_entries_apart(self.options.device):
-                # Entries would be counted through the dimension that is added.
-                raise NotImplementedError(
-                    f"torch.vmap cannot map this call: kernel {kernel.name!r} has a function of "
-                    "the batch entry; make the dimension that is mapped one of the batch"
-                )
-        batch = (size, *self.work.batch_shape)
-        shape = None if mask is None else mask_shape(mask, len(batch))
-        work = replace(self.work, batch_shape=batch, mask=shape)
-        dropout = self.dropout and self.dropout.mapped(self.work.batch, same=same)
-        return replace(self, work=work, dropout=dropout)
+    def seeded(self, seed: torch.Tensor | None) -> Request:
+        """The same request with a drawn seed, if there is one."""
+        if seed is None or self.dropout is None:
+            return self
+        return replace(self, dropout=replace(self.dropout, seed=int(seed)))
 
 
 def request_of(
@@ -157,7 +129,7 @@ def request_of(
     tensors, out, described, sizes, without_heads, cast_bytes = check_tensors(
         query, key, value, call
     )
-    query, key, value, mask, sinks = tensors
+    query, key, value, mask, sinks, _ = tensors
     options = options_of(written, query.device)
     factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
@@ -175,14 +147,17 @@ def request_of(
         options = options if kernel is options.kernel else replace(options, kernel=kernel)
         if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
-    if p > 0.0 and call.dropout_seed is None:
-        refuse_randomness(query, key, value, mask)
     work = replace(
         sizes, is_causal=causal, mask=shape, dropout=p > 0.0, positive_scale=factor > 0,
         sinks=sinks is not None, exact_scale=exact_scale,
     )  # fmt: skip
     if options.plan is not None:
         check_plan(options.plan, work)
+    dropout = _dropout_of(p, call.dropout_seed, work, options.device, draws=not backward)
+    if dropout is not None and call.dropout_seed is None and has_transforms():
+        # As torch draws: vmap says whether entries have one seed, or their own, or refuses.
+        seed = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
+        tensors = tensors._replace(seed=seed)
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     request = Request(
         work, factor, options, out,
@@ -192,9 +167,7 @@ def request_of(
         cast_bytes=cast_bytes if query.device == options.device else 0,
         without_heads=without_heads,
         progress=written.progress, report=written.report, sums=written.sums,
-        dropout=_dropout_of(
-            p, call.dropout_seed, work, options.device, draws=not backward
-        ),
+        dropout=dropout,
     )  # fmt: skip
     return tensors, request
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from quorum_attention.kernels.protocol import Indices, InnerKernel
@@ -38,60 +36,6 @@ def refuse_batched(*gradients: torch.Tensor | None) -> None:
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
-def refuse_randomness(*inputs: torch.Tensor | None) -> None:
-    """Refuse to draw under ``torch.vmap`` where it forbids that, or cannot be obeyed.
-
-    Raises:
-        RuntimeError: a vmap of randomness="error", as torch raises for its own functions.
-        NotImplementedError: a vmap of randomness="different" that maps none of ``inputs``: the call
-            is made once, so all would drop the same.
-    """
-    if not torch._C._are_functorch_transforms_active():
-        return
-    from torch._functorch import pyfunctorch
-
-    mapped = {level for tensor in inputs if tensor is not None for level in _levels(tensor)}
-    for inner in torch._C._functorch.get_interpreter_stack() or ():
-        found = pyfunctorch.coerce_cinterpreter(inner)
-        if not isinstance(found, pyfunctorch.VmapInterpreter):
-            continue
-        randomness = found.randomness()
-        if randomness == "error":
-            raise RuntimeError(
-                "vmap: dropout_p draws a random seed; use randomness='different' (every entry "
-                "drops other pairs) or 'same', or give dropout_seed"
-            )
-        if randomness == "different" and found.level() not in mapped:
-            raise NotImplementedError(
-                "dropout_p under torch.vmap of randomness='different' needs query, key, value or "
-                "attn_mask to be mapped; a call that is the same for all entries drops the same"
-            )
-
-
-def _levels(tensor: torch.Tensor) -> Iterator[int]:
-    """The levels of the transformations of which ``tensor`` is a wrapper."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        yield functorch.maybe_get_level(tensor)
-        tensor = functorch.get_unwrapped(tensor)
-
-
-def refuse_mapped(name: str, *dims: int | None) -> None:
-    """Refuse torch.vmap over what cannot be mapped.
-
-    Args:
-        dims: over which it maps; None: none.
-
-    Raises:
-        NotImplementedError: it maps over one.
-    """
-    if any(dim is not None for dim in dims):
-        raise NotImplementedError(
-            f"torch.vmap cannot map over {name}: only over query, key, value and attn_mask (or "
-            "Mask.bias); make the dimension that is mapped one of the batch"
-        )
-
-
 def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """``tensor``, whose numbers are read now and which gets no gradient, without the wrappers of
     torch.func's derivatives.
@@ -101,7 +45,11 @@ def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
-        refuse_mapped(name, 0 if functorch.is_batchedtensor(tensor) else None)
+        if functorch.is_batchedtensor(tensor):
+            raise NotImplementedError(
+                f"torch.vmap cannot map over {name}: only over query, key, value, attn_mask, "
+                "Mask.bias and Mask.sinks; make the dimension that is mapped one of the batch"
+            )
         if not functorch.is_gradtrackingtensor(tensor):
             break
         tensor = functorch.get_unwrapped(tensor)
@@ -120,51 +68,40 @@ def refuse_learned(
     No walk over a function's code finds all tensors that it reads. So it is called for a few pairs,
     as it will be, and its result says whether autograd, forward-mode or torch.func follow it.
 
-    Args:
-        query, key, value: (*batch, heads, n, d); the first and the last row are taken.
-
     Raises:
         NotImplementedError: a function of ``kernel`` reads a tensor that requires a gradient or has
             a tangent, or one of a transformation that is under way.
     """
-    if not (kernel.called_back() and all(t.numel() for t in (query, key, value))):
+    three = query, key, value
+    # In a CUDA graph no copy from the host can be captured.
+    if not (kernel.called_back() and all(t.numel() for t in three)) or capturing(device):
         return
-    if capturing(device):  # no copy from the host can be captured
-        return
-    ends = _ends(query, device), _ends(key, device), _ends(value, device)
-    queries, keys = (sorted({0, tensor.shape[-2] - 1}) for tensor in (query, key))
-    numbers = ([0], list(range(query.shape[-3])), queries, keys)
-    at = Indices(*(torch.tensor(each, device=device) for each in numbers))
-    made = kernel.results_of_functions(ends[0], ends[1], ends[2], at)
-    found = [result for result in made if isinstance(result, torch.Tensor)]
+    with outside():
+        rows = [
+            torch.zeros(
+                1, t.shape[-3], min(2, t.shape[-2]), t.shape[-1], dtype=t.dtype, device=device
+            )
+            for t in three
+        ]
+        ends = [sorted({0, t.shape[-2] - 1}) for t in (query, key)]
+        numbers = [0], list(range(query.shape[-3])), *ends
+        at = Indices(*(torch.tensor(each, device=device) for each in numbers))
     functorch, duals = torch._C._functorch, torch.autograd.forward_ad
-    read = kernel.captured()
-    if any(map(functorch.is_functorch_wrapped_tensor, read)) or any(
-        map(functorch.is_batchedtensor, found)
+    dual = duals._current_level >= 0
+    made = kernel.results_of_functions(rows[0], rows[1], rows[2], at)
+    if any(map(functorch.is_functorch_wrapped_tensor, kernel.captured())) or any(
+        result.requires_grad
+        or functorch.is_batchedtensor(result)
+        or (dual and duals.unpack_dual(result).tangent is not None)
+        for result in made
+        if isinstance(result, torch.Tensor)
     ):
         raise NotImplementedError(
             f"a function of kernel {kernel.name!r} (Mask.keeps, mask_mod, score_mod, ...) reads a "
-            "tensor of a torch.func transformation that is under way: it may read only tensors "
-            "from outside of it"
+            "tensor that would get no gradient, or one of a torch.func transformation: give it "
+            "tensor.detach() from outside of the transformation, or make what it adds to the "
+            "scores an attn_mask"
         )
-    dual = duals._current_level >= 0
-    if any(t.requires_grad or (dual and duals.unpack_dual(t).tangent is not None) for t in found):
-        raise NotImplementedError(
-            f"kernel {kernel.name!r} has no gradient of tensors that its functions read, but the "
-            "result of one of them requires it: give the function tensor.detach(), or make what it "
-            "adds to the scores an attn_mask, which gets its gradient"
-        )
-
-
-def _ends(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The first and the last row of the first batch entry, (1, heads, 1 or 2, d), without what
-    follows the tensor."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    with outside():
-        entry = tensor.detach()[(0,) * (tensor.dim() - 3)].unsqueeze(0)
-        return entry[..., :: max(1, entry.shape[-2] - 1), :].to(device).clone()
 
 
 def refuse_transforms(*inputs: torch.Tensor) -> None:

@@ -359,6 +359,8 @@ class PoolCall:
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and lse; in shared memory, or on the inputs' device."""
+        if self._kept:
+            raise NotImplementedError("devices cannot be several under torch.vmap")
         query, _, value = tensors[:3]
         rows = tuple(query.shape[:-1])
         wanted: dict[str, _Wanted] = {
@@ -407,7 +409,7 @@ class PoolCall:
         """A pass; its results."""
         pool, home, mappings = self.pool_of(), tensors.query.device, cache(Mappings.now)
         with self._reported(request, backward=sums is not None) as report, torch.no_grad():
-            named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=True))
+            named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=False))
             inputs = {name: t for name, t in {**named, **upstream}.items() if t is not None}
             for name, tensor in inputs.items():
                 if name not in self._kept:

@@ -50,15 +50,12 @@ class Dropout:
         seed: from 0 to ``LARGEST_SEED``.
         first_head, first_entry: numbers, in the whole call, of the first query head and of the
             first batch entry at hand; others follow.
-        repeat: from this batch entry on, the entries are dropped like the first ones again; 0: they
-            are not.
     """
 
     p: float
     seed: int
     first_head: int = 0
     first_entry: int = 0
-    repeat: int = 0
 
     @property
     def threshold(self) -> int:
@@ -77,25 +74,6 @@ class Dropout:
         return replace(
             self, first_head=self.first_head + head, first_entry=self.first_entry + entry
         )
-
-    def mapped(self, batch: int, *, same: bool) -> Dropout:
-        """The dropout of a call that is made many times over by ``torch.vmap``.
-
-        Args:
-            batch: batch entries of one of these calls.
-            same: whether all of them drop the same pairs.
-
-        Raises:
-            NotImplementedError: they differ, but each of them is of several that do not.
-        """
-        if same:
-            return self if self.repeat else replace(self, repeat=batch)
-        if self.repeat:
-            raise NotImplementedError(
-                "dropout_p cannot be given where a torch.vmap of randomness='different' is around "
-                "another of randomness='same' (or around torch.func.jacrev)"
-            )
-        return self
 
 
 def dropped(
@@ -133,8 +111,6 @@ def _fill(into: torch.Tensor, dropout: Dropout, queries: torch.Tensor, first: in
     groups = torch.arange(first // 4, (first + n_keys - 1) // 4 + 1, device=device)
     every_head = torch.arange(dropout.first_head, dropout.first_head + heads, device=device)
     entries = torch.arange(dropout.first_entry, dropout.first_entry + batch, device=device)
-    if dropout.repeat:
-        entries %= dropout.repeat
     # In blocks, because words have 64 bits here.
     for b, h, r in row_blocks(batch, heads, n_rows, _GROUP_BYTES * groups.numel()):
         places = every_head[h, None, None], entries[b, None, None, None]

@@ -425,10 +425,6 @@ class Kernel(ABC):
         """What the functions return for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k, dv)."""
         return ()
 
-    def tells_entries_apart(self, device: torch.device) -> bool:
-        """Whether results depend on the number of the batch entry, as far as can be told."""
-        return False
-
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call. Tokens without a kept pair are not copied.
 

@@ -47,7 +47,6 @@ from quorum_attention.kernels.masked.functions import (
     MaskMod,
     ScoreMod,
     codes,
-    depends_on_batch_head,
     over_pairs,
 )
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
@@ -95,13 +94,6 @@ class ScoreModKernel(ModsKernel):
     def _under(self, is_causal: bool) -> Geometry:
         """What a call keeps."""
         return self._causal if is_causal else self.geometry
-
-    def tells_entries_apart(self, device: torch.device) -> bool:
-        """See ``Kernel``."""
-        score_mod = self.score_mod
-        return self.geometry.depends(device)[0] or (
-            score_mod is not None and depends_on_batch_head(score_mod, device, scored=True)[0]
-        )
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -165,10 +165,6 @@ class FunctionKernel(CallsKernel):
             found += self._run(pick(query), key, value, **_for_heads(named, chosen))
         return found
 
-    def tells_entries_apart(self, device: torch.device) -> bool:
-        """See ``Kernel``."""
-        return "batch_indices" in (*self._wants, *self._backward_wants)
-
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         if call.mask is not None:

@@ -7,7 +7,6 @@ backward is an error, and a table of blocks is made anew (``versions``).
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections import deque
@@ -191,16 +190,9 @@ def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 @outside()
-def depends_on_batch_head(
-    function: Callable[..., Any], device: torch.device, scored: bool = False
-) -> tuple[bool, bool]:
-    """Whether a mask, or a score modification (``scored``), differs between batch entries, and
-    between heads."""
-    if scored:
-        score = torch.zeros((), dtype=torch.float32, device=device)
-        mapped = _mapped(functools.partial(function, score), [])
-    else:
-        mapped = over_pairs(function)
+def depends_on_batch_head(function: Callable[..., Any], device: torch.device) -> tuple[bool, bool]:
+    """Whether a mask differs between batch entries, and between heads."""
+    mapped = over_pairs(function)
     # Each dimension has size 2: the stride of a dimension of size 1 tells nothing.
     twice, once = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 1))
     found = mapped(twice, twice, once, once)

@@ -20,7 +20,7 @@ from quorum_attention.kernels.merge_triton import largest_square
 NOT_SPECIALIZED = [
     "starts", "entries", "norms", "heads", "key_heads", "group", "key_lanes", "n_queries", "n_keys",
     "n_rows", "n_blocks", "left", "right", "bias_row", "bias_column", "seed_low", "seed_high",
-    "threshold", "first_head", "first_entry", "repeat",
+    "threshold", "first_head", "first_entry",
 ]  # fmt: skip
 """Arguments of the kernels that would only make Triton compile again for other lengths."""
 
@@ -32,8 +32,8 @@ def dropout_params(drops, h, b, K: tl.constexpr):
     """What a program's tiles need of a dropout (``launch._words``), or of none.
 
     Args:
-        drops: halves of the seed, threshold, first head, first entry, after how many entries they
-            repeat, all int32; and 1 / (1 - p) and 1 - p, fp32.
+        drops: halves of the seed, threshold, first head and first entry, all int32; and 1 / (1 - p)
+            and 1 - p, fp32.
         h, b: head and batch entry, numbered in the launch.
 
     Returns:
@@ -42,9 +42,9 @@ def dropout_params(drops, h, b, K: tl.constexpr):
     """
     chances = 0, 0, 0, 0, 0, 1.0, 1.0
     if K.DROPOUT:
-        seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share = drops
+        seed_low, seed_high, threshold, first_head, first_entry, rescale, share = drops
         head = (first_head + h).to(tl.uint32)
-        entry = ((first_entry + b) % repeat).to(tl.uint32)
+        entry = (first_entry + b).to(tl.uint32)
         key_low, key_high = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
         chances = head, entry, key_low, key_high, threshold.to(tl.uint32), rescale, share
     return chances
@@ -421,7 +421,7 @@ def _tile(state, own, keys, tile, K: tl.constexpr, MASKED: tl.constexpr):
 def forward_kernel(
     query, key, value, out, lse, starts, entries, bias, slopes, mask_bits,
     heads, group, n_queries, n_blocks, q_s, k_s, v_s, o_s, l_s,
-    seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
+    seed_low, seed_high, threshold, first_head, first_entry, rescale, share,
     bias_s, bias_row, bias_column, scale, softcap, left, right,
     RESUME: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -449,7 +449,7 @@ def forward_kernel(
     out_at = rows_at(out, o_s, lane, rows, K.PADDED)
     out_live = cells(rows, n_queries, K.VALUE_DIM, K.PADDED)
     lse_at = lse + lane[0] * l_s[0] + lane[1] * l_s[1] + rows.to(tl.int64) * l_s[2]
-    drops = seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
+    drops = seed_low, seed_high, threshold, first_head, first_entry, rescale, share
     chances = dropout_params(drops, lane[1], lane[0], K)
     if RESUME:
         old = tl.load(lse_at, mask=live, other=float("-inf"))
@@ -574,7 +574,7 @@ def query_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_query, starts, entries, bias, slopes,
     mask_bits, heads, group, n_queries, n_blocks, key_lanes,
     q_s, k_s, v_s, g_s, l_s, dq_s,
-    seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
+    seed_low, seed_high, threshold, first_head, first_entry, rescale, share,
     bias_s, bias_row, bias_column, scale, softcap, left, right, p_exponent, p_unscale,
     K: tl.constexpr,
 ):  # fmt: skip
@@ -599,7 +599,7 @@ def query_kernel(
     own = tl.load(lse + wide_rows * l_s[2], mask=live, other=float("-inf"))
     lse2 = _lse2(own, p_exponent)
     d_row = tl.load(delta + number.to(tl.int64) * n_queries + wide_rows, mask=live, other=0.0)
-    drops = seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
+    drops = seed_low, seed_high, threshold, first_head, first_entry, rescale, share
     chances = dropout_params(drops, lane[1], lane[0], K)
     of_keys = (number // heads) * (heads // group) + (number % heads) // group
     ds_scale = _ds_scale(norms, of_keys, key_lanes, p_exponent, chances[5], K)
@@ -654,7 +654,7 @@ def key_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_key, grad_value, starts, entries, bias,
     slopes, mask_bits, key_heads, group, n_queries, n_keys, n_blocks, key_lanes,
     q_s, k_s, v_s, g_s, l_s, dk_s, dv_s,
-    seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share,
+    seed_low, seed_high, threshold, first_head, first_entry, rescale, share,
     bias_s, bias_row, bias_column, scale, softcap, left, right, p_exponent, p_unscale,
     K: tl.constexpr,
 ):  # fmt: skip
@@ -673,7 +673,7 @@ def key_kernel(
     keys = block * K.BLOCK_N + tl.arange(0, K.BLOCK_N)
     k = load_rows(key, k_s, shared, keys, n_keys, K.HEAD_DIM, K.PADDED)
     v = load_rows(value, v_s, shared, keys, n_keys, K.VALUE_DIM, K.PADDED)
-    drops = seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
+    drops = seed_low, seed_high, threshold, first_head, first_entry, rescale, share
     chances = dropout_params(drops, h_k, b, K)
     ds_scale = _ds_scale(norms, number, key_lanes, p_exponent, chances[5], K)
     own = k, v, ds_scale, chances[5], p_exponent

@@ -193,10 +193,10 @@ class Launch:
 def _words(dropout: Dropout | None) -> tuple[int | float, ...]:
     """A dropout as kernels are given it (``kernels_triton.dropout_params``)."""
     if dropout is None:
-        return 0, 0, 0, 0, 0, 0, 0.0, 0.0
+        return 0, 0, 0, 0, 0, 0.0, 0.0
     words = (
         dropout.seed & 0xFFFFFFFF, dropout.seed >> 32, dropout.threshold,
-        dropout.first_head, dropout.first_entry, dropout.repeat or 2**31 - 1,
+        dropout.first_head, dropout.first_entry,
     )  # fmt: skip
     # As signed numbers of 32 bits: larger ones would be of another type, and compile again.
     signed = (word - (word >> 31 << 32) for word in words)
