@@ -11,6 +11,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,8 @@ from quorum_attention.kernels.torch_private import outside
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 
-# The most things looked at, and the deepest nesting of functions, containers and objects.
-_MOST, _DEEPEST = 256, 8
+# The most functions, containers, objects and tensors looked at.
+_MOST = 256
 _Names = frozenset[str]
 
 
@@ -70,38 +71,39 @@ def codes(value: Any) -> tuple[Hashable, ...]:
 
 def _held_by(functions: Sequence[Any]) -> Iterator[Any]:
     """The functions, and what they hold, each once."""
-    waiting = [(function, 0, _Names()) for function in reversed(functions)]
-    met = set[int]()
-    for _ in range(_MOST):
-        if not waiting:
-            return
-        thing, depth, names = waiting.pop()
+    waiting, met = [(function, _Names()) for function in reversed(functions)], set[int]()
+    while waiting and len(met) < _MOST:
+        thing, names = waiting.pop()
         if id(thing) not in met:
             met.add(id(thing))
             yield thing
-            if depth < _DEEPEST and not isinstance(thing, torch.Tensor):
-                waiting += [(part, depth + 1, own) for part, own in _parts(thing, names)]
+            if not isinstance(thing, torch.Tensor):
+                held, names = _parts(thing, names)
+                waiting += [(part, names) for part in held]
 
 
-def _parts(thing: Any, names: _Names) -> Iterator[tuple[Any, _Names]]:
-    """What ``thing`` holds, each with the names by which its own attributes may be read."""
+def _parts(thing: Any, names: _Names) -> tuple[list[Any], _Names]:
+    """What ``thing`` holds, and the names by which attributes of that may be read."""
     held: list[Any] = []
     if isinstance(thing, types.FunctionType):
-        names, held = names | _names(thing), list(_closed_over(thing))
+        names |= _names(thing)
+        held = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+        for cell in thing.__closure__ or ():
+            with suppress(ValueError):  # not assigned yet
+                held.append(cell.cell_contents)
     elif isinstance(thing, types.MethodType):
-        names, held = names | _names(thing.__func__), [thing.__func__, thing.__self__]
+        held = [thing.__self__, thing.__func__]
+        names |= _names(thing.__func__)
     elif isinstance(thing, partial):
         held = [thing.func, *thing.args, *thing.keywords.values()]
     elif isinstance(thing, (dict, list, tuple, deque)):
-        if len(thing) <= _MOST:
-            held = list(thing.values() if isinstance(thing, dict) else thing)
+        held = list(thing.values() if isinstance(thing, dict) else thing)
     elif hasattr(thing, "__dict__") and not isinstance(thing, (types.ModuleType, type)):
         kind, own = type(thing), vars(thing)
-        called = kind.forward if isinstance(thing, torch.nn.Module) else vars(kind).get("__call__")
-        names |= _names(called)
+        names |= _names(kind.forward if isinstance(thing, torch.nn.Module) else kind.__call__)
         places = (own, *(own.get(n) or {} for n in ("_buffers", "_parameters", "_modules")))
         held = [place[name] for place in places for name in sorted(names & place.keys())]
-    return ((part, names) for part in held)
+    return held, names
 
 
 def _names(function: Any) -> _Names:
@@ -110,16 +112,6 @@ def _names(function: Any) -> _Names:
     if not isinstance(code, types.CodeType):
         return _Names()
     return _Names(code.co_names).union(*map(_names, code.co_consts))
-
-
-def _closed_over(function: types.FunctionType) -> Iterator[Any]:
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue  # not assigned yet
 
 
 # --- Functions of single pairs, mapped over all pairs by torch.vmap ---------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -48,12 +48,6 @@ class Rule(ABC):
     def mask_mod(self, device: torch.device) -> MaskMod:
         """The rule as FlexAttention's ``mask_mod`` over tensors on ``device``; can be traced."""
 
-    def keeps(self, at: Indices) -> torch.Tensor:
-        """Which pairs it keeps: bool, broadcastable to (b, h, q, k)."""
-        heads = at.heads[:, None, None]
-        keeps = self.mask_mod(at.keys.device)
-        return keeps(at.entries[:, None, None, None], heads, at.queries[:, None], at.keys)
-
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -91,11 +85,9 @@ class Geometry:
 
     def depends(self, device: torch.device) -> tuple[bool, bool]:
         """Whether its functions differ between batch entries, and between heads."""
-
-        def find() -> tuple[bool, bool]:
-            each = [depends_on_batch_head(f, device) for f in self.functions]
-            return any(a for a, _ in each), any(b for _, b in each)
-
+        if not self.functions:
+            return False, False
+        find = partial(depends_on_batch_head, self.mask_mod(device), device)
         return self._differ.get((device, self.seen), find)
 
     @property
@@ -176,11 +168,14 @@ class Geometry:
                 yield from self.band.parts(*sides)
 
     def keeps(self, at: Indices) -> torch.Tensor:
-        """Which pairs of a tile are kept: bool, broadcastable to (b, h, q, k)."""
-        found = torch.ones((1, 1), dtype=torch.bool, device=at.keys.device)
-        if not self.band.keeps_all:
-            found = _in_band(self.band)(None, None, at.queries[:, None], at.keys)
-        return reduce(torch.logical_and, [r.keeps(at) for r in (*self.rules, *self.same)], found)
+        """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k)."""
+        mapped = over_pairs(self.mask_mod(at.keys.device))
+        found = mapped(at.entries, at.heads, at.queries, at.keys)
+        # Where a dimension is expanded, one of its entries is enough.
+        for dim in (0, 1):
+            if found.shape[dim] > 1 and found.stride(dim) == 0:
+                found = found.narrow(dim, 0, 1)
+        return found
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
@@ -218,10 +213,6 @@ class FunctionRule(Rule):
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
         return self._keeps
-
-    def keeps(self, at: Indices) -> torch.Tensor:
-        """See ``Rule``: the function is written for single numbers."""
-        return over_pairs(self._keeps)(at.entries, at.heads, at.queries, at.keys)
 
 
 class EqualIds(Rule):
@@ -302,10 +293,6 @@ class AnyOf(Rule):
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
         return reduce(_or, [one.mask_mod(device) for one in self.every])
-
-    def keeps(self, at: Indices) -> torch.Tensor:
-        """See ``Rule``."""
-        return reduce(torch.logical_or, [one.keeps(at) for one in self.every])
 
 
 class BlockMask:

@@ -99,7 +99,7 @@ class MaskedKernel(ModsKernel):
         pairs = block.task.indices(rows, block.entries, block.heads)
         numbers = pairs.entries % self.batch
         parts = [
-            (at.stop - at.start, four_dims(geometry.keeps(replace(pairs, entries=numbers[at]))))
+            (at.stop - at.start, geometry.keeps(replace(pairs, entries=numbers[at])))
             for at, geometry in self._by_geometry(block.task.entries[block.entries])
         ]
         if len(parts) == 1:

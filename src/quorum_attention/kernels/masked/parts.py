@@ -320,11 +320,7 @@ def _tested(geometry: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor
     # Without rules a part lies in a block of the geometry: the band is all that is left.
     rules = geometry if geometry.rules else Geometry(geometry.band)
     with torch.inference_mode(False), torch.no_grad():
-        kept = four_dims(rules.keeps(task.indices(r)))
-    # Where a dimension is expanded, one of its entries is enough.
-    for dim in (0, 1):
-        if kept.shape[dim] > 1 and kept.stride(dim) == 0:
-            kept = kept.narrow(dim, 0, 1)
+        kept = rules.keeps(task.indices(r))
     zero = torch.zeros((), dtype=task.query.dtype, device=task.query.device)
     return torch.where(kept, zero, torch.full_like(zero, -torch.inf))
 
