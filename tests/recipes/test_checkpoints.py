@@ -125,7 +125,7 @@ def test_what_several_calls_of_a_layer_keep_is_counted(
         return 0, 2
 
     once = autograd.computed_once
-    monkeypatch.setattr(checkpoints, "shares", counted)
+    monkeypatch.setattr(checkpoints.memory, "shares", counted)
     monkeypatch.setattr(autograd, "computed_once", lambda c: (once(c), once(c))[0])
     plain, model = pair()
     ids = torch.randint(VOCABULARY, (2, 150))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quorum_attention.recipes.config import read_shape
+from quorum_attention.recipes.step import read_shape
 
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.recipes.mlp import tile_mlps
+from quorum_attention.recipes.modules import tile_mlps
 
 WIDTH, WIDER = 8, 12
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from quorum_attention.recipes.norm import fuse_norms
+from quorum_attention.recipes.modules import fuse_norms
 
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, for which torch has one kernel."""
-    monkeypatch.setattr("quorum_attention.recipes.norm._is_fused", lambda weight: True)
+    monkeypatch.setattr("quorum_attention.recipes.modules._is_fused", lambda weight: True)
 
 
 def norm(kind: str, *sizes: Any) -> torch.nn.Module:

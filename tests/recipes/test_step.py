@@ -11,10 +11,10 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.cli import main
-from quorum_attention.recipes.config import read_shape
 from quorum_attention.recipes.step import (
     SWITCHES,
     Training,
+    read_shape,
     step_memory,
     switch_until_it_fits,
 )

@@ -15,7 +15,7 @@ from quorum_attention.cli.plan import add_call, sizes_of, summary
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.planner import estimate
 from quorum_attention.recipes import step
-from quorum_attention.recipes.config import ModelShape, read_shape
+from quorum_attention.recipes.step import ModelShape, read_shape
 from quorum_attention.sizes import format_bytes
 
 WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory

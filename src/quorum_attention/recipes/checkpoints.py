@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
-from quorum_attention.recipes.config import ModelShape
-from quorum_attention.recipes.step import ATTENTION, Training, kept_bytes, shares, transient_bytes
+from quorum_attention.recipes import step as memory
+from quorum_attention.recipes.step import ATTENTION, ModelShape, Training
 
 # Of host memory in one piece: torch's page-locked memory is given in powers of two.
 _PIECE = 256 << 20
@@ -121,17 +121,17 @@ class LayerCheckpoints:
             tokens = -(-tokens // grain) * grain  # few lengths to be planned for
             training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
             if ATTENTION in training.on:
-                checkpoint_bytes, result = kept_bytes(self.shape, training)
+                checkpoint_bytes, result = memory.kept_bytes(self.shape, training)
                 result = ceil(result * self._times)
             learned = (p for p in self.model.parameters() if p.requires_grad)
             later = sum(p.nbytes for p in learned if p.grad is None)
             free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
-            room = max(0, free - transient_bytes(self.shape, training) - later)
+            room = max(0, free - memory.transient_bytes(self.shape, training) - later)
         # Layers come back from host memory, one used and one on its way, when those on the device
         # are done with: in their room.
         if host and (self.where == "host" or room < 2 * (checkpoint_bytes + result)):
             room = 0
-        away, recomputed = shares(layers, checkpoint_bytes, result, room, host)
+        away, recomputed = memory.shares(layers, checkpoint_bytes, result, room, host)
         return _Step(away, recomputed, result, _Copies(device) if host else None)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from quorum_attention.counts import one_of, whole_number
-from quorum_attention.recipes.changes import Change, Summary
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
-from quorum_attention.recipes.config import read_shape
 from quorum_attention.recipes.loss import chunk_loss
-from quorum_attention.recipes.mlp import tile_mlps
-from quorum_attention.recipes.norm import fuse_norms
-from quorum_attention.recipes.step import ATTENTION, LOSS, MLP, MLP_TILE, NORMS, Training
+from quorum_attention.recipes.modules import Change, fuse_norms, tile_mlps
+from quorum_attention.recipes.step import (
+    ATTENTION,
+    LOSS,
+    MLP,
+    MLP_TILE,
+    NORMS,
+    Training,
+    read_shape,
+)
 from quorum_attention.sizes import parse_bytes
 
 CHECKPOINTS = "checkpoints"
@@ -19,6 +25,26 @@ _PLACES = {
     "auto": "on the device while there is room, then in host memory", "host": "in host memory",
     "device": "on the device",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All changes, in the order in which they were tried."""
+
+    changes: tuple[Change, ...]
+
+    @property
+    def done(self) -> tuple[str, ...]:
+        """Names of the changes that were made."""
+        return tuple(change.name for change in self.changes if change.done)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the changes that were not made."""
+        return tuple(change.name for change in self.changes if not change.done)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes))
 
 
 def long_context(

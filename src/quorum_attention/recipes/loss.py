@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.recipes.changes import Change, eval_mode, has_own_forward, patch_forward
+from quorum_attention.recipes.modules import Change, evaluated, has_own_forward, patch_forward
 from quorum_attention.recipes.step import LOSS, loss_tokens
 
 _TRIED = 12  # tokens
@@ -33,8 +33,7 @@ _Change = Callable[[torch.Tensor], torch.Tensor]
 class _Here(local):  # torch's compiler reads it; of a ContextVar it would leave its graph
     """In this thread, while a model runs that was given labels: its losses that are in chunks."""
 
-    def __init__(self) -> None:
-        self.losses: list[torch.Tensor] | None = None
+    losses: list[torch.Tensor] | None = None
 
 
 _here = _Here()
@@ -81,12 +80,11 @@ def _model_forward(model: Any) -> Callable[..., Any]:
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        given = signature.bind_partial(self, *args, **named).arguments
-        chunked = given.get("labels") is not None
+        labels = signature.bind_partial(self, *args, **named).arguments.get("labels")
         outside = _here.losses
-        if not chunked and outside is None:  # else it runs within another model
+        if labels is None and outside is None:  # else it runs within another model
             return plain(self, *args, **named)
-        losses: list[torch.Tensor] | None = [] if chunked else None
+        losses: list[torch.Tensor] | None = None if labels is None else []
         _here.losses = losses
         try:
             found = plain(self, *args, **named)
@@ -218,14 +216,12 @@ for _name in (*_CHANGES, *(f"__{name}__" for name in _OTHERS)):
     setattr(_Logits, _name, _as_of_tensor(_name))
 
 
-@torch.no_grad()
 def _why_not(model: Any) -> str | None:
     """Why the loss needs all logits, if it does: tried on a few tokens."""
     try:
-        device = model.get_input_embeddings().weight.device
-        ids = torch.arange(_TRIED, device=device)[None] % len(model.get_output_embeddings().weight)
-        with eval_mode(model):
-            found = model(input_ids=ids, labels=ids)
+        words = model.get_input_embeddings().weight
+        ids = torch.arange(_TRIED, device=words.device)[None] % len(words)
+        found = evaluated(model, input_ids=ids, labels=ids)
     except BudgetError:
         raise  # attention's budget is too small for a few tokens: no fault of the loss
     except Exception as error:  # whatever it is, the model keeps its own loss

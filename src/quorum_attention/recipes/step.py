@@ -7,18 +7,19 @@ logits, the checkpoints of the layers, the intermediates of one MLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from quorum_attention.counts import one_of, whole_number
+from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.planner import plan
-from quorum_attention.recipes.config import ModelShape
 from quorum_attention.sizes import format_bytes, parse_bytes
 
 Optimizer = Literal["none", "adamw", "adamw-fp32"]
@@ -38,6 +39,109 @@ SWITCHES = (
 ATTENTION, NORMS, LOSS, MLP, HOST = SWITCHES
 
 
+# Kinds of models whose queries and keys have norms; whose output projection is the embedding.
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
+_TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only model.
+
+    Attributes:
+        kind: ``model_type`` of its configuration.
+        layers, hidden, heads, kv_heads, head_dim, vocabulary: counts and widths.
+        intermediate: width of an MLP (of one expert, where there are experts).
+        experts, experts_per_token: 0 and 1 where the MLP is a plain one.
+        tied: whether the output projection is the embedding.
+        window: tokens of the sliding layers, None without.
+        parameters: how many, all together, counted as Llama's: without biases, which are less than
+            a thousandth.
+    """
+
+    kind: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    intermediate: int
+    experts: int
+    experts_per_token: int
+    tied: bool
+    window: int | None
+    parameters: int
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether queries and keys have norms of their own."""
+        return self.kind in _HEAD_NORMS
+
+    @property
+    def torch_norms(self) -> bool:
+        """Whether torch has a kernel for its norms: Gemma's multiply by 1 + weight."""
+        return not self.kind.startswith("gemma")
+
+
+def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
+    """The shape of a model from its configuration.
+
+    Args:
+        config: the path of a ``config.json`` or of its folder, or what it holds. A model of several
+            parts (images and text) is read as its ``text_config``.
+
+    Raises:
+        ValueError: it is no such file, or lacks a size: named.
+        OSError: the file cannot be read.
+    """
+    found: Any = config
+    if isinstance(config, (str, Path)):
+        file = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        if not file.exists():
+            raise FileNotFoundError(f"{file}: give the path of a config.json, or of its folder")
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is not a config.json: {error}") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"a model's configuration must be an object of JSON, got {shown(found)}")
+    inner = found.get("text_config")
+    config = inner if isinstance(inner, Mapping) else found
+    kind = str(config.get("model_type", "unknown"))
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    head_dim = _size(config, "head_dim", hidden // heads)
+    layers, vocabulary = _size(config, "num_hidden_layers"), _size(config, "vocab_size")
+    experts = _size(config, "num_local_experts", _size(config, "num_experts", 0))
+    of_expert = config.get("moe_intermediate_size") if experts else None
+    width = _size(config, "intermediate_size" if of_expert is None else "moe_intermediate_size")
+    tied = bool(config.get("tie_word_embeddings", kind in _TIED))
+    sliding = config.get("use_sliding_window") is not False and config.get("sliding_window")
+    attention = 2 * hidden * (heads + kv_heads) * head_dim + 2 * head_dim * (kind in _HEAD_NORMS)
+    mlp = 3 * hidden * width
+    if experts:
+        mlp = experts * (mlp + hidden)  # and a row of the router
+    embeddings = vocabulary * hidden * (1 if tied else 2)
+    return ModelShape(
+        kind, layers, hidden, heads, kv_heads, head_dim, vocabulary, width, experts,
+        _size(config, "num_experts_per_tok") if experts else 1, tied,
+        _size(config, "sliding_window") if sliding else None,
+        parameters=embeddings + layers * (attention + mlp + 2 * hidden) + hidden,
+    )  # fmt: skip
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ValueError(f"the model's configuration has no {name!r}: it is needed")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name!r} of the configuration must be a number above 0, got {value!r}")
+    return value
+
+
 @dataclass(frozen=True)
 class Part:
     """One part of a step's memory.
@@ -45,17 +149,17 @@ class Part:
     Attributes:
         name: what it is.
         bytes: as it stands with what is switched on.
-        plain_bytes: with nothing switched on.
         when: "always"; in a "layer", all the time or in the backward of its "attention", "mlp" or
             "norm"; in the "loss".
         switch: what makes it smaller, if anything.
+        plain_bytes: with nothing switched on.
     """
 
     name: str
     bytes: int
-    plain_bytes: int
-    when: When
+    when: When = "always"
     switch: str | None = None
+    plain_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,12 +182,19 @@ class StepMemory:
     @property
     def peak_bytes(self) -> int:
         """What is always there, and the larger of a layer and the loss."""
-        return _peak(self.parts, lambda part: part.bytes)
+        return self._peak("bytes")
 
     @property
     def plain_bytes(self) -> int:
         """The same with nothing switched on."""
-        return _peak(self.parts, lambda part: part.plain_bytes)
+        return self._peak("plain_bytes")
+
+    def _peak(self, size: str) -> int:
+        sums = dict.fromkeys(get_args(When), 0)
+        for part in self.parts:
+            sums[part.when] += getattr(part, size)
+        layer = sums["layer"] + max(sums[when] for when in ("attention", "mlp", "norm"))
+        return sums["always"] + max(layer, sums["loss"])
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types."""
@@ -95,12 +206,6 @@ class StepMemory:
             "attention_budget_bytes": self.budget,
             "parts": [asdict(part) for part in self.parts],
         }
-
-
-def _peak(parts: tuple[Part, ...], size: Callable[[Part], int]) -> int:
-    sums = {when: sum(size(p) for p in parts if p.when == when) for when in get_args(When)}
-    layer = sums["layer"] + max(sums[when] for when in ("attention", "mlp", "norm"))
-    return sums["always"] + max(layer, sums["loss"])
 
 
 @dataclass(frozen=True)
@@ -145,29 +250,19 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
     Raises:
         BudgetError: attention cannot work in the budget; names the smallest that would do.
     """
-    size, rows = training.dtype.itemsize, training.tokens * training.batch
-    trained = shape.parameters if training.lora is None else adapters(shape, training.lora)
-    weights = shape.parameters + (0 if training.lora is None else trained)
-    state = {"none": 0, "adamw": 2 * size, "adamw-fp32": _FP32_STATES}[training.optimizer]
-    parts = [
-        _same("weights", weights * size),
-        _same("gradients of weights", trained * size),
-        _same("optimizer", trained * state),
-        *_layers(shape, training, rows, size),
-        _attention(shape, training),
-        *_loss(shape, training, rows, size),
-    ]
+    both = zip(_parts(shape, training), _parts(shape, replace(training, on=())), strict=True)
+    parts = tuple(replace(now, plain_bytes=plain.bytes) for now, plain in both)
     offloaded = HOST in training.on and training.checkpointing
     held = shape.layers * sum(kept_bytes(shape, training))
     budget = training.budget if ATTENTION in training.on else None
-    return StepMemory(tuple(parts), training.on, budget, held if offloaded else 0)
+    return StepMemory(parts, training.on, budget, held if offloaded else 0)
 
 
 @lru_cache(maxsize=64)
 def transient_bytes(shape: ModelShape, training: Training) -> int:
     """What a step holds beside weights, gradients, optimizer and what its layers keep."""
-    parts = tuple([part for part in step_memory(shape, training).parts if part.when != "always"])
-    return _peak(parts, lambda part: part.bytes)
+    parts = tuple([part for part in _parts(shape, training) if part.when != "always"])
+    return StepMemory(parts).peak_bytes
 
 
 def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
@@ -185,11 +280,6 @@ def shares(layers: int, checkpoint: int, result: int, device: int, host: int) ->
     return min(host, max(0, every - recomputed * result - device)), recomputed
 
 
-def _same(name: str, count: int, when: When = "always") -> Part:
-    """A part that no switch makes smaller."""
-    return Part(name, count, count, when)
-
-
 def adapters(shape: ModelShape, rank: int) -> int:
     """Parameters of adapters of ``rank`` on every linear layer of every decoder layer."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -198,43 +288,67 @@ def adapters(shape: ModelShape, rank: int) -> int:
     return shape.layers * rank * (attention + mlp)
 
 
-def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
+def _parts(shape: ModelShape, training: Training) -> list[Part]:
+    """A step's, in its order, with what is switched on."""
+    size, rows = training.dtype.itemsize, training.tokens * training.batch
+    trained = shape.parameters if training.lora is None else adapters(shape, training.lora)
+    weights = shape.parameters + (0 if training.lora is None else trained)
+    state = {"none": 0, "adamw": 2 * size, "adamw-fp32": _FP32_STATES}[training.optimizer]
+    # Torch has a kernel for norms on GPUs.
+    fused = NORMS in training.on and training.device == GPU and shape.torch_norms
+    # The logits and their gradient in the model's dtype; in float32, the loss's own and theirs.
+    at_once = min(rows, loss_tokens(shape.vocabulary, size)) if LOSS in training.on else rows
+    logits = at_once * shape.vocabulary
+    # The output, in float32 for its norm; its gradient in chunks and put together.
+    last = rows * shape.hidden * (3 * size + (0 if fused else 4))
+    return [
+        Part("weights", weights * size),
+        Part("gradients of weights", trained * size),
+        Part("optimizer", trained * state),
+        *_layers(shape, training, rows, fused),
+        Part("attention's working memory", _attention(shape, training), "attention", ATTENTION),
+        # In float32 the gradient is the loss's own.
+        Part("logits and gradient", logits * (2 * size if size < 4 else size), "loss", LOSS),
+        Part("the loss in float32", logits * 8, "loss", LOSS),
+        Part("the last layer's output and its gradient", last, "loss", NORMS),
+    ]
+
+
+def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> list[Part]:
     """Checkpoints; and what one layer holds while it is recomputed and gone back through."""
+    size = training.dtype.itemsize
     hidden, wide = rows * shape.hidden * size, rows * shape.hidden * 4
     # Kept for the backward: the projections' inputs, gate, up and their product, of each token's
     # experts; the gradients that flow back replace what has been used.
-    intermediates = 3 * rows * shape.experts_per_token * shape.intermediate * size
-    tiled = min(intermediates, intermediates * MLP_TILE // rows)
-    if rows > MLP_TILE and training.lora is None and not shape.experts and size < 4:
-        # Its weights and the sums of their gradients in float32, and the weights of one tile.
-        tiled += 3 * shape.hidden * shape.intermediate * (4 + 4 + size)
-    projected = rows * shape.attention_width * size
+    whole = mlp = 3 * rows * shape.experts_per_token * shape.intermediate * size
+    if MLP in training.on:
+        mlp = min(whole, whole * MLP_TILE // rows)
+        if rows > MLP_TILE and training.lora is None and not shape.experts and size < 4:
+            # Its weights and the sums of their gradients in float32, and the weights of one tile.
+            mlp += 3 * shape.hidden * shape.intermediate * (4 + 4 + size)
+    projected = 2 * rows * (shape.heads + shape.kv_heads) * shape.head_dim * size
     # A norm keeps its input in float32, and its own result where its weight is trained; fused, its
     # input as it is. The first one's input is the checkpoint.
-    fused, copied = _is_fused(shape, training), wide if size < 4 else 0
     headed = rows * (shape.heads + shape.kv_heads) * shape.head_dim if shape.head_norms else 0
-    learned = 0 if training.lora is not None else hidden + headed * size
-    kept = headed * 4 + copied + 2 * hidden + learned
-    lean = headed * size + 2 * hidden if fused else kept
-    tiled = tiled if MLP in training.on else intermediates
-    parts = [
-        _same("q, k, v, o of a layer", projected, "layer"),
-        Part("norms and residuals of a layer", lean, kept, "layer", NORMS),
-        Part("MLP intermediates of a layer", tiled, intermediates, "mlp", MLP),
-        Part("the MLP's norm, input and its gradient", 2 * hidden + (0 if fused else wide),
-             2 * hidden + wide, "mlp", NORMS),
-        # Its input, and five terms of its gradient, in float32; fused, its gradient alone.
-        Part("a norm's backward", 2 * hidden if fused else 6 * wide, 6 * wide, "norm", NORMS),
-        _same("gradients of q, k, v, o", projected + hidden, "attention"),
-    ]  # fmt: skip
-    if not training.checkpointing:
-        every = (shape.layers - 1) * (intermediates + projected + kept + wide)
-        return [_same("activations of all other layers", every), *parts]
+    kept = headed * 4 + (wide if size < 4 else 0) + 2 * hidden
+    kept += 0 if training.lora is not None else hidden + headed * size
+    lean = headed * size + 2 * hidden
     held = shape.layers * hidden
     # The one that is used, and the next one on its way, with attention's results.
-    moved = min(held, 2 * sum(kept_bytes(shape, training)))
-    moved = moved if HOST in training.on else held
-    return [Part("layer checkpoints", moved, held, "always", HOST), *parts]
+    moved = min(held, 2 * sum(kept_bytes(shape, training))) if HOST in training.on else held
+    others = (shape.layers - 1) * (whole + projected + kept + wide)
+    return [
+        Part("layer checkpoints", moved, switch=HOST) if training.checkpointing
+        else Part("activations of all other layers", others),
+        Part("q, k, v, o of a layer", projected, "layer"),
+        Part("norms and residuals of a layer", lean if fused else kept, "layer", NORMS),
+        Part("MLP intermediates of a layer", mlp, "mlp", MLP),
+        Part("the MLP's norm, input and its gradient", 2 * hidden + (0 if fused else wide), "mlp",
+             NORMS),
+        # Its input, and five terms of its gradient, in float32; fused, its gradient alone.
+        Part("a norm's backward", 2 * hidden if fused else 6 * wide, "norm", NORMS),
+        Part("gradients of q, k, v, o", projected + hidden, "attention"),
+    ]  # fmt: skip
 
 
 def loss_tokens(vocabulary: int, size: int) -> int:
@@ -242,50 +356,24 @@ def loss_tokens(vocabulary: int, size: int) -> int:
     return max(16, LOSS_BYTES // (vocabulary * (size + 8)) // 16 * 16)
 
 
-def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
-    """The logits and their gradient in the model's dtype; in float32, the loss's own and theirs."""
-    chunked = LOSS in training.on
-    at_once = min(rows, loss_tokens(shape.vocabulary, size)) if chunked else rows
-    # The output, in float32 for its norm; its gradient in chunks and put together.
-    last = rows * shape.hidden * 3 * size
-    wide = 0 if _is_fused(shape, training) else rows * shape.hidden * 4
-    both = 2 * size if size < 4 else size  # in float32 the gradient is the loss's own
-    parts = [
-        Part(name, at_once * shape.vocabulary * each, rows * shape.vocabulary * each, "loss", LOSS)
-        for name, each in (("logits and gradient", both), ("the loss in float32", 8))
-    ]
-    name = "the last layer's output and its gradient"
-    return [*parts, Part(name, last + wide, last + rows * shape.hidden * 4, "loss", NORMS)]
-
-
-def _is_fused(shape: ModelShape, training: Training) -> bool:
-    """Whether norms are torch's own kernel, which it has on GPUs."""
-    return NORMS in training.on and training.device == GPU and shape.torch_norms
-
-
-def _attention(shape: ModelShape, training: Training) -> Part:
+def _attention(shape: ModelShape, training: Training) -> int:
     """What attention works in, beyond q, k, v, o and their gradients: the larger of both passes."""
-    call: dict[str, Any] = {
-        "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim,
-        "batch": training.batch, "dtype": training.dtype, "is_causal": True,
-        "device": training.device, "inputs": "device",
-    }  # fmt: skip
 
     def peak(budget: int) -> int:
         # A budget is of one call, with what it returns: o, or the gradients of q, k and v.
         return max(
-            plan(training.tokens, budget=budget, backward=back, **call).peak_bytes
-            - returned_bytes(shape, training, backward=back)
+            plan(
+                training.tokens, heads=shape.heads, kv_heads=shape.kv_heads, batch=training.batch,
+                head_dim=shape.head_dim, dtype=training.dtype, is_causal=True, inputs="device",
+                device=training.device, budget=budget, backward=back,
+            ).peak_bytes - returned_bytes(shape, training, backward=back)
             for back in (False, True)
-        )
+        )  # fmt: skip
 
-    uncut = here = peak(1 << 50)  # a device with room for anything: the fastest way there is
+    working = peak(1 << 50)  # a device with room for anything: the fastest way there is
     if ATTENTION in training.on and training.budget is not None:
-        here = min(uncut, peak(training.budget))
-    used = _USED if training.device == GPU else 1.0
-    return Part(
-        "attention's working memory", int(here * used), int(uncut * used), "attention", ATTENTION
-    )
+        working = min(working, peak(training.budget))
+    return int(working * (_USED if training.device == GPU else 1.0))
 
 
 def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> int:
@@ -351,6 +439,6 @@ def advice(found: StepMemory, fits: bool, memory: int) -> str:
 
 
 __all__ = [
-    "MLP_TILE", "OPTIMIZERS", "SWITCHES", "Part", "StepMemory", "Training", "adapters", "advice",
-    "loss_tokens", "returned_bytes", "step_memory", "switch_until_it_fits",
+    "MLP_TILE", "OPTIMIZERS", "SWITCHES", "ModelShape", "Part", "StepMemory", "Training", "advice",
+    "loss_tokens", "read_shape", "returned_bytes", "step_memory", "switch_until_it_fits",
 ]  # fmt: skip
