@@ -11,11 +11,11 @@ masking = pytest.importorskip("transformers.masking_utils")
 
 from helpers_masks import dense  # noqa: E402
 
-from quorum_attention.integrations.transformers.described import (  # noqa: E402
+from quorum_attention.integrations.transformers.masks import (  # noqa: E402
     DescribedMask,
     DescriptionError,
+    quorum_mask,
 )
-from quorum_attention.integrations.transformers.masks import quorum_mask  # noqa: E402
 from quorum_attention.mask import Mask  # noqa: E402
 
 

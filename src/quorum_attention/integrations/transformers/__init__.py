@@ -6,25 +6,21 @@ import weakref
 from dataclasses import replace
 from functools import partial
 
-from quorum_attention.integrations.transformers.versions import check_version
+import torch.distributed as dist
 
-check_version()
-
-import torch.distributed as dist  # noqa: E402
-
-from quorum_attention.counts import shown  # noqa: E402
-from quorum_attention.distributed import ShardedReport  # noqa: E402
-from quorum_attention.execution.report import Report  # noqa: E402
-from quorum_attention.integrations.transformers.attending import attend  # noqa: E402
-from quorum_attention.integrations.transformers.masks import quorum_mask  # noqa: E402
-from quorum_attention.integrations.transformers.options import Kept, Options, options_of  # noqa: E402
-from quorum_attention.integrations.transformers.positions import sharded_positions  # noqa: E402
-from quorum_attention.integrations.transformers.sharded import (  # noqa: E402
+from quorum_attention.counts import shown
+from quorum_attention.distributed import ShardedReport
+from quorum_attention.execution.report import Report
+from quorum_attention.integrations.transformers.attending import attend
+from quorum_attention.integrations.transformers.masks import quorum_mask
+from quorum_attention.integrations.transformers.options import Kept, Options, options_of
+from quorum_attention.integrations.transformers.sharded import (
     attend_sharded,
     sharded_mask,
+    sharded_positions,
 )
-from quorum_attention.kernels.protocol import InnerKernel  # noqa: E402
-from quorum_attention.sizes import parse_bytes  # noqa: E402
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.sizes import parse_bytes
 
 NAME = "quorum"
 

@@ -1,18 +1,75 @@
-"""The attention function that models of Transformers call by name."""
+"""The attention function that models of Transformers call by name.
+
+Models pass on whatever their ``forward`` was given, so there is more than an attention needs. What
+is neither honoured nor known to be without effect is refused: it may change results.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from quorum_attention.api import attention
-from quorum_attention.integrations.transformers.described import DescribedMask
-from quorum_attention.integrations.transformers.keywords import refuse
+from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options
 from quorum_attention.mask import Mask
+
+# Of these the attention's result is the same, whatever they are: hints for other kernels, what is
+# in the mask already (positions, lengths of documents), and what a model's other parts read.
+WITHOUT_EFFECT = frozenset({
+    "cache_position", "deterministic", "ignore_index", "kernel_options", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "shift_labels", "seq_idx", "use_cache",
+})  # fmt: skip
+_WHY = {
+    "output_attentions": "the weights are never there at once; use attn_implementation='eager'",
+    "cache": "continuous batching with a paged cache is not supported; use 'sdpa'",
+    "head_mask": "heads cannot be weighted after the softmax; use attn_implementation='eager'",
+    "indices": "keys chosen token by token are not supported; use attn_implementation='eager'",
+    "block_indices": "blocks chosen query by query are not supported; use 'eager'",
+    "sinks": "sinks that differ between tokens are not supported; use 'eager'",
+}
+
+
+def refuse(others: Mapping[str, Any], module: Any) -> None:
+    """Nothing, if no keyword is among ``others`` that may change a result, nor weights are asked
+    for behind the attention's back: Transformers collects those that layers return, and some
+    models (GPT-2, OPT) do not tell their attention.
+
+    Raises:
+        NotImplementedError: names the keyword, and what to use instead.
+    """
+    for name, value in others.items():
+        if value is None or value is False or name in WITHOUT_EFFECT:
+            continue
+        why = _WHY.get(name, "it is not known whether it changes results")
+        raise NotImplementedError(
+            f"quorum attention does not honour {name!r}, which {type(module).__name__} hands to "
+            f"its attention: {why}"
+        )
+    collected = None if torch.compiler.is_compiling() else _collector().get()
+    if collected is not None and any("attentions" in name for name in collected):
+        raise NotImplementedError(
+            f"quorum attention does not honour 'output_attentions', which was asked of the model "
+            f"of {type(module).__name__}: {_WHY['output_attentions']}"
+        )
+
+
+@cache
+def _collector() -> Any:
+    """Where Transformers has the names of what it collects of layers, here and now; an empty one in
+    versions that have none."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return ContextVar("collected", default=None)
+    return _active_collector
 
 
 def attend(
@@ -55,13 +112,22 @@ def attend(
     """
     refuse(others, module)
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-    if query.shape[2] == 1 and not (
-        packed or isinstance(attention_mask, (DescribedMask, BlockMask))
-    ):
-        return _one_query(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
-            softcap=softcap, sinks=s_aux, position_bias=position_bias,
-        ), None  # fmt: skip
+    described = isinstance(attention_mask, (DescribedMask, BlockMask))
+    if query.shape[2] == 1 and not packed and not described:
+        # A step of decoding: its scores are no larger than the keys, so nothing is cut.
+        given: Any = attention_mask
+        given = None if given is None else given[..., : key.shape[2]]
+        if softcap is None and s_aux is None:
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+            result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, given, dropout=dropout, scaling=scaling,
+                is_causal=False, position_bias=position_bias,
+            )  # fmt: skip
+            return result
+        mask = _biased(Mask(bias=given, softcap=softcap, sinks=s_aux), position_bias)
+        out = _one_query(query, key, value, mask, scaling, dropout)
+        return out.transpose(1, 2).contiguous(), None
     mask, seen = _mask(module, query, key, attention_mask, is_causal, sliding_window)
     if packed:
         mask = mask & Mask(documents=_packed(query, key, cu_seq_lens_q, cu_seq_lens_k, mask))
@@ -78,8 +144,7 @@ def attend(
         sdpa = torch.nn.functional.scaled_dot_product_attention
         out = sdpa(query, key, value, None, *rest[:2], scale=scaling, enable_gqa=rest[3])
     else:
-        given = None if plain else mask
-        out = attention(query, key, value, given, *rest, **options.of_call())
+        out = attention(query, key, value, None if plain else mask, *rest, **options.of_call())
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -164,8 +229,10 @@ def says_only(mask: Mask, *fields: str) -> bool:
     return all(name in fields for name in mask.said())
 
 
-def _biased(mask: Mask, bias: torch.Tensor) -> Mask:
+def _biased(mask: Mask, bias: torch.Tensor | None) -> Mask:
     """The mask with ``bias`` added to the scores, and to a bias that it has."""
+    if bias is None:
+        return mask
     if mask.bias is None:
         return replace(mask, bias=bias)
     if mask.bias.dtype == torch.bool:
@@ -174,59 +241,30 @@ def _biased(mask: Mask, bias: torch.Tensor) -> Mask:
 
 
 def _one_query(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
+    mask: Mask,
     scaling: float | None,
     dropout: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A step of decoding, (batch, 1, heads, value_dim): SDPA, or the formula with a soft cap or
-    sinks. Its scores are no larger than the keys, so nothing is cut.
-
-    Args:
-        query: (batch, heads, 1, head_dim); key, value: (batch, kv_heads, keys, head_dim).
-        mask: boolean or additive, (batch, 1 or heads, 1, keys).
-        sinks: (heads,).
-        position_bias: (1 or batch, heads, 1, keys), added to the scores.
-    """
-    if mask is not None:
-        mask = mask[..., : key.shape[2]]
-    if softcap is None and sinks is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        result: tuple[torch.Tensor, Any] = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False,
-            position_bias=position_bias,
-        )  # fmt: skip
-        return result[0]
+    """(batch, heads, 1, value_dim) by the formula, under a bias, a soft cap and sinks."""
     batch, heads, _, dim = query.shape
-    shared = heads // key.shape[1]
-    grouped = query.reshape(query.shape[0], key.shape[1], shared, dim)
-    scores = (grouped @ key.mT).reshape(batch, heads, 1, -1)
+    grouped = (batch, key.shape[1], heads // key.shape[1], -1)
+    scores = (query.reshape(grouped) @ key.mT).reshape(batch, heads, 1, -1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores * (dim**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if position_bias is not None:
-        scores = scores + position_bias
-    if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        )
-    if sinks is not None:
-        sink = sinks.reshape(1, -1, 1, 1).expand(batch, -1, 1, 1).to(scores.dtype)
-        weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1).nan_to_num()  # a row without a key is 0
+    if mask.softcap is not None:
+        scores = mask.softcap * torch.tanh(scores / mask.softcap)
+    if mask.bias is not None:
+        whole = mask.bias.dtype == torch.bool
+        scores = scores.masked_fill(~mask.bias, -torch.inf) if whole else scores + mask.bias
+    if mask.sinks is not None:
+        sinks = mask.sinks.reshape(1, -1, 1, 1).expand(batch, -1, 1, 1)
+        scores = torch.cat((scores, sinks.to(scores)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]].nan_to_num()  # a row without a key is 0
     weights = torch.nn.functional.dropout(weights.to(value.dtype), dropout, training=dropout > 0)
-    out = weights.reshape(batch, key.shape[1], shared, -1) @ value
-    return out.reshape(batch, heads, 1, -1).transpose(1, 2).contiguous()
+    return (weights.reshape(grouped) @ value).reshape(batch, heads, 1, -1)
 
 
-__all__ = ["attend", "causal_of", "says_only"]
+__all__ = ["attend", "causal_of", "refuse", "says_only"]

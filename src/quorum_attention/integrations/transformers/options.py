@@ -1,10 +1,16 @@
-"""How the attention calls of a model are made: what ``register`` was given."""
+"""How the attention calls of a model are made: what ``register`` was given.
+
+Raises:
+    ImportError: Transformers is not installed, or is a version that this was not written for.
+"""
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +23,21 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.sizes import parse_bytes
 
+# From 5.6 on masks are described by lengths and offsets; before, by a tensor of positions.
+_OLDEST, _NEXT = (5, 6), (6, 0)
+try:
+    _found = metadata.version("transformers")
+except metadata.PackageNotFoundError:
+    _found = "none"
+_numbers = re.match(r"(\d+)\.(\d+)", _found)
+if _numbers is None or not _OLDEST <= (int(_numbers[1]), int(_numbers[2])) < _NEXT:
+    raise ImportError(
+        f"this needs Hugging Face Transformers 5.6 or later, before 6; installed is {_found}: "
+        'pip install "quorum-attention[transformers]"'
+    )
+
 # Shorter calls take so little that a plan of any kind costs more than it saves.
-MIN_TOKENS = 1024
+_MIN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +89,7 @@ class Options:
         if self.min_tokens is not None:
             return self.min_tokens
         plain = self.budget is None and self.kernel == "auto" and self.depth == "auto"
-        return MIN_TOKENS if plain else 0
+        return _MIN_TOKENS if plain else 0
 
     def of_call(self) -> dict[str, Any]:
         """Keyword arguments of ``attention``, or of ``distributed.attention``."""
@@ -95,4 +114,4 @@ def options_of(name: str) -> Options | None:
     return given[0] if given and isinstance(given[0], Options) else None
 
 
-__all__ = ["MIN_TOKENS", "Kept", "Options", "names_of", "options_of"]
+__all__ = ["Kept", "Options", "names_of", "options_of"]

@@ -4,10 +4,17 @@ Each rank runs the model on its own rows. Transformers makes masks of these rows
 mean for the whole sequence is found when the first layer calls its attention: the ranks tell each
 other what their masks ask for, then positions and padding, a number or two for each token. Other
 layers of that forward use what was found.
+
+Where a rank's rows are in the whole sequence ``position_ids`` say. Most models count from 0 where
+they are given none, and each rank's would: ``sharded_positions`` fills them in. Some count
+otherwise, by padding, by their input, or by images, which is not known from a rank's rows, and so
+it is refused.
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,11 +23,10 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention import distributed
-from quorum_attention.distributed.agreement import Signature, alive, compare
-from quorum_attention.integrations.transformers.attending import causal_of, says_only
-from quorum_attention.integrations.transformers.described import DescribedMask
-from quorum_attention.integrations.transformers.keywords import refuse
-from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.distributed.agreement import alive, compare, told
+from quorum_attention.integrations.transformers.attending import causal_of, refuse, says_only
+from quorum_attention.integrations.transformers.masks import DescribedMask
+from quorum_attention.integrations.transformers.options import Options, names_of, options_of
 from quorum_attention.integrations.transformers.reader import (
     Equal,
     MaskFunction,
@@ -86,14 +92,6 @@ class ShardedMask(DescribedMask):
         self.padding = padding
         self.found: tuple[Mask, tuple[int, ...]] | None = None
 
-    def whole(
-        self, group: dist.ProcessGroup, positions: Any, device: torch.device
-    ) -> tuple[Mask, tuple[int, ...]]:
-        """The mask of the whole sequence, and the rows of every rank; all ranks ask together."""
-        if self.found is None:
-            self.found = _found(self, group, positions, device)
-        return self.found
-
 
 @uncompiled
 def sharded_mask(
@@ -126,7 +124,7 @@ def sharded_mask(
 def _found(
     mask: ShardedMask, group: dist.ProcessGroup, positions: Any, device: torch.device
 ) -> tuple[Mask, tuple[int, ...]]:
-    """The mask of the whole sequence, and the rows of every rank.
+    """The mask of the whole sequence, and the rows of every rank; all ranks ask together.
 
     Raises:
         NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do not agree: on
@@ -136,13 +134,13 @@ def _found(
     placed = isinstance(positions, torch.Tensor) and positions.shape in (
         (rows,), (1, rows), (batch, rows)
     )  # fmt: skip
-    left, right, chunk, packed, refused = mask.asked
-    refused |= not placed and positions is not None
-    same: Signature = {
-        "call": "a mask", "left": left, "right": right, "chunk": chunk, "batch": batch,
-        "placed": placed,
+    asked = mask.asked
+    refused = asked.refused or (not placed and positions is not None)
+    same = {
+        "call": "a mask", "left": asked.left, "right": asked.right, "chunk": asked.chunk,
+        "batch": batch, "placed": placed,
     }  # fmt: skip
-    listed = compare(group, same, rows, packed, mask.padding is not None, refused)
+    listed = compare(group, same, rows, asked.packed, mask.padding is not None, refused)
     sizes = tuple(one[0] for one in listed)
     packed, padded, refused = (any(one[n] for one in listed) for n in range(1, 4))
     if refused:
@@ -151,7 +149,8 @@ def _found(
             "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
             "left padding, positions of another shape, or a cache that holds keys already"
         )
-    if right == 0 and not placed and not padded:
+    causal = asked.right == 0
+    if causal and not placed and not padded:
         raise NotImplementedError(
             "this model does not hand position_ids to its attention, so whether documents are "
             "packed over several ranks is not known: give attention_mask (batch, rows), of ones if "
@@ -164,48 +163,31 @@ def _found(
     every = [torch.empty_like(numbers) for _ in sizes]
     dist.all_gather(every, numbers, group=group)
     whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
-    asked = mask.asked._replace(packed=packed)
-    return _as_mask(asked, whole[0] if placed else None, whole[1] if padded else None, sizes), sizes
-
-
-def _as_mask(
-    asked: Asked,
-    positions: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    sizes: tuple[int, ...],
-) -> Mask:
-    """The mask of the whole sequence.
-
-    Args:
-        positions, padding: (batch, tokens).
-    """
-    documents = None
-    if positions is not None:
-        _check_places(positions, padding, sizes)
+    places, kept = whole[0], whole[1].bool()
+    documents, chunk = None, asked.chunk or None
+    if placed:
+        _check_places(places, kept, sizes)
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
-        if padding is None and asked.right == 0:
-            documents = _documents(positions, sizes, asked)
-    causal = asked.right == 0
-    window = (asked.left, -1 if causal else asked.right)
-    chunk: int | None = asked.chunk or None
-    if documents is not None and positions is not None and chunk is not None:
-        counts = positions // chunk
+        if not padded and causal:
+            documents = _documents(places, sizes, packed)
+    if documents is not None and chunk is not None:
+        counts = places // chunk
         documents, chunk = documents * (counts.max() + 1) + counts, None
-    kept = None if padding is None or bool(padding.all()) else padding.bool()
+    window = (asked.left, -1 if causal else asked.right)
     return Mask(
         causal=causal, window=None if window == (-1, -1) else window, chunk=chunk,
-        documents=documents, key_padding=kept,
-    )  # fmt: skip
+        documents=documents, key_padding=None if bool(kept.all()) else kept,
+    ), sizes  # fmt: skip
 
 
 def _documents(
-    positions: torch.Tensor, sizes: tuple[int, ...], asked: Asked
+    positions: torch.Tensor, sizes: tuple[int, ...], packed: bool
 ) -> torch.Tensor | None:
     """Ids of documents, which begin where positions do not go up by one; None: one only.
 
     Args:
-        asked: ``packed`` if a rank's mask says that there are some among its rows. If none does
+        packed: whether a rank's mask says that there are some among its rows. If none does
             though there are, the model (or its cache) does not ask for documents.
 
     Raises:
@@ -214,7 +196,7 @@ def _documents(
     begins = positions.diff() != 1
     if not bool(begins.any()):
         return None
-    if not asked.packed:
+    if not packed:
         if any(bool((shard.diff() != 1).any()) for shard in positions.split(sizes, dim=1)):
             return None
         raise ValueError(
@@ -226,9 +208,7 @@ def _documents(
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
-def _check_places(
-    positions: torch.Tensor, padding: torch.Tensor | None, sizes: tuple[int, ...]
-) -> None:
+def _check_places(positions: torch.Tensor, real: torch.Tensor, sizes: tuple[int, ...]) -> None:
     """Refuse positions that begin at 0 on every rank and go up by one: their places are missing.
 
     What positions say of padding means nothing (``generate`` has 0 there), and is not looked at.
@@ -236,17 +216,11 @@ def _check_places(
     Raises:
         ValueError: they do.
     """
-    real = torch.ones_like(positions) if padding is None else padding
-    shards = [
-        s
-        for s in zip(positions.split(sizes, 1), real.bool().split(sizes, 1), strict=True)
-        if s[1].any()
-    ]
+    shards = zip(positions.split(sizes, 1), real.split(sizes, 1), strict=True)
     missing = [
-        torch.equal(
-            mine[kept], torch.arange(mine.shape[1], device=mine.device).expand_as(mine)[kept]
-        )
+        bool(((mine == torch.arange(mine.shape[1], device=mine.device)) | ~kept).all())
         for mine, kept in shards
+        if kept.any()
     ]
     if len(missing) > 1 and all(missing):
         raise ValueError(
@@ -296,7 +270,8 @@ def attend_sharded(
     group = alive(options.group.group)
     if attention_mask.found is None:
         _check_layers(module)
-    mask, lengths = attention_mask.whole(group, position_ids, query.device)
+        attention_mask.found = _found(attention_mask, group, position_ids, query.device)
+    mask, lengths = attention_mask.found
     if softcap is not None or s_aux is not None:
         mask = replace(mask, softcap=softcap, sinks=s_aux)
     plain = says_only(mask, "causal")
@@ -335,4 +310,117 @@ def _check_layers(module: torch.nn.Module) -> None:
         )
 
 
-__all__ = ["attend_sharded", "sharded_mask"]
+# Inputs beside text, from which models of several media count positions.
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw",
+          "video_grid_thw")  # fmt: skip
+
+
+def sharded_positions(
+    model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
+) -> torch.utils.hooks.RemovableHandle:
+    """Give a model's forwards ``position_ids`` of this rank's place, where a call has none.
+
+    Each such forward begins with the ranks telling each other their rows, for which the host waits.
+    It raises ``ValueError`` if the model's attention is not over the group, and where the model
+    itself would count otherwise than from 0 up: by an ``attention_mask`` that masks something, or
+    by images; and, on all ranks, if one has no rows.
+
+    Args:
+        model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by name.
+        group: over which the sequence is sharded; None is the default one.
+
+    Returns:
+        A handle; its ``remove()`` takes it back.
+
+    Raises:
+        ValueError: the model takes no ``position_ids``, or counts from another number than 0.
+    """
+    kept = None if group is None else weakref.ref(group)
+    del group  # the function below would keep it
+    by_mask, by_media = _counts_otherwise(model)
+
+    def placed(
+        model: torch.nn.Module, args: Any, named: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        if named.get("position_ids") is not None:
+            return args, named
+        ids = named.get("input_ids")
+        ids = named.get("inputs_embeds") if ids is None else ids
+        if ids is None:
+            raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
+        everyone = dist.group.WORLD if kept is None else alive(kept)
+        assert everyone is not None
+        _check_is_sharded(model, everyone)
+        mask = named.get("attention_mask")
+        masked = by_mask and mask is not None and not bool(mask.all())
+        shown = by_media and any(named.get(name) is not None for name in _MEDIA)
+        listed = told(everyone, (ids.shape[1], int(masked or shown)))
+        if not all(rows for rows, _ in listed):
+            raise ValueError(
+                "models of Transformers do not run on no rows, got "
+                f"{[rows for rows, _ in listed]} on the ranks: give each at least one"
+            )
+        if any(one[1] for one in listed):
+            raise ValueError(
+                f"{type(model).__name__} counts positions by its attention_mask or its images, "
+                "which are not known for the whole sequence: give it position_ids"
+            )
+        start = sum(rows for rows, _ in listed[: everyone.rank()])
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        return args, {**named, "position_ids": positions}
+
+    return model.register_forward_pre_hook(uncompiled(placed), with_kwargs=True)
+
+
+def _counts_otherwise(model: torch.nn.Module) -> tuple[bool, bool]:
+    """Whether a model without ``position_ids`` counts by its mask, and whether by its images.
+
+    Raises:
+        ValueError: it takes none, or begins with another number than 0.
+    """
+    from transformers import PreTrainedModel
+
+    # That within torch's compiler and PEFT's adapters.
+    run = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+    name, taken = type(run).__name__, inspect.signature(run.forward).parameters
+    if "input_ids" in taken and "position_ids" not in taken:
+        raise ValueError(
+            f"{name} takes no position_ids: each rank would count its rows from 0, and the "
+            "sequence cannot be sharded"
+        )
+    parts = list(run.modules())
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in parts):
+        raise ValueError(
+            f"{name} counts positions from its input_ids, behind a number of its own: give it "
+            "position_ids as it counts them"
+        )
+    tables = [part for part in parts if isinstance(part, torch.nn.Embedding)]
+    by_mask = any("attention_mask" in inspect.signature(one.forward).parameters for one in tables)
+    return by_mask, any(hasattr(part, "get_rope_index") for part in parts)
+
+
+def _check_is_sharded(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Nothing, if some attention of the model is over ``group``, or if that cannot be known.
+
+    Raises:
+        ValueError: all of it is known to be of each rank's rows alone, or over another group.
+    """
+    from transformers import AttentionInterface
+
+    names = sorted(set(names_of(getattr(model, "config", None))))
+    for name in names:
+        options, function = options_of(name), AttentionInterface._global_mapping.get(name)
+        if options is not None and options.group is not None and options.group.group() is group:
+            return
+        own = function is None or getattr(function, "__module__", "").startswith("transformers.")
+        if options is None and not own:
+            return  # somebody else's
+    if names:
+        raise ValueError(
+            f"the model's attention is {', '.join(map(repr, names))}, which is not over this "
+            "group: each rank's rows would see only each other; "
+            "model.set_attn_implementation(register(name, group=...)) makes it so"
+        )
+
+
+__all__ = ["attend_sharded", "sharded_mask", "sharded_positions"]
