@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +66,7 @@ class _Symbol:
 
 
 class _Entry(_Symbol):
-    """The batch entry; or, with ``table``, a number of each entry."""
-
-    def __init__(self, table: torch.Tensor | None = None) -> None:
-        self.table = table
+    """The batch entry."""
 
 
 class Near(NamedTuple):
@@ -95,8 +93,8 @@ class Equal(NamedTuple):
         compared; 0: something else."""
         query, key = self.query, self.key
         same = query.divisor == key.divisor and query.table is key.table
-        plain = not any(n.shift or n.first_token for n in (query, key))
-        return key.divisor if same and plain and (key.table is not None or key.divisor > 1) else 0
+        same = same and query.shift == key.shift == 0
+        return key.divisor if same and (key.table is not None or key.divisor > 1) else 0
 
 
 class Either(NamedTuple):
@@ -130,44 +128,28 @@ class _Nothing(_Symbol):
 
 
 def _kept(what: Any) -> Kept:
-    if isinstance(what, Numbers):
-        plain = not what.shift and what.first is None and what.divisor == 1
-        if plain and what.table is not None and what.table.dtype == torch.bool:
-            return Kept(what)
+    plain = isinstance(what, Numbers) and what.plain
+    if plain and what.table is not None and what.table.dtype == torch.bool:
+        return Kept(what)
     if not isinstance(what, Kept):
         raise UnknownError
     return what
 
 
+@dataclass(eq=False)
 class Numbers(_Symbol):
-    """A number of each query, or of each key: ``(table[entry, token] + shift - first) // divisor``;
-    without a table its position.
+    """A number of each query, or of each key: ``(table[entry, token] + shift) // divisor``; without
+    a table its position."""
 
-    Attributes:
-        first: (batch,), or None.
-    """
-
-    def __init__(
-        self,
-        of_key: bool,
-        table: torch.Tensor | None = None,
-        shift: int = 0,
-        first: torch.Tensor | None = None,
-        divisor: int = 1,
-    ) -> None:
-        self.of_key, self.table, self.shift = of_key, table, shift
-        self.first, self.divisor = first, divisor
+    of_key: bool
+    table: torch.Tensor | None = None
+    shift: int = 0
+    divisor: int = 1
 
     @property
-    def is_position(self) -> bool:
-        """Whether these are the positions themselves."""
-        plain = self.table is None and self.first is None
-        return plain and self.shift == 0 and self.divisor == 1
-
-    @property
-    def first_token(self) -> bool:
-        """Whether numbers begin at another token than the first of a row."""
-        return self.first is not None and bool(self.first.any())
+    def plain(self) -> bool:
+        """Whether these are the table's numbers, or the positions, themselves."""
+        return self.shift == 0 and self.divisor == 1
 
     def new_ones(self, *_: Any, **__: Any) -> Kept:
         """Every pair."""
@@ -180,21 +162,15 @@ class Numbers(_Symbol):
     def __add__(self, number: Any) -> Numbers:
         if not isinstance(number, int) or self.divisor != 1:
             raise UnknownError
-        return Numbers(self.of_key, self.table, self.shift + number, self.first)
+        return replace(self, shift=self.shift + number)
 
     def __sub__(self, other: Any) -> Any:
-        if isinstance(other, int):
-            return self + -other
-        if isinstance(other, _Entry):
-            if other.table is None or self.first is not None or self.divisor != 1:
-                raise UnknownError
-            return Numbers(self.of_key, self.table, self.shift, other.table)
-        return _Distance(self, other)
+        return self + -other if isinstance(other, int) else _Distance(self, other)
 
     def __floordiv__(self, number: Any) -> Numbers:
         if not isinstance(number, int) or self.divisor != 1:
             raise UnknownError
-        return Numbers(self.of_key, self.table, self.shift, self.first, number)
+        return replace(self, divisor=number)
 
     def __and__(self, other: Any) -> Kept:
         return _kept(self).__and__(other)
@@ -208,9 +184,8 @@ class Numbers(_Symbol):
         """Pairs with ``self <= other + more``."""
         if not isinstance(other, Numbers) or other.of_key == self.of_key:
             raise UnknownError
-        plain = all(one.first is None and one.divisor == 1 for one in (self, other))
         bound = other.shift - self.shift + more
-        if not plain or self.table is not other.table or bound < 0:
+        if self.divisor * other.divisor != 1 or self.table is not other.table or bound < 0:
             raise UnknownError  # or a band beside the diagonal
         return Kept(Near(self.table, *((None, bound) if self.of_key else (bound, None))))
 
@@ -223,7 +198,7 @@ class Numbers(_Symbol):
     def __ge__(self, other: Any) -> Kept:
         if isinstance(other, Numbers):
             return other._at_most(self, 0)
-        if other != 0 or self.shift != 0 or self.first is not None or self.divisor != 1:
+        if other != 0 or not self.plain:
             raise UnknownError
         # No position is below 0.
         return Kept() if self.table is None else Kept(Numbers(self.of_key, self.table >= 0))
@@ -239,29 +214,23 @@ class Numbers(_Symbol):
         stop = start + (sizes.keys if self.of_key else sizes.queries)
         numbers = torch.arange(start, stop, device=sizes.device)[None]
         if self.table is not None:
-            if (
-                self.table.is_floating_point()
-                or self.table.dim() != 2
-                or any(
-                    n < wanted
-                    for n, wanted in zip(self.table.shape, (sizes.batch, stop), strict=True)
-                )
-            ):
+            whole = not self.table.is_floating_point() and self.table.dim() == 2
+            if not whole or self.table.shape[0] < sizes.batch or self.table.shape[1] < stop:
                 raise UnknownError
             numbers = self.table[: sizes.batch, start:stop].to(sizes.device)
-        if self.first is not None:
-            numbers = numbers - self.first[: sizes.batch, None].to(sizes.device)
         return (numbers + self.shift) // self.divisor
 
 
+@dataclass(eq=False)
 class _Distance(_Symbol):
     """From one position to another, of which only the absolute value is of use."""
 
-    def __init__(self, one: Numbers, other: Any, absolute: bool = False) -> None:
-        self.one, self.other, self.absolute = one, other, absolute
+    one: Numbers
+    other: Any
+    absolute: bool = False
 
     def __abs__(self) -> _Distance:
-        return _Distance(self.one, self.other, True)
+        return replace(self, absolute=True)
 
     def __le__(self, most: Any) -> Kept:
         if not self.absolute or not isinstance(most, int):
@@ -270,20 +239,22 @@ class _Distance(_Symbol):
 
 
 class _Lookups(TorchFunctionMode):
-    """Symbols as indices of tensors: ``table[entry, token]`` and ``table[entry]``."""
+    """Symbols as indices of tensors: ``table[entry, token]``, and ``table[entry]`` of zeros (no
+    padding on the left)."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         if function is torch.Tensor.__getitem__:
             table, index = args
             entry, *tokens = index if isinstance(index, tuple) else (index,)
             if isinstance(entry, _Entry):
-                # Of the entry and the position themselves alone.
-                if entry.table is not None or len(tokens) > 1 or table.dim() != 1 + len(tokens):
+                if table.dim() != 1 + len(tokens):
                     raise UnknownError
-                if not tokens:
-                    return _Entry(table)
-                if isinstance(tokens[0], Numbers) and tokens[0].is_position:
-                    return Numbers(tokens[0].of_key, table)
+                if not tokens and not bool(table.any()):
+                    return 0
+                # Of the position itself alone.
+                (token,) = tokens
+                if isinstance(token, Numbers) and token.plain and token.table is None:
+                    return Numbers(token.of_key, table)
         return function(*args, **(named or {}))
 
 
