@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -106,11 +106,6 @@ def remembered(
 # --- On disk --------------------------------------------------------------------------------------
 
 _LOG = logging.getLogger("quorum_attention")
-_warned: set[str] = set()
-
-
-class UntrustedCacheError(OSError):
-    """A cache's folder may have been written to by somebody else."""
 
 
 def cache_folder() -> Path:
@@ -136,7 +131,7 @@ def private_folder(path: Path, *, make: bool = True) -> Path:
         make: make it, with the permissions 0700, if it is not there.
 
     Raises:
-        UntrustedCacheError: it is somebody else's, or others may write to it.
+        PermissionError: it is somebody else's, or others may write to it.
         OSError: it is not there, or cannot be made.
     """
     if make:
@@ -146,11 +141,11 @@ def private_folder(path: Path, *, make: bool = True) -> Path:
     # On systems without such numbers a user's folders are his own.
     if hasattr(os, "geteuid"):
         if about.st_uid != os.geteuid():
-            raise UntrustedCacheError(
+            raise PermissionError(
                 f"{real} belongs to user {about.st_uid}, and this is user {os.geteuid()}"
             )
         if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UntrustedCacheError(
+            raise PermissionError(
                 f"others may write to {real} (mode {stat.S_IMODE(about.st_mode):04o}): look at "
                 "what is in it, then chmod 700"
             )
@@ -162,13 +157,17 @@ def load(name: str) -> Any:
     trusted (the log says so, once)."""
     try:
         return _read(private_folder(cache_folder(), make=False) / name)
-    except UntrustedCacheError as refused:
-        if str(refused) not in _warned:
-            _warned.add(str(refused))
-            _LOG.warning("nothing is read from or kept in the cache: %s", refused)
+    except PermissionError as refused:
+        _warn(str(refused))
     except OSError:
         pass
     return None
+
+
+@cache
+def _warn(refused: str) -> None:
+    """Say it once."""
+    _LOG.warning("nothing is read from or kept in the cache: %s", refused)
 
 
 def store(name: str, change: Callable[[Any], object], *, durable: bool = False) -> None:
@@ -181,7 +180,7 @@ def store(name: str, change: Callable[[Any], object], *, durable: bool = False) 
         durable: see ``writing.replacing``.
 
     Raises:
-        OSError: it cannot be written, or is not to be trusted (``UntrustedCacheError``).
+        OSError: it cannot be written, or is not to be trusted (``PermissionError``).
     """
     path = private_folder(cache_folder()) / name
     write_text(path, json.dumps(change(_read(path)), indent=1), durable=durable)

@@ -11,8 +11,8 @@ import importlib.metadata
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +45,7 @@ def by_head_dim(table: Mapping[int, tuple[float, float]], head_dim: int) -> tupl
     return forward, backward
 
 
+_on = torch.cuda.device
 _PACKAGE = "flash-attn-4"
 _SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -119,10 +120,12 @@ class Fa4Kernel(RectangleKernel):
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
-        options = self._options(call)
-        with _called(call, options):
+        with _on(call.query.device):
             out, lse = _functions()[0](
-                *_by_token(*call.inputs), softmax_scale=call.scale, return_lse=True, **options
+                *_by_token(*call.inputs),
+                softmax_scale=call.scale,
+                return_lse=True,
+                **self._options(call),
             )[:2]
         out = out.transpose(1, 2)
         # A row with a score of NaN or +inf has an lse of -inf, as one without keys, whose output is
@@ -134,7 +137,7 @@ class Fa4Kernel(RectangleKernel):
         """See ``RectangleKernel.rectangle_backward``."""
         options = self._options(call)
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        with _called(call, options, backward=True):
+        with _on(call.query.device):
             gradients = _functions()[1](
                 *_by_token(*call.inputs, saved.out, saved.grad_out), saved.lse.contiguous(),
                 softmax_scale=call.scale, **options,
@@ -228,6 +231,8 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Its forward, and its backward for an lse from outside."""
     if "flash_attn.cute" not in sys.modules:
         _keep_compiled_code()
+        # CuTe DSL warns of FlashAttention's own code where it compiles.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r".*(flash_attn|cutlass)")
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
@@ -242,29 +247,3 @@ def _keep_compiled_code() -> None:
         for name in (_FOLDER, *_DSL_FOLDERS):
             os.environ.setdefault(name, folder)
         os.environ.setdefault(_SWITCH, "1")
-
-
-_on = torch.cuda.device
-_CALLED: set[tuple[object, ...]] = set()
-
-
-@contextmanager
-def _called(call: Call, options: dict[str, Any], backward: bool = False) -> Iterator[None]:
-    """A call, on the device of its tensors. The first of a kind compiles, and then CuTe DSL warns
-    of FlashAttention's own code."""
-    query, key, value = call.inputs
-    kind = (
-        backward, query.device, query.dtype, query.shape[-1], value.shape[-1],
-        query.shape[1] // key.shape[1], query.shape[2] <= _TILE, key.shape[2] <= _TILE,
-        # Edges of a window are arguments; everything else is compiled for.
-        *((name, setting is None if name.startswith("window") else setting)
-          for name, setting in options.items()),
-    )  # fmt: skip
-    with _on(query.device):
-        if kind in _CALLED:
-            yield
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-        _CALLED.add(kind)

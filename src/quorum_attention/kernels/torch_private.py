@@ -92,11 +92,12 @@ def traced_by(*tensors: object) -> str | None:
     if not has_modes():
         return None
     keys = torch._C._TorchDispatchModeKey
-    if _len_torch_dispatch_stack_pre_dispatch() or torch._C._get_dispatch_mode(keys.PROXY):
-        return "make_fx or torch.export"
-    if torch._C._get_dispatch_mode(keys.FUNCTIONAL):
-        return "functionalization"
-    return "a FakeTensorMode" if torch._C._get_dispatch_mode(keys.FAKE) else None
+    if torch._C._get_dispatch_mode(keys.FAKE):
+        return "a FakeTensorMode"
+    others = _len_torch_dispatch_stack_pre_dispatch() or any(
+        map(torch._C._get_dispatch_mode, (keys.PROXY, keys.FUNCTIONAL))
+    )
+    return "make_fx or torch.export" if others else None
 
 
 def is_traced(*inputs: object) -> bool:
@@ -220,7 +221,7 @@ def flash_implementation() -> str | None:
 #
 # torch's ``once_differentiable`` says so only where the upstream gradient requires one. Of a sum it
 # does not: then what came out was a constant, and a penalty on gradients lost its part without a
-# word.
+# word. The error is torch's own, a RuntimeError.
 
 
 def first_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -238,26 +239,10 @@ def first_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., 
                 grads = backward(ctx, *grad_outputs)
             if not recorded:
                 return grads
-            anchor = torch.zeros((), device="cpu", requires_grad=True)
-            given = [grad for grad in grads if grad is not None]
-            made = iter(_Last.apply(name, anchor, *given))  # type: ignore[no-untyped-call]
-            return tuple(None if grad is None else next(made) for grad in grads)
+            words = f"second derivatives of {name} are not supported"
+            refuse: Any = torch._C._functions.DelayedError(words.encode(), len(grads))
+            return refuse(*(g if g is None else g.detach().requires_grad_() for g in grads))
 
         return once
 
     return wrapped
-
-
-class _Last(torch.autograd.Function):
-    """Gradients as they are; ``anchor`` makes them require one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, anchor: torch.Tensor, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.name = name
-        return tuple(grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        raise NotImplementedError(f"second derivatives of {ctx.name} are not supported")
