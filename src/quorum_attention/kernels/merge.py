@@ -220,25 +220,25 @@ def _kernel(name: str) -> Any:
     return getattr(merge_triton, f"_{name}_kernel")
 
 
-def _launch(kernel: str, programs: int, *arguments: Any) -> None:
-    """Launch a kernel on the current stream of its first tensor's device."""
-    if programs:
-        with torch.cuda.device_of(arguments[0]):
-            _kernel(kernel)[(programs,)](*arguments)
+def _launch(kernel: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    """Launch a kernel over the rows of its first tensor (b, h, rows, d), on its device's current
+    stream; with these arguments before and after heads, rows, and blocks of rows."""
+    batch, heads, rows, width = before[0].shape
+    block_rows, block_width = _block(width)
+    blocks = -(-rows // block_rows)
+    if programs := batch * heads * blocks:
+        with torch.cuda.device_of(before[0]):
+            sizes = (width, block_rows, block_width)
+            _kernel(kernel)[(programs,)](*before, heads, rows, blocks, *after, *sizes)
 
 
 def launch_merge(
     out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
 ) -> None:
     """Merge (out_i, lse_i) into (out, lse); see ``merge_``."""
-    batch, heads, rows, width = out.shape
-    block_rows, block_width = _block(width)
-    blocks = -(-rows // block_rows)
     unit, strides = _strides(out, out_i)
-    _launch(
-        "merge", batch * heads * blocks, out, lse, out_i, lse_i, heads, rows, blocks, *strides,
-        *lse.stride(), *lse_i.stride(), unit, width, block_rows, block_width,
-    )  # fmt: skip
+    after = (*strides, *lse.stride(), *lse_i.stride(), unit)
+    _launch("merge", (out, lse, out_i, lse_i), after)
 
 
 def launch_add(
@@ -249,10 +249,6 @@ def launch_add(
     overflow: torch.Tensor | None,
 ) -> None:
     """Add ``source`` to ``target``; see ``add_``."""
-    batch, heads, rows, width = target.shape
-    block_rows, block_width = _block(width)
-    blocks = -(-rows // block_rows)
-    unit, strides = _strides(target, source)
     by_head = unscale if overflow is None else overflow
     factors_b = factors_h = 0
     shared = 1
@@ -260,25 +256,18 @@ def launch_add(
         assert unscale is None or unscale.stride() == by_head.stride()
         factors_b, factors_h = by_head.stride()
         factors_b = factors_b if by_head.shape[0] > 1 else 0
-        shared = max(1, heads // max(1, by_head.shape[1]))
-    _launch(
-        "add", batch * heads * blocks, target, source, target if unscale is None else unscale,
-        target if overflow is None else overflow, float(alpha), heads, rows, blocks, *strides,
-        factors_b, factors_h, shared, unscale is not None, overflow is not None,
-        unit, width, block_rows, block_width,
-    )  # fmt: skip
+        shared = max(1, target.shape[1] // max(1, by_head.shape[1]))
+    spares = (target if tensor is None else tensor for tensor in (unscale, overflow))
+    unit, strides = _strides(target, source)
+    switches = (unscale is not None, overflow is not None)
+    after = (*strides, factors_b, factors_h, shared, *switches, unit)
+    _launch("add", (target, source, *spares, float(alpha)), after)
 
 
 def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> None:
     """Raise ``norms`` (b * key_heads,) fp32 to the largest squared norm of a finite row of
     ``tensor`` (b, h, n, d), last dimension contiguous, for each key head."""
-    batch, heads, rows, width = tensor.shape
-    block_rows, block_width = _block(width)
-    blocks = -(-rows // block_rows)
-    _launch(
-        "norm", batch * heads * blocks, tensor, norms, heads, heads // key_heads, rows, blocks,
-        tensor.stride()[:3], width, block_rows, block_width,
-    )  # fmt: skip
+    _launch("norm", (tensor, norms), (tensor.shape[1] // key_heads, tensor.stride()[:3]))
 
 
 # These run several times for each rectangle, where the host may be the limit.

@@ -89,16 +89,16 @@ def _add_kernel(
         tl.atomic_or(flag_at + 0 * row, bad, mask=bad > 0)
 
 
-@triton.jit(do_not_specialize=["norms", "heads", "group", "n_rows", "blocks"])
+@triton.jit(do_not_specialize=["norms", "heads", "rows", "blocks", "group"])
 def _norm_kernel(
-    tensor, norms, heads, group, n_rows, blocks, strides, WIDTH: tl.constexpr,
+    tensor, norms, heads, rows, blocks, group, strides, WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) // blocks
     row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     tensor += (lane // heads).to(tl.int64) * strides[0] + (lane % heads).to(tl.int64) * strides[1]
-    cells = (row < n_rows)[:, None] & (column < WIDTH)[None, :]
+    cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
     at = tensor + row[:, None] * strides[2] + column[None, :]
     x = tl.load(at, mask=cells, other=0.0).to(tl.float32)
     tl.atomic_max(norms + lane // group, largest_square(x))
