@@ -27,8 +27,9 @@ from quorum_attention.kernels import (
     reference,
 )
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.masked.parts import Tiles, capped
+from quorum_attention.kernels.masked.parts import capped
 from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.reference import Tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -504,7 +504,58 @@ def small_bytes(call: CallShape, extent: Extent) -> int:
     return backward_bytes(call, replace(extent, direct=True), SMALL) if fits else 0
 
 
-class DenseKernel(Kernel):
+class Tiles(Kernel):
+    """The reference with a change of scores: any device, any floating dtype.
+
+    Args:
+        scores: the change.
+    """
+
+    name = "tiles"
+    grouped = True
+    rates = (0.3, 0.3)
+    wide_products = True
+    dropout = True
+
+    def __init__(self, scores: Scores = PLAIN) -> None:
+        self.scores = scores
+
+    def refusal(self, call: CallShape) -> str | None:
+        """None: it runs every call."""
+        return None
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        task, scores = self._form(task)
+        forward(task, state, scores)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        task, scores = self._form(task)
+        backward(task, grads, scores)
+
+    def _form(self, task: TaskTensors) -> tuple[TaskTensors, Scores]:
+        """The pairs to compute, and what is done to scores."""
+        return task, self.scores
+
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``."""
+        return whole_forward(call, self.scores)
+
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel``."""
+        return whole_backward(call, saved, self.scores)
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        return forward_bytes(call, extent, self.scores)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        return backward_bytes(call, extent, self.scores)
+
+
+class DenseKernel(Tiles):
     """``dense``: attention under the CQS mask of a task, as the paper writes it (section 3).
 
     Scores of whole rows are in memory, in fp32 (fp64 for fp64 inputs), and the pairs that a task
@@ -513,8 +564,11 @@ class DenseKernel(Kernel):
 
     name = "dense"
     plain_softmax = True
-    dropout = True
-    wide_products = True
+    rates = (1.0, 1.0)
+    scores = WHOLE_ROWS
+
+    def __init__(self) -> None:
+        """It has no options."""
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -522,36 +576,24 @@ class DenseKernel(Kernel):
             return f"it takes floating-point tensors, not {call.dtype}"
         return None
 
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        forward(_everything(task), state, _under_mask(task))
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        backward(_everything(task), grads, _under_mask(task))
+    def _form(self, task: TaskTensors) -> tuple[TaskTensors, Scores]:
+        """All pairs as one rectangle, under the CQS mask and the causal mask, if any."""
+        n_queries, n_keys = task.query.shape[2], task.key.shape[2]
+        mask = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(task.query.device)
+        if task.is_causal:
+            # The tokens of a task are in ascending order, so local positions order them as global
+            # ones.
+            mask = mask.tril()
+        scores = replace(WHOLE_ROWS, kept=lambda block, keys: mask[block.rows, keys])
+        return replace(task, rectangles=(Rectangle(0, n_queries, 0, n_keys),)), scores
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time; quadratic in tokens."""
-        return _mask_bytes(extent) + forward_bytes(call, _all_pairs(extent), WHOLE_ROWS)
+        return _mask_bytes(extent) + super().forward_workspace_bytes(call, _all_pairs(extent))
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time; quadratic in tokens."""
-        return _mask_bytes(extent) + backward_bytes(call, _all_pairs(extent), WHOLE_ROWS)
-
-
-def _everything(task: TaskTensors) -> TaskTensors:
-    """The task with all of its pairs as one rectangle."""
-    return replace(task, rectangles=(Rectangle(0, task.query.shape[2], 0, task.key.shape[2]),))
-
-
-def _under_mask(task: TaskTensors) -> Scores:
-    """Scores under the CQS mask (nq, nk); combined with the causal mask, if any."""
-    n_queries, n_keys = task.query.shape[2], task.key.shape[2]
-    mask = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(task.query.device)
-    if task.is_causal:
-        # The tokens of a task are in ascending order, so local positions order them as global ones.
-        mask = mask.tril()
-    return replace(WHOLE_ROWS, kept=lambda block, keys: mask[block.rows, keys])
+        return _mask_bytes(extent) + super().backward_workspace_bytes(call, _all_pairs(extent))
 
 
 def _all_pairs(extent: Extent) -> Extent:

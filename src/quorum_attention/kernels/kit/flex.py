@@ -50,7 +50,7 @@ from quorum_attention.kernels.masked.functions import (
     over_pairs,
 )
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
-from quorum_attention.kernels.masked.parts import ByParts, ModsKernel, Tiles
+from quorum_attention.kernels.masked.parts import ByParts, ModsKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
@@ -63,6 +63,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
+from quorum_attention.kernels.reference import Tiles
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import as_it_is, outside
 

@@ -21,8 +21,8 @@ import torch
 from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
 from quorum_attention.kernels.kit.function import CallsKernel, TaskCall
-from quorum_attention.kernels.masked.parts import Tiles
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Kernel, TaskTensors
+from quorum_attention.kernels.reference import Tiles
 
 
 class DilatedSetting(NamedTuple):

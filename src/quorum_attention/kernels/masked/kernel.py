@@ -22,7 +22,7 @@ from quorum_attention.decomposition import (
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.parts import ByParts, ModsKernel, Tiles, capped
+from quorum_attention.kernels.masked.parts import ByParts, ModsKernel, capped
 from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, resolve
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
@@ -37,7 +37,13 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
-from quorum_attention.kernels.reference import Block, Scores, backward_by_task, forward_by_task
+from quorum_attention.kernels.reference import (
+    Block,
+    Scores,
+    Tiles,
+    backward_by_task,
+    forward_by_task,
+)
 from quorum_attention.kernels.registry import get_kernel, select_kernel
 from quorum_attention.mask import Mask
 

@@ -32,19 +32,17 @@ from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
-    Call,
     CallShape,
     Extent,
     Gradients,
     Indices,
     Kernel,
     MaskShape,
-    Saved,
     Statistics,
     TaskTensors,
-    Three,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
+from quorum_attention.kernels.reference import Tiles
 from quorum_attention.kernels.scaling import Scaling
 
 # Parts are joined to one call up to so many queries, and keys.
@@ -90,51 +88,6 @@ class ModsKernel(Kernel):
         each = (at.entries, at.heads, at.queries, at.keys)
         pairs = [[numbers[end] for numbers in each] for end in (0, -1)]
         return [mod(*pair) for mod in mods for pair in pairs]
-
-
-class Tiles(Kernel):
-    """The reference with a change of scores: any device, any floating dtype.
-
-    Args:
-        scores: the change.
-    """
-
-    name = "tiles"
-    grouped = True
-    rates = (0.3, 0.3)
-    wide_products = True
-    dropout = True
-
-    def __init__(self, scores: reference.Scores = reference.PLAIN) -> None:
-        self.scores = scores
-
-    def refusal(self, call: CallShape) -> str | None:
-        """None: it runs every call."""
-        return None
-
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        reference.forward(task, state, self.scores)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        reference.backward(task, grads, self.scores)
-
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel``."""
-        return reference.whole_forward(call, self.scores)
-
-    def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """See ``Kernel``."""
-        return reference.whole_backward(call, saved, self.scores)
-
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        """Upper bound of the bytes ``forward`` allocates at any one time."""
-        return reference.forward_bytes(call, extent, self.scores)
-
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        """Upper bound of the bytes ``backward`` allocates at any one time."""
-        return reference.backward_bytes(call, extent, self.scores)
 
 
 def _cap(
