@@ -122,7 +122,7 @@ def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) ->
     q, k, v, grad_out = (torch.randn(2, h, n, 16).to(torch.bfloat16) for h, n in shapes)
     asked: list[object] = []
     monkeypatch.setattr(
-        "quorum_attention.kernels.masked.parts._part_mask", lambda *at: asked.append(at)
+        "quorum_attention.kernels.masked.kernel._part_mask", lambda *at: asked.append(at)
     )
     options = {"enable_gqa": True, "kernel": stand_in, "depth": draw.choice([0, 0, 1])}
     want = exact_under(q, k, v, grad_out, mask, 0.25)

@@ -27,7 +27,7 @@ from quorum_attention.kernels import (
     reference,
 )
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.masked.parts import capped
+from quorum_attention.kernels.masked.kernel import capped
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.reference import Tiles
 

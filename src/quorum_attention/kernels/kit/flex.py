@@ -50,7 +50,7 @@ from quorum_attention.kernels.masked.functions import (
     over_pairs,
 )
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
-from quorum_attention.kernels.masked.parts import ByParts, ModsKernel
+from quorum_attention.kernels.masked.kernel import ByParts, ModsKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
