@@ -183,7 +183,7 @@ def test_derivatives_that_are_torchs_alone() -> None:
     with qa.patched_sdpa(min_tokens=0, report=report):
         assert_close(f.grad(loss)(q), torch.autograd.functional.jacobian(loss, q), 1e-10)
         f.vmap(lambda t: F.scaled_dot_product_attention(t, t, t))(q)
-    assert report.total.forwards == 3
+    assert report.total.forwards == 2 + len(q)
 
 
 def test_errors_inside_are_the_caller_s_and_leave_nothing() -> None:

@@ -154,7 +154,7 @@ def attention_with_lse(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         CallOptions(**options),
     )  # fmt: skip
-    return attention_results(query, key, value, call, cached=False)
+    return attention_results(query, key, value, call)
 
 
 @uncompiled

@@ -66,16 +66,11 @@ _SCHEMAS = {
 
 
 def attention_results(
-    query: Any, key: Any, value: Any, call: Arguments, *, cached: bool = True
+    query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): by an operator where the call is traced and one can make it.
-
-    Args:
-        cached: whether a call that is one kernel call may be made as one before it (``direct``);
-            its log-sum-exp is not for the caller.
-    """
+    """(out, lse): by an operator where the call is traced and one can make it."""
     results = as_operator(query, key, value, call)
-    return results or attend_eagerly(query, key, value, call, cached=cached)
+    return results or attend_eagerly(query, key, value, call)
 
 
 def as_operator(

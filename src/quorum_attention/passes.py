@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,16 +32,16 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.call import Job, MaskView, Progress, divided_upstream
-from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.problem import Problem, state_dtype, takes_wide
+from quorum_attention.execution.problem import Problem, takes_wide
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.over_inputs import at_once
+from quorum_attention.execution.routes.over_inputs import Whole, at_once
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
-from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.registry import get_kernel, registrations
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
 from quorum_attention.planner.plan import Plan, log_cut
@@ -73,7 +73,7 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
-    decision = decide_forward(tensors, request)
+    decision = _decided(request, "forward", partial(decide_forward, tensors, request))
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
     results = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
@@ -108,8 +108,7 @@ def run_backward(
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
-    run = partial(_run_backward, tensors, given._replace(grad_sinks=False))
-    grads = beside(request, request.cast_bytes, _CASTS, run)
+    grads = beside(request, request.cast_bytes, _CASTS, partial(_run_backward, tensors, given))
     if not given.grad_sinks:
         return grads
     assert tensors.sinks is not None
@@ -127,6 +126,7 @@ def _run_backward(
         made = given.grads or tuple(torch.empty_like(t) for t in tensors[:3])
         return tuple(t.zero_() for t in (*made, *_mask_target(tensors, given)))
     if request.runner is not None:
+        given = given._replace(grad_sinks=False)
         return request.runner.backward(tensors, request, given)
 
     def run(left: Request) -> tuple[torch.Tensor, ...]:
@@ -140,6 +140,56 @@ def _run_backward(
     if given.grad_lse is not None:
         held += column_bytes(tensors, request, given)
     return beside(request, held, "the gradients of mask and log-sum-exp", run)
+
+
+def _run_gradients(
+    tensors: Tensors, request: Request, given: BackwardInputs
+) -> tuple[torch.Tensor, ...]:
+    grad_out, out, lse = given[:3]
+    # All that differs between backwards of calls that share a request.
+    pass_key = request.work, grad_out.dtype, grad_out.device, out.device, lse.device
+    state = torch.are_deterministic_algorithms_enabled(), registrations(), torch.get_num_threads()
+    decision = _decided(
+        request, (*pass_key, *state), partial(decide_backward, tensors, request, given)
+    )
+    of_mask = _mask_gradient(tensors, request, given, decision.problem)
+    results = dict(zip(("query", "key", "value"), given.grads or (), strict=False))
+    return (*_run(tensors, request, decision, results, given), *of_mask)
+
+
+def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -> Decision:
+    """How a backward would be run, of a call that is neither empty nor without keys.
+
+    Raises:
+        BudgetError, NotImplementedError: it cannot be.
+    """
+    place = backward_place(tensors, request, given)
+    return decide(request.work, place, request.options, given.out.dtype, backward=True)
+
+
+def _decided(request: Request, pass_key: Hashable, decide_now: Callable[[], Decision]) -> Decision:
+    """The decision for a pass. If the request serves later calls too (``direct``), a decision for
+    one kernel call is kept for them; where memory then runs out, the pass is planned."""
+    known = request.decisions
+    found = None if known is None else known.get(pass_key)
+    if found is None:
+        found = decide_now()
+        if known is not None and _is_one_call(found, request):
+            known[pass_key] = found = replace(found, plan=None)
+    elif found.problem.work is not request.work:  # a call with other lengths (``direct``)
+        found = replace(found, problem=replace(found.problem, work=request.work))
+    return found
+
+
+def _is_one_call(decision: Decision, request: Request) -> bool:
+    plan, problem = decision.plan, decision.problem
+    if plan is None:
+        return True
+    # Scaled gradients are looked at afterwards, by what is planned for those that overflow.
+    if len(request.work.batch_shape) != 1 or problem.scaled or not problem.place.same_dtype:
+        return False
+    whole = isinstance(plan.schedule.route, Whole) and plan.schedule.is_all(request.work)
+    return whole and problem.place.backend.own_memory
 
 
 def compute_block(
@@ -186,27 +236,31 @@ def check_forward(
     written: CallOptions,
     blocks: int = 1,
 ) -> None:
-    """Check that output and log-sum-exp, which come from elsewhere, are those of this call: a few
-    rows of a backward's block, drawn anew each time, are computed again.
+    """Check that a log-sum-exp, which comes from elsewhere, is that of this call: a few rows of a
+    backward's block, drawn anew each time, are computed again.
 
-    Errors in other rows are not seen, nor are those within rounding. Not checked are kernels that
-    compute another attention, and budgets too small for the forward of a row.
+    Errors in other rows are not seen, nor in the output. Not checked are kernels that compute
+    another attention, and budgets too small for the forward of a row.
 
     Args:
         blocks: how many blocks of the call are checked.
 
     Raises:
-        ValueError: some rows, computed again, are not.
+        ValueError: some rows, computed again, have another.
     """
     kernel = None if written.kernel == "auto" else get_kernel(written.kernel)
     other = kernel is not None and (kernel.own_attention or kernel.probed_as is not None)
     if other or 0 in (inputs["query"].numel(), inputs["value"].numel()):
         return
     # The log-sum-exp is the same without dropout.
-    plain = replace(call, dropout=None), CallOptions(written.budget, devices=written.devices)
-    scale = inputs["query"].shape[-1] ** -0.5 if call.scale is None else call.scale
-    device = written.devices
-    on_gpu = isinstance(device, torch.device) and not on_host(device)
+    call, written = (
+        replace(call, dropout=None),
+        CallOptions(written.budget, devices=written.devices),
+    )
+    key, width = inputs["key"], inputs["query"].shape[-1]
+    scale = width**-0.5 if call.scale is None else call.scale
+    # Scores are at most as large as products of norms.
+    key_norm = max(abs(float(end)) for end in torch.aminmax(key)) * width**0.5
     n, draw = block.rows.length, random.SystemRandom()  # leaves the program's generators alone
     parts = min(n, -(-_CHECKED_ROWS // blocks))
     for part in range(parts):
@@ -214,81 +268,22 @@ def check_forward(
         row = block.rows.start + at
         last = min(row + 1, block.keys.stop) if call.is_causal else block.keys.stop
         keys = Interval(block.keys.start, last)
-        of_row = {name: inputs[name][:, :, at : at + 1] for name in ("query", "out", "lse")}
         read = {name: inputs[name][:, :, : keys.length] for name in ("key", "value")}
-        read |= of_row
-        results = BlockResults(out_dtype=state_dtype(read["query"].dtype))
+        read["query"], lse = (inputs[name][:, :, at : at + 1] for name in ("query", "lse"))
         one = block._replace(rows=Interval(row, row + 1), keys=keys)
         try:
-            now = compute_block(plain[0], one, read, plain[1], results)
+            now = compute_block(call, one, read, written)[1]
         except BudgetError:
             return  # where the backward fits none the less, it is not checked
-        if _row_differs(read, now, scale, on_gpu=on_gpu, dropout=call.dropout is not None):
+        # Of a GPU's TF32 products ten bits are right. What has overflowed says nothing.
+        size = abs(scale) * key_norm * read["query"].to(now).norm(dim=-1)
+        if bool(((now - lse.to(now)).abs() > 1e-3 + size * 2.0**-9).any()):
             how = "causal" if call.is_causal else "not causal"
             raise ValueError(
-                "out and lse are of another forward than this backward's: some of their rows, "
-                f"computed again ({how}, scale {scale:.6g}), are other numbers; "
+                "out and lse are of another forward than this backward's: the log-sum-exp of some "
+                f"of their rows, computed again ({how}, scale {scale:.6g}), is another number; "
                 "give the backward the forward's inputs, mask and options"
             )
-
-
-def _row_differs(
-    read: Mapping[str, torch.Tensor],
-    again: tuple[torch.Tensor, ...],
-    scale: float,
-    *,
-    on_gpu: bool,
-    dropout: bool,
-) -> bool:
-    """Whether output and log-sum-exp of a row are other numbers than those computed ``again``."""
-    (now, now_lse), dtype = again, read["query"].dtype
-    query = read["query"].to(now)
-    then, then_lse = read["out"].to(now), read["lse"].to(now_lse)
-    # How far a probability may be rounded, and a product of norms; both relative.
-    if dtype == torch.float64:
-        unit, products = 2.0**-40, 2.0**-46
-    elif dtype == torch.float32 and on_gpu:
-        unit, products = 2.0**-9, 2.0**-9  # it may be TF32
-    else:
-        unit, products = (2.0**-18 if dtype == torch.float32 else 2.0**-8), 2.0**-19
-    # Bounds of the norms of keys and values. Scores are at most as large as products of norms.
-    key_norm, value_norm = (
-        max(abs(float(end)) for end in torch.aminmax(read[name])) * read[name].shape[-1] ** 0.5
-        for name in ("key", "value")
-    )
-    reach = abs(scale) * key_norm * query.norm(dim=-1)
-    allowed = (1e-3 if unit > 1e-10 else 1e-9) + reach * products
-    # A row without a key, then and now, has the same infinite lse.
-    change = torch.expm1(now_lse - then_lse).masked_fill(now_lse == then_lse, 0.0)
-    differ = change.abs() > allowed
-    if not dropout:
-        # What is less than 16 bits hold is 0.
-        least = torch.finfo(dtype).tiny * now.shape[-1]
-        rounded = 0.1 * now.norm(dim=-1) + (unit + allowed) * value_norm + least
-        apart = (now - then).norm(dim=-1)
-        differ |= apart.isfinite() & (apart > rounded)
-    # Where a number has overflowed, in either, rounding decides.
-    known = [lse.isfinite() | (lse == -torch.inf) for lse in (now_lse, then_lse)]
-    return bool((differ & known[0] & known[1]).any())
-
-
-def _run_gradients(
-    tensors: Tensors, request: Request, given: BackwardInputs
-) -> tuple[torch.Tensor, ...]:
-    decision = decide_backward(tensors, request, given)
-    of_mask = _mask_gradient(tensors, request, given, decision.problem)
-    results = dict(zip(("query", "key", "value"), given.grads or (), strict=False))
-    return (*_run(tensors, request, decision, results, given), *of_mask)
-
-
-def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -> Decision:
-    """How a backward would be run, of a call that is neither empty nor without keys.
-
-    Raises:
-        BudgetError, NotImplementedError: it cannot be.
-    """
-    place = backward_place(tensors, request, given)
-    return decide(request.work, place, request.options, given.out.dtype, backward=True)
 
 
 def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
@@ -319,7 +314,7 @@ def _mask_gradient(
     with _computing(request.options.device):
         targets = _mask_target(tensors, given)
         if given.grad_mask is not True:
-            _note_writing(targets)
+            torch.autograd.graph.increment_version(targets)
         upstream = Saved(given.grad_out, given.out, given.lse)
         job = _job(tensors, request, problem)
         recoveries = add_up_mask_gradient(job, upstream, targets[0], request.options.budget_bytes)
@@ -362,54 +357,51 @@ def _run(
         results: those that are preallocated, by the names of their states.
         given: what a backward reads beside the inputs.
     """
-    backward = given is not None
+    device, watched, made = request.options.device, request.report, None
+    report = PassReport(decision.kernel.name)
     if decision.plan is None:
         begun = time.perf_counter()
         made = _at_once(_job(tensors, request, decision.problem, results, given))
-        if made is not None:
-            spent = time.perf_counter() - begun
-            small = PassReport(decision.kernel.name, seconds=spent)
-            for sums in request.sums:
-                sums.total.add(small, backward=backward)
-            return tuple([as_own(one) for one in made])
-        decision = with_plan(decision)
-    device, watched, plan = request.options.device, request.report, decision.plan
-    assert plan is not None
-    log_cut(plan)
-    report = _pass_report(plan, timed=watched is not None and watched.timed)
-    if watched is not None:
-        watched.pool = None
-        if request.dropout is not None:
-            report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
-        setattr(watched, "backward" if backward else "forward", report)
-    with _computing(device), progress_of(request) as progress:
-        counted = None if watched is None else backend_of(device).count_peak(device)
-        _note_writing(results.values())
-        # No name for the job: it would hold its results when memory has run out.
-        made = run_pass(
-            _job(tensors, request, decision.problem, results, given),
-            plan.schedule, report, progress,
-        )  # fmt: skip
-        if counted is not None:
-            report.peak_bytes = counted()
+        report.seconds = time.perf_counter() - begun
+    if made is None:
+        decision = with_plan(decision) if decision.plan is None else decision
+        plan = decision.plan
+        assert plan is not None
+        log_cut(plan)
+        report = _pass_report(plan, timed=watched is not None and watched.timed)
+        if watched is not None:
+            watched.pool = None
+            if request.dropout is not None:
+                report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
+            setattr(watched, "forward" if given is None else "backward", report)
+        with _computing(device), progress_of(request) as progress:
+            counted = None if watched is None else backend_of(device).count_peak(device)
+            for tensor in results.values():
+                # Kernels and copies by address do not tell autograd that they write. A backward
+                # that saved one of these tensors would read the new values without an error.
+                torch.autograd.graph.increment_version(tensor)
+            # No name for the job: it would hold its results when memory has run out.
+            made = run_pass(
+                _job(tensors, request, decision.problem, results, given),
+                plan.schedule, report, progress,
+            )  # fmt: skip
+            if counted is not None:
+                report.peak_bytes = counted()
     for sums in request.sums:
-        sums.total.add(report, backward=backward)
+        sums.total.add(report, backward=given is not None)
     return tuple([r if any(r is g for g in results.values()) else as_own(r) for r in made])
 
 
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
-    """The results of a small call; None if it has to be planned: memory ran out, or gradients in 16
-    bits are not finite."""
-    device = job.device
+    """The results of one kernel call; None if the pass has to be planned: memory ran out, or
+    gradients in 16 bits are not finite."""
     try:
-        with _computing(device):
-            found = at_once(job)
-        if found is not None:
-            return found
+        with _computing(job.device):
+            return at_once(job)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    backend_of(device).give_back_cached()
+    backend_of(job.device).give_back_cached()
     return None
 
 
@@ -443,16 +435,6 @@ def as_own(made: torch.Tensor) -> torch.Tensor:
     """A result that autograd does not know as a view: a caller may not write in place to a view
     that was made without gradients."""
     return made.data if made._is_view() else made
-
-
-def _note_writing(results: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that preallocated results are written to.
-
-    Kernels and copies by address do not tell it. Without this, a backward that saved one of these
-    tensors would read the new values without an error.
-    """
-    for tensor in results:
-        torch.autograd.graph.increment_version(tensor)
 
 
 def _job(

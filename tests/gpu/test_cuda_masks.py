@@ -82,7 +82,7 @@ PLAIN = (
 def test_random_calls_again_and_again_against_float64(seed: int) -> None:
     """The second and third time they are what they were the first."""
     draw = random.Random(random.random() + seed)
-    direct.forget_all()
+    direct._CACHE.clear()
     drawn = Drawn(draw, [64, 300, 1024], [5, 200, 900], (64, 128, 40))
     mask = draw.choice(PLAIN)
     drawn.options.pop("depth", None)

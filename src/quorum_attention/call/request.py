@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,7 @@ from quorum_attention.planner.plan import Options
 
 if TYPE_CHECKING:
     from quorum_attention.call.gradients import BackwardInputs
+    from quorum_attention.planner.decide import Decision
 
 # What arguments may be; ``as_tensor`` says which of them.
 Array = torch.Tensor | np.ndarray
@@ -72,6 +74,8 @@ class Request:
         runner: runs the passes on several devices; None: ``options.device`` does.
         lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's dtype, in
             memory that the budget does not count; None: it is made.
+        decisions: of a request that serves later calls too (``direct``), what was decided for its
+            passes; None: it serves one call.
     """
 
     work: Workload
@@ -89,6 +93,7 @@ class Request:
     dropout: Dropout | None = None
     runner: Runner | None = None
     lse: torch.Tensor | None = None
+    decisions: dict[Hashable, Decision] | None = None
 
     def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""

@@ -209,7 +209,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    if is_small(job.work, job.kernel):
+    if job.spec.backward and is_small(job.work, job.kernel):
         found = small_gradients(job)
         if found is not None:
             return found
