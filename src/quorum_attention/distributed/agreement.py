@@ -94,10 +94,8 @@ def check_kernel_of_parts(kernel: str | InnerKernel) -> None:
         ValueError, TypeError: there is none of that name.
         NotImplementedError: it computes another attention, by positions in the whole call.
     """
-    if kernel == "auto":
-        return
-    found = get_kernel(kernel)
-    if found.probed_as is not None or (found.own_attention and not found.position_free):
+    found = None if kernel == "auto" else get_kernel(kernel)
+    if found and (found.probed_as is not None or (found.own_attention and not found.position_free)):
         raise NotImplementedError(
             f"kernel {found.name!r} computes another attention, of positions in the whole call; "
             "ranks have parts of it: give attn_mask, or a function that takes no positions"
@@ -112,36 +110,13 @@ def told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
     return every
 
 
-def waits(group: dist.ProcessGroup, query: Any) -> bool:
-    """Whether the host waits for the messages of a call in any case."""
-    if isinstance(query, torch.Tensor):
-        return on_host(query.device)
-    return "cuda:" not in dist.get_backend_config(group)
-
-
-@contextmanager
-def refusing(group: dist.ProcessGroup, asks: bool) -> Iterator[None]:
-    """The checks of a rank's arguments: where they fail, all ranks that ask raise."""
-    try:
-        yield
-    except Exception:
-        if asks:
-            told(group, (None, ()))
-        raise
-
-
 def compare(group: dist.ProcessGroup, arguments: Signature, *mine: Any) -> list[Any]:
     """Compare a call with those of the other ranks; returns what else every rank says.
 
     Raises:
-        ValueError: they differ, or a rank refused; on all ranks.
+        ValueError: they differ; on all ranks.
     """
     listed = told(group, ({name: repr(value) for name, value in arguments.items()}, mine))
-    refused = [rank for rank, (named, _) in enumerate(listed) if named is None]
-    if refused:
-        raise ValueError(
-            f"rank {refused[0]} refused the call before anything was sent; it says why"
-        )
     for name in dict.fromkeys(name for named, _ in listed for name in named):
         values = [named.get(name) for named, _ in listed]
         if len(set(values)) > 1:
@@ -163,18 +138,15 @@ def agreed_sizes(
         columns: of each tensor of the mask with a number for each token, how many those are.
 
     Raises:
-        ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
+        ValueError: the lengths do not fit, or the ranks do not agree.
     """
-    rows, given, name = query.shape[-2], None, ""
-    with refusing(group, lengths is None or waits(group, query)):
-        if lengths is not None:
-            given = _given(group, lengths, rows)
-    if given is not None:
-        # The same on all ranks; without the seed, which may differ at every call.
-        whole = [max(given) < n == sum(given) for n in columns]
-        name = repr((given, whole, {**arguments, "dropout_seed": None}))
-        if _is_known(group, query, name):
-            return given
+    rows = query.shape[-2]
+    given = None if lengths is None else _given(group, lengths, rows)
+    # The same on all ranks; without the seed, which may differ at every call.
+    whole = given and [max(given) < n == sum(given) for n in columns]
+    name = repr((given, whole, {**arguments, "dropout_seed": None}))
+    if _is_known(group, query, name) and given is not None:
+        return given
     listed = compare(group, {**arguments, "lengths": given}, rows, *columns)
     sizes, *columns_of_ranks = zip(*listed, strict=True)
     for widths in columns_of_ranks:
@@ -183,20 +155,16 @@ def agreed_sizes(
                 "attn_mask.documents and attn_mask.key_padding must be for the rows of each rank, "
                 f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {list(widths)}"
             )
-    _remember(group, name)
+    _AGREED[group].add(name)
     return sizes
 
 
 def _is_known(group: dist.ProcessGroup, query: torch.Tensor, name: str) -> bool:
     """Whether the ranks need not compare a call again."""
-    return not waits(group, query) and name in _AGREED.get(group, ())
-
-
-def _remember(group: dist.ProcessGroup, name: str) -> None:
     known = _AGREED.setdefault(group, set())
     if len(known) >= _MOST:
         known.clear()
-    known.add(name)
+    return name in known and not on_host(query.device)
 
 
 def agreed_number(group: dist.ProcessGroup, query: torch.Tensor, arguments: Signature) -> int:
@@ -204,7 +172,7 @@ def agreed_number(group: dist.ProcessGroup, query: torch.Tensor, arguments: Sign
     name = repr(arguments)
     if not _is_known(group, query, name):
         compare(group, arguments)
-        _remember(group, name)
+        _AGREED[group].add(name)
     return crc32(name.encode()) >> 8
 
 

@@ -1,7 +1,13 @@
-"""``distributed.attention``: each rank gives its rows of the sequence, and gets their results."""
+"""``distributed.attention``: each rank gives its rows of the sequence, and gets their results.
+
+``distributed.decode``: queries that all ranks have, over keys that are sharded. Each rank computes
+what its own keys say, and the ranks tell each other output and log-sum-exp: a few vectors, however
+long the sequence is. Keys and values stay where they are.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,18 +17,21 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from quorum_attention.api import attention_with_lse
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current, filled
-from quorum_attention.call.validation import Tensors
+from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.counts import shown
 from quorum_attention.distributed import agreement, masks, partition
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import state_dtype
+from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.resolve import Sizes
+from quorum_attention.kernels.merge import join_sinks_, merge_
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.mask import Mask
@@ -97,24 +106,23 @@ def attention(
     """
     group = agreement.member_of(group)
     written = CallOptions(budget, None, depth, kernel)
-    with agreement.refusing(group, lengths is None or agreement.waits(group, query)):
-        mask = masks.checked_mask(attn_mask)
-        said = Arguments(
-            None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, written=filled(written)
-        )
-        inputs, shard = _checked_shard(query, key, value, said, report)
-        written = written._replace(kernel=shard.options.kernel)
+    mask = masks.checked_mask(attn_mask)
+    said = Arguments(
+        None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, written=filled(written)
+    )
+    inputs, shard = _checked_shard(query, key, value, said, report)
+    written = written._replace(kernel=shard.options.kernel)
     query, work, dropout, causal = inputs.query, shard.work, shard.dropout, shard.work.is_causal
     batch, heads, kv_heads = work.batch, work.heads, work.kv_heads
-    sizes_of = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
+    of_sizes = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
     arguments: agreement.Signature = {
-        **{name: getattr(work, name) for name in sizes_of}, "scale": shard.scale,
-        "attn_mask": None if mask is None else masks.signature_of(mask),
+        **{name: getattr(work, name) for name in of_sizes},
+        "scale": shard.scale, "attn_mask": masks.signature_of(mask),
         "dropout_p": 0.0 if dropout is None else dropout.p,
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
         "gradients": shard.records,
     }  # fmt: skip
-    columns = [] if mask is None else masks.columns_of(mask)
+    columns = [t.shape[-1] for name, t in masks.tensors_of(mask) if name in masks.PER_TOKEN]
     sizes = agreement.agreed_sizes(
         group, query, {"call": "attention", **arguments}, columns, lengths
     )
@@ -122,21 +130,20 @@ def attention(
     if mask is not None:
         mask = masks.whole_mask(mask, group, sizes, inputs)
         kept = masks.pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
-        if any(name not in ("bias", "sinks") for name, _ in masks.tensors_of(mask)):
-            agreement.agreed_number(
-                group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)}
-            )
+        agreement.agreed_number(
+            group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)}
+        )
     whole = WholeCall((batch,), heads, kv_heads, tokens, tokens, mask, causal, shard.scale, dropout)
     with torch.autocast(query.device.type, enabled=False):
         rows = [t.reshape(batch, *t.shape[-3:]) for t in inputs[:3]]
         if work.dtype.itemsize == 2 and batch * heads * tokens**2 <= _WIDENED_PAIRS:
             rows = [t.float() for t in rows]
         assignment, moved = _assigned(rows, whole, sizes, kept)
-        # Turns of whole heads, where nothing limits a call's memory.
-        free = not on_host(query.device) and written.says_nothing and current() is None
+        # Whole heads in turns, where nothing limits a call's memory.
+        two_streams = assignment.whole_heads and assignment.n_stages > 1
         call = Sharded(
             assignment, whole, weakref.ref(group), group.rank(), written, arguments, report,
-            free and assignment.whole_heads and assignment.of.units == "pairs",
+            two_streams and written.says_nothing and current() is None,
         )  # fmt: skip
         if report is not None:
             report.fill(
@@ -144,11 +151,93 @@ def attention(
                 imbalance=assignment.imbalance, stages=assignment.n_stages, kept=assignment.kept,
                 most_forward_bytes=assignment.most_received(moved),
             )  # fmt: skip
-        bias = None if mask is None else mask.bias
-        sinks = None if mask is None else mask.sinks
         apply: Any = _Attention.apply
-        out: torch.Tensor = apply(*rows, bias, sinks, call)
+        out: torch.Tensor = apply(*rows, *call.learned, call)
     return shard.back(out.to(work.dtype).reshape(*query.shape[:-1], work.value_dim))
+
+
+@uncompiled
+@torch.no_grad()
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | Mask | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    budget: int | str | None = None,
+    depth: int | str = "auto",
+    kernel: str | InnerKernel = "auto",
+    report: ShardedReport | None = None,
+) -> torch.Tensor:
+    """Attention of the same queries on all ranks over the keys of all ranks; no gradients.
+
+    All ranks call it together. The result is the same on all of them, to the last bit. Partial
+    results are exchanged and merged in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        query: (..., heads, queries, head_dim), the same on all ranks.
+        key: (..., kv_heads, keys, head_dim), value: (..., kv_heads, keys, value_dim): those that
+            this rank holds, any number of them, also none.
+        attn_mask: of this rank's keys: a tensor that broadcasts to (..., heads, queries, keys),
+            boolean (True keeps) or additive, or a ``Mask``. Its sinks, if it has any, are the same
+            on all ranks, and take part once.
+        group: the process group; None is the default one.
+        scale, enable_gqa, budget, depth, kernel: as in ``quorum_attention.attention``.
+        report: a ``ShardedReport`` to fill with what this rank did.
+
+    Returns:
+        (..., heads, queries, value_dim), in the query's dtype; 0 in rows that see no key.
+
+    Raises:
+        RuntimeError: as of ``attention``, also for other ranks.
+        ValueError: the ranks do not agree on the step (sizes, dtype, ``scale``, whether there are
+            sinks). On a GPU they compare the first step of a kind; later on all have NaN where
+            ranks are at different ones.
+    """
+    group = agreement.member_of(group)
+    for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
+        as_tensor(tensor, name)
+    mask = masks.checked_mask(attn_mask, query, key)
+    agreement.check_kernel_of_parts(kernel)
+    sinks = None if mask is None else mask.sinks
+    heads, queries, head_dim = query.shape[-3:]
+    arguments = {
+        "call": "decode", "batch size": query.shape[:-3].numel(), "heads": heads,
+        "queries": queries, "head_dim": head_dim, "value_dim": value.shape[-1],
+        "dtype": query.dtype, "scale": scale, "attn_mask.sinks": sinks is not None,
+    }  # fmt: skip
+    number, made = agreement.agreed_number(group, query, arguments), Report()
+    with agreement.exchanging(group):
+        own = mask and replace(mask, sinks=None)
+        out, lse = attention_with_lse(
+            query, key, value, own, scale=scale, enable_gqa=enable_gqa, budget=budget,
+            depth=depth, kernel=kernel, out_dtype=state_dtype(query.dtype),
+            report=None if report is None else made,
+        )  # fmt: skip
+        size = (*out.shape[:-1], out.shape[-1] + 1)
+        mine = out.new_empty(math.prod(size) + 1)
+        torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1, out=mine[:-1].view(size))
+        mine[-1:].fill_(number)
+        every = mine.new_empty((group.size(), mine.numel()))
+        dist.all_gather(list(every.unbind()), mine, group=group)
+    if report is not None:
+        received = (group.size() - 1) * mine.nbytes
+        report.fill(
+            group, way="keys and values stay", pairs=queries * key.shape[-2], stages=1,
+            forward_bytes=received, most_forward_bytes=received, calls=[made],
+        )  # fmt: skip
+    # By entry of all batch dimensions: (ranks, entries, heads, queries, value_dim and lse).
+    parts = every[:, :-1].view(group.size(), -1, *size[-3:])
+    total, weight = parts[0, ..., :-1], parts[0, ..., -1]
+    for part in parts[1:]:
+        merge_(total, weight, part[..., :-1], part[..., -1])
+    if sinks is not None:
+        join_sinks_(total, weight, sinks)
+    found = total.reshape(out.shape).to(query.dtype)
+    return found.masked_fill_((every[:, -1] != number).any(), math.nan)
 
 
 def _checked_shard(
@@ -220,8 +309,7 @@ class _Attention(torch.autograd.Function):
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            mask: Any = call.whole.mask
-            read = [] if mask is None else [tensor for _, tensor in masks.tensors_of(mask)]
+            read = [tensor for _, tensor in masks.tensors_of(call.mask)]
             ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
@@ -231,16 +319,14 @@ class _Attention(torch.autograd.Function):
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         call: Sharded = ctx.call
-        group, mask = call.group, call.whole.mask
-        assert not isinstance(mask, torch.Tensor)
+        group = call.group
         with agreement.exchanging(group):  # other ranks may have begun
             saved = ctx.saved_tensors[: ctx.count]
-        named = (None, None) if mask is None else (mask.bias, mask.sinks)
         of_mask = [
             torch.zeros_like(t, dtype=state_dtype(t.dtype)) if wanted and t is not None else None
-            for wanted, t in zip(ctx.needs_input_grad[3:5], named, strict=True)
+            for wanted, t in zip(ctx.needs_input_grad[3:5], call.learned, strict=True)
         ]
-        if agreement.waits(group, grad_out):  # the hosts wait anyway
+        if on_host(grad_out.device):  # the hosts wait anyway
             agreement.compare(group, {"call": "the backward of attention", **call.arguments})
         with agreement.exchanging(group):
             made = call.backward(grad_out, ctx.shapes, saved, of_mask)

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from quorum_attention.call.options import Arguments
 from quorum_attention.call.validation import Tensors, as_mask, check_tensors
 from quorum_attention.counts import shown
+from quorum_attention.decomposition.intervals import cut
 from quorum_attention.distributed.agreement import told
 from quorum_attention.distributed.partition import step_of
-from quorum_attention.kernels.masked.resolve import Sizes, described, resolve
+from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, described, resolve
 from quorum_attention.mask import Mask, map_tensors
 
-_Ints = NDArray[np.int64]
 # Fields with a number for each token.
-_PER_TOKEN = ("documents", "key_padding")
+PER_TOKEN = ("documents", "key_padding")
+_KEPT: WeakKeyDictionary[ResolvedMask, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def checked_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Mask | None:
@@ -58,23 +59,16 @@ def whole_mask(
         shard: this rank's part of the call.
 
     Raises:
-        ValueError: a field fits neither the whole call nor this rank's rows, by name.
+        ValueError: a bias or sinks do not fit the whole call, by name.
     """
-    rows, batch = shard.query.shape[-2], shard.query.shape[:-3].numel()
-    tokens, most = sum(lengths), max(lengths)
+    rows, tokens, most = shard.query.shape[-2], sum(lengths), max(lengths)
 
     def gathered(mine: torch.Tensor, name: str) -> torch.Tensor:
-        columns = mine.shape[-1]
         # Where one rank has all rows the two cannot be told apart there, so all of them gather.
-        if name not in _PER_TOKEN or len(lengths) == 1 or columns == tokens > most:
+        if name not in PER_TOKEN or len(lengths) == 1 or mine.shape[-1] == tokens > most:
             return mine
-        if columns not in (rows, tokens) or (mine.dim() == 2 and len(mine) not in (1, batch)):
-            raise ValueError(
-                f"attn_mask.{name} must be for the {rows} rows of this rank or all {tokens}, and a "
-                f"batch of {batch}, got shape {tuple(mine.shape)}"
-            )
-        own = (mine if mine.dim() == 2 else mine[None])[:, :rows].expand(batch, rows)
-        return torch.cat(told(group, own.cpu()), dim=1).to(mine.device)
+        own = torch.atleast_2d(mine)[:, :rows].cpu()
+        return torch.cat(told(group, own), dim=1).to(mine.device)
 
     mask = map_tensors(mask, gathered)
     # Bias and sinks have to fit the whole call.
@@ -91,57 +85,36 @@ def whole_mask(
 def pairs_above(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[int, ...]:
     """Pairs of a head's rows that the mask keeps, as ``Sequences.kept``; those that rules of single
     pairs leave out are counted as well."""
-    n, step = sizes.n_queries, step_of(sizes.n_queries)
-    kept = np.zeros(-(-n // step) + 1, np.int64)
-    for geometry in resolve(mask, sizes, is_causal).geometries:
-        blocks = np.array([[0, n, 0, n]]) if geometry.blocks is None else geometry.blocks
-        # Cut at all steps.
-        first = blocks[:, 0] // step
-        counts = -(-blocks[:, 1] // step) - first
-        q0, q1, k0, k1 = np.repeat(blocks, counts, axis=0).T
-        at = np.arange(len(q0)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        part = np.maximum(q0, at * step), np.minimum(q1, at * step + step), k0, k1
-        low, high = geometry.band.low, geometry.band.high
-        pairs = _count_upto(part, n if high is None else high)
-        pairs -= 0 if low is None else _count_upto(part, low - 1)
-        np.add.at(kept, at + 1, np.maximum(pairs, 0))
-    return tuple(kept.cumsum().tolist())
+    resolved, n = resolve(mask, sizes, is_causal), sizes.n_queries
+    if resolved not in _KEPT:
+        edges = range(0, n + step_of(n), step_of(n))
+        kept = [0] * len(edges)
+        for geometry in resolved.geometries:
+            blocks = [(0, n, 0, n)] if geometry.blocks is None else geometry.blocks.tolist()
+            for start, stop, *keys in blocks:
+                for rows in cut((start, stop), edges):
+                    kept[rows.start // edges.step + 1] += geometry.band.count(*rows, *keys)
+        _KEPT[resolved] = tuple(accumulate(kept))
+    return _KEPT[resolved]
 
 
-def _count_upto(blocks: tuple[_Ints, _Ints, _Ints, _Ints], most: int) -> _Ints:
-    """How many pairs of each block have ``key - query <= most``."""
-    q0, q1, k0, k1 = blocks
-
-    def below(x: _Ints) -> _Ints:
-        """The sum of min(t, width) for t from 1 to x."""
-        x = np.maximum(x, 0)
-        square = np.minimum(x, k1 - k0)
-        found: _Ints = square * (square + 1) // 2 + (x - square) * (k1 - k0)
-        return found
-
-    return below(q1 + most - k0) - below(q0 + most - k0)
-
-
-def signature_of(mask: Mask) -> Any:
+def signature_of(mask: Mask | None) -> Any:
     """What must be the same on all ranks; of tensors for each token all but how many they have."""
-    shapes = [(n, tuple(t.shape[: -1 if n in _PER_TOKEN else None])) for n, t in tensors_of(mask)]
-    return described(mask), shapes
+    tensors = tensors_of(mask)
+    shapes = [(n, tuple(t.shape[: -1 if n in PER_TOKEN else None])) for n, t in tensors]
+    return mask and (described(mask), shapes)
 
 
-def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
+def tensors_of(mask: Mask | None) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a mask, by the names of their fields."""
-    own = [
-        (name, tensor) for name in ("bias", "sinks") if (tensor := getattr(mask, name)) is not None
-    ]
+    found: list[tuple[str, torch.Tensor]] = []
 
     def seen(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        own.append((name, tensor))
+        found.append((name, tensor))
         return tensor
 
-    map_tensors(mask, seen)
-    return own
-
-
-def columns_of(mask: Mask) -> list[int]:
-    """For each tensor with a number for each token, how many those are."""
-    return [tensor.shape[-1] for name, tensor in tensors_of(mask) if name in _PER_TOKEN]
+    if mask is not None:
+        map_tensors(mask, seen)
+        own = {"bias": mask.bias, "sinks": mask.sinks}
+        found += [(name, tensor) for name, tensor in own.items() if tensor is not None]
+    return found

@@ -21,9 +21,8 @@ from functools import cached_property, lru_cache
 from itertools import chain, pairwise, product, repeat, starmap
 from typing import Literal, NamedTuple
 
-from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.intervals import Interval, counted, covered, cut, union, within
-from quorum_attention.quorums import chunk_count, quorum_sizes
+from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
 
 # Shares may differ by this much from an equal one where that saves bytes.
 _TOLERATED = 1.05
@@ -422,22 +421,20 @@ def _rows_by_work(of: Sequences) -> list[list[Interval]]:
 
 
 def quorums(of: Sequences, chunks: int) -> Assignment:
-    """Tasks of a cyclic quorum set."""
-    tasks = list(Decomposition(of.tokens, (chunks,), tile=of.tile).tasks())
-    parts: list[list[tuple[Interval, tuple[Interval, ...], bool]]] = [[] for _ in range(of.ranks)]
-    for number, task in enumerate(tasks):
-        mine = parts[number * of.ranks // chunks]
-        for r in task.rectangles(of.is_causal):
-            columns = tuple(
-                Interval(k.start, k.stop) for k in task.segments(r.key_start, r.key_stop)
-            )
-            if r.causal:
-                mine += [(rows, (rows,), True) for rows in columns]
-                # What a causal square keeps off the diagonal, if it lies over several runs.
-                mine += [(rows, columns[:at], False) for at, rows in enumerate(columns) if at]
-            else:
-                rows_of = task.segments(r.query_start, r.query_stop)
-                mine += [(Interval(rows.start, rows.stop), columns, False) for rows in rows_of]
-    runs = _by_groups(of, 0, of.heads)
-    shares = tuple(_staged(of, (Block(r, *one) for r in runs for one in mine)) for mine in parts)
-    return Assignment(f"quorums of {chunks} chunks", of, shares)
+    """Tasks of a cyclic quorum set: each has the pairs of any two of its chunks, and one's own."""
+    size = -(-of.tokens // (chunks * of.tile)) * of.tile
+    edges = [min(of.tokens, size * number) for number in range(chunks + 1)]
+    spans = list(starmap(Interval, pairwise(edges)))
+    runs, interest = _by_groups(of, 0, of.heads), interest_set(quorum_size(chunks))
+    parts: list[list[Block]] = [[] for _ in range(of.ranks)]
+    for task in range(chunks):
+        mine = parts[task * of.ranks // chunks]
+        held = [span for at in interest if (span := spans[(task + at) % chunks]).length]
+        for rows in held:
+            own = rows == spans[task]
+            others = (k for k in held if (k < rows if of.is_causal else own or k != rows))
+            if keys := tuple(union(others)):
+                mine += [Block(heads, rows, keys) for heads in runs]
+            if own and of.is_causal:
+                mine += [Block(heads, rows, (rows,), causal=True) for heads in runs]
+    return Assignment(f"quorums of {chunks} chunks", of, tuple(_staged(of, one) for one in parts))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +55,8 @@ def context_parallel(
     if not isinstance(mesh, dist.ProcessGroup) and not hasattr(mesh, "get_group"):
         raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
     group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
-    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    given: list[Any] = list(buffers or ())  # torch's types leave out set_ of a tensor
+    dims = list(buffer_seq_dims or ())
     kept = set(no_restore_buffers or ())
     lengths = _lengths(given, dims, group.size())
     if kept - set(given):  # tensors in sets are compared by identity
@@ -76,16 +76,16 @@ def context_parallel(
     ) -> torch.Tensor:
         return attention(
             query, key, value, attn_mask, group=group, is_causal=is_causal, dropout_p=dropout_p,
-            lengths=lengths, budget=budget, depth=depth, kernel=kernel, report=report, **named,
+            lengths=lengths or None, budget=budget, depth=depth, kernel=kernel, report=report,
+            **named,
         )  # fmt: skip
 
     # So that another patch lies below this one: its calls would be of this rank's rows alone.
     scaled_dot_product_attention._quorum_attention_sharded = True  # type: ignore[attr-defined]
     for buffer, dim in zip(given, dims, strict=True):
-        assert lengths is not None
-        start = [0, *accumulate(lengths)][group.rank()]
-        mine = buffer.detach().narrow(dim, start, lengths[group.rank()])
-        _become(buffer, mine.clone(memory_format=torch.contiguous_format))
+        mine = buffer.detach().narrow(dim, sum(lengths[: group.rank()]), lengths[group.rank()])
+        # Memory of its own: others may be views of this one's, as inputs and labels of one batch.
+        buffer.set_(mine.clone(memory_format=torch.contiguous_format))
     functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
         yield
@@ -93,13 +93,11 @@ def context_parallel(
         functional.scaled_dot_product_attention = original
         for buffer, before in zip(given, whole, strict=True):
             if buffer not in kept:
-                _become(buffer, before)
+                buffer.set_(before)
 
 
-def _lengths(
-    buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int
-) -> tuple[int, ...] | None:
-    """Rows of every rank, as equal as can be; None without buffers."""
+def _lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Rows of every rank, as equal as can be; () without buffers."""
     shapes = [tuple(buffer.shape) for buffer in buffers]
     if len(dims) != len(shapes) or any(
         not 0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=True)
@@ -112,14 +110,6 @@ def _lengths(
     tokens = {shape[dim] for dim, shape in zip(dims, shapes, strict=True)}
     if len(tokens) > 1:
         raise ValueError(f"buffers must have the same number of tokens, got {sorted(tokens)}")
-    return next((
-        tuple(n * (rank + 1) // ranks - n * rank // ranks for rank in range(ranks)) for n in tokens
-    ), None)  # fmt: skip
-
-
-def _become(buffer: torch.Tensor, other: torch.Tensor) -> None:
-    """Make a tensor one of other elements. Its own are left alone: others may be views of them, as
-    inputs and labels are of one batch."""
-    with torch.no_grad():
-        storage, start = other.untyped_storage(), int(other.storage_offset())
-        buffer.set_(storage, start, other.size(), other.stride())
+    return tuple(
+        n * (rank + 1) // ranks - n * rank // ranks for n in tokens for rank in range(ranks)
+    )
