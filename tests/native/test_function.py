@@ -12,8 +12,8 @@ import torch
 from helpers_attention import fresh_generator
 
 import quorum_attention as qa
-from quorum_attention.kernels.native.kernel import tilings
 from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.reference import whole_task
 
 N, M, HEADS = 90, 75, 2
 
@@ -190,7 +190,7 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
     """The backward kernels alone, fp32 results, for n_keys keys to a row."""
     q, k, v = (t.to(device) for t in inputs)
     call = Call(q, k, v, n_keys == 0, 0.25)
-    launch = qa.NativeKernel()._whole_launch(call, tilings(("query", "key"), call))
+    (launch,) = qa.NativeKernel().launches(whole_task(call), "query", "key", whole=True)
     grads = tuple(torch.zeros(t.shape, device=device) for t in (q, k, v))
     rows = Saved(upstream.to(device), out.float().to(device), lse.float().to(device))
     replace(launch, n_keys=n_keys).backward(rows, grads, add=False)

@@ -117,7 +117,6 @@ def test_a_large_table_goes_in_parts(
 def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> None:
     from quorum_attention.decomposition import Decomposition
     from quorum_attention.kernels import CallShape, Extent, TaskTensors
-    from quorum_attention.kernels.protocol import Call
 
     kernel = NativeKernel()
     shape = Decomposition(1 << 17, levels)
@@ -131,8 +130,7 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
         CallShape("cuda", half, 1, 1, 64, 64, causal), Extent(1, 1, 1, n, n, n)
     )
     pairs, tiled = 0, Config(128, 64, 4, 1)
-    call = Call(empty, empty, empty)
-    for part in kernel._parts_of(call, tensors.rectangles, (("query", tiled),), task):
+    for part in kernel.parts(tensors, tensors.rectangles, (("query", tiled),)):
         (runs,) = part.tables
         assert 4 * (runs.starts.numel() + runs.entries.numel()) <= bound
         rows, columns = (runs.entries[:, b] - runs.entries[:, a] for a, b in ((0, 1), (2, 5)))

@@ -6,7 +6,6 @@ import copy
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from quorum_attention.counts import real_number, switch
-from quorum_attention.decomposition import Pairs, Rectangle, Task
+from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_table import BLOCK
@@ -51,7 +50,12 @@ from quorum_attention.kernels.rectangles import (
     mask_bytes,
     operator_refusal,
 )
-from quorum_attention.kernels.reference import backward_by_task, forward_by_task, uncut
+from quorum_attention.kernels.reference import (
+    backward_by_task,
+    forward_by_task,
+    uncut,
+    whole_task,
+)
 from quorum_attention.kernels.torch_private import (
     first_derivative,
     outside,
@@ -243,7 +247,7 @@ class NativeKernel(Kernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for launch in self._launches(task, tilings(("forward",), task)):
+        for launch in self.launches(task, "forward"):
             launch.forward(state.out, state.lse, resume=True)
             del launch  # the next rectangle's mask is made when this one's has gone
 
@@ -251,7 +255,7 @@ class NativeKernel(Kernel):
         """Add the task's gradients into ``grads``, in place."""
         saved = Saved(grads.grad_out, grads.out, grads.lse)
         targets = grads.grad_query, grads.grad_key, grads.grad_value
-        for launch in self._launches(task, tilings(("query", "key"), task)):
+        for launch in self.launches(task, "query", "key"):
             launch.backward(saved, targets, add=True)
             del launch
 
@@ -263,7 +267,8 @@ class NativeKernel(Kernel):
         shape = (*query.shape[:3], call.value.shape[-1])
         out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        self._whole_launch(call, tilings(("forward",), call)).forward(out, lse, resume=False)
+        (launch,) = self.launches(whole_task(call), "forward", whole=True)
+        launch.forward(out, lse, resume=False)
         return out, lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
@@ -273,24 +278,21 @@ class NativeKernel(Kernel):
         query, key, value = (
             torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
-        launch = self._whole_launch(call, tilings(("query", "key"), call))
+        (launch,) = self.launches(whole_task(call), "query", "key", whole=True)
         launch.backward(saved, (query, key, value), add=False)
         return query, key, value
 
-    def _whole_launch(self, call: Call, tilings: Tilings) -> Launch:
-        whole = (Rectangle(0, call.query.shape[2], 0, call.key.shape[2], call.is_causal),)
-        (part,) = self._parts_of(call, whole, tilings)
-        return self._launch(call, part)
-
-    def _launches(self, task: TaskTensors, tilings: Tilings) -> Iterator[Launch]:
-        """The launches of a task.
+    def launches(self, task: TaskTensors, *halves: Half, whole: bool = False) -> Iterator[Launch]:
+        """The launches of a task, or one of a ``whole`` call, for a forward or a backward.
 
         All rectangles are one launch, and each is one where they have masks. There are more where
         a table or the bits of rules would exceed the workspace bound.
         """
-        live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
-        if not live or 0 in task.query.shape[:2]:
+        live = tuple(r for r in task.rectangles if whole or (r.n_queries > 0 and r.n_keys > 0))
+        if not live or (not whole and 0 in task.query.shape[:2]):
             return
+        device, spans = task.query.device, task.task.spans
+        slopes, heads = self._slopes_on(device), slice(task.first_head, None)
         for rectangles in [(r,) for r in live] if task.has_mask(live[0]) else [live]:
             r = rectangles[0]
             call = Call(
@@ -298,31 +300,42 @@ class NativeKernel(Kernel):
                 dropout=task.dropout,
             )  # fmt: skip
             ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
-            for part in self._parts_of(call, rectangles, tilings, task.task, ruled):
-                launch = self._launch(call, part, task)
+            for part in self.parts(task, rectangles, tilings(halves, task), ruled, whole=whole):
                 # No name here keeps the bits alive: the next launch has others.
-                bits = None if ruled is None else ruled.bits(part.blocks)
-                yield replace(launch, bias_at=(r.query_start, r.key_start), mask_bits=bits)
-                del launch, bits
+                yield Launch(
+                    call, tuple(table.on(device) for table in part.tables), softcap=self.softcap,
+                    slopes=None if slopes is None else slopes[heads], window=self._window,
+                    bias_at=(r.query_start, r.key_start),
+                    mask_bits=None if ruled is None else ruled.bits(part.blocks),
+                    tf32=self.allow_tf32, n_keys=0 if whole or not spans else spans[-1].stop,
+                )  # fmt: skip
             del call
 
-    def _parts_of(
+    def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
+        if self.slopes is not None and device not in self._slopes:
+            with outside():
+                self._slopes[device] = self.slopes.to(device)
+        return self._slopes.get(device)
+
+    def parts(
         self,
-        call: Call,
+        task: TaskTensors,
         rectangles: tuple[Rectangle, ...],
         tilings: Tilings,
-        task: Task | None = None,
         ruled: RuledTask | None = None,
+        *,
+        whole: bool = False,
     ) -> tuple[_Part, ...]:
-        """The launches for rectangles of a task, or for a whole call; remembered."""
-        n, m, device_type = call.query.shape[2], call.key.shape[2], call.query.device.type
-        drops, limits = call.dropout is not None, (math.inf, math.inf)
-        if task is not None:
+        """The launches for rectangles of a task; remembered."""
+        n, m, device_type = task.query.shape[2], task.key.shape[2], task.query.device.type
+        drops, limits = task.dropout is not None, (math.inf, math.inf)
+        if not whole:
             limits = self._most_entries(max(n, m)) * len(tilings), 0
-        if not drops and self.slopes is None and self.geometry.keeps_all:
-            # The tasks of a level have the same rectangles, so most of them share one.
-            task = None
-        key: Hashable = task, rectangles
+        # The tasks of a level have the same rectangles, so most of them share one table, where
+        # global positions do not matter.
+        anywhere = not drops and self.slopes is None and self.geometry.keeps_all
+        positions = uncut(max(n, m)) if anywhere else task.task
+        key: Hashable = positions, rectangles
         if ruled is not None:
             key, limits = ruled.key, (ruled.room.runs * len(tilings), ruled.room.partial)
             blocks = self._blocks.get(key, ruled.pieces)
@@ -341,30 +354,12 @@ class NativeKernel(Kernel):
             return _Part(tuple(tables), on_host)
 
         def make() -> tuple[_Part, ...]:
-            # Without a task global positions are the local ones, or do not matter.
-            whole = task or uncut(max(n, m))
-            found = pieces(rectangles, whole, self.geometry) if ruled is None else blocks
-            if task is not None and not len(found):
+            found = pieces(rectangles, positions, self.geometry) if ruled is None else blocks
+            if not whole and not len(found):
                 return ()
             return tuple(_portions(found, part, limits))
 
         return self._parts.get((key, n, m, device_type, drops, limits, tilings), make)
-
-    def _launch(self, call: Call, part: _Part, task: TaskTensors | None = None) -> Launch:
-        """A launch of a whole call, or of a task's."""
-        device, heads, slopes, n_keys = call.query.device, slice(None), self.slopes, 0
-        if task is not None:
-            heads = slice(task.first_head, task.first_head + task.query.shape[1])
-            n_keys = task.task.spans[-1].stop if task.task.spans else 0
-        if slopes is not None:
-            if device not in self._slopes:
-                with outside():
-                    self._slopes[device] = slopes.to(device)
-            slopes = self._slopes[device][heads]
-        return Launch(
-            call, tuple(table.on(device) for table in part.tables), softcap=self.softcap,
-            slopes=slopes, window=self._window, tf32=self.allow_tf32, n_keys=n_keys,
-        )  # fmt: skip
 
 
 def _portions(
@@ -381,9 +376,9 @@ def _portions(
     yield from _portions(found[half:], part, limits)
 
 
-def tilings(halves: Sequence[Half], inputs: Call | TaskTensors) -> Tilings:
+def tilings(halves: Sequence[Half], task: TaskTensors) -> Tilings:
     """The tables of a forward, or of both halves of a backward."""
-    given = inputs.query, inputs.value, inputs.dropout is not None
+    given = task.query, task.value, task.dropout is not None
     return tuple(("key" if half == "key" else "query", config(half, *given)) for half in halves)
 
 
