@@ -248,38 +248,6 @@ class Launch:
         return make(sizes, *self.sent[:8], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=self.mask_mod)
 
 
-def launch(
-    task: TaskTensors,
-    region: Rectangle,
-    lists: list[torch.Tensor],
-    geometry: Geometry,
-    score_mod: ScoreMod | None,
-) -> Launch:
-    """The call for a region of ``task`` with its block lists."""
-    device, first = task.query.device, task.first_head
-    entries = _numbers(task.entries, device)
-    heads = _numbers(tuple(range(first, first + task.query.shape[1])), device)
-    rows, columns = sides(region)
-    queries, keys = (positions(task.task, *at, device, torch.int32) for at in (rows, columns))
-    keeps = geometry.mask_mod(device)
-
-    def masks(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return keeps(entries[b], heads[h], queries[q], keys[k])
-
-    def change(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score_mod(score, entries[b], heads[h], queries[q], keys[k])  # type: ignore[misc]
-
-    query = task.query[:, :, slice(*rows)]
-    key, value = (tensor[:, :, slice(*columns)] for tensor in (task.key, task.value))
-    return Launch(
-        (laid_out(query), laid_out(key), laid_out(value)),
-        [each.to(device, non_blocking=True).detach() for each in lists],
-        masks,
-        None if score_mod is None else change,
-        task.scale,
-    )
-
-
 def regions(task: TaskTensors) -> list[tuple[Rectangle, tuple[Rectangle, ...]]]:
     """What is one call each, with its rectangles, counted from its first query and key: the whole
     task, unless rectangles end within blocks."""
@@ -529,8 +497,26 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             return block_lists(region, *listed, pinned=task.query.is_cuda)
 
         key = is_causal, region, *blocks_key(geometry, task, rectangles)
-        lists = self._lists.get(key, make)
-        return launch(task, region, lists, geometry, self.score_mod) if lists else None
+        if not (lists := self._lists.get(key, make)):
+            return None
+        device, first, score_mod = task.query.device, task.first_head, self.score_mod
+        entries = _numbers(task.entries, device)
+        heads = _numbers(tuple(range(first, first + task.query.shape[1])), device)
+        rows, columns = sides(region)
+        queries, keys = (positions(task.task, *at, device, torch.int32) for at in (rows, columns))
+        keeps = geometry.mask_mod(device)
+
+        def masks(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return keeps(entries[b], heads[h], queries[q], keys[k])
+
+        def change(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return score_mod(score, entries[b], heads[h], queries[q], keys[k])  # type: ignore[misc]
+
+        given = (task.query, rows), (task.key, columns), (task.value, columns)
+        query, key_rows, value = (laid_out(tensor[:, :, slice(*at)]) for tensor, at in given)
+        sent = [each.to(device, non_blocking=True).detach() for each in lists]
+        changes = None if score_mod is None else change
+        return Launch((query, key_rows, value), sent, masks, changes, task.scale)
 
 
 # FlexAttention's backward of a part, given the results of the whole rows, without its forward.

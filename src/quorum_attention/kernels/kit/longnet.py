@@ -147,18 +147,20 @@ class LongNetKernel(CallsKernel):
 
 
 def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:
-    pairs = isinstance(settings, Sequence) and not isinstance(settings, str)
-    if not pairs or not all(isinstance(s, (tuple, list)) and len(s) == 2 for s in settings):
-        raise TypeError(f"settings must be (segment, dilation) pairs, got {shown(settings)}")
-    if not settings:
+    try:
+        found = tuple(DilatedSetting(*setting) for setting in settings)
+    except TypeError:
+        says = f"settings must be (segment, dilation) pairs, got {shown(settings)}"
+        raise TypeError(says) from None
+    if not found:
         raise ValueError("settings must name at least one (segment, dilation)")
-    for segment, dilation in settings:
+    for segment, dilation in found:
         if whole_number(segment, "segment", 1) % whole_number(dilation, "dilation", 1):
             raise ValueError(
                 "a segment must be a positive multiple of its dilation, got "
                 f"{segment} and {dilation}"
             )
-    return tuple(DilatedSetting(*setting) for setting in settings)
+    return found
 
 
 def _congruent(rows: Rows, bounds: tuple[int, int], offset: int, step: int) -> slice | None:
