@@ -116,7 +116,7 @@ class EagerFlexKernel(FlexKernel):
 
     def __init__(self, score_mod, mask_mod, name) -> None:  # type: ignore[no-untyped-def]
         super().__init__(score_mod, mask_mod, name)
-        self._compiled, self._takes_rows = (Cache(128, lambda one: 1) for _ in range(2))
+        self._compiled = Cache(128, lambda one: 1)
 
     def refusal(self, call):  # type: ignore[no-untyped-def]
         return None
