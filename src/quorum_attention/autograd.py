@@ -17,7 +17,7 @@ import torch
 
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request
-from quorum_attention.call.transforms import records, refuse_batched
+from quorum_attention.call.transforms import records
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms, uncompiled
@@ -113,7 +113,6 @@ class Attention(torch.autograd.Function):
             return (None,) * len(needed)
         read = ctx.saved_tensors[:8]
         read += upstream_of(read[6], *upstream)
-        refuse_batched(*read[8:])
         one = replace(ctx.one, learned=needed[3:5])
         grads = Attention.apply(*read, one) if records(*read) else one.compute(*read)
         return (*needed_of(grads, needed), None, None)

@@ -3,8 +3,7 @@
 
 The name ``torch.nn.functional.scaled_dot_product_attention`` gets another function, as long as any
 block or the permanent patch needs it. That function looks at the settings where it is called, so
-threads without them get torch's own. What ``attention`` cannot take goes to torch's own with the
-very arguments that came.
+threads without them get torch's own. What ``attention`` cannot take goes to torch's own as it came.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import Arguments, CallOptions, Defaults
-from quorum_attention.call.request import request_of
-from quorum_attention.call.settings import Layer, current, filled, layer_of, set_base, using
+from quorum_attention.call.options import Arguments, Defaults
+from quorum_attention.call.settings import Layer, current, layer_of, set_base, using
 from quorum_attention.call.validation import is_causal_bias
+from quorum_attention.direct import checked_request
 from quorum_attention.kernels.torch_private import capturing, is_fake
 from quorum_attention.operator import as_operator
 
@@ -44,7 +43,7 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
     may end in any order, and threads that begin inside do not have it (``patch_sdpa`` is for all).
     Modules that imported the function by name before keep torch's own.
 
-    To torch's own go, with the arguments as they came: calls of one query, of fewer tokens than
+    To torch's own go, as they came: calls of one query, of fewer tokens than
     ``min_tokens``, of tensors that are none of torch's plain ones (subclasses, nested, sparse,
     on other devices), in forward-mode, under nested derivatives of torch.func, with only the math
     backend enabled (which has second derivatives), while a CUDA graph is captured, and whatever
@@ -72,13 +71,13 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         self._layer = layer_of(sdpa=enabled, min_tokens=min_tokens, **options)
 
     def __enter__(self) -> patched_sdpa:
-        _hold(self._layer)
+        _count(opened=self._layer)
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        _release(self._layer)
+        _count(closed=self._layer)
 
 
 def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[Defaults]) -> None:
@@ -101,34 +100,26 @@ def unpatch_sdpa() -> None:
 
 
 def _replace_permanent(layer: Layer | None) -> None:
-    if layer is not None:
-        _hold(layer)
-    before = set_base(layer)
-    if before is not None:
-        _release(before)
+    _count(opened=layer, closed=set_base(layer))
 
 
 # --- The name in torch.nn.functional ----------------------------------------------------------
 
 
-def _hold(layer: Layer) -> None:
-    """Put our function in place, unless it is there."""
+def _count(*, opened: Layer | None = None, closed: Layer | None = None) -> None:
+    """Count who needs our function, and have it in place while anybody does; what was there is put
+    back unless another one is in place by then."""
     with _lock:
-        _open.append(_tokens(layer))
-        there = torch.nn.functional.scaled_dot_product_attention
-        # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
-        sharded = hasattr(there, "_quorum_attention_sharded")
-        if not sharded and not hasattr(there, "_quorum_attention_original"):
-            torch.nn.functional.scaled_dot_product_attention = _instead_of(there)
-
-
-def _release(layer: Layer) -> None:
-    """Put back what was there, if nobody needs ours any more, and it still is the one in place."""
-    with _lock:
-        _open.remove(_tokens(layer))
+        if opened is not None:
+            _open.append(_tokens(opened))
+        if closed is not None:
+            _open.remove(_tokens(closed))
         there = torch.nn.functional.scaled_dot_product_attention
         original = getattr(there, "_quorum_attention_original", None)
-        if not _open and original is not None:
+        # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
+        if _open and original is None and not hasattr(there, "_quorum_attention_sharded"):
+            torch.nn.functional.scaled_dot_product_attention = _instead_of(there)
+        elif not _open and original is not None:
             torch.nn.functional.scaled_dot_product_attention = original
 
 
@@ -143,37 +134,29 @@ def _least() -> int:
 
 
 def _instead_of(original: _Sdpa) -> _Sdpa:
-    def scaled_dot_product_attention(*args: Any, **named: Any) -> torch.Tensor:
-        try:
-            query, key, value, call = _arguments(*args, **named)
-        except TypeError:
-            return original(*args, **named)  # torch's own says so
+    def scaled_dot_product_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: Any = 0.0,
+        is_causal: Any = False,
+        *,
+        scale: Any = None,
+        enable_gqa: Any = False,
+    ) -> torch.Tensor:
+        call = Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
         taken = _taken(query, key, value, call)
         if taken is not None:
             return taken
-        mask: Any = call.attn_mask
         # Torch's CausalBias looks for the name in torch.nn.functional, which is ours.
-        own = mask._dispatch if is_causal_bias(mask) else original
-        return own(*args, **named)
+        own: _Sdpa = attn_mask._dispatch if is_causal_bias(attn_mask) else original
+        named = {"scale": scale, "enable_gqa": enable_gqa}
+        return own(query, key, value, attn_mask, dropout_p, is_causal, **named)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     scaled_dot_product_attention._quorum_attention_original = original  # type: ignore[attr-defined]
     return scaled_dot_product_attention
-
-
-def _arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    *,
-    scale: Any = None,
-    enable_gqa: Any = False,
-) -> tuple[Any, Any, Any, Arguments]:
-    """The arguments of a call of torch's function."""
-    return query, key, value, Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
 
 
 # --- Which calls are taken --------------------------------------------------------------------
@@ -192,8 +175,7 @@ def _taken(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | 
             return results[0]
         if compiled:
             return None
-        call = call._replace(written=filled(CallOptions()))
-        tensors, request = request_of("attention", query, key, value, call)
+        tensors, request = checked_request("attention", query, key, value, call)
     except (TypeError, ValueError, NotImplementedError):
         return None
     try:

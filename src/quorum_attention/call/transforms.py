@@ -18,24 +18,6 @@ def records(*inputs: torch.Tensor | None) -> bool:
     )
 
 
-def refuse_batched(*gradients: torch.Tensor | None) -> None:
-    """Refuse gradients of ``is_grads_batched``, several in one: they are made by an older vmap of
-    torch's, which knows few operators, and have no memory that a kernel could read.
-
-    Raises:
-        NotImplementedError: one of them is.
-    """
-    if any(tensor is not None and _is_batched(tensor) for tensor in gradients):
-        raise NotImplementedError(
-            "the gradients of attention cannot be taken with is_grads_batched (nor by "
-            "torch.autograd.functional with vectorize=True): ask for one after the other, or use "
-            "torch.func.jacrev on one device"
-        )
-
-
-_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
-
-
 def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """``tensor``, whose numbers are read now and which gets no gradient, without the wrappers of
     torch.func's derivatives.
