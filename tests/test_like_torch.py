@@ -144,7 +144,7 @@ def test_the_backward_as_a_function_sums_over_what_was_broadcast() -> None:
     ("shapes", "says"),
     [
         (((N,), (M, D), (M, D)), r"query must have at least 2 dimensions"),
-        (((2, 3, N, D), (3, 3, M, D), (2, 3, M, D)), r"key must have batch dimensions that"),
+        (((2, 3, N, D), (3, 3, M, D), (2, 3, M, D)), "key and value must have batch dimensions"),
         (((2, 3, N, D), (2, 2, M, D), (2, 2, M, D)), r"key has 2 heads and query 3"),
         (((2, 4, N, D), (2, 2, M, D), (2, 4, M, D)), r"value must have the key's heads"),
     ],

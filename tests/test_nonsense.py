@@ -82,7 +82,7 @@ CALLS = [
     ({"query": Q.int()}, TypeError, "query must be one of float16.*got torch.int32"),
     ({"key": Q.half()}, TypeError, "key must have the query's dtype torch.float32, got .*16"),
     ({"query": Q.expand(2, -1, -1, -1), "value": Q.expand(4, 3, -1, -1, -1)}, ValueError,
-     r"value must have batch dimensions that broadcast with \(1, 2\), got \(4, 3\)"),
+     "query, key and value must have batch dimensions that broadcast, got"),
     ({"key": Q[..., :4]}, ValueError, "key must have the query's head_dim 8, got 4"),
     ({"value": Q[:, :, :9]}, ValueError, r"value must have the key's heads and tokens \(2, 50"),
     ({"query": Q[..., :0], "key": Q[..., :0]}, ValueError, "head_dim of at least 1, got 0"),
@@ -106,7 +106,7 @@ CALLS = [
     # Seven times the tasks with every level, and each as large as before: it would never end.
     ({"depth": 10}, ValueError, r"at most . for 50 tokens.*more levels make no"),
     ({"depth": 1, "plan": PLAN}, ValueError, "plan and depth cannot both be given"),
-    ({"plan": 3}, TypeError, "plan must come from quorum_attention.plan, got int"),
+    ({"plan": 3}, TypeError, "plan must be a quorum_attention.Plan, got 3"),
     ({"budget": True}, TypeError, "budget must be a whole .* got True"),
     ({"budget": -5}, ValueError, "budget must not be negative, got -5"),
     ({"accumulator": "disk"}, ValueError, "accumulator must be .* got 'disk'"),
@@ -121,7 +121,7 @@ CALLS = [
     ({"out": MANY}, ValueError, "out must not require a gradient"),
     ({"out": Q[:, :1].expand(1, 2, 50, 8)}, ValueError, "out must not overlap itself"),
     ({"progress": "yes"}, TypeError, "progress must be None, True or"),
-    ({"report": {}}, TypeError, "report must be a quorum_attention.Report, got dict"),
+    ({"report": {}}, TypeError, "report must be a quorum_attention.Report, got {}"),
 ]  # fmt: skip
 
 

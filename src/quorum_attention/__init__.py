@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quorum_attention.api import attention, attention_backward, attention_with_lse
-    from quorum_attention.call.settings import using
+    from quorum_attention.call.options import using
     from quorum_attention.checking import check_kernel
     from quorum_attention.errors import BudgetError, OutOfMemoryError
     from quorum_attention.execution.report import Report
@@ -46,7 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "planner.calibration": ("calibrate",),
     "quorums": ("interest_set", "is_interest_set", "paired_interest_set", "quorum_sizes"),
     "sdpa": ("patch_sdpa", "patched_sdpa", "unpatch_sdpa"),
-    "call.settings": ("using",),
+    "call.options": ("using",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.request import Request
-from quorum_attention.call.transforms import records
+from quorum_attention.call.request import Request, records
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms, uncompiled

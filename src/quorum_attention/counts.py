@@ -79,12 +79,12 @@ def switch(value: Any, name: str) -> bool:
 
 
 def one_of(value: Any, name: str, allowed: tuple[Any, ...]) -> Any:
-    """``value``, if it is among ``allowed`` (strings, and perhaps None).
+    """``value``, if it is among ``allowed`` (strings, bools, and perhaps None).
 
     Raises:
         ValueError: it is not.
     """
-    if not (value is None or isinstance(value, str)) or value not in allowed:
+    if not (value is None or isinstance(value, (bool, str))) or value not in allowed:
         *most, last = map(repr, allowed)
         raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {shown(value)}")
     return value

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import Arguments, several
+from quorum_attention.call.options import Arguments, current, filled, several
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.settings import current, filled
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.lookup import BACKENDS, best_device
 from quorum_attention.kernels.registry import registrations

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from quorum_attention.counts import real_number, shown, whole_number
+from quorum_attention.counts import one_of, real_number, shown, whole_number
 
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Keeps = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -88,41 +88,28 @@ class Mask:
     sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.causal, (bool, str)) or self.causal not in _CAUSAL:
-            raise ValueError(
-                "Mask.causal must be False, True, 'upper_left' or 'lower_right', got "
-                f"{shown(self.causal)}"
-            )
+        one_of(self.causal, "Mask.causal", _CAUSAL)
         if self.offset is not None:
             whole_number(self.offset, "Mask.offset", -_FAR, _FAR)
         if self.window is not None:
             _window(self.window)
         if self.chunk is not None:
             whole_number(self.chunk, "Mask.chunk", 1, _FAR)
-        if self.documents is not None:
-            both = self.documents if isinstance(self.documents, tuple) else (self.documents,)
-            if isinstance(self.documents, tuple) and len(both) != 2:
-                raise ValueError(f"Mask.documents must be one tensor or two, got {len(both)}")
-            for ids in both:
-                _integers(ids, "Mask.documents", (1, 2))
-        if self.key_lengths is not None:
-            _integers(self.key_lengths, "Mask.key_lengths", (1,))
-        if self.key_padding is not None:
-            padding = _tensor(self.key_padding, "Mask.key_padding", (1, 2))
-            if padding.dtype != torch.bool:
-                raise TypeError(f"Mask.key_padding must be bool, got {padding.dtype}")
+        if isinstance(self.documents, tuple) and len(self.documents) != 2:
+            raise ValueError(f"Mask.documents must be one tensor or two, got {len(self.documents)}")
+        both = self.documents if isinstance(self.documents, tuple) else (self.documents,)
+        for ids in both:
+            _check(ids, "Mask.documents", "integers", (1, 2))
+        _check(self.key_lengths, "Mask.key_lengths", "integers", (1,))
+        _check(self.key_padding, "Mask.key_padding", "bool", (1, 2))
+        _check(self.bias, "Mask.bias", None, None)
+        _check(self.sinks, "Mask.sinks", "floating-point", (1,))
         if self.keeps is not None and not callable(self.keeps):
             raise TypeError(f"Mask.keeps must be callable or None, got {shown(self.keeps)}")
         _masks(self.either, "Mask.either")
         _masks(self.every, "Mask.every")
-        if self.bias is not None:
-            _tensor(self.bias, "Mask.bias", None)
         if self.softcap is not None and not real_number(self.softcap, "Mask.softcap") > 0:
             raise ValueError(f"Mask.softcap must be above 0 or None, got {self.softcap!r}")
-        if self.sinks is not None:
-            sinks = _tensor(self.sinks, "Mask.sinks", (1,))
-            if not sinks.is_floating_point():
-                raise TypeError(f"Mask.sinks must be floating-point, got {sinks.dtype}")
 
     @property
     def is_structured(self) -> bool:
@@ -218,19 +205,20 @@ def _masks(masks: Any, name: str) -> None:
                 )
 
 
-def _tensor(value: Any, name: str, dims: tuple[int, ...] | None) -> torch.Tensor:
+def _check(value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None) -> None:
+    """Check a tensor, if there is one: that it is "integers", "bool" or "floating-point", and its
+    number of dimensions; None: any."""
+    if value is None:
+        return
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if dims is not None and value.dim() not in dims:
         words = " or ".join(map(str, dims))
         raise ValueError(f"{name} must have {words} dimensions, got shape {tuple(value.shape)}")
-    return value
-
-
-def _integers(value: Any, name: str, dims: tuple[int, ...]) -> None:
-    tensor = _tensor(value, name, dims)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be integers, got {tensor.dtype}")
+    floating = value.is_floating_point() or value.is_complex()
+    found = "bool" if value.dtype == torch.bool else "integers"
+    if kind is not None and kind != ("floating-point" if floating else found):
+        raise TypeError(f"{name} must be {kind}, got {value.dtype}")
 
 
 def _window(window: Any) -> tuple[int, int]:

@@ -28,9 +28,8 @@ from torch import library
 
 from quorum_attention.autograd import needed_of, refuse_second, upstream_of
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.options import Arguments, CallOptions, several
+from quorum_attention.call.options import Arguments, CallOptions, Layer, current, fill, several
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.settings import Layer, current, fill
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
 from quorum_attention.direct import attend_eagerly
 from quorum_attention.kernels.registry import get_kernel

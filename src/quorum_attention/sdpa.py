@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import Arguments, Defaults
-from quorum_attention.call.settings import Layer, current, layer_of, set_base, using
+from quorum_attention.call.options import (
+    Arguments,
+    Defaults,
+    Layer,
+    current,
+    layer_of,
+    set_base,
+    using,
+)
 from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.direct import checked_request
 from quorum_attention.kernels.torch_private import capturing, is_fake

@@ -17,8 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention.call.options import CallOptions
-from quorum_attention.call.settings import current, filled, layer_of, set_base, using
+from quorum_attention.call.options import CallOptions, current, filled, layer_of, set_base, using
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

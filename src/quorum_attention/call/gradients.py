@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.call.request import Request
-from quorum_attention.call.transforms import refuse_transforms
+from quorum_attention.call.request import Request, refuse_transforms
 from quorum_attention.call.validation import Tensors, as_tensor, check_apart, check_tensor
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.call import Three, divided_bytes, is_operand, lie_well
@@ -63,7 +62,7 @@ def check_backward_inputs(
         read[name] = request.with_heads(tensor, len(shapes[name]) - 1)
         dtype = request.work.state_dtype if name == "lse" else None
         check_tensor(read[name], shapes[name], name, home, dtype)
-    results: dict[str, torch.Tensor] = {}
+    filled: dict[str, Any] = {}
     if given.grads is not None:
         if not isinstance(given.grads, (tuple, list)) or len(given.grads) != 3:
             raise TypeError(f"grads must be three tensors, got {shown(given.grads)}")
@@ -72,26 +71,28 @@ def check_backward_inputs(
                 "grads cannot be given for inputs that are broadcast, nor without a dimension of "
                 "heads: leave them out, and their gradients are returned"
             )
-        grads = [as_tensor(g, n, written=True) for n, g in zip(_NAMES, given.grads, strict=True)]
-        for grad, name, like in zip(grads, _NAMES, tensors[:3], strict=True):
-            check_tensor(grad, tuple(like.shape), name, home, grads[0].dtype, written=True)
-        results.update(zip(_NAMES, grads, strict=True))
-        given = given._replace(grads=(grads[0], grads[1], grads[2]))
+        filled.update(zip(_NAMES, given.grads, strict=True))
     if given.grad_mask is not False:
         if mask is None or mask.dtype == torch.bool:
             what = "None" if mask is None else "a boolean mask"
             raise ValueError(f"grad_mask needs an additive attn_mask, got {what}")
         if given.grad_mask is not True:
-            target = as_tensor(given.grad_mask, "grad_mask", written=True)
-            check_tensor(target, tuple(mask.shape), "grad_mask", home, written=True)
-            results["grad_mask"] = target
-            given = given._replace(grad_mask=target)
+            filled["grad_mask"] = given.grad_mask
     if switch(given.grad_sinks, "grad_sinks") and tensors.sinks is None:
         raise ValueError("grad_sinks needs a Mask with sinks as attn_mask")
-    if results:
-        every = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        check_apart(results, {**every, **read})
-    return given._replace(**read)
+    if not filled:
+        return given._replace(**read)
+    for name, result in filled.items():
+        filled[name] = as_tensor(result, name, written=True)
+    for name, like in zip((*_NAMES, "grad_mask"), tensors[:4], strict=True):
+        if name in filled:
+            dtype = filled[_NAMES[0]].dtype if name in _NAMES else None
+            check_tensor(filled[name], tuple(like.shape), name, home, dtype, written=True)
+    every = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    check_apart(filled, {**every, **read})
+    grads = None if given.grads is None else tuple(filled[name] for name in _NAMES)
+    grad_mask = filled.get("grad_mask", given.grad_mask)
+    return given._replace(**read, grads=grads, grad_mask=grad_mask)
 
 
 # --- Placements -----------------------------------------------------------------------------------

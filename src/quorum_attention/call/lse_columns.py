@@ -55,22 +55,22 @@ def column_bytes(tensors: Tensors, request: Request, given: BackwardInputs) -> i
     """Bytes of the wider copies that are on the device that computes."""
     work, device = request.work, request.options.device
     wide = _widened(work, backend_of(device))
-    found = 0
-    rows, keys = work.batch * work.heads * work.n_queries, work.batch * work.kv_heads * work.n_keys
+    made = [(tensors.query, wide.head_dim), (tensors.key, wide.head_dim)]
+    made += [(t, wide.value_dim) for t in (tensors.value, given.grad_out, given.out)]
+    if given.grads is not None:
+        widths = wide.head_dim, wide.head_dim, wide.value_dim
+        made += zip(given.grads, widths, strict=True)
+    found = sum(
+        t.numel() // t.shape[-1] * width * max(t.element_size(), work.element_bytes)
+        for t, width in made
+        if t.device == device and width != t.shape[-1]
+    )
     if tensors.query.device == device:
-        found += keys * (wide.value_dim * work.element_bytes + 4)
-        if wide.head_dim != work.head_dim:
-            found += (rows + keys) * wide.head_dim * work.element_bytes
-    for tensor in (given.grad_out, given.out):
-        if tensor.device == device:
-            item = max(tensor.element_size(), work.element_bytes)
-            # Factors and parts of each row, while they are made.
-            found += rows * (wide.value_dim * item + 8 * work.state_dtype.itemsize)
-    for grad, name in zip(given.grads or (), ("query", "key", "value"), strict=False):
-        if grad.device == device and (name == "value" or wide.head_dim != work.head_dim):
-            width = wide.value_dim if name == "value" else wide.head_dim
-            found += grad.numel() // grad.shape[-1] * width * grad.element_size()
-    return found
+        found += work.batch * work.kv_heads * work.n_keys * 4  # norms of values
+    # Factors and parts of each row, while they are made.
+    beside = sum(t.device == device for t in (given.grad_out, given.out))
+    rows = work.batch * work.heads * work.n_queries
+    return found + beside * rows * 8 * work.state_dtype.itemsize
 
 
 def with_columns(

@@ -1,19 +1,35 @@
-"""The options of a call that are no tensors: as its caller wrote them, and checked."""
+"""The options of a call that are no tensors: as its caller wrote them, checked, and their defaults:
+``using``, in a context, and one layer for the whole process.
+
+A context is Python's (``contextvars``): a thread begins without settings, an asyncio task with
+those of where it was made. It has a tuple of layers; the inner ones win field by field, and each is
+taken out by itself, so that blocks may end in any order.
+
+Settings say how calls are run, never what they compute: a recomputation outside of the block (a
+checkpoint's) may then have another budget, and still has the same numbers (docs/programs.md).
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
+from torch.utils._contextlib import context_decorator
 
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.execution.device.lookup import best_device, on_host, present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Options, Plan
 from quorum_attention.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Device = str | torch.device
 
@@ -111,8 +127,11 @@ def options_of(written: CallOptions, home: torch.device) -> Options:
         TypeError, ValueError, NotImplementedError: an option that makes no sense, by name.
     """
     budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"plan must come from quorum_attention.plan, got {type(plan).__name__}")
+    for name, value, kind in (("plan", plan, Plan), ("report", report, Report)):
+        if not (value is None or isinstance(value, kind)):
+            raise TypeError(
+                f"{name} must be a quorum_attention.{kind.__name__}, got {shown(value)}"
+            )
     levels = depth_of(depth)
     if isinstance(budget, (list, tuple)):
         raise ValueError(
@@ -120,13 +139,9 @@ def options_of(written: CallOptions, home: torch.device) -> Options:
         )
     if plan is not None and levels is not None:
         raise ValueError("plan and depth cannot both be given: a plan pins its own depth")
-    if report is not None and not isinstance(report, Report):
-        raise TypeError(f"report must be a quorum_attention.Report, got {type(report).__name__}")
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise TypeError(
-            f"progress must be None, True or a callable (done, total, label), "
-            f"got {type(progress).__name__}"
-        )
+        allowed = "None, True or a callable (done, total, label)"
+        raise TypeError(f"progress must be {allowed}, got {shown(progress)}")
     where = one_of(accumulator, "accumulator", ("auto", "device", "host"))
     return Options(
         budget_bytes=None if budget is None else parse_bytes(budget),
@@ -175,3 +190,145 @@ def compute_device(inputs: torch.device, devices: Devices | None) -> torch.devic
     if not on_host(inputs) and device != inputs:
         raise ValueError(f"devices must be the inputs' device {inputs}, got {device}")
     return device
+
+
+# --- Defaults: settings of a context -------------------------------------------------------------
+
+# What calls get that do not say otherwise: options; ``total``, the report to whose total they are
+# added; ``sdpa``, whether torch's own function is taken over, for calls of at least ``min_tokens``.
+Layer = dict[str, Any]
+# What a plan pins, and what it does not.
+_PINNED, _FREE = ("budget", "depth", "kernel", "accumulator"), ("devices", "progress")
+
+
+def _is_default(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value == "auto")
+
+
+# Those of a context, outermost first, and the whole process's below them.
+_LAYERS: ContextVar[tuple[Layer, ...]] = ContextVar("quorum_attention_settings", default=())
+_base: Layer | None = None
+
+
+def current() -> Layer | None:
+    """The settings here, of all layers; None where there are none."""
+    layers = _LAYERS.get() or _handed_over()
+    if _base is not None:
+        layers = (_base, *layers)
+    if not layers:
+        return None
+    return {name: value for layer in layers for name, value in layer.items()}
+
+
+def filled(written: CallOptions) -> CallOptions:
+    """The options of a call, with the settings here where it says nothing."""
+    return fill(current(), written)
+
+
+def fill(settings: Layer | None, written: CallOptions) -> CallOptions:
+    """The options of a call, with ``settings`` where it says nothing."""
+    if settings is None:
+        return written
+    free = _FREE if written.plan is not None else (*_PINNED, *_FREE)
+    mine = {n: settings[n] for n in free if n in settings and _is_default(getattr(written, n))}
+    return written._replace(**mine, total=settings.get("total"))
+
+
+def _handed_over() -> tuple[Layer, ...]:
+    """The layers of whoever called ``backward``, in a thread of autograd's own (CUDA has some): a
+    checkpoint is recomputed there. torch hands Python's context over."""
+    if torch._C._current_graph_task_id() < 0 or not torch._C._is_key_in_tls("context"):
+        return ()
+    context = torch._C._get_obj_in_tls("context")
+    found: tuple[Layer, ...] = () if context is None else context.get(_LAYERS, ())
+    return found
+
+
+def set_base(layer: Layer | None) -> Layer | None:
+    """Replace the layer of the whole process, which lies below those of all contexts; returns what
+    it was."""
+    global _base
+    before, _base = _base, layer
+    return before
+
+
+def layer_of(**fields: Any) -> Layer:
+    """A layer, checked: options as ``Defaults`` has them, ``sdpa`` and ``min_tokens``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
+    """
+    options = {name: value for name, value in fields.items() if name not in ("sdpa", "min_tokens")}
+    for name in options:
+        if name not in Defaults.__optional_keys__:
+            raise TypeError(f"{name} is no option of settings; give it to the call itself")
+    options_of(CallOptions(**options), torch.device("cpu"))
+    if not _is_default(fields.get("kernel")):
+        kernel = get_kernel(fields["kernel"])
+        if kernel.own_attention or kernel.probed_as is not None:
+            raise ValueError(
+                f"kernel must be one of exact attention here, got {kernel.name!r}: settings say "
+                f"how calls are run, not what they compute. Give it to the call itself"
+            )
+    whole_number(fields.get("min_tokens", 0), "min_tokens", 0)
+    if "report" in fields:
+        fields["total"] = fields.pop("report")
+    return fields
+
+
+class using:  # noqa: N801 (used as a function is, as torch.no_grad)
+    """Defaults for all calls within a ``with`` block, or a decorated function.
+
+    A call's own arguments win, and so does an inner block, field by field; what a block does not
+    name stays as it is outside of it. The backward of a call runs as its forward did, wherever it
+    runs. Settings belong to Python's context: threads begin without them, asyncio tasks with those
+    of where they were made. ``kernel`` has to be one of exact attention, since settings say how
+    calls are run, never what they compute.
+
+    Options:
+        budget, depth, kernel, accumulator, progress: as in ``quorum_attention.attention``; their
+            defaults there (None, "auto") undo an outer block's.
+        devices: one device, or None.
+        report: a ``Report``, to whose ``total`` every pass of these calls is added. That costs
+            next to nothing: neither memory nor stages are measured, as for a call's own ``report``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
+
+    Examples:
+        >>> report = qa.Report()
+        >>> q = torch.randn(1, 2, 300, 16)
+        >>> with qa.using(budget="16MiB", report=report):
+        ...     first, second = (qa.attention(q, q, q) for _ in range(2))
+        >>> report.total.forwards
+        2
+    """
+
+    def __init__(self, **options: Unpack[Defaults]) -> None:
+        self._layer = layer_of(**options)
+
+    def __enter__(self) -> using:
+        _LAYERS.set((*_LAYERS.get(), self._layer))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Take the layer out of this context's, wherever it lies; nothing if it is not there (a
+        generator may end in another context than it began in)."""
+        layers = _LAYERS.get()
+        for at in reversed(range(len(layers))):
+            if layers[at] is self._layer:
+                _LAYERS.set((*layers[:at], *layers[at + 1 :]))
+                return
+
+    def __call__(self, function: Any) -> Any:
+        """``function`` within the block; of a generator function, whatever runs of it.
+
+        Raises:
+            TypeError: an asynchronous function: write the block into it.
+        """
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{type(self).__name__} cannot decorate an asynchronous function, got "
+                f"{shown(function)}: write the block into it"
+            )
+        return context_decorator(lambda: self, function)

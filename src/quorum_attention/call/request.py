@@ -6,15 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from quorum_attention.call.options import Arguments, options_of
-from quorum_attention.call.transforms import (
-    records,
-    refuse_learned,
-    unwrapped,
-)
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
 from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
@@ -23,19 +17,15 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, MOST_POSITIONS, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import Indices, InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import capturing, has_transforms, outside
-from quorum_attention.mask import Mask, map_tensors
+from quorum_attention.mask import map_tensors
 from quorum_attention.planner.plan import Options
 
 if TYPE_CHECKING:
     from quorum_attention.call.gradients import BackwardInputs
     from quorum_attention.planner.decide import Decision
-
-# What arguments may be; ``as_tensor`` says which of them.
-Array = torch.Tensor | np.ndarray
-
 
 # Smaller factors are 0 to operators, which compute with them in fp32 (in float64 for such inputs).
 _LEAST_SCALE = 2.0**-149
@@ -142,16 +132,19 @@ def request_of(
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
     causal = switch(call.is_causal, "is_causal")
     exact_scale, recorded = scale_is_exact(factor, query.dtype), records(query, key, value, sinks)
+    kernel = options.kernel
     if described is not None:
         work = replace(sizes, is_causal=causal, mask=shape, dropout=p > 0.0)
-        causal, kernel = _under_mask(described, work, options, needs_grad=backward or recorded)
-        options = options if kernel is options.kernel else replace(options, kernel=kernel)
-    if options.kernel != "auto":
+        kind = work.call_shape(options.device.type, needs_grad=backward or recorded)
+        extent = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
+        described = map_tensors(described, _readable)
+        causal, kernel = kernel_for_mask(described, extent, kernel, kind, options.device)
+    if kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
-        kernel = get_kernel(options.kernel)
-        options = options if kernel is options.kernel else replace(options, kernel=kernel)
+        kernel = get_kernel(kernel)
         if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
+    options = replace(options, kernel=kernel)
     work = replace(
         sizes, is_causal=causal, mask=shape, dropout=p > 0.0, positive_scale=factor > 0,
         sinks=sinks is not None, exact_scale=exact_scale,
@@ -214,40 +207,105 @@ def _dropout_of(
                 "dropout_p in a CUDA graph needs dropout_seed: a seed drawn while the graph is "
                 "captured would be used again at every replay"
             )
-        seed = _drawn()
+        # By torch's generator of the CPU, whatever device computes: nobody waits for it, and
+        # checkpointing, which restores that generator, draws it again.
+        with outside():
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     return Dropout(p, seed)
 
 
-def _drawn() -> int:
-    """A seed from torch's generator of the CPU, whatever device computes: nobody waits for it, and
-    checkpointing, which restores that generator, draws it again."""
-    with outside():
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+# --- Under autograd, torch.func and forward-mode --------------------------------------------------
 
 
-# --- A Mask ---------------------------------------------------------------------------------------
-
-
-def _under_mask(
-    mask: Mask, work: Workload, options: Options, *, needs_grad: bool
-) -> tuple[bool, str | InnerKernel]:
-    """Whether a call under ``mask`` is causal, and the kernel that knows the mask (bias and sinks
-    left aside).
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
-    """
-    mask = map_tensors(mask, _readable)
-    sizes = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
-    call = work.call_shape(options.device.type, needs_grad)
-    return kernel_for_mask(mask, sizes, options.kernel, call, options.device)
+def records(*inputs: torch.Tensor | None) -> bool:
+    """Whether the call has to be a function of autograd's: for gradients, or under a transformation
+    or forward-mode (where that function works or raises its error)."""
+    return (
+        (torch.is_grad_enabled() and True in [t.requires_grad for t in inputs if t is not None])
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor of a mask as one that can be read, also under a transformation of torch.func's.
+    """A tensor of a mask, whose numbers are read now and which gets no gradient, without the
+    wrappers of torch.func's derivatives.
 
     Raises:
         NotImplementedError: it has no dense memory of its own, or torch.vmap maps over it, by name.
     """
     check_kind(tensor, f"Mask.{name}")
-    return unwrapped(tensor, f"Mask.{name}")
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    if functorch.is_batchedtensor(tensor):
+        raise NotImplementedError(
+            f"torch.vmap cannot map over Mask.{name}: only over query, key, value, attn_mask, "
+            "Mask.bias and Mask.sinks; make the dimension that is mapped one of the batch"
+        )
+    return tensor
+
+
+def refuse_learned(
+    kernel: InnerKernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    device: torch.device,
+) -> None:
+    """Refuse functions of the user's whose results have a gradient that would be lost.
+
+    No walk over a function's code finds all tensors that it reads. So it is called for a few pairs,
+    as it will be, and its result says whether autograd, forward-mode or torch.func follow it.
+
+    Raises:
+        NotImplementedError: a function of ``kernel`` reads a tensor that requires a gradient or has
+            a tangent, or one of a transformation that is under way.
+    """
+    three = query, key, value
+    # In a CUDA graph no copy from the host can be captured.
+    if not (kernel.called_back() and all(t.numel() for t in three)) or capturing(device):
+        return
+    with outside():
+        rows = [
+            torch.zeros(
+                1, t.shape[-3], min(2, t.shape[-2]), t.shape[-1], dtype=t.dtype, device=device
+            )
+            for t in three
+        ]
+        ends = [sorted({0, t.shape[-2] - 1}) for t in (query, key)]
+        numbers = [0], list(range(query.shape[-3])), *ends
+        at = Indices(*(torch.tensor(each, device=device) for each in numbers))
+    functorch, duals = torch._C._functorch, torch.autograd.forward_ad
+    dual = duals._current_level >= 0
+    made = kernel.results_of_functions(rows[0], rows[1], rows[2], at)
+    if any(map(functorch.is_functorch_wrapped_tensor, kernel.captured())) or any(
+        result.requires_grad
+        or functorch.is_batchedtensor(result)
+        or (dual and duals.unpack_dual(result).tangent is not None)
+        for result in made
+        if isinstance(result, torch.Tensor)
+    ):
+        raise NotImplementedError(
+            f"a function of kernel {kernel.name!r} (Mask.keeps, mask_mod, score_mod, ...) reads a "
+            "tensor that would get no gradient, or one of a torch.func transformation: give it "
+            "tensor.detach() from outside of the transformation, or make what it adds to the "
+            "scores an attn_mask"
+        )
+
+
+def refuse_transforms(*inputs: torch.Tensor) -> None:
+    """Refuse transformations of ``attention_backward``: it is no function of autograd's, so their
+    derivatives and dimensions would be lost without an error.
+
+    Raises:
+        NotImplementedError: under torch.func, or for dual tensors.
+    """
+    duals = torch.autograd.forward_ad
+    if torch._C._are_functorch_transforms_active() or (
+        duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in inputs)
+    ):
+        raise NotImplementedError(
+            "attention_backward takes no part in torch.func transformations, nor in forward-mode "
+            "derivatives: take the gradients of attention instead"
+        )

@@ -364,17 +364,13 @@ def broadcast_inputs(
         t if t.dim() == rank else t[(None,) * (rank - t.dim())] for t in (query, key, value)
     )
     heads, shared, grouped = _heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
-    batch = query.shape[:-3]
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape[:-3] == batch:
-            continue
-        try:
-            batch = torch.broadcast_shapes(batch, tensor.shape[:-3])
-        except RuntimeError:
-            raise ValueError(
-                f"{name} must have batch dimensions that broadcast with {tuple(batch)}, got "
-                f"{tuple(tensor.shape[:-3])}"
-            ) from None
+    try:
+        batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
+    except RuntimeError:
+        found = [tuple(t.shape[:-3]) for t in (query, key, value)]
+        raise ValueError(
+            f"query, key and value must have batch dimensions that broadcast, got {found}"
+        ) from None
     query = _expanded(query, (*batch, heads))
     key, value = (
         _expanded(t, (*batch, shared if t.shape[-3] == 1 else t.shape[-3])) for t in (key, value)

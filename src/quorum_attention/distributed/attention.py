@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from quorum_attention.api import attention_with_lse
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.options import Arguments, CallOptions, current, filled
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.settings import current, filled
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.counts import shown
 from quorum_attention.distributed import agreement, masks, partition

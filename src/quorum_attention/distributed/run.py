@@ -22,8 +22,7 @@ import torch.distributed as dist
 from quorum_attention.autograd import computed_once
 from quorum_attention.call.block import Block as PartOfCall
 from quorum_attention.call.block import BlockResults, WholeCall
-from quorum_attention.call.options import CallOptions
-from quorum_attention.call.settings import filled
+from quorum_attention.call.options import CallOptions, filled
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.partition import Assignment, Block, Piece, Side
