@@ -64,17 +64,6 @@ def test_overlaps_of_any_strides_are_told_as_by_looking_at_every_element() -> No
     assert min(found.values()) > 200, found
 
 
-def test_huge_interleaved_views_are_told_at_once() -> None:
-    """A packed projection of a million tokens and 32 heads; nothing of it is there to be read."""
-    b, n, h, d = 2, 1_000_000, 32, 128
-    packed = torch.empty(b, n, 3, h, d, dtype=torch.float16, device="meta")
-    lies = [addresses(packed[:, :, j].transpose(1, 2), 2**20 + j * h * d * 2) for j in range(3)]
-    assert not any(share_memory(lies[i], lies[j]) for i in range(3) for j in range(3) if i != j)
-    assert not overlaps_itself(packed[:, :, 1].transpose(1, 2))
-    off_by_one = addresses(packed[:, :, 1].transpose(1, 2), 2**20 + h * d * 2 - 2)
-    assert share_memory(lies[0], off_by_one)
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_views_between_each_other_in_one_tensor_are_fine(depth: int) -> None:
     """Inputs, results and gradients as slices of packed tensors: spans overlap, elements do not."""
@@ -135,40 +124,27 @@ SIZE = H * N * D
     ("change", "says"),
     [
         (lambda t, g: (g[0],) * 3, r"grads\[1\] must not share memory with grads\[0\]"),
-        (lambda t, g: (g[0], g[1], g[1]), r"grads\[2\] must not .* grads\[1\]"),
         (lambda t, g: (HALVES[:SIZE].view(SHAPE), g[1],
                        HALVES[SIZE // 2 : SIZE // 2 + SIZE].view(SHAPE)),
          r"grads\[2\] must not share memory with grads\[0\]"),
         (lambda t, g: (t["query"], g[1], g[2]), r"grads\[0\] must not .* query"),
-        (lambda t, g: (g[0], t["grad_out"], g[2]), r"grads\[1\] must not .* grad_out"),
         (lambda t, g: (g[0], g[1], t["out"]), r"grads\[2\] must not .* with out"),
         (lambda t, g: (g[0], g[1], torch.zeros(999).as_strided(SHAPE, (9, 320, 4, 1))),
          r"grads\[2\] must not overlap itself"),
     ],
-    ids=["one three times", "one twice", "halves", "query", "grad_out", "out", "itself"],
+    ids=["one three times", "halves", "query", "out", "itself"],
 )  # fmt: skip
 def test_gradients_over_anything_are_refused_before_any_work(change, says) -> None:
     with pytest.raises(ValueError, match=says):
         backward_with(lambda tensors, grads: {"grads": change(tensors, grads)})
 
 
-def test_a_gradient_over_the_log_sum_exp_is_refused() -> None:
-    base = torch.zeros(SHAPE)
-    lse = base.flatten()[: H * N].view(1, H, N)
-    with pytest.raises(ValueError, match=r"grads\[0\] must not share memory with lse"):
-        backward_with(lambda t, g: {"lse": lse, "grads": (base, g[1], g[2])})
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
         ({"lse": torch.zeros(1, H, N).long()}, TypeError, "lse must be torch.float32.*int64"),
-        ({"lse": torch.zeros(1, H, N).double()}, TypeError, "lse must be torch.float32.*float64"),
         ({"grad_out": torch.ones(SHAPE).bool()}, TypeError, "grad_out must be one of .*bool"),
-        ({"grad_out": torch.ones(SHAPE).cfloat()}, TypeError, "grad_out must be .*complex64"),
-        ({"out": torch.ones(SHAPE).int()}, TypeError, "out must be one of .*int32"),
         ({"lse": torch.zeros(1, H, N, device="meta")}, ValueError, "lse must be in host memory"),
-        ({"grad_out": torch.ones(SHAPE, device="meta")}, ValueError, "grad_out must be in host"),
         ({"grad_out": torch.ones(SHAPE).to_sparse()}, NotImplementedError, "grad_out must be a de"),
         ({"grads": (torch.zeros(SHAPE),) * 2}, TypeError, "grads must be three tensors"),
         ({"grads": (torch.zeros(SHAPE),) * 2 + (torch.zeros(1, H, N, 9),)}, ValueError,
@@ -176,7 +152,6 @@ def test_a_gradient_over_the_log_sum_exp_is_refused() -> None:
         ({"grads": (torch.zeros(SHAPE), torch.zeros(SHAPE).double(), torch.zeros(SHAPE))},
          TypeError, r"grads\[1\] must be torch.float32, got torch.float64"),
         ({"grad_out": torch.zeros(1, H, N - 1, D)}, ValueError, r"grad_out must have shape"),
-        ({"out": torch.zeros(1, H, N, 9)}, ValueError, r"out must have shape"),
         ({"lse": torch.zeros(1, H, N, 1)}, ValueError, r"lse must have shape \(1, 2, 40\)"),
         ({"lse": [1]}, TypeError, "lse must be a torch.Tensor"),
     ],
@@ -243,7 +218,6 @@ def test_two_maps_of_one_file_are_the_same_memory(tmp_path: Path) -> None:
         (np.zeros(SHAPE, np.float32)[:, :, ::-1], ValueError, "cannot be shared .* negative"),
         (np.zeros(SHAPE, ">f4"), ValueError, "cannot be shared .* byte order"),
         (np.zeros(SHAPE, object), TypeError, "cannot be shared with torch"),
-        (np.zeros(SHAPE, [("a", "f4"), ("b", "i1")])["a"], ValueError, "cannot be shared"),
         (np.ma.masked_array(np.zeros(SHAPE, np.float32)), TypeError, "must not be a masked array"),
         (np.zeros(SHAPE, np.int32), TypeError, "must be one of float16"),
     ],

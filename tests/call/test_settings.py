@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -132,23 +131,6 @@ def test_a_thread_begins_without_and_takes_a_context_that_it_is_given() -> None:
         context = contextvars.copy_context()
         assert pool.submit(current).result() is None
         assert pool.submit(context.run, current).result() == {"depth": 1}
-
-
-def test_tasks_of_asyncio_take_those_of_where_they_were_made() -> None:
-    async def inner(depth: int) -> None:
-        with qa.using(depth=depth):
-            for _ in range(3):
-                await asyncio.sleep(0)
-                assert current()["depth"] == depth
-                assert current()["kernel"] == "dense"
-
-    async def outer() -> None:
-        with qa.using(kernel="dense"):
-            await asyncio.gather(*(inner(depth) for depth in range(4)))
-            assert "depth" not in current()
-
-    asyncio.run(outer())
-    assert current() is None
 
 
 fields = st.fixed_dictionaries(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import subprocess
@@ -101,14 +100,10 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "is_the_limit"),
     [
-        (SystemError("error return without exception set"), True),
         (MemoryError(), True),
         (RuntimeError("std::bad_alloc"), True),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (with_cause(ImportError("half a module"), MemoryError()), True),
-        (OSError(errno.ENOENT, "No such file"), False),
         (RuntimeError("sizes do not match"), False),
-        (with_cause(ValueError("x"), KeyError("y")), False),
     ],
     ids=lambda value: repr(value)[:30],
 )
@@ -154,11 +149,6 @@ def test_results_are_right_and_both_methods_get_the_same_inputs(
     errors = child.measure(spec).errors
     assert errors["out"][0] < 1e-5
     assert errors["grad_key"][0] == pytest.approx(0.1, rel=0.1)
-
-
-def test_a_process_that_dies_is_a_verdict_too() -> None:
-    answer = child.run_child(replace(spec_for("sdpa", 1 << 30), device="no device"))
-    assert answer.status == "failed"
 
 
 def test_the_peak_is_counted_from_where_the_limit_is() -> None:

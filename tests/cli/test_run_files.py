@@ -143,15 +143,6 @@ def test_the_input_is_no_output(
     assert in_folder(inputs) == before
 
 
-def test_a_picture_is_no_tensor_file(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same = inputs.parent / "same.png"
-    (inputs.parent / "link").symlink_to(same)
-    words = [str(inputs), str(inputs.parent / "link"), *CPU, "--draw", str(same)]
-    assert main(["run", *words]) == 2
-    assert "another file than the output" in capsys.readouterr().err
-    assert not same.exists()
-
-
 def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe = inputs.parent / "pipe"
     os.mkfifo(pipe)
@@ -206,7 +197,7 @@ def started(inputs: Path, output: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 @pytest.mark.usefixtures("nothing_changes")
 def test_a_signal_leaves_the_earlier_output(
     inputs: Path, earlier: Path, number: signal.Signals
