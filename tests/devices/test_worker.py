@@ -16,7 +16,7 @@ from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool
 from quorum_attention.devices.buffers import MappedBuffers
-from quorum_attention.devices.worker import BlockWorker, Compute, Failed, PassSpec
+from quorum_attention.devices.worker import BlockWorker, Compute, PassSpec
 from quorum_attention.execution.device.lookup import HOST
 
 
@@ -58,6 +58,5 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
     tensors: Any = {"query": None}
     spec = PassSpec(1, True, WholeCall((1,), 2, 2, 6, 6), tensors=tensors)
     said = BlockWorker(HOST, Scarce()).answer(Compute(spec, block))
-    assert isinstance(said, Failed)
     assert said.memory
     assert not said.broken

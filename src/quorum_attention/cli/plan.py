@@ -152,8 +152,8 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     call = WholeCall((batch,), heads, kv_heads or heads, n, n, is_causal=is_causal)
     total, passes, bars, said = sum(speed for _, speed in devices), {}, {}, []
     for name in ("forward", "backward"):
-        seconds = predicted(call, backward=name == "backward", **sizes | {"device": "cuda"})
-        found = simulate(call, devices, seconds)
+        pair = predicted(call, backward=name == "backward", **sizes | {"device": "cuda"})
+        found = simulate(call, devices, pair)
         busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
         passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
         bars[name] = found.devices, [(r.device, r.index, r.start, r.stop) for r in found.ran]

@@ -73,8 +73,8 @@ class Pool(Several):
     A call is cut into parts that do not depend on each other: key/value heads first, then, where
     they do not divide among the devices, rows. Each device has parts of its own, by its speed, and
     then takes those of others, so devices of unequal speed end together. It computes a part as an
-    ordinary call, under its own budget, with its own recovery. A worker that is killed, hangs or
-    runs out of memory at every depth gives its part back and the others finish.
+    ordinary call, under its own budget, with its own recovery. A worker that is killed or runs
+    out of memory at every depth gives its part back and the others finish.
 
     Inputs in shared memory (``tensor.share_memory_()``) or mapped from files are handed over as
     they are; others are copied into shared memory, and the report says how much.
@@ -266,10 +266,7 @@ def request_on_devices(
         names = tuple(names_of(pool))
         count, pool_of = len(names), partial(kept_pool, names)
         if count == 1:
-            budget = written.budget
-            if isinstance(budget, (list, tuple)) and len(budget) == 1:
-                budget = budget[0]
-            one = written._replace(devices=names[0], budget=budget)
+            one = written._replace(devices=names[0])
             return request_of(function, query, key, value, call._replace(written=one))
     budgets = _budgets(written.budget, count)
     check_options(written)
@@ -385,11 +382,7 @@ class PoolCall:
         }
         bias = tensors.mask if given.grad_mask is not False else None
         sums = Sums(self._whole(request), tensors.key, tensors.value, bias)
-        try:
-            made = self._run(tensors, request, upstream, wanted, sums)
-        finally:
-            for name in upstream:
-                self._kept.pop(name, None)
+        made = self._run(tensors, request, upstream, wanted, sums)
         if bias is None or sums.bias is None:
             return made
         result = given.grad_mask
@@ -411,11 +404,17 @@ class PoolCall:
         with self._reported(request, backward=sums is not None) as report, torch.no_grad():
             named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=False))
             inputs = {name: t for name, t in {**named, **upstream}.items() if t is not None}
-            for name, tensor in inputs.items():
-                if name not in self._kept:
-                    _, own = self._kept[name] = share(tensor.detach(), mappings)
-                    report.copied_bytes += own.nbytes * (own.data_ptr() != tensor.data_ptr())
-            handles = {name: self._kept[name][0] for name in inputs}
+            shared = {
+                name: self._kept.get(name) or share(tensor.detach(), mappings)
+                for name, tensor in inputs.items()
+            }
+            self._kept |= {name: shared[name] for name in named if name in shared}
+            report.copied_bytes = sum(
+                own.nbytes
+                for name, (_, own) in shared.items()
+                if own.data_ptr() != inputs[name].data_ptr()
+            )
+            handles = {name: handle for name, (handle, _) in shared.items()}
             results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             for name, (given, shape, dtype) in wanted.items():
                 if given is None:
@@ -428,7 +427,7 @@ class PoolCall:
                 results[name] = given, own
             spec = PassSpec(
                 next(pool.numbers), sums is not None, self._whole(request), self.mask, handles,
-                self.written, len(set(self.budgets)) > 1, self.steady,
+                self.written,
             )  # fmt: skip
             with progress_of(request) as progress, pool.alone() as workers:
                 budgets = [self._budget(n, w, request, home) for n, w in enumerate(workers)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-from quorum_attention.devices.worker import Done, Failed, work
+from quorum_attention.devices.worker import Answer, work
 
 # Seconds until a worker has to be ready: it imports torch and opens its device.
 _START_SECONDS = 180.0
@@ -128,16 +128,11 @@ def end(workers: Sequence[Worker]) -> None:
             worker.kill()
 
 
-def listen(
-    workers: Mapping[int, Worker], seconds: float | None
-) -> list[tuple[int, Done | Failed | None]]:
-    """What workers say next, by number; None instead of an answer from one that is gone.
-
-    Empty if nobody says anything for so many seconds.
-    """
+def listen(workers: Mapping[int, Worker]) -> list[tuple[int, Answer | None]]:
+    """What workers say next, by number; None instead of an answer from one that is gone."""
     numbers: dict[Any, int] = {worker.pipe: number for number, worker in workers.items()}
-    heard: list[tuple[int, Done | Failed | None]] = []
-    for pipe in wait(list(numbers), seconds):
+    heard: list[tuple[int, Answer | None]] = []
+    for pipe in wait(list(numbers)):
         try:
             heard.append((numbers[pipe], workers[numbers[pipe]].pipe.recv()))
         except Exception:  # it is gone, or says what nobody understands

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quorum_attention.execution.report import PassReport, Report
@@ -73,7 +73,7 @@ class PoolPass:
         return "\n".join(lines + [f"  {line}" for line in self.history])
 
 
-@dataclass(slots=True)
+@dataclass
 class PoolReport:
     """Filled by a pool's calls; the backward's part by the backward."""
 
@@ -82,34 +82,29 @@ class PoolReport:
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON: of each part who computed it and when."""
-        return {name: one and one.to_dict() for name, one in self._both.items()}
+        return {name: one and one.to_dict() for name, one in vars(self).items()}
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {one}" for name, one in self._both.items() if one is not None)
-
-    @property
-    def _both(self) -> dict[str, PoolPass | None]:
-        return {"forward": self.forward, "backward": self.backward}
+        return "\n".join(f"{name}: {one}" for name, one in vars(self).items() if one is not None)
 
 
 def as_one(of: PoolPass, backward: bool) -> PassReport:
-    """A pass of several devices as that of one: counts are sums, peaks those of the worst part."""
-    name = "backward" if backward else "forward"
-    parts = [(one, getattr(one.report, name)) for one in of.ran]
-    watched: list[tuple[Ran, PassReport]] = [(one, part) for one, part in parts if part is not None]
+    """A pass of several devices as that of one: counts are sums, peaks those of the worst part,
+    and the plan that of the deepest."""
+    parts = [one.report.backward if backward else one.report.forward for one in of.ran]
+    watched = [part for part in parts if part is not None]
     kernels = {kernel: None for one in of.ran for kernel in one.report.total.kernels}
-    found = PassReport(
-        "+".join(kernels), n_groups=of.parts, seconds=of.seconds, recoveries=list(of.history)
-    )
-    if watched:
-        _, deepest = max(watched, key=lambda pair: len(pair[1].levels))
-        for name in ("levels", "planned_levels", "heads_per_group", "n_cap", "accumulator",
-                     "streams", "budget_bytes", "dropout_p", "dropout_seed"):  # fmt: skip
-            setattr(found, name, getattr(deepest, name))
-    for name in ("units", "loaded_bytes", "stored_bytes", "repeated_units", "recovery_seconds"):
-        setattr(found, name, sum(getattr(part, name) for _, part in watched))
-    found.planned_peak_bytes = max((part.planned_peak_bytes for _, part in watched), default=0)
-    found.peak_bytes = max((p.peak_bytes for _, p in watched if p.peak_bytes), default=None)
-    for one, part in watched:
-        found.recoveries += [f"{of.devices[one.device]}: {line}" for line in part.recoveries]
-    return found
+    names = ("units", "loaded_bytes", "stored_bytes", "repeated_units", "recovery_seconds")
+    recoveries = [
+        f"{of.devices[one.device]}: {line}"
+        for one, part in zip(of.ran, parts, strict=True) if part is not None
+        for line in part.recoveries
+    ]  # fmt: skip
+    return replace(
+        max(watched, key=lambda part: len(part.levels), default=PassReport("")),
+        kernel="+".join(kernels), n_groups=of.parts, seconds=of.seconds,
+        planned_peak_bytes=max((part.planned_peak_bytes for part in watched), default=0),
+        peak_bytes=max((part.peak_bytes for part in watched if part.peak_bytes), default=None),
+        recoveries=[*of.history, *recoveries],
+        **{name: sum(getattr(part, name) for part in watched) for name in names},
+    )  # fmt: skip

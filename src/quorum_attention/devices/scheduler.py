@@ -9,7 +9,6 @@ device waits 5 to 8 ms for messages, of the seconds that an order takes in long 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,11 @@ from typing import NamedTuple
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices.buffers import handle_of
 from quorum_attention.devices.partition import Buffers, Sums, cut, pairs, partition
-from quorum_attention.devices.processes import Worker, listen
+from quorum_attention.devices.processes import Worker, end, listen
 from quorum_attention.devices.report import PoolPass, Ran
-from quorum_attention.devices.worker import Compute, Done, Failed, PassSpec
+from quorum_attention.devices.worker import Answer, Compute, PassSpec
 from quorum_attention.errors import OutOfMemoryError
-
-# A worker hangs if an order takes so many times what the slowest one before makes it; and at least
-# so many seconds.
-_HUNG_TIMES, _HUNG_SECONDS, _HOUR = 20.0, 60.0, 3600.0
+from quorum_attention.execution.report import Report
 
 
 class Order(NamedTuple):
@@ -104,8 +100,8 @@ class Schedule:
 class Coordinator:
     """Runs one pass; it computes nothing itself.
 
-    A worker that ends, hangs or runs out of memory at every depth leaves the pass; its order goes
-    back and others compute it.
+    A worker that ends or runs out of memory at every depth leaves the pass; its order goes back and
+    others compute it.
 
     Attributes:
         workers: all of the pool.
@@ -126,8 +122,6 @@ class Coordinator:
     progress: Callable[[int, int, str], None] | None = None
     _began: float = field(default_factory=time.perf_counter)
     _targets: dict[int, Buffers] = field(default_factory=dict)
-    # Seconds for a pair, at most, of the orders that are done.
-    _slowest: float = 0.0
     _error: Exception | None = None
     _out_of_memory: str = ""
 
@@ -146,18 +140,18 @@ class Coordinator:
             while schedule.running or not (self._error or schedule.finished):
                 with self._noted():
                     self._launch()
-                for number, answer in self._listen():
+                running = {number: self.workers[number] for number in schedule.running}
+                for number, answer in listen(running) if running else ():
                     with self._noted():
                         self._take_in(number, answer)
             if self._error is not None:
                 raise self._error
         finally:
             # They would write into results that the caller has back.
-            for number in list(schedule.running):
-                try:
-                    self.workers[number].kill()
-                except KeyboardInterrupt:  # another one, while it waited for the first ones to end
-                    self.workers[number].kill()
+            computing = [self.workers[number] for number in schedule.running]
+            for worker in computing:
+                worker.process.kill()  # all, before another interrupt while one is waited for
+            end(computing)
             report.seconds = time.perf_counter() - self._began
 
     @contextmanager
@@ -189,37 +183,14 @@ class Coordinator:
             if not sent:
                 self._lost(number, "its worker has ended")
 
-    def _listen(self) -> list[tuple[int, Done | Failed | None]]:
-        """What workers say next; those that say nothing for too long are given up."""
-        running = self.schedule.running
-        if not running:
-            return []
-        ends = {number: one.begun + self._limit(one) for number, one in running.items()}
-        seconds = max(0.0, min(ends.values()) - time.perf_counter())
-        workers = {number: self.workers[number] for number in running}
-        heard = listen(workers, None if math.isinf(seconds) else seconds)
-        now = time.perf_counter()
-        for number in [n for n, end in ends.items() if end <= now and not heard]:
-            self._lost(number, f"no answer for {now - running[number].begun:.0f} s")
-        return heard
-
-    def _limit(self, order: Order) -> float:
-        """Seconds after which an order is taken from its worker."""
-        if self._error is not None:
-            return _HUNG_SECONDS
-        if not self._slowest:
-            return math.inf
-        least = _HUNG_SECONDS if self.spec.steady else _HOUR
-        return max(least, _HUNG_TIMES * self._slowest * order.work)
-
-    def _take_in(self, number: int, answer: Done | Failed | None) -> None:
+    def _take_in(self, number: int, answer: Answer | None) -> None:
         """What a worker says; None: it has ended."""
         if answer is None:
             self._lost(number, "its worker has ended")
         elif answer.number != self.spec.number:
             pass  # of an earlier pass, of which a second interrupt has left a worker
-        elif isinstance(answer, Done):
-            self._finished(number, answer)
+        elif answer.error is None:
+            self._finished(number, answer.report)
         elif answer.broken:
             self._lost(number, f"its device has failed ({answer.error})")
         elif answer.memory:
@@ -229,15 +200,12 @@ class Coordinator:
         else:
             self.schedule.put_back(number)
             where = f"in the worker of {self.report.devices[number]}:\n{answer.trace}"
-            said = answer.error
-            error = said if isinstance(said, Exception) else RuntimeError(said)
-            raise error from RuntimeError(where)
+            raise answer.error from RuntimeError(where)
 
-    def _finished(self, number: int, answer: Done) -> None:
-        now, order, report = time.perf_counter(), self.schedule.running.pop(number), self.report
-        self._slowest = max(self._slowest, (now - order.begun) / max(1, order.work))
-        start, stop = order.begun - self._began, now - self._began
-        report.ran.append(Ran(number, order.number, start, stop, answer.report))
+    def _finished(self, number: int, made: Report) -> None:
+        order, report = self.schedule.running.pop(number), self.report
+        start, stop = order.begun - self._began, time.perf_counter() - self._began
+        report.ran.append(Ran(number, order.number, start, stop, made))
         target = self._targets.pop(number)
         if self.sums is not None:
             self.sums.add(order.block, target)

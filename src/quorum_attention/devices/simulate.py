@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import WholeCall
 from quorum_attention.devices.partition import pairs, partition, pieces_of
 from quorum_attention.devices.report import PoolPass, Ran
 from quorum_attention.devices.scheduler import Schedule
@@ -37,9 +37,7 @@ def expected_speed(
     """
     place = torch.device(device)
     backend = backend_of(place)
-    # A CPU's worker has no name of its own.
-    model = name if backend.own_memory else backend.model(place)
-    measured = calibrated_flops(backend, model, dtype, head_dim)
+    measured = calibrated_flops(backend, name, dtype, head_dim)
     if measured is not None:
         return measured[backward] / head_dim
     usual = assumed(place.type, dtype, head_dim)
@@ -47,49 +45,34 @@ def expected_speed(
     return relative * (usual.backward_flops if backward else usual.flops) / head_dim
 
 
-def predicted(call: WholeCall, *, backward: bool, **options: Any) -> Callable[[Block], float]:
-    """A function block -> seconds on an H200, as the planner predicts.
+def predicted(call: WholeCall, *, backward: bool, **options: Any) -> float:
+    """Seconds on an H200 for a pair, as the planner predicts for the whole call.
 
     Args:
         options: other arguments of ``plan``: head_dim, dtype, budget, kernel, device ...
     """
-
-    @lru_cache
-    def whole(heads: int, kv_heads: int) -> float:
-        return plan(
-            call.n_queries, n_keys=call.n_keys, heads=heads, kv_heads=kv_heads,
-            is_causal=call.is_causal, backward=backward, **options,
-        ).predicted_seconds  # fmt: skip
-
-    def seconds(block: Block) -> float:
-        kv = call.key_heads(block).length
-        all_rows = block._replace(rows=type(block.rows)(0, call.n_queries))
-        # Some query heads of one key/value head take a share of what all of them do.
-        heads = kv * (call.heads // call.kv_heads)
-        share = pairs(call, block) / max(1, pairs(call, all_rows)) * block.heads.length / heads
-        return whole(heads, kv) * share
-
-    return seconds
+    made = plan(
+        call.n_queries, n_keys=call.n_keys, heads=call.heads, kv_heads=call.kv_heads,
+        batch=math.prod(call.batch_shape), is_causal=call.is_causal, backward=backward, **options,
+    )  # fmt: skip
+    return made.predicted_seconds / max(1, sum(pairs(call, b) for b in partition(call, [1.0])[0]))
 
 
 def simulate(
-    call: WholeCall, devices: Sequence[tuple[str, float]], seconds: Callable[[Block], float]
+    call: WholeCall, devices: Sequence[tuple[str, float]], pair_seconds: float
 ) -> PoolPass:
     """A pass on devices, each a name and its speed; devices of equal names are alike.
 
     Args:
-        seconds: of a block on a device of speed 1.
+        pair_seconds: of a pair on a device of speed 1.
 
     Returns:
         the report that a pool would have filled, its times predicted.
     """
-    names, speeds = [name for name, _ in devices], [speed for _, speed in devices]
-    first = partition(call, speeds)[0]
-    rate = sum(pairs(call, one) for one in first) / max(1e-9, sum(map(seconds, first)))
-    expected = {number: speed * rate for number, speed in enumerate(speeds)}
-    pieces = pieces_of(call, expected, alike=len(set(devices)) == 1, at_once=True)
-    schedule = Schedule(call, expected, pieces)
-    report = PoolPass(devices=names, parts=schedule.count)
+    speeds = {number: speed / pair_seconds for number, (_, speed) in enumerate(devices)}
+    pieces = pieces_of(call, speeds, alike=len(set(devices)) == 1, at_once=True)
+    schedule = Schedule(call, speeds, pieces)
+    report = PoolPass(devices=[name for name, _ in devices], parts=schedule.count)
     events: list[tuple[float, int]] = []
     idle, now = set(schedule.devices), 0.0
     while not schedule.finished:
@@ -97,7 +80,7 @@ def simulate(
             order = schedule.take(device, now)
             if order is not None:
                 idle.discard(device)
-                takes = _ORDER_SECONDS + seconds(order.block) / speeds[device]
+                takes = _ORDER_SECONDS + order.work / speeds[device]
                 heapq.heappush(events, (now + takes, device))
         now, device = heapq.heappop(events)
         order = schedule.running.pop(device)

@@ -20,7 +20,7 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import Handles, MappedBuffers, prefaulting
 from quorum_attention.errors import BudgetError, is_out_of_memory
-from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.page_locks import is_locked, of_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.functions import boolean, indexing
@@ -50,8 +50,6 @@ class PassSpec:
         tensors: handles by name: query, key, value, bias, sinks, out, lse; grad_out, grad_query,
             grad_key, grad_value, grad_lse.
         written: depth, kernel and accumulator.
-        unequal: whether other workers may have more memory.
-        steady: whether blocks take as long as their pairs say.
     """
 
     number: int
@@ -60,8 +58,6 @@ class PassSpec:
     mask: bytes | None = None
     tensors: Handles = field(default_factory=dict)
     written: CallOptions = field(default_factory=CallOptions)
-    unequal: bool = False
-    steady: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +73,23 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The results of a block are in place."""
-
-    number: int
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A block could not be computed.
+class Answer:
+    """A block was computed, and its results are in place; or it was not.
 
     Attributes:
-        memory: whether memory ran out at every depth; others may still compute it.
-        error: the exception, if it can be sent, else its text.
+        number: of the pass.
+        report: what the call did.
+        error: why it could not be computed; None: it was.
         trace: the traceback in words.
+        memory: whether memory ran out at every depth; others may still compute it.
         broken: whether the worker can compute nothing any more, and ends.
     """
 
     number: int
-    memory: bool
-    error: Exception | str
-    trace: str
+    report: Report
+    error: Exception | None = None
+    trace: str = ""
+    memory: bool = False
     broken: bool = False
 
 
@@ -187,7 +178,7 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
     backend = backend_of(place)
     with backend.current(place):
         torch.empty(1, device=place)  # opens the device, which takes a while
-        pipe.send(device if on_host(place) else backend.model(place))  # it is ready
+        pipe.send(backend.model(place))  # it is ready
         with suppress(EOFError, OSError):  # the pool is gone
             _obey(place, pipe)
 
@@ -227,8 +218,8 @@ class BlockWorker:
         """Let go of the tensors of the last pass."""
         self._number, self._tensors = -1, dict[str, torch.Tensor]()
 
-    def answer(self, message: Compute) -> Done | Failed:
-        """Compute a block, and say how that ended; its results are in place then."""
+    def answer(self, message: Compute) -> Answer:
+        """Compute a block, and say how that ended."""
         spec, report = message.spec, Report()
         report.timed = False
         try:
@@ -239,15 +230,12 @@ class BlockWorker:
             finally:  # also of a block that has failed: another worker may compute it next
                 backend_of(self._device).synchronize(self._device)
         except Exception as error:
-            # A budget is as small for the others, or theirs are others.
-            memory = is_out_of_memory(error) and (
-                spec.unequal or not isinstance(error, BudgetError)
-            )
+            memory = is_out_of_memory(error) and not isinstance(error, BudgetError)
             # After an error of its own a CUDA device takes nothing more from this process.
             broken = not memory and "CUDA error" in str(error)
-            said, trace = _as_sent(error), traceback.format_exc()
-            return Failed(spec.number, memory, said, trace, broken)
-        return Done(spec.number, report)
+            trace = traceback.format_exc()
+            return Answer(spec.number, report, _as_sent(error), trace, memory, broken)
+        return Answer(spec.number, report)
 
     def _begin(self, spec: PassSpec) -> None:
         self.end_pass()
@@ -296,11 +284,11 @@ class BlockWorker:
                 targets["grad_query"].copy_(query)
 
 
-def _as_sent(error: Exception) -> Exception | str:
+def _as_sent(error: Exception) -> Exception:
     """It as the pool gets it, else its text. Not itself: with it the frames of the part, and their
     tensors, would stay."""
     with suppress(Exception):
-        said = pickle.loads(pickle.dumps(error))
-        if type(said) is type(error):
-            return said
-    return f"{type(error).__name__}: {error}"
+        sent = pickle.loads(pickle.dumps(error))
+        if type(sent) is type(error):
+            return cast(Exception, sent)
+    return RuntimeError(f"{type(error).__name__}: {error}")
