@@ -290,5 +290,5 @@ def _as_sent(error: Exception) -> Exception:
     with suppress(Exception):
         sent = pickle.loads(pickle.dumps(error))
         if type(sent) is type(error):
-            return cast(Exception, sent)
+            return sent
     return RuntimeError(f"{type(error).__name__}: {error}")
