@@ -20,20 +20,15 @@ from quorum_attention.kernels.kit import (
     sliding_window,
 )
 
-# Functions and backwards that are wrong, and whole kernels; each with the cause to be found.
-FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
-BACKWARDS: dict[str, tuple[Callable[..., Any], str]] = {}
-KERNELS: dict[str, tuple[Callable[[], InnerKernel], str]] = {}
 
-
-def softmax(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax(scores, value):
     """Rows without a key: 0 and -inf."""
     lse = torch.logsumexp(scores, dim=-1)
     safe = lse.masked_fill(lse == -torch.inf, 0.0)
     return torch.exp(scores - safe.unsqueeze(-1)) @ value, lse
 
 
-def masked(scores: torch.Tensor, is_causal: bool, diagonal: int = 1) -> torch.Tensor:
+def masked(scores, is_causal, diagonal=1):
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(diagonal)
     return scores.masked_fill(later, -torch.inf) if is_causal else scores
 
@@ -50,45 +45,39 @@ def gradients(grad_out, query, key, value, out, lse, *, is_causal, scale):
     return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad_out
 
 
-# Functions.
+# Functions, right but for one thing.
 
 
-def functions(cause: str, **wrong: Callable[..., Any]) -> None:
-    """Functions of (query, key, value, is_causal, scale)."""
-    for name, function in wrong.items():
-
-        def call(query, key, value, *, is_causal, scale, function=function):
-            return function(query, key, value, is_causal, scale)
-
-        FUNCTIONS[name] = call, cause
+def of_results(change):
+    """Changed is what is made of (out, lse)."""
+    return lambda query, key, value, *, is_causal, scale: change(
+        *plain(query, key, value, is_causal=is_causal, scale=scale)
+    )
 
 
-def results(change: Callable[..., Any]) -> Callable[..., Any]:
-    """Right but for what is made of (out, lse)."""
-    return lambda q, k, v, causal, scale: change(*plain(q, k, v, is_causal=causal, scale=scale))
+def of_scores(change):
+    """Changed is what is made of the scaled products."""
+    return lambda query, key, value, *, is_causal, scale: softmax(
+        change(scale * (query @ key.mT), is_causal), value
+    )
 
 
-def scores(change: Callable[..., Any]) -> Callable[..., Any]:
-    """Right but for what is made of the scaled products."""
-    return lambda q, k, v, causal, scale: softmax(change(scale * (q @ k.mT), causal), v)
+def of_inputs(change):
+    """Changed are query, key, value and scale before they are computed with."""
 
-
-def inputs(change: Callable[..., Any]) -> Callable[..., Any]:
-    """Right but for the query, key, value and scale that are computed with."""
-
-    def function(query, key, value, is_causal, scale):
+    def function(query, key, value, *, is_causal, scale):
         *three, scale = change(query, key, value, scale)
         return plain(*three, is_causal=is_causal, scale=scale)
 
     return function
 
 
-def noisy(tensor: torch.Tensor) -> torch.Tensor:
+def noisy(tensor):
     return tensor * (1 + 1e-3 * torch.randn_like(tensor))
 
 
-def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor + (tensor.to(dtype).to(tensor.dtype) - tensor).detach()
+def in_fp16(tensor):
+    return tensor + (tensor.half().to(tensor.dtype) - tensor).detach()
 
 
 def strides_ignored(query, key, value, scale):
@@ -96,12 +85,6 @@ def strides_ignored(query, key, value, scale):
     read = flat[key.storage_offset() :][: key.numel()]
     if read.numel() == key.numel() and not key.requires_grad:
         key = read.reshape(key.shape)
-    return query, key, value, scale
-
-
-def written_in_place(query, key, value, scale):
-    with torch.no_grad():
-        query.detach().mul_(1.5)
     return query, key, value, scale
 
 
@@ -115,64 +98,23 @@ def value_dim_taken_for_head_dim(query, key, value, scale):
     return query, key, value, scale
 
 
-def sums_in_fp16(query, key, value, is_causal, scale):
-    exact = plain(query, key, value, is_causal=is_causal, scale=scale)
-    narrow = plain(query.half(), key.half(), value.half(), is_causal=is_causal, scale=scale)
-    return narrow[0].to(query.dtype), exact[1]
+def sums_in_fp16(query, key, value, *, is_causal, scale):
+    call = {"is_causal": is_causal, "scale": scale}
+    narrow = plain(query.half(), key.half(), value.half(), **call)
+    return narrow[0].to(query.dtype), plain(query, key, value, **call)[1]
 
 
-def last_key_dropped(made: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    n = made.shape[-1]
+def last_key_dropped(scores, is_causal):
+    n = scores.shape[-1]
     if is_causal or n == 1:
-        return masked(made, is_causal)
-    return made.masked_fill(torch.arange(n) == n - 1, -torch.inf)
+        return masked(scores, is_causal)
+    return scores.masked_fill(torch.arange(n) == n - 1, -torch.inf)
 
 
-def alibi(made, rows, columns, is_causal, slope=0.05):
+def alibi(scores, rows, columns, is_causal, slope=0.05):
     apart = rows[:, None] - columns[None]
-    made = made - slope * apart.abs().to(made.dtype)
-    return made.masked_fill(apart < 0, -torch.inf) if is_causal else made
-
-
-functions(
-    causes.LSE,
-    no_lse=results(lambda out, lse: (out, lse * 0)),
-    lse_in_base_two=results(lambda out, lse: (out, lse / math.log(2))),
-    lse_rounded_to_fp16=results(lambda out, lse: (out, rounded(lse, torch.float16))),
-)
-functions(
-    causes.WEIGHTS,
-    output_normalised=results(lambda out, lse: (functional.normalize(out, dim=-1), lse)),
-)
-functions(
-    causes.STATE,
-    dropout=results(lambda out, lse: (functional.dropout(out, 0.1), lse)),
-    noise=results(lambda out, lse: (noisy(out), lse)),
-    queries_scaled_in_place=inputs(written_in_place),
-)
-functions(
-    causes.PAIRS,
-    causal_ignored=scores(lambda made, causal: made),
-    causal_one_too_many=scores(lambda made, causal: masked(made, causal, 2)),
-    last_key_dropped=scores(last_key_dropped),
-)
-functions(
-    causes.SIZES,
-    no_scale=inputs(lambda q, k, v, scale: (q, k, v, 1.0)),
-    strides_ignored=inputs(strides_ignored),
-    value_dim_taken_for_head_dim=inputs(value_dim_taken_for_head_dim),
-)
-functions(
-    causes.POSITIONS,
-    local_alibi=scores(
-        lambda made, causal: alibi(made, *map(torch.arange, made.shape[-2:]), causal)
-    ),
-)
-functions(
-    causes.HEADS,
-    talking_heads=scores(lambda made, causal: masked(made, causal) + made.mean(1, keepdim=True)),
-)
-functions(causes.PRECISION, sums_in_fp16=sums_in_fp16)
+    scores = scores - slope * apart.abs().to(scores.dtype)
+    return scores.masked_fill(apart < 0, -torch.inf) if is_causal else scores
 
 
 def window(query, key, value, *, is_causal, scale, query_positions, key_positions):
@@ -181,8 +123,8 @@ def window(query, key, value, *, is_causal, scale, query_positions, key_position
     keep = apart.abs() < 9
     keep = keep & (apart >= 0) if is_causal else keep
     none = ~keep.any(-1)
-    made = (scale * (query @ key.mT)).masked_fill(~keep, -torch.inf)
-    out, lse = softmax(made.masked_fill(none[:, None], 0.0), value)
+    scores = (scale * (query @ key.mT)).masked_fill(~keep, -torch.inf)
+    out, lse = softmax(scores.masked_fill(none[:, None], 0.0), value)
     return out, lse.masked_fill(none, -torch.inf)
 
 
@@ -200,80 +142,62 @@ def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_po
     return softmax(alibi(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None]), value)
 
 
-FUNCTIONS |= {
-    "nan_in_rows_without_a_key": (nan_in_rows_without_a_key, causes.NO_KEYS),
-    "local_slopes": (local_slopes, causes.HEADS),
-}
-
-
-def remembering() -> InnerKernel:
-    """The result of the first call of a shape, for ever."""
-    kept: dict[Any, Any] = {}
-
-    def stale(query, key, value, *, is_causal, scale):
-        out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-        at = (query.shape, key.shape, is_causal, query.dtype)
-        before = kept.setdefault(at, (out.detach(), lse.detach()))
-        return out * 0 + before[0], lse * 0 + before[1]
-
-    return from_lse_function(stale)
-
-
-# Backwards.
-
-
-def backwards(cause: str, given: Any = None, made: Any = None) -> tuple[Callable[..., Any], str]:
-    """Right but for what is done to what it is given, or to the gradients it made."""
-
-    def backward(*tensors, is_causal, scale):
-        if given is not None:
-            tensors, is_causal, scale = given(tensors, is_causal, scale)
-        grads = gradients(*tensors, is_causal=is_causal, scale=scale)
-        return grads if made is None else made(*grads)
-
-    return backward, cause
-
-
-def local_delta(tensors, is_causal, scale):
-    """The output of these keys alone."""
-    own = plain(*tensors[1:4], is_causal=is_causal, scale=scale)[0]
-    return (*tensors[:4], own, tensors[5]), is_causal, scale
-
-
-BACKWARDS |= {
-    "halved": backwards(causes.BACKWARD, made=lambda *grads: tuple(g / 2 for g in grads)),
-    "no_causal_mask": backwards(causes.BACKWARD, lambda t, causal, scale: (t, False, scale)),
-    "local_delta": backwards(causes.BACKWARD, local_delta),
-    "noisy": backwards(causes.STATE, made=lambda *grads: tuple(map(noisy, grads))),
-    # Right where it holds all heads at a time.
-    "keys_by_local_head": backwards(
-        causes.HEADS, made=lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "no_lse": (of_results(lambda out, lse: (out, lse * 0)), causes.LSE),
+    "lse_in_base_two": (of_results(lambda out, lse: (out, lse / math.log(2))), causes.LSE),
+    "lse_rounded_to_fp16": (of_results(lambda out, lse: (out, in_fp16(lse))), causes.LSE),
+    "output_normalised": (
+        of_results(lambda out, lse: (functional.normalize(out, dim=-1), lse)), causes.WEIGHTS,
     ),
-}
-
-
-# Fewer key heads, as they are.
+    "dropout": (of_results(lambda out, lse: (functional.dropout(out, 0.1), lse)), causes.STATE),
+    "noise": (of_results(lambda out, lse: (noisy(out), lse)), causes.STATE),
+    "causal_one_too_many": (of_scores(lambda s, causal: masked(s, causal, 2)), causes.PAIRS),
+    "last_key_dropped": (of_scores(last_key_dropped), causes.PAIRS),
+    "no_scale": (of_inputs(lambda q, k, v, scale: (q, k, v, 1.0)), causes.SIZES),
+    "strides_ignored": (of_inputs(strides_ignored), causes.SIZES),
+    "value_dim_taken_for_head_dim": (of_inputs(value_dim_taken_for_head_dim), causes.SIZES),
+    "local_alibi": (
+        of_scores(lambda s, causal: alibi(s, *map(torch.arange, s.shape[-2:]), causal)),
+        causes.POSITIONS,
+    ),
+    "talking_heads": (
+        of_scores(lambda s, causal: masked(s, causal) + s.mean(1, keepdim=True)), causes.HEADS,
+    ),
+    "local_slopes": (local_slopes, causes.HEADS),
+    "sums_in_fp16": (sums_in_fp16, causes.PRECISION),
+    "nan_in_rows_without_a_key": (nan_in_rows_without_a_key, causes.NO_KEYS),
+}  # fmt: skip
+# Gradients, changed.
+BACKWARDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "halved": (lambda *grads: tuple(g / 2 for g in grads), causes.BACKWARD),
+    "noisy": (lambda *grads: tuple(map(noisy, grads)), causes.STATE),
+    # Right where it holds all heads at a time.
+    "keys_by_local_head": (
+        lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv), causes.HEADS,
+    ),
+}  # fmt: skip
 
 
 def grouped(repeat: Callable[..., Any], reduce: Callable[..., Any] | None = None) -> InnerKernel:
-    """A function that repeats key heads in one way, and sums their gradients in another."""
+    """Fewer key heads, as they are: repeated in one way, their gradients summed in another."""
+
+    def many(query, key, value):
+        shared = query.shape[1] // key.shape[1]
+        return query, repeat(key, shared), repeat(value, shared)
 
     def forward(query, key, value, *, is_causal, scale):
-        shared = query.shape[1] // key.shape[1]
-        return plain(query, repeat(key, shared), repeat(value, shared), is_causal=is_causal,
-                     scale=scale)  # fmt: skip
+        return plain(*many(query, key, value), is_causal=is_causal, scale=scale)
 
     def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
         heads, shared = key.shape[1], query.shape[1] // key.shape[1]
         call = {"is_causal": is_causal, "scale": scale}
-        many = repeat(key, shared), repeat(value, shared)
-        dq, *rest = gradients(grad_out, query, *many, out, lse, **call)
+        dq, *rest = gradients(grad_out, *many(query, key, value), out, lse, **call)
         return dq, *(reduce(g, heads, shared) for g in rest)
 
     return from_lse_function(forward, backward=backward if reduce else None, grouped=True)
 
 
-def in_turn(t: torch.Tensor, shared: int) -> torch.Tensor:
+def in_turn(t, shared):
     return t.repeat_interleave(shared, dim=1)
 
 
@@ -295,13 +219,14 @@ def with_every_diagonal(task):
 
 class WholeTask(InnerKernel):
     """Makes its own mask of a task; as the operators of a GPU, if of 16 bits alone: sums in fp32,
-    everything else in 16 bits."""
+    everything else in 16 bits. ``before``, ``after``: what is done to a state or to gradients
+    around a task."""
 
     name = "whole-task"
     own_attention = True
 
-    def __init__(self, mask=cqs, dtype=None) -> None:
-        self.mask, self.dtype = mask, dtype
+    def __init__(self, mask=cqs, dtype=None, *, before=None, after=None) -> None:
+        self.mask, self.dtype, self.before, self.after = mask, dtype, before, after
 
     def refusal(self, call):
         if self.dtype not in (None, call.dtype):
@@ -327,12 +252,16 @@ class WholeTask(InnerKernel):
         return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
 
     def forward(self, task, state):
+        if self.before is not None:
+            self.before(state)
         scores = self.scores(task)
         lse = torch.logsumexp(scores, dim=-1)
         p = self.round(self.weights(scores, lse))
         merge_(state.out, state.lse, self.round(p @ self.wide(task.value)), lse)
 
     def backward(self, task, grads):
+        if self.before is not None:
+            self.before(grads)
         p = self.weights(self.scores(task), grads.lse).to(self.wide(task.query).dtype)
         grad_out, out = self.wide(grads.grad_out), self.wide(grads.out)
         ds = p * (grad_out @ self.wide(task.value).mT - (grad_out * out).sum(-1, keepdim=True))
@@ -340,37 +269,31 @@ class WholeTask(InnerKernel):
         grads.grad_query += self.round(task.scale * (ds @ self.wide(task.key)))
         grads.grad_key += self.round(task.scale * (ds.mT @ self.wide(task.query)))
         grads.grad_value += self.round(p.mT @ grad_out)
+        if self.after is not None:
+            self.after(grads, (self.scores(task) == -torch.inf).all(-1, keepdim=True))
 
 
-class Overwriting(WholeTask):
-    """Merges into nothing: what was merged before is lost."""
+def forget_state(state):
+    """What was merged before is lost."""
+    if hasattr(state, "grad_query"):
+        return
+    state.out.zero_()
+    state.lse.fill_(-torch.inf)
 
-    def forward(self, task, state):
-        state.out.zero_()
-        state.lse.fill_(-torch.inf)
-        super().forward(task, state)
 
-
-class OverwritingGradients(WholeTask):
+def forget_gradients(grads):
     """Those of other tasks are lost."""
-
-    def backward(self, task, grads):
-        for tensor in (grads.grad_query, grads.grad_key, grads.grad_value):
-            tensor.zero_()
-        super().backward(task, grads)
+    for name in ("grad_query", "grad_key", "grad_value"):
+        if hasattr(grads, name):
+            getattr(grads, name).zero_()
 
 
-class NanInTheBackward(WholeTask):
+def nan_without_keys(grads, none):
     """Of rows that keep no key of a task."""
-
-    def backward(self, task, grads):
-        super().backward(task, grads)
-        none = (self.scores(task) == -torch.inf).all(-1, keepdim=True)
-        grads.grad_query.masked_fill_(none, math.nan)
+    grads.grad_query.masked_fill_(none, math.nan)
 
 
-KERNELS |= {
-    "remembering": (remembering, causes.STATE),
+KERNELS: dict[str, tuple[Callable[[], InnerKernel], str]] = {
     "grouped heads interleaved": (
         lambda: grouped(lambda t, shared: t.repeat(1, shared, 1, 1)), causes.HEADS,
     ),
@@ -379,26 +302,32 @@ KERNELS |= {
         causes.HEADS,
     ),
     "a task with every diagonal": (lambda: WholeTask(with_every_diagonal), causes.PAIRS),
-    "state overwritten": (Overwriting, causes.PAIRS),
-    "gradients overwritten": (OverwritingGradients, causes.BACKWARD),
-    "NaN in the backward": (NanInTheBackward, causes.NO_KEYS),
+    "state overwritten": (lambda: WholeTask(before=forget_state), causes.PAIRS),
+    "gradients overwritten": (lambda: WholeTask(before=forget_gradients), causes.BACKWARD),
+    "NaN in the backward": (lambda: WholeTask(after=nan_without_keys), causes.NO_KEYS),
 }  # fmt: skip
 
 
 def planted() -> dict[str, tuple[Callable[[], InnerKernel], str]]:
     """Every wrong kernel by name."""
-    found: dict[str, Any] = {}
-    for name, (function, cause) in FUNCTIONS.items():
-        found[name] = (lambda f=function: from_lse_function(f)), cause
-    for name, (backward, cause) in BACKWARDS.items():
-        make = lambda b=backward: from_lse_function(plain, backward=b)  # noqa: E731
-        found[f"backward: {name}"] = make, cause
+
+    def with_backward(change):
+        def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
+            call = {"is_causal": is_causal, "scale": scale}
+            return change(*gradients(grad_out, query, key, value, out, lse, **call))
+
+        return lambda: from_lse_function(plain, backward=backward)
+
+    found: dict[str, Any] = {
+        name: (lambda f=function: from_lse_function(f), cause)
+        for name, (function, cause) in FUNCTIONS.items()
+    }
+    for name, (change, cause) in BACKWARDS.items():
+        found[f"backward: {name}"] = with_backward(change), cause
     return found | KERNELS
 
 
 # Right ones: none may be called wrong.
-
-
 RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     "dense": lambda: "dense",
     "cpu": lambda: "cpu",
@@ -408,14 +337,11 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     ),
     "whole task": WholeTask,
     "longnet": lambda: qa.LongNetKernel([(32, 1), (64, 2), (128, 4)]),
-    "mod: slopes": lambda: from_score_mod(
-        lambda s, b, h, q, k: s - (0.1 / (1 + h)) * (q - k).abs(), compiled=False
-    ),
-    "mod: soft cap, window, documents": lambda: from_score_mod(
-        lambda s, b, h, q, k: 50 * torch.tanh(s / 50),
+    "mod: soft cap, slopes, window, documents": lambda: from_score_mod(
+        lambda s, b, h, q, k: 50 * torch.tanh(s / 50) - (0.1 / (1 + h)) * (q - k).abs(),
         sliding_window(40) & document(torch.arange(202) // 15),
         compiled=False,
     ),
     "window": lambda: from_lse_function(window),
 }
-SIXTEEN_BITS = ("dense", "cpu", "plain", "longnet", "mod: slopes", "window")
+SIXTEEN_BITS = ("dense", "cpu", "plain", "longnet", "window")
