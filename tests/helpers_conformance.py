@@ -48,25 +48,25 @@ class Case:
         shapes = (heads, n, 8), (kv_heads, m, 8), (kv_heads, m, 16), (heads, n, 16)
         self.inputs = [torch.randn(*batch, *shape).to(self.dtype) for shape in shapes]
         self.options: dict[str, Any] = {
-            "is_causal": draw.random() < 0.4, "scale": draw.choice([None, 0.3])
+            "is_causal": draw.random() < 0.4, "scale": draw.choice([None, 0.3, -0.3])
         }  # fmt: skip
         self.mask: Mask | torch.Tensor | None = None
-        kind = draw.choice(["plain", "mask", "mask", "mask", "tensor", "dropout"])
+        kind = draw.choice(["plain", "mask", "mask", "mask", "tensor"])
         entries = self.inputs[0].shape[:-3].numel()
         sizes = [draw.choice([1, size]) for size in (entries, heads, n, m)]
         bias = torch.randn(sizes[len(batch) != 1 :]).to(self.dtype)
         if kind == "mask":
             mask = random_mask(draw, entries, heads, n, m)
             if draw.random() < 0.3:
-                mask = replace(mask, softcap=2.0)
+                mask = replace(mask, softcap=draw.choice([1.0, 5.0, 30.0]))
             if draw.random() < 0.3:
-                mask = replace(mask, sinks=torch.randn(heads, dtype=self.dtype))
+                mask = replace(mask, sinks=2 * torch.randn(heads, dtype=self.dtype))
             if draw.random() < 0.3:
                 mask = replace(mask, bias=bias)
             self.mask = mask
         elif kind == "tensor":
             self.mask = bias if draw.random() < 0.5 else bias > -0.5
-        elif kind == "dropout":
+        if draw.random() < 0.15:
             self.options |= {"dropout_p": 0.3, "dropout_seed": draw.randrange(1 << 40)}
 
     def __str__(self) -> str:
@@ -113,13 +113,26 @@ def learning(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
     return mask, more
 
 
-def on_devices(case: Case, devices: Any) -> Found:
+def on_one_device(case: Case) -> Found:
+    """By a drawn kernel, cut to a drawn depth, or within a drawn budget."""
+    how, kernel = case.draw.choice(["free", "depth", "budget"]), case.draw.choice(["auto", "dense"])
+    options: dict[str, Any] = {"kernel": kernel, "report": qa.Report()}
+    if how == "depth" and max(t.shape[-2] for t in case.inputs) > 128:
+        options["depth"] = case.draw.choice([1, 2])
+    elif how == "budget":
+        try:
+            on_devices(case, None, budget=1, **options)
+        except qa.BudgetError as error:
+            options["budget"] = int(error.smallest_bytes * case.draw.choice([1, 1.3, 3]))
+    return on_devices(case, None, **options)
+
+
+def on_devices(case: Case, devices: Any, **options: Any) -> Found:
     """By autograd, with the gradients of a bias and of sinks."""
     leaves = [t.clone().requires_grad_() for t in case.inputs[:3]]
     mask, more = learning(case)
-    out, lse = qa.attention_with_lse(
-        *leaves, mask, enable_gqa=True, devices=devices, **case.options
-    )
+    options = {**case.options, **options, "enable_gqa": True, "devices": devices}
+    out, lse = qa.attention_with_lse(*leaves, mask, **options)
     out.backward(case.inputs[3])
     named = dict(zip(NAMES[2:], leaves, strict=True)) | more
     grads = {name: leaf.grad for name, leaf in named.items() if leaf.grad is not None}
