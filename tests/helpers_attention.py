@@ -73,6 +73,16 @@ def inputs(
     )
 
 
+def sink(n: int, heads: int = 1) -> Inputs:
+    """Every query attends to one key alone, and every gradient points the same way."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, n, 64, generator=generator) for _ in range(3))
+    u = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
+    q, k[:, :, n // 8] = q / 2 + 6 * u, 20 * u
+    # Values are small, so the bound of the scaling leaves the gradients large.
+    return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
+
+
 @dataclass
 class Exact:
     """Results in float64."""

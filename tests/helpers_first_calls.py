@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from helpers_attention import Inputs, assert_close, exact
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -44,7 +43,7 @@ def attend_with(kernel: str) -> Attend:
     return attend
 
 
-def _function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+def _function(query, key, value, *, is_causal, scale):
     scores = scale * (query @ key.mT)
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
@@ -82,9 +81,9 @@ def without_gradients(attend: Attend, x: torch.Tensor, mode: Callable[[], Any]) 
     check(x, out.clone(), None)
 
 
-def wrapped(attend: Attend, x: torch.Tensor, wrap: Callable[[Attend], Attend]) -> None:
+def plainly(attend: Attend, x: torch.Tensor) -> None:
     leaf = x.detach().clone().requires_grad_()
-    out = wrap(attend)(leaf)
+    out = attend(leaf)
     out.sum().backward()
     check(x, out, leaf.grad)
 
@@ -108,20 +107,17 @@ def packing(refuse: bool = False) -> Iterator[list[Any]]:
         yield found
 
 
-@contextmanager
-def watching(kind: type) -> Iterator[list[str]]:
-    """Says which operators were called, or which of torch's functions made tensors."""
-    found: list[str] = []
+class Watching(TorchDispatchMode):
+    """Says which operators were called."""
 
-    def watched(mode, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = func(*args, **(kwargs or {}))
-        if kind is TorchDispatchMode or isinstance(made, torch.Tensor):
-            found.append(str(func))
-        return made
+    def __enter__(self) -> list[str]:
+        self.found: list[str] = []
+        super().__enter__()
+        return self.found
 
-    name = "__torch_dispatch__" if kind is TorchDispatchMode else "__torch_function__"
-    with type("Watching", (kind,), {name: watched})():
-        yield found
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -139,27 +135,19 @@ def autocast() -> Iterator[None]:
         yield
 
 
-def _recomputed(reentrant: bool) -> Callable[[Attend], Attend]:
-    return lambda attend: functools.partial(checkpoint, attend, use_reentrant=reentrant)
-
-
-def _compiled(attend: Attend) -> Attend:
-    return torch.compile(lambda t: attend(t * 1), backend="aot_eager")
-
-
 MODES: dict[str, Callable[[Attend, torch.Tensor], None]] = {
-    "nothing": lambda f, x: without_gradients(f, x, torch.enable_grad),
-    "checkpoint": lambda f, x: wrapped(f, x, _recomputed(False)),
-    "reentrant checkpoint": lambda f, x: wrapped(f, x, _recomputed(True)),
+    "checkpoint": lambda f, x: plainly(functools.partial(checkpoint, f, use_reentrant=False), x),
+    "reentrant checkpoint": lambda f, x: plainly(
+        functools.partial(checkpoint, f, use_reentrant=True), x
+    ),
     "hooks that count": lambda f, x: twice(f, x, packing),
     "hooks that raise": lambda f, x: without_gradients(f, x, lambda: packing(refuse=True)),
     "save_on_cpu": lambda f, x: twice(f, x, torch.autograd.graph.save_on_cpu),
     "inference_mode": lambda f, x: without_gradients(f, x, torch.inference_mode),
     "autocast": lambda f, x: twice(f, x, autocast, torch.bfloat16),
     "vmap": mapped,
-    "compile": lambda f, x: wrapped(f, x, _compiled),
-    "a dispatch mode": lambda f, x: twice(f, x, lambda: watching(TorchDispatchMode)),
-    "a function mode": lambda f, x: twice(f, x, lambda: watching(TorchFunctionMode)),
+    "compile": lambda f, x: plainly(torch.compile(lambda t: f(t * 1), backend="aot_eager"), x),
+    "a dispatch mode": lambda f, x: twice(f, x, Watching),
     "anomaly mode": lambda f, x: twice(f, x, torch.autograd.detect_anomaly),
     "a default device": lambda f, x: twice(f, x, lambda: torch.device("meta")),
     "a narrow default dtype": lambda f, x: twice(
@@ -179,4 +167,4 @@ def main(mode: str, kernel: str, device: str, dtype: str, tokens: int, width: in
     attend = attend_with(kernel)
     MODES[mode](attend, x)
     assert torch.equal(torch.get_rng_state(), state), "random numbers of the caller's were drawn"
-    wrapped(attend, x, lambda f: f)
+    plainly(attend, x)

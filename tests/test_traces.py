@@ -7,6 +7,7 @@ come out right.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import textwrap
@@ -14,9 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_attention import inputs
 from helpers_first_calls import MODES
+from helpers_plans import passing
 from helpers_processes import run_python
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import quorum_attention as qa
+from quorum_attention.kernels.kit.masks import document, sliding_window
 
 # That Inductor looks for.
 COMPILERS = (os.environ.get("CXX", "g++"), "g++", "clang++")
@@ -75,11 +81,6 @@ FIRST = {
         refused(lambda: qa.attention(*fakes, out=out.detach()), "a FakeTensorMode")
         refused(lambda: qa.attention_backward(out, *fakes, out, lse), "a FakeTensorMode")
     """,
-    "real tensors under a fake mode": """
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            assert type(qa.attention(q, k, v)) is not torch.Tensor
-    """,
     "make_fx": """
         from torch.fx.experimental.proxy_tensor import make_fx
         def call(q, k, v):
@@ -99,21 +100,6 @@ FIRST = {
             assert "torch.jit.trace" in str(error), error
         else:
             raise AssertionError("not refused")
-    """,
-    "a dispatch mode that refuses all but one operator": """
-        from torch.utils._python_dispatch import TorchDispatchMode
-        class Picky(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                if "attention" in str(func):
-                    raise RuntimeError("not under me")
-                return func(*args, **(kwargs or {}))
-        with Picky():
-            try:
-                qa.attention(q, k, v)
-            except RuntimeError as error:
-                assert "not under me" in str(error)
-            else:
-                raise AssertionError("the mode was not asked about the call itself")
     """,
     "a function mode that refuses": """
         from torch.overrides import TorchFunctionMode
@@ -135,53 +121,40 @@ def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: s
     assert done.stdout.splitlines()[-1] == "right"
 
 
-@pytest.mark.parametrize(
-    ("mode", "kernel", "dtype"),
-    [*((mode, "auto", "float32") for mode in MODES),
-     # Inside these autograd, or what records it, takes part.
-     *(("checkpoint", kernel, "float32") for kernel in ("dense", "function", "keeps")),
-     *(("hooks that count", kernel, "float32") for kernel in ("score_mod", "window")),
-     ("checkpoint", "auto", "bfloat16")],
-)  # fmt: skip
-def test_a_first_call_and_the_next_are_right(mode: str, kernel: str, dtype: str) -> None:
-    done = run_python(_CALLS, Path(__file__).parent, mode, kernel, dtype)
+# Each mode once; inside checkpoints and hooks autograd, or what records it, takes part.
+MADE_BY = {
+    "checkpoint": ("keeps", "float32"), "reentrant checkpoint": ("dense", "bfloat16"),
+    "hooks that count": ("score_mod", "float32"), "save_on_cpu": ("function", "float32"),
+    "a default device": ("window", "float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_call_and_the_next_are_right(mode: str) -> None:
+    done = run_python(_CALLS, Path(__file__).parent, mode, *MADE_BY.get(mode, ("auto", "float32")))
     assert not done.returncode, done.stderr[-2000:]
 
 
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")
-def test_inductor_compiles_a_model_in_one_graph_and_says_nothing() -> None:
-    """torch.compile as users call it, a step of training: the graph that it makes code of, forward
-    and backward, has the attention as an operator. What it compiled is kept for the next run."""
+def test_inductor_compiles_a_step_in_one_graph_and_says_nothing() -> None:
+    """torch.compile as users call it: the graph that it makes code of, forward and backward, has
+    the attention as an operator. What it compiled is kept for the next run."""
     done = run_python(
         "import os\nos.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'\n"
         + _BEGIN
         + textwrap.dedent("""
         from torch._dynamo.utils import counters
 
-        class Block(torch.nn.Module):
-            def __init__(self, attention):
-                super().__init__()
-                self.attention = attention
-                self.into, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        def grads(attention):
+            def model(q, k, v):
+                return attention(q * 2, k, v, is_causal=True) + q
+            call = torch.compile(model, fullgraph=True) if attention is qa.attention else model
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out = call(*leaves)
+            return out, *torch.autograd.grad(out.square().sum(), leaves)
 
-            def forward(self, x):
-                q, k, v = self.into(x).view(1, -1, 3, 2, 16).permute(2, 0, 3, 1, 4)
-                made = self.attention(q, k, v, is_causal=True)
-                return x + self.out(made.transpose(1, 2).flatten(2))
-
-        def step(model, x):
-            model.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            return loss, [p.grad.clone() for p in model.parameters()]
-
-        x = torch.randn(1, 300, 32)
-        ours = Block(qa.attention)
-        theirs = Block(torch.nn.functional.scaled_dot_product_attention)
-        theirs.load_state_dict(ours.state_dict())
-        compiled = torch.compile(ours, fullgraph=True)
-        for turn in range(2):
-            torch.testing.assert_close(step(compiled, x), step(theirs, x), rtol=1e-4, atol=1e-4)
+        wanted = grads(torch.nn.functional.scaled_dot_product_attention)
+        torch.testing.assert_close(grads(qa.attention), wanted, rtol=1e-4, atol=1e-4)
         assert not counters["graph_break"], counters["graph_break"]
         assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
         made = counters["inductor"]
@@ -217,90 +190,105 @@ def test_a_compiled_backward_steps_around_too() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["qa.attention(q, k, v, out=torch.empty_like(q))",
-     "qa.attention_backward(q, q, k, v, q, q[..., 0].float())"],
-)  # fmt: skip
-def test_one_graph_of_all_is_refused_in_torchs_words(call: str) -> None:
+def test_one_graph_of_all_is_refused_in_torchs_words() -> None:
     done = run_python(
         _BEGIN
-        + textwrap.dedent(f"""
-        try:
-            torch.compile(lambda q, k, v: {call}, fullgraph=True, backend="eager")(q, k, v)
-        except torch._dynamo.exc.Unsupported as error:
-            assert "quorum_attention" in str(error), error
-        else:
-            raise AssertionError("not refused")
+        + textwrap.dedent("""
+        for call in (lambda q, k, v: qa.attention(q, k, v, out=torch.empty_like(q)),
+                     lambda q, k, v: qa.attention_backward(q, q, k, v, q, q[..., 0].float())):
+            try:
+                torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
+            except torch._dynamo.exc.Unsupported as error:
+                assert "quorum_attention" in str(error), error
+            else:
+                raise AssertionError("not refused")
         """)
         + _AFTER
     )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("mode", ["meta", "float64", "dispatch", "inference"])
-def test_work_goes_where_the_inputs_are_under_any_mode(mode: str) -> None:
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _function(query, key, value, *, is_causal, scale, key_positions):
+    scores = scale * query @ key.mT - 0.01 * key_positions.to(query.dtype)
+    if is_causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+IDS = torch.arange(150) // 40
+
+
+def _documents():
+    return qa.from_score_mod(mask_mod=document(IDS) & sliding_window(33), compiled=False)
+
+
+PLACES = {
+    "meta": lambda: torch.device("meta"), "float64": _float64, "dispatch": _Passing,
+    "inference": torch.inference_mode,
+}  # fmt: skip
+KERNELS = {
+    "cpu": lambda: "cpu",
+    "dense": lambda: "dense",
+    "function": lambda: qa.from_lse_function(_function),
+    "score": lambda: qa.from_score_mod(lambda s, b, h, q, k: s - 0.1 * k, compiled=False),
+    "documents": _documents,
+    "longnet": lambda: qa.LongNetKernel([(30, 1), (60, 2)]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_work_goes_where_the_inputs_are_under_any_mode(place: str) -> None:
     """No tensor that is made on the way takes its device, its dtype or its kind from a mode."""
-    import contextlib
+    q, mask = torch.randn(1, 2, 150, 16), torch.rand(150, 150) > 0.3
 
-    import quorum_attention as qa
-    from quorum_attention.kernels.kit.masks import document, sliding_window
-
-    @contextlib.contextmanager
-    def float64():  # type: ignore[no-untyped-def]
-        torch.set_default_dtype(torch.float64)
-        yield
-        torch.set_default_dtype(torch.float32)
-
-    def function(query, key, value, *, is_causal, scale, key_positions):  # type: ignore[no-untyped-def]
-        scores = scale * query @ key.mT - 0.01 * key_positions.to(query.dtype)
-        if is_causal:
-            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-            scores = scores.masked_fill(ahead, -torch.inf)
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-    ids = torch.arange(150) // 40
-    makes = {
-        "cpu": lambda: "cpu",
-        "dense": lambda: "dense",
-        "function": lambda: qa.from_lse_function(function),
-        "score": lambda: qa.from_score_mod(lambda s, b, h, q, k: s - 0.1 * k, compiled=False),
-        "documents": lambda: qa.from_score_mod(
-            mask_mod=document(ids) & sliding_window(33), compiled=False
-        ),
-        "mask": lambda: qa.from_score_mod(mask_mod=lambda b, h, q, k: q - k < 20, compiled=False),
-        "longnet": lambda: qa.LongNetKernel([(30, 1), (60, 2)]),
-    }
-    modes = {
-        "meta": lambda: torch.device("meta"),
-        "float64": float64,
-        "dispatch": _Passing,
-        "inference": torch.inference_mode,
-    }
-    q = torch.randn(1, 2, 150, 16)
-    mask = torch.rand(150, 150) > 0.3
-
-    def results(kernel, depth, tensor, mask):  # type: ignore[no-untyped-def]
-        call = {"is_causal": True, "kernel": kernel, "depth": depth, "attn_mask": mask}
+    def results(kernel, depth, tensor):
+        own = mask if isinstance(kernel, str) else None
+        call = {"is_causal": True, "kernel": kernel, "depth": depth, "attn_mask": own}
         out, lse = qa.attention_with_lse(tensor, tensor, tensor, **call)
         return qa.attention_backward(out, tensor, tensor, tensor, out, lse, **call)
 
-    for name, make in makes.items():
-        for depth in (0, 1):
-            for tensor in (q, q.mT.contiguous().mT):
-                own = mask if isinstance(make(), str) else None
-                with modes[mode]():
-                    kernel = make()
-                    found = results(kernel, depth, tensor, own)
-                # With the same kernel and all that it kept, and with another.
-                for other in (kernel, make()):
-                    wanted = results(other, depth, tensor, own)
-                    for one, two in zip(found, wanted, strict=True):
-                        torch.testing.assert_close(one.clone(), two, msg=f"{name} {depth}")
-                leaf = tensor.clone().requires_grad_()
-                qa.attention(leaf, leaf, leaf, kernel=kernel, depth=depth).sum().backward()
+    for name, make in KERNELS.items():
+        for depth, tensor in ((0, q.mT.contiguous().mT), (1, q)):
+            with PLACES[place]():
+                kernel = make()
+                found = results(kernel, depth, tensor)
+            # With the same kernel and all that it kept, and with another.
+            for other in (kernel, make()):
+                for one, two in zip(found, results(other, depth, tensor), strict=True):
+                    torch.testing.assert_close(one.clone(), two, msg=f"{name} {depth}")
+            leaf = tensor.clone().requires_grad_()
+            qa.attention(leaf, leaf, leaf, kernel=kernel, depth=depth).sum().backward()
 
 
-class _Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return func(*args, **(kwargs or {}))
+@pytest.mark.parametrize("route", ["slots", "passing", "sinks"])
+def test_a_backward_under_a_default_device(route: str) -> None:
+    """In 16 bits it asks the host whether a gradient overflowed."""
+    given = inputs(101, dtype=torch.float16)
+    call, mask = {}, qa.Mask(sinks=torch.zeros(2)) if route == "sinks" else None
+    if route == "sinks":
+        call = {"attn_mask": mask, "grad_sinks": True}
+    else:
+        plan = qa.plan(
+            101, heads=2, head_dim=8, dtype=torch.float16, levels=(7,), layout="balanced",
+            over_inputs=False, kernel="cpu", backward=True, device="cpu",
+        )  # fmt: skip
+        call = {"plan": passing(plan, 32, 20) if route == "passing" else plan}
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            saved = qa.attention_with_lse(*given.three, mask)
+            found.append(qa.attention_backward(given.grad_out, *given.three, *saved, **call))
+    assert all(map(torch.equal, *found))

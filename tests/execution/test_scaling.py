@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, exact, inputs
-from helpers_fp16 import sink
+from helpers_attention import Inputs, assert_close, exact, inputs, sink
 from helpers_kernels import Counted
 from helpers_memory import usage
 from helpers_plans import unpinned

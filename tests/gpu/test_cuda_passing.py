@@ -6,10 +6,9 @@ import gc
 
 import pytest
 import torch
-from helpers_attention import Inputs, exact, inputs
+from helpers_attention import Inputs, exact, inputs, sink
 from helpers_cuda import both, errors
 from helpers_fa4 import FA4
-from helpers_fp16 import sink
 from helpers_plans import passing
 
 import quorum_attention as qa

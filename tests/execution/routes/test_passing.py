@@ -7,9 +7,8 @@ import random
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, assert_close, exact, inputs
+from helpers_attention import GRADIENT_TOLERANCE, assert_close, exact, inputs, sink
 from helpers_fake_device import FakeDevice, ignore_events
-from helpers_fp16 import sink
 from helpers_kernels import Counted
 from helpers_plans import passing
 
