@@ -288,21 +288,16 @@ def test_images_are_seen(kind: str) -> None:
     assert all((ours - own).abs().max() < 1e-4 * largest for ours, own in pairs)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_model_in_eval_mode_is_told_that_it_checkpoints_nothing(training: bool) -> None:
-    said = str(long_context(tiny("llama").train(training)))
-    assert ("call model.train()" in said) is not training
-
-
 def test_a_budget_too_small_for_a_few_tokens_is_refused() -> None:
     with pytest.raises(qa.BudgetError, match="budget of"):
         long_context(tiny("llama"), budget=1024)
 
 
 def test_modes_of_a_models_parts_stay() -> None:
-    model = tiny("llama").train()
-    model.model.layers[0].eval()
-    long_context(model, checkpoints=None)
+    model = tiny("llama").eval()
+    assert "call model.train()" in str(long_context(model))
+    model.train().model.layers[0].eval()
+    assert "call model.train()" not in str(long_context(model))
     assert model.training
     assert not model.model.layers[0].training
     assert model.model.layers[1].mlp.training
@@ -311,8 +306,8 @@ def test_modes_of_a_models_parts_stay() -> None:
 def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, ids = tiny("llama").bfloat16(), torch.randint(VOCABULARY, (1, 5000))
-    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 2048 * VOCABULARY * 10)
+    model, ids = tiny("llama").bfloat16(), torch.randint(VOCABULARY, (1, 1000))
+    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 400 * VOCABULARY * 10)
     wanted = model(ids, labels=ids).loss
     long_context(model, checkpoints=None)
     found = model(ids, labels=ids)
@@ -399,22 +394,11 @@ def test_labels_of_another_number_of_tokens_are_refused() -> None:
                 model(ids, labels=labels)
 
 
-def test_derivatives_of_a_chunked_loss() -> None:
-    """Forward mode, and a penalty on gradients."""
+def test_second_derivatives_of_a_chunked_loss() -> None:
+    """A penalty on gradients."""
     model, ids = tiny("llama").double(), torch.randint(VOCABULARY, (2, 30))
     changed = copy.deepcopy(model)
     long_context(changed, attention=False, checkpoints=None, mlp_tile=None)
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-
-    def loss(held: Any, of: Any) -> Any:
-        asked = {"input_ids": ids, "labels": ids, "use_cache": False}
-        return torch.func.functional_call(of, held, (), asked).loss
-
-    ways = [
-        torch.func.jvp(lambda held, of=of: loss(held, of), (weights,), (weights,))[1]
-        for of in (model, changed)
-    ]
-    torch.testing.assert_close(ways[1], ways[0])
     seconds = []
     for one in (model, changed):
         one.set_attn_implementation("eager")

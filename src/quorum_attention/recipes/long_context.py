@@ -85,6 +85,7 @@ def long_context(
         TypeError, ValueError: arguments that make no sense.
     """
     from quorum_attention.integrations.transformers import name_for
+    from quorum_attention.integrations.transformers.options import names_of
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
@@ -93,8 +94,13 @@ def long_context(
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
     name, budget = name_for(budget)  # with what ``register`` was given, if nothing is given here
-    none = "not asked for"
-    done = [_attend(base, name, budget) if attention else Change(ATTENTION, False, none)]
+    none, how = "not asked for", f"budget {budget or 'of what is free'}"
+    if attention:
+        base.set_attn_implementation(name)
+    takes = name in names_of(base.config)  # if not, Transformers only logs it
+    if not takes:
+        how = f"{type(base).__name__} does not take its attention by name"
+    done = [Change(ATTENTION, attention and takes, how if attention else none)]
     done.append(chunk_loss(base) if chunked_loss else Change(LOSS, False, none))
     done.append(tile_mlps(base, mlp_tile) if mlp_tile else Change(MLP, False, none))
     done.append(fuse_norms(base) if fused_norms else Change(NORMS, False, none))
@@ -105,18 +111,6 @@ def long_context(
     )  # fmt: skip
     done.append(_checkpoint_layers(base, checkpoints, training))
     return Summary(tuple(done))
-
-
-def _attend(model: Any, name: str, budget: int | str | None) -> Change:
-    """Set the model's attention, if it takes that by name; of those that do not Transformers only
-    logs it."""
-    from quorum_attention.integrations.transformers.options import names_of
-
-    model.set_attn_implementation(name)
-    if name not in names_of(model.config):
-        kind = type(model).__name__
-        return Change(ATTENTION, False, f"{kind} does not take its attention by name")
-    return Change(ATTENTION, True, f"budget {budget or 'of what is free'}")
 
 
 def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Change:

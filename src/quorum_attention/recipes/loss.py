@@ -142,14 +142,10 @@ class _Logits:
         """The tensor."""
         if self.tensor is None:
             with torch.set_grad_enabled(self.modes[0]), torch.autocast(*self.modes[1:]):
-                for one in list(self.family):
-                    one._compute()
-        return self._compute()
-
-    def _compute(self) -> torch.Tensor:
-        if self.tensor is None:
-            given = self.states if self.base is None else self.base._compute()
-            self.tensor = self.changes[-1](given)
+                for one in sorted(self.family, key=lambda one: len(one.changes)):
+                    given = one.states if one.base is None else one.base.computed()
+                    one.tensor = one.changes[-1](given)
+        assert self.tensor is not None
         return self.tensor
 
     def changed(self, change: _Change, states: torch.Tensor | None = None) -> Any:

@@ -29,12 +29,12 @@ FUNCTIONS = {
     "chunks": lambda b, h, q, k: q // 8 == k // 8,
     "packed": made.packed_sequence_mask_function(ids),
     "blocks": made.or_masks(made.causal_mask_function, made.blockwise_overlay(ids - 1)),
-    "itself": lambda b, h, q, k: q == k,
-    "shifted": lambda b, h, q, k: (q + 2) // 5 == (k + 2) // 5,
     "rows": lambda b, h, q, k: (k <= q) & (ids > 1)[b, q],
 }
 UNKNOWN = {
     "before the query": lambda b, h, q, k: k < q,
+    "itself": lambda b, h, q, k: q == k,
+    "shifted": lambda b, h, q, k: (q + 2) // 5 == (k + 2) // 5,
     "by head": lambda b, h, q, k: (k <= q) if h == 0 else (k >= q),
     "by truth": lambda b, h, q, k: (k <= q) and (k > q - 3),
     "sums": lambda b, h, q, k: q + k <= 30,

@@ -57,25 +57,19 @@ def test_logits_and_gradients(kind: str) -> None:
         assert_as_close_as_eager(model, "quorum", ids, position_ids=positions)
 
 
-@pytest.mark.parametrize("name", ["cut_once", "cut_twice"])
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama4_text", "modernbert"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("gemma2", "cut_once"), ("gpt_oss", "cut_twice"), ("llama4_text", "cut_once"),
+     ("modernbert", "cut_twice")],
+)  # fmt: skip
 def test_cut(kind: str, name: str) -> None:
     model, ids = tiny(kind), some_ids(tokens=150)
     mask = padding(ids)
     assert_as_close_as_eager(model, name, ids, mask.bool(), attention_mask=mask)
 
 
-def test_float64_is_float64() -> None:
-    model, ids = tiny("gpt_oss").double(), some_ids()
-    exact = logits_and_gradients(attended(model, "exact", torch.float64), ids)
-    ours = logits_and_gradients(attended(model, "quorum", torch.float64), ids)
-    assert distance(ours[0], exact[0]) < 1e-13
-    assert all(distance(ours[1][n], g) < 1e-12 for n, g in exact[1].items() if g.abs().max() > 0)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
-def test_bf16(kind: str) -> None:
-    model, ids = tiny(kind), some_ids()
+def test_bf16() -> None:
+    model, ids = tiny("gpt_oss"), some_ids()
     exact = logits_and_gradients(attended(model, "exact", torch.float64), ids)[0]
     eager = logits_and_gradients(attended(model, "eager", torch.bfloat16), ids)[0]
     ours = logits_and_gradients(attended(model, "quorum", torch.bfloat16), ids)[0]
@@ -107,8 +101,11 @@ def test_an_image() -> None:
     assert distance(ours, exact.double()) < 2e-6
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "llama4_text", "gemma3_text"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [("mistral", "static"), ("gpt_oss", "dynamic"), ("gemma2", "static"), ("llama4_text", "static"),
+     ("gemma3_text", "dynamic")],
+)  # fmt: skip
 def test_generate_says_what_eager_says(kind: str, cache: str) -> None:
     """Prefill, decoding, caches that slide; left padding."""
     model, ids = tiny(kind), some_ids(tokens=15)
@@ -192,7 +189,7 @@ def test_a_mask_of_ones_own_is_honoured() -> None:
     ("asked", "named"),
     [
         ({"output_attentions": True}, "output_attentions"),
-        ({"cache": object()}, "paged"),
+        ({"cache": object()}, "cache"),
         ({"indices": torch.zeros(1)}, "indices"),
         ({"alibi": torch.zeros(4)}, "alibi"),
         ({"attention_mask": torch.ones(2, 20)}, "shape"),

@@ -66,7 +66,6 @@ def register(
         ValueError, TypeError: a name of Transformers' own, or options that make no sense.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name must be a word that can be a variable's, got {name!r}")
@@ -75,10 +74,17 @@ def register(
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or None, got {shown(group)}")
     kept = None if group is None else Kept(weakref.ref(group))
-    options = Options(budget, kernel, depth, accumulator, report, min_tokens, kept)
-    function = attend if group is None else attend_sharded
-    AttentionInterface.register(name, partial(function, options))
-    AttentionMaskInterface.register(name, quorum_mask if group is None else sharded_mask)
+    return _add(name, Options(budget, kernel, depth, accumulator, report, min_tokens, kept))
+
+
+def _add(name: str, options: Options) -> str:
+    """Make it known to Transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    sharded = options.group is not None
+    AttentionInterface.register(name, partial(attend_sharded if sharded else attend, options))
+    AttentionMaskInterface.register(name, sharded_mask if sharded else quorum_mask)
     return name
 
 
@@ -87,19 +93,13 @@ def name_for(budget: int | str | None) -> tuple[str, int | str | None]:
 
     What ``register`` was given for "quorum" holds for it too; None: so does its budget.
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
     if options_of(NAME) is None:
         register()
-    options, attention = options_of(NAME), AttentionInterface()[NAME]
+    options = options_of(NAME)
     assert options is not None
     if budget is None or (options.budget and parse_bytes(budget) == parse_bytes(options.budget)):
         return NAME, options.budget
-    name = f"{NAME}_{parse_bytes(budget)}"
-    AttentionInterface.register(name, partial(attention.func, replace(options, budget=budget)))
-    AttentionMaskInterface.register(name, AttentionMaskInterface()[NAME])
-    return name, budget
+    return _add(f"{NAME}_{parse_bytes(budget)}", replace(options, budget=budget)), budget
 
 
 __all__ = ["quorum_mask", "register", "sharded_positions"]

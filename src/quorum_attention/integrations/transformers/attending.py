@@ -27,14 +27,6 @@ WITHOUT_EFFECT = frozenset({
     "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "shift_labels", "seq_idx", "use_cache",
 })  # fmt: skip
-_WHY = {
-    "output_attentions": "the weights are never there at once; use attn_implementation='eager'",
-    "cache": "continuous batching with a paged cache is not supported; use 'sdpa'",
-    "head_mask": "heads cannot be weighted after the softmax; use attn_implementation='eager'",
-    "indices": "keys chosen token by token are not supported; use attn_implementation='eager'",
-    "block_indices": "blocks chosen query by query are not supported; use 'eager'",
-    "sinks": "sinks that differ between tokens are not supported; use 'eager'",
-}
 
 
 def refuse(others: Mapping[str, Any], module: Any) -> None:
@@ -45,19 +37,18 @@ def refuse(others: Mapping[str, Any], module: Any) -> None:
     Raises:
         NotImplementedError: names the keyword, and what to use instead.
     """
-    for name, value in others.items():
-        if value is None or value is False or name in WITHOUT_EFFECT:
-            continue
-        why = _WHY.get(name, "it is not known whether it changes results")
-        raise NotImplementedError(
-            f"quorum attention does not honour {name!r}, which {type(module).__name__} hands to "
-            f"its attention: {why}"
-        )
+    asked = [
+        name
+        for name, value in others.items()
+        if not (value is None or value is False or name in WITHOUT_EFFECT)
+    ]
     collected = None if torch.compiler.is_compiling() else _collector().get()
     if collected is not None and any("attentions" in name for name in collected):
+        asked.append("output_attentions")
+    if asked:
         raise NotImplementedError(
-            f"quorum attention does not honour 'output_attentions', which was asked of the model "
-            f"of {type(module).__name__}: {_WHY['output_attentions']}"
+            f"quorum attention does not honour {asked[0]!r}, which is asked of the attention of "
+            f"{type(module).__name__}: use attn_implementation='eager', or 'sdpa'"
         )
 
 

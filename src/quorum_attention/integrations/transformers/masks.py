@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -137,28 +138,15 @@ def quorum_mask(
     first: Any = q_offset
     sizes = Sizes(batch_size, q_length, kv_length, first, kv_offset, torch.device(device))
     if torch.compiler.is_compiling() and q_length != 1 and not isinstance(q_offset, torch.Tensor):
-        found = _in_graph(sizes, mask_function, attention_mask)
-        if found is not None:
-            return found
+        from transformers import masking_utils
+
+        # Without padding there may be packed documents: of those a tensor is asked.
+        function = mask_function or masking_utils.causal_mask_function
+        with suppress(UnknownError):  # then the graph is left
+            if attention_mask is not None or function is masking_utils.causal_mask_function:
+                padding = _padding(attention_mask, sizes)
+                return _with_sizes(described(conditions_of(function), sizes, padding), sizes)
     return _read(sizes, mask_function, attention_mask, **others)
-
-
-def _in_graph(
-    sizes: Sizes,
-    mask_function: Callable[..., torch.Tensor] | None,
-    attention_mask: torch.Tensor | None,
-) -> DescribedMask | None:
-    """The description, where a graph need not be left for it."""
-    from transformers import masking_utils
-
-    function = mask_function or masking_utils.causal_mask_function
-    if attention_mask is None and function is not masking_utils.causal_mask_function:
-        return None  # packed documents, for all that is known: of those a tensor is asked
-    try:
-        mask = described(conditions_of(function), sizes, _padding(attention_mask, sizes))
-    except UnknownError:
-        return None
-    return _with_sizes(mask, sizes)
 
 
 @uncompiled

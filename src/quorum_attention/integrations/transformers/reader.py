@@ -82,19 +82,11 @@ class Near(NamedTuple):
 
 
 class Equal(NamedTuple):
-    """Pairs whose numbers are the same."""
+    """Pairs in the same chunk of so many tokens; or of the same number of ``ids`` (batch, tokens),
+    or in the same chunk by what those count."""
 
-    query: Numbers
-    key: Numbers
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of chunks by position, or by what a table counts; 1: the ids of a table are
-        compared; 0: something else."""
-        query, key = self.query, self.key
-        same = query.divisor == key.divisor and query.table is key.table
-        same = same and query.shift == key.shift == 0
-        return key.divisor if same and (key.table is not None or key.divisor > 1) else 0
+    ids: torch.Tensor | None
+    chunk: int
 
 
 class Either(NamedTuple):
@@ -178,7 +170,10 @@ class Numbers(_Symbol):
     def __eq__(self, other: object) -> Any:
         if not isinstance(other, Numbers) or other.of_key == self.of_key:
             raise UnknownError
-        return Kept(Equal(other, self) if self.of_key else Equal(self, other))
+        same = self.table is other.table and self.divisor == other.divisor
+        if not same or self.shift or other.shift or (self.table is None and self.divisor == 1):
+            raise UnknownError
+        return Kept(Equal(self.table, self.divisor))
 
     def _at_most(self, other: Any, more: int) -> Kept:
         """Pairs with ``self <= other + more``."""
@@ -292,7 +287,7 @@ def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> 
     """
     near: list[Near] = []
     chunk: int | None = None
-    ids: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ids: list[tuple[torch.Tensor, ...]] = []
     unions: list[tuple[Mask, ...]] = []
     for part in kept.parts:
         if isinstance(part, Near):
@@ -300,11 +295,12 @@ def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> 
                 _check_counts(part.counts, kept, sizes)
             near.append(part)
         elif isinstance(part, Equal):
-            plain = part.key.table is None and part.chunk > 1 and chunk in (None, part.chunk)
+            plain = part.ids is None and chunk in (None, part.chunk)
             if plain and sizes.key_offset % part.chunk == 0:
                 chunk = part.chunk
             else:
-                ids.append((part.query.values(sizes), part.key.values(sizes)))
+                both = (Numbers(side, part.ids, 0, part.chunk) for side in (False, True))
+                ids.append(tuple(numbers.values(sizes) for numbers in both))
         elif isinstance(part, Numbers):
             tokens = part.values(sizes).bool()
             if part.of_key:
@@ -346,18 +342,16 @@ def _check_counts(counts: torch.Tensor, kept: Kept, sizes: Sizes) -> None:
         UnknownError: they are not, or there are no documents.
     """
     for part in kept.parts:
-        if isinstance(part, Equal) and part.key.table is not None and not sizes.offset:
-            ids = part.key.table
-            if ids is part.query.table and part.key.divisor == 1 and counts.shape == ids.shape:
+        if isinstance(part, Equal) and part.ids is not None and not sizes.offset:
+            ids = part.ids
+            if part.chunk == 1 and counts.shape == ids.shape:
                 inside = (ids.diff() == 0) & (counts.diff() == 1)
                 if bool(((ids.diff() == 1) | inside).all()):
                     return
     raise UnknownError
 
 
-def _joined(
-    ids: list[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _joined(ids: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """One pair of ids that is equal where all of them are."""
     if not ids:
         return None

@@ -66,8 +66,7 @@ def asked_of(function: MaskFunction) -> Asked:
     rights = [p.right for p in parts if isinstance(p, Near) and p.right is not None]
     chunks = {part.chunk for part in parts if isinstance(part, Equal)}
     packed = 1 in chunks  # of these rows; what positions say counts
-    # Chunks that count from the first token that is no padding (0) differ between sequences.
-    known = all(isinstance(part, (Near, Equal)) for part in parts) and 0 not in chunks
+    known = all(isinstance(part, (Near, Equal)) for part in parts)
     known &= packed or all(p.counts is None for p in parts if isinstance(p, Near))
     sizes = chunks - {1}
     return Asked(

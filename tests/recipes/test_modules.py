@@ -1,25 +1,24 @@
-"""A tiled MLP computes every tile twice; results and gradients are those of the MLP as it was."""
+"""A tiled MLP and a fused norm give what they gave, and its gradients; others are left alone."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers_memory import usage
-from helpers_ranks import spawn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.recipes.modules import tile_mlps
+from quorum_attention.recipes.modules import fuse_norms, tile_mlps
 
 WIDTH, WIDER = 8, 12
 
@@ -105,10 +104,10 @@ def test_a_short_call_after_a_long_one_in_one_region_of_autocast() -> None:
 
 
 def test_dropout_drops_the_same_in_the_backward() -> None:
-    """Against differences of the loss, drawn with one seed; the last tile is short."""
+    """Against a difference of the loss, drawn with one seed; the last tile is short."""
     model = Gated(0.5).double().train()
     assert tile_mlps(model, 4).done
-    x = tokens(True)
+    x, weight = tokens(True), model.gate_proj.weight
 
     def loss() -> Tensor:
         torch.manual_seed(0)
@@ -120,18 +119,14 @@ def test_dropout_drops_the_same_in_the_backward() -> None:
         model.zero_grad()
         found.backward(retain_graph=True)
     assert torch.equal(torch.get_rng_state(), after), "a backward drew numbers of its own"
-    weight = model.gate_proj.weight
     assert weight.grad is not None
-    way, step = torch.randn_like(weight), 1e-5
+    slope, way = (weight.grad.square().sum().item(), 1e-5 * weight.grad)
     sides = []
-    for sign in (1, -1):
+    for step in (way, -2 * way):
         with torch.no_grad():
-            weight += sign * step * way
-        sides.append(loss().item())
-        with torch.no_grad():
-            weight -= sign * step * way
-    slope = (sides[0] - sides[1]) / (2 * step)
-    assert (weight.grad * way).sum().item() == pytest.approx(slope, rel=1e-5)
+            weight += step
+            sides.append(loss().item())
+    assert (sides[0] - sides[1]) / 2e-5 == pytest.approx(slope, rel=1e-5)
 
 
 class Mixing(Gated):
@@ -147,11 +142,9 @@ class Without(Gated):
         self.gate_proj = torch.nn.Identity()  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Mixing, "other results"), (Without, "other results")])
-def test_an_mlp_of_another_kind_is_left_alone(kind: type[Gated], why: str) -> None:
-    done = tile_mlps(kind(), 4)
-    assert not done.done
-    assert why in str(done)
+@pytest.mark.parametrize("kind", [Mixing, Without])
+def test_an_mlp_of_another_kind_is_left_alone(kind: type[Gated]) -> None:
+    assert "left out: " in str(tile_mlps(kind(), 4))
 
 
 @pytest.mark.parametrize("of_input", [False, True])
@@ -257,17 +250,23 @@ def test_tokens_are_there_once_and_the_rest_for_one_tile() -> None:
     assert ours < 2 * tokens + whole / 8, (ours, whole, tokens)
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("version", [1, 2])
-def test_fully_sharded(version: int, reentrant: bool | None) -> None:
-    """With checkpoints FSDP1 has other tensors in the weights' places when they compute again."""
+@pytest.mark.parametrize(
+    ("version", "reentrant"), [(0, None), (1, None), (1, True), (2, False), (2, True)]
+)
+def test_weights_of_ranks(version: int, reentrant: bool | None) -> None:
+    """DDP counts every gradient once, twice in a row; with checkpoints FSDP1 has other tensors in
+    the weights' places when they compute again."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plain, tiled = two()
         x = tokens(True)
         plain(x).square().sum().backward()
         held = torch.nn.Sequential(tiled)
-        if version == 1:
+        if version == 0:
+            ranks: Any = torch.nn.parallel.DistributedDataParallel(held)
+            ranks(x).sum().backward()
+            ranks.zero_grad()
+        elif version == 1:
             ranks = FullyShardedDataParallel(held, use_orig_params=True, device_id=x.device)
         else:
             ranks = fully_shard(held, mesh=init_device_mesh("cpu", (1,)))
@@ -323,18 +322,56 @@ def test_threads_that_train_one_model_wait_for_each_other() -> None:
     assert all(a is b for a, b in zip(held, tiled.parameters(), strict=True))
 
 
-def _on_ranks(rank: int) -> None:
-    """Every rank has tokens of its own; gradients are the mean of all."""
-    torch.manual_seed(0)
-    found = []
-    x = torch.randn(2, 11, WIDTH, dtype=torch.float64)
-    for model in two():
-        ranks = torch.nn.parallel.DistributedDataParallel(model)
-        for _ in range(2):
-            ranks(x + rank).square().sum().backward()
-        found.append(model)
-    same(*found)
+def norm(kind: str, *sizes: Any) -> torch.nn.Module:
+    module, name = kind.split(".")
+    models = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    found: torch.nn.Module = getattr(models, name)(*sizes)
+    torch.nn.init.normal_(found.weight, 1.0)  # type: ignore[arg-type]
+    return found
 
 
-def test_ddp_counts_every_gradient_once(tmp_path: Path) -> None:
-    spawn(_on_ranks, 2, tmp_path)
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, for which torch has one kernel."""
+    monkeypatch.setattr("quorum_attention.recipes.modules._is_fused", lambda weight: True)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("llama.LlamaRMSNorm", torch.bfloat16), ("qwen3.Qwen3RMSNorm", torch.float32),
+     ("gpt_oss.GptOssRMSNorm", torch.bfloat16)],
+)  # fmt: skip
+def test_results_and_gradients_are_those_of_the_norm(kind: str, dtype: torch.dtype) -> None:
+    plain = norm(kind, 24, 1e-5).to(dtype)
+    fused = copy.deepcopy(plain)
+    assert fuse_norms(fused).done
+    x = torch.randn(2, 3, 5, 24, dtype=dtype).transpose(1, 2) * 1e-2  # near epsilon
+    grads = []
+    for one in (plain, fused, copy.deepcopy(fused)):
+        given = x.clone().requires_grad_()
+        out = one(given)
+        out.backward(torch.ones_like(out))
+        grads.append((out.detach(), given.grad, one.weight.grad))
+    for found in grads[1:]:
+        torch.testing.assert_close(found, grads[0], rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+        torch.testing.assert_close(found[0], grads[0][0], rtol=4 * torch.finfo(dtype).eps, atol=0)
+    wide = x.double()
+    torch.testing.assert_close(fused(wide), plain(wide))  # another dtype than the weight's
+    torch.testing.assert_close(fused(hidden_states=x), plain(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(fused(x), plain(x), rtol=4 * torch.finfo(dtype).eps, atol=0)
+    graph = torch.compile(fused, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(x), fused(x))
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_other_norms_are_left() -> None:
+    """1 + weight; gates; another forward; no RMS norm."""
+    others = [norm("gemma2.Gemma2RMSNorm", 24), norm("qwen3_next.Qwen3NextRMSNormGated", 24)]
+    others += [norm("llama.LlamaRMSNorm", 24), torch.nn.LayerNorm(24)]
+    others[2].forward = lambda x: x  # type: ignore[method-assign]
+    for module in others:
+        before = vars(module).get("forward")
+        assert not fuse_norms(module).done
+        assert vars(module).get("forward") is before
