@@ -23,25 +23,14 @@ from quorum_attention.kernels import (
     InnerKernel,
     MaskShape,
     Statistics,
-    TaskTensors,
     reference,
 )
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.kernel import capped
-from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.protocol import Call, Saved, whole_task
 from quorum_attention.kernels.reference import Tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Rectangles(DenseKernel):
-    """The reference over a task's rectangles, without the CQS mask."""
-
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        reference.forward(task, state)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        reference.backward(task, grads)
 
 
 @pytest.mark.parametrize("tile", [None, (200, 16, 7), (60, 5, 3), (1, 1, 1)], ids=str)
@@ -53,14 +42,14 @@ def test_random_tasks_by_every_tile(
     if tile is not None:
         monkeypatch.setattr(reference, "IN_CACHE", reference.TileLimits(*tile))
     r = random.Random(str(tile))
-    kernel: InnerKernel = CpuKernel() if drops else Rectangles()
+    kernel: InnerKernel = CpuKernel() if drops else Tiles()
     for number in range(30 if tile != (1, 1, 1) else 6):
         dtype = r.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
         task = a_task(r, dtype, 30 if tile != (1, 1, 1) else 8)
         if not drops:
             task = replace(task, dropout=None)
         if number % 5 == 4:
-            task.query[:, 0, 0] = torch.nan
+            task.query[:, 0, :1] = torch.nan
         given = states(task)
         wanted = results(DenseKernel(), task, given)
         found = results(kernel, task, given)
@@ -120,7 +109,7 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
             if backward:
                 run = partial(kernel.whole_backward, one, Saved(grad_out, grad_out, lse))
         else:
-            task = reference.whole_task(Call(query, key, value, bias=bias))
+            task = whole_task(Call(query, key, value, bias=bias))
             state = Statistics(torch.zeros(grad_out.shape, dtype=work), lse - torch.inf)
             run = partial(kernel.forward, task, state)
             if backward:
@@ -136,5 +125,5 @@ def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype)
     query, key, value, grad_out, out = torch.randn(5, 1, 1, 4, 8, dtype=dtype)
     for lse in (1e3, 1e5, 3e6, 1e9, 1e18):
         saved = Saved(grad_out, out, torch.full((1, 1, 4), lse, dtype=dtype))
-        found = reference.whole_backward(Call(query, key, value), saved, reference.SMALL)
+        found = Tiles(reference.SMALL).whole_backward(Call(query, key, value), saved)
         assert all(bool((t == 0).all()) for t in found), lse

@@ -11,7 +11,7 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.runs import NO_DIAGONAL, pieces, table
-from quorum_attention.kernels.reference import uncut
+from quorum_attention.kernels.protocol import uncut
 
 
 def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarray:

@@ -10,13 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Pairs, Rectangle, Task
+from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.merge import empty_
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick, positions
 
@@ -274,6 +276,44 @@ class Call:
         return replace(self, query=query, key=key, value=value, **changes)
 
 
+def whole_task(call: Call) -> TaskTensors:
+    """A whole call as one task."""
+    n_queries, n_keys = call.query.shape[2], call.key.shape[2]
+    return TaskTensors(
+        uncut(max(n_queries, n_keys)),
+        (Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
+        *call.inputs,
+        scale=call.scale,
+        is_causal=call.is_causal,
+        bias=partial(part_of, call.bias),
+        max_queries=n_queries,
+        max_keys=n_keys,
+        entries=tuple(range(call.query.shape[0])),
+        dropout=call.dropout,
+    )
+
+
+@lru_cache(maxsize=64)
+def uncut(n_tokens: int) -> Task:
+    """A sequence as one task."""
+    return Decomposition(n_tokens).task(())
+
+
+def work_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that is computed in: fp32, fp64 for fp64 inputs."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
+    """The mask of a rectangle, from that of a whole call."""
+    if bias is None:
+        return None
+    bias = bias[(None,) * (4 - bias.dim())]
+    rows = slice(r.query_start, r.query_stop) if bias.shape[2] > 1 else slice(None)
+    columns = slice(r.key_start, r.key_stop) if bias.shape[3] > 1 else slice(None)
+    return bias[:, :, rows, columns]
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What a backward reads besides the inputs, of whole rows: the upstream gradient and the output
@@ -398,12 +438,27 @@ class Kernel(ABC):
         return False
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (b, h, n, dv) and lse (b, h, n); rows without keys: 0 and -inf."""
-        raise NotImplementedError
+        """Output (b, h, n, dv), rounded once, and lse (b, h, n); rows without keys: 0 and -inf.
+
+        By default that is ``forward`` of a whole call as one task.
+        """
+        query, work = call.query, work_dtype(call.query)
+        out = torch.empty((*query.shape[:3], call.value.shape[-1]), dtype=work, device=query.device)
+        state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
+        empty_(state.out, state.lse)
+        self.forward(whole_task(call), state)
+        return state.out.to(call.stored or query.dtype), state.lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """Gradients of query, key and value; lse is 0 in rows without keys."""
-        raise NotImplementedError
+        """Gradients of query, key and value, rounded once; lse is 0 in rows without keys.
+
+        By default that is ``backward`` of a whole call as one task.
+        """
+        work, dtype = work_dtype(call.query), call.stored or call.query.dtype
+        query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
+        given = (saved.grad_out, saved.out, saved.lse)
+        self.backward(whole_task(call), Gradients(*given, query, key, value))
+        return query.to(dtype), key.to(dtype), value.to(dtype)
 
     # --- What it reads, calls and keeps ------------------------------------------------------
 

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from itertools import product
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, empty_, merge_
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, merge_
 from quorum_attention.kernels.protocol import (
-    Call,
     CallShape,
     Extent,
     Gradients,
@@ -35,7 +33,6 @@ from quorum_attention.kernels.protocol import (
     Saved,
     Statistics,
     TaskTensors,
-    Three,
 )
 from quorum_attention.kernels.rectangles import SLACK_BYTES
 from quorum_attention.kernels.tensors import positions
@@ -199,16 +196,6 @@ class Block:
         return pairs.view(pairs.shape[0], heads, rows, pairs.shape[-1])
 
 
-def forward(task: TaskTensors, state: Statistics, how: Scores = PLAIN) -> None:
-    """Merge the task's kept pairs into ``state``, in place."""
-    for block in _blocks(task, state.out, how):
-        out, lse = _forward_block(block)
-        at = block.of_rows(state.out)
-        with task.timed("merge"):
-            merge_(at, block.of_rows(state.lse), out.view(at.shape), lse.view(at.shape[:3]))
-        del out, lse  # freed before the next block is computed
-
-
 def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (b, hk, g * rows, dv) and lse (b, hk, g * rows, 1) of a block."""
     task, shape = block.task, (*block.query.shape[:3], 1)
@@ -235,12 +222,6 @@ def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     if task.dropout is not None:
         out.mul_(task.dropout.rescale)
     return out, lse
-
-
-def backward(task: TaskTensors, grads: Gradients, how: Scores = PLAIN) -> None:
-    """Add the task's gradients into ``grads``, in place. (They are never scaled.)"""
-    for block in _blocks(task, grads.grad_query, how):
-        _backward_block(block, grads)
 
 
 def _backward_block(block: Block, grads: Gradients) -> None:
@@ -359,102 +340,6 @@ def runs(whole: slice, most: int) -> Iterator[slice]:
         yield slice(start, min(start + most, whole.stop))
 
 
-def whole_task(call: Call) -> TaskTensors:
-    """A whole call as one task."""
-    n_queries, n_keys = call.query.shape[2], call.key.shape[2]
-    return TaskTensors(
-        uncut(max(n_queries, n_keys)),
-        (Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
-        *call.inputs,
-        scale=call.scale,
-        is_causal=call.is_causal,
-        bias=partial(part_of, call.bias),
-        max_queries=n_queries,
-        max_keys=n_keys,
-        entries=tuple(range(call.query.shape[0])),
-        dropout=call.dropout,
-    )
-
-
-@lru_cache(maxsize=64)
-def uncut(n_tokens: int) -> Task:
-    """A sequence as one task."""
-    return Decomposition(n_tokens).task(())
-
-
-def whole_forward(call: Call, how: Scores = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of a whole call; ``out`` is rounded once."""
-    return forward_by_task(partial(forward, how=how), call)
-
-
-def whole_backward(call: Call, saved: Saved, how: Scores = PLAIN) -> Three:
-    """Gradients of query, key and value of a whole call, rounded once."""
-    return backward_by_task(partial(backward, how=how), call, saved)
-
-
-def forward_by_task(
-    forward: Callable[[TaskTensors, Statistics], None], call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of a whole call by a kernel's ``forward``; ``out`` is rounded once."""
-    query, work = call.query, work_dtype(call.query)
-    out = torch.empty((*query.shape[:3], call.value.shape[-1]), dtype=work, device=query.device)
-    state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
-    empty_(state.out, state.lse)
-    forward(whole_task(call), state)
-    return state.out.to(call.stored or query.dtype), state.lse
-
-
-def backward_by_task(
-    backward: Callable[[TaskTensors, Gradients], None], call: Call, saved: Saved
-) -> Three:
-    """Gradients of a whole call by a kernel's ``backward``, rounded once."""
-    work, dtype = work_dtype(call.query), call.stored or call.query.dtype
-    query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
-    given = (saved.grad_out, saved.out, saved.lse)
-    backward(whole_task(call), Gradients(*given, query, key, value))
-    return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def work_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that is computed in: fp32, fp64 for fp64 inputs."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
-    """The mask of a rectangle, from that of a whole call."""
-    if bias is None:
-        return None
-    bias = bias[(None,) * (4 - bias.dim())]
-    rows = slice(r.query_start, r.query_stop) if bias.shape[2] > 1 else slice(None)
-    columns = slice(r.key_start, r.key_stop) if bias.shape[3] > 1 else slice(None)
-    return bias[:, :, rows, columns]
-
-
-def forward_bytes(call: CallShape, extent: Extent, how: Scores = PLAIN) -> int:
-    """Upper bound of the bytes that ``forward`` takes."""
-    of_row, of_key = call.head_dim + 4 * call.value_dim + 8, max(call.head_dim, call.value_dim)
-    inside, rows, item = _tile_bytes(call, extent, how, (of_row, of_key, 1))
-    results = 0
-    if extent.direct:
-        # In the dtype computed in, and in another that may be asked for.
-        every = extent.batch * extent.query_heads * extent.max_queries
-        results = every * ((call.value_dim + 1) * item + call.value_dim * 8)
-    return max(inside, rows + MERGE_WORKSPACE_BYTES) + results + SLACK_BYTES
-
-
-def backward_bytes(call: CallShape, extent: Extent, how: Scores = PLAIN) -> int:
-    """Upper bound of the bytes that ``backward`` takes."""
-    both = call.head_dim + call.value_dim
-    numbers = 4 * both + 8, 2 * both, 2 + (call.dropout or how.exact_delta)
-    inside, _, item = _tile_bytes(call, extent, how, numbers)
-    results = 0
-    if extent.direct:
-        queries = extent.batch * extent.query_heads * extent.max_queries
-        others = extent.batch * extent.key_heads * extent.max_keys
-        results = (queries * call.head_dim + others * both) * (item + 8)
-    return inside + results + SLACK_BYTES
-
-
 def _tile_bytes(
     call: CallShape, extent: Extent, how: Scores, numbers: tuple[int, int, int]
 ) -> tuple[int, int, int]:
@@ -495,17 +380,17 @@ _MOST_BYTES = 2 << 20
 
 
 def small_bytes(call: CallShape, extent: Extent) -> int:
-    """Upper bound of the bytes that ``whole_backward`` takes by ``SMALL``; 0 if the call is too
+    """Upper bound of the bytes that ``Tiles(SMALL)`` takes for gradients; 0 if the call is too
     large for it, or its dtype is not of 16 bits."""
     pairs = extent.batch * extent.query_heads * extent.max_queries * extent.max_keys
     if call.dtype.itemsize != 2 or pairs > _MOST_PAIRS:
         return 0
-    fits = backward_bytes(call, replace(extent, direct=False), SMALL) <= _MOST_BYTES
-    return backward_bytes(call, replace(extent, direct=True), SMALL) if fits else 0
+    inside, bound = replace(extent, direct=False), Tiles(SMALL).backward_workspace_bytes
+    return bound(call, replace(extent, direct=True)) if bound(call, inside) <= _MOST_BYTES else 0
 
 
 class Tiles(Kernel):
-    """The reference with a change of scores: any device, any floating dtype.
+    """The tiled loop as a kernel, with a change of scores: any device, any floating dtype.
 
     Args:
         scores: the change.
@@ -524,35 +409,48 @@ class Tiles(Kernel):
         """None: it runs every call."""
         return None
 
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        task, scores = self._form(task)
-        forward(task, state, scores)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        task, scores = self._form(task)
-        backward(task, grads, scores)
-
     def _form(self, task: TaskTensors) -> tuple[TaskTensors, Scores]:
         """The pairs to compute, and what is done to scores."""
         return task, self.scores
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel``."""
-        return whole_forward(call, self.scores)
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        task, how = self._form(task)
+        for block in _blocks(task, state.out, how):
+            out, lse = _forward_block(block)
+            at = block.of_rows(state.out)
+            with task.timed("merge"):
+                merge_(at, block.of_rows(state.lse), out.view(at.shape), lse.view(at.shape[:3]))
+            del out, lse  # freed before the next block is computed
 
-    def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """See ``Kernel``."""
-        return whole_backward(call, saved, self.scores)
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place. (They are never scaled.)"""
+        task, how = self._form(task)
+        for block in _blocks(task, grads.grad_query, how):
+            _backward_block(block, grads)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        return forward_bytes(call, extent, self.scores)
+        of_row, of_key = call.head_dim + 4 * call.value_dim + 8, max(call.head_dim, call.value_dim)
+        inside, rows, item = _tile_bytes(call, extent, self.scores, (of_row, of_key, 1))
+        results = 0
+        if extent.direct:
+            # In the dtype computed in, and in another that may be asked for.
+            every = extent.batch * extent.query_heads * extent.max_queries
+            results = every * ((call.value_dim + 1) * item + call.value_dim * 8)
+        return max(inside, rows + MERGE_WORKSPACE_BYTES) + results + SLACK_BYTES
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        return backward_bytes(call, extent, self.scores)
+        both = call.head_dim + call.value_dim
+        numbers = 4 * both + 8, 2 * both, 2 + (call.dropout or self.scores.exact_delta)
+        inside, _, item = _tile_bytes(call, extent, self.scores, numbers)
+        results = 0
+        if extent.direct:
+            queries = extent.batch * extent.query_heads * extent.max_queries
+            others = extent.batch * extent.key_heads * extent.max_keys
+            results = (queries * call.head_dim + others * both) * (item + 8)
+        return inside + results + SLACK_BYTES
 
 
 class DenseKernel(Tiles):

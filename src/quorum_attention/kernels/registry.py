@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 
@@ -25,13 +24,9 @@ from quorum_attention.kernels.protocol import (
     MaskShape,
     Saved,
     refusal,
-)
-from quorum_attention.kernels.reference import (
-    DenseKernel,
-    backward_by_task,
-    forward_by_task,
     work_dtype,
 )
+from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.tensors import Pick
 from quorum_attention.kernels.torch_private import capturing, flash_implementation, outside
 from quorum_attention.kernels.vendors import CpuKernel, CudnnKernel, EfficientKernel, FlashKernel
@@ -368,19 +363,17 @@ def _run(
     call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
     # Results as they are computed, not rounded to what the inputs are.
     call = replace(call, stored=work_dtype(call.query))
-    forward: Callable[..., Any] = partial(forward_by_task, kernel.forward)
-    backward: Callable[..., Any] = partial(backward_by_task, kernel.backward)
     heads, masked = (call.query.shape[1], call.key.shape[1]), call.bias is not None
     # By one call of an operator, if it takes that: Triton would have to compile what merges.
-    if whole := kernel.operator and kernel.takes_whole(*heads, _KEYS, masked, True):
-        forward, backward = kernel.whole_forward, kernel.whole_backward
-    out, lse = forward(call)
+    whole = kernel.operator and kernel.takes_whole(*heads, _KEYS, masked, True)
+    how = type(kernel) if whole else Kernel
+    out, lse = how.whole_forward(kernel, call)
     results = {"out": out, "lse": lse}
     if needs_grad:
         rows = lse.masked_fill(torch.isneginf(lse), 0.0) if whole else lse
         saved = Saved(to(grad_out), out.to(call.query.dtype), rows)
         names = ("the gradient of query", "the gradient of key", "the gradient of value")
-        results |= dict(zip(names, backward(call, saved), strict=True))
+        results |= dict(zip(names, how.whole_backward(kernel, call, saved), strict=True))
     return results
 
 

@@ -24,6 +24,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
     Three,
+    part_of,
 )
 from quorum_attention.kernels.rectangles import (
     RectangleKernel,
@@ -448,10 +449,10 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
 
         some = Call(
             call.query[at], call.key[:, :, : r.key_stop], call.value[:, :, : r.key_stop], False,
-            call.scale, reference.part_of(call.bias, r), out.dtype,
+            call.scale, part_of(call.bias, r), out.dtype,
         )  # fmt: skip
         how = reference.Scores(kept=kept if call.is_causal else None, tiles=_MENDED)
-        right, its = reference.whole_forward(some, how)
+        right, its = reference.Tiles(how).whole_forward(some)
         wrong = odd[at].logical_and_(its.isfinite().logical_not_())
         out[at][wrong], lse[at][wrong] = right[wrong], its[wrong]
 
@@ -471,6 +472,9 @@ _TRIAL_BYTES = 6 << 20
 _BUSY = 0.9
 
 
+_TILES = reference.Tiles()
+
+
 class CpuKernel(RectangleKernel):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
@@ -486,11 +490,11 @@ class CpuKernel(RectangleKernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place; with dropout by the reference."""
-        (super().forward if task.dropout is None else reference.forward)(task, state)
+        (super().forward if task.dropout is None else _TILES.forward)(task, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place; with dropout by the reference."""
-        (super().backward if task.dropout is None else reference.backward)(task, grads)
+        (super().backward if task.dropout is None else _TILES.backward)(task, grads)
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -502,7 +506,7 @@ class CpuKernel(RectangleKernel):
         """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
         finite."""
         if call.dropout is not None:
-            return reference.whole_forward(call)
+            return _TILES.whole_forward(call)
         if call.query.shape[1] != call.key.shape[1]:
             return grouped_forward(self.whole_forward, call)
         out, lse = self.rectangle_forward(signed(call, self.rounds_scale)[0])
@@ -515,7 +519,7 @@ class CpuKernel(RectangleKernel):
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.whole_backward``; takes grouped heads."""
         if call.dropout is not None:
-            return reference.whole_backward(call, saved)
+            return _TILES.whole_backward(call, saved)
         if call.query.shape[1] != call.key.shape[1]:
             return grouped_backward(self.whole_backward, call, saved)
         return super().whole_backward(call, saved)
@@ -552,7 +556,7 @@ class CpuKernel(RectangleKernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         if call.dropout:
-            return reference.forward_bytes(call, extent)
+            return _TILES.forward_workspace_bytes(call, extent)
         sizes = _sizes(call, extent)
         shared = sizes.shared
         width = max(call.head_dim, call.value_dim)
@@ -584,7 +588,7 @@ class CpuKernel(RectangleKernel):
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         if call.dropout:
-            return reference.backward_bytes(call, extent)
+            return _TILES.backward_workspace_bytes(call, extent)
         sizes = _sizes(call, extent)
         shared = sizes.shared
         width = max(call.head_dim, call.value_dim)

@@ -46,7 +46,7 @@ from quorum_attention.execution.scaling import BackwardScaling, all_finite, what
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
 from quorum_attention.kernels.protocol import Call, Saved, TaskTensors
-from quorum_attention.kernels.reference import SMALL, whole_backward
+from quorum_attention.kernels.reference import SMALL, Tiles
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.torch_private import capturing
@@ -236,7 +236,7 @@ def small_gradients(job: Job) -> tuple[torch.Tensor, ...] | None:
     bias = None if mask is None else mask.whole(work.dtype, job.device, work.batch_shape)
     one = Call(query, key, value, work.is_causal, job.scale, bias, work.state_dtype, job.dropout)
     saved, how = Saved(grad_out, out, lse), replace(SMALL, columns=work.columns)
-    parts = whole_backward(one, saved, how)
+    parts = Tiles(how).whole_backward(one, saved)
     if not backend_of(job.device).own_memory and not all_finite(parts):
         return None
     every = next(groups(work, GroupSize(work.batch, work.kv_heads)))

@@ -56,6 +56,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
     Three,
+    whole_task,
 )
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
 from quorum_attention.kernels.reference import Tiles
@@ -435,14 +436,14 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         """See ``Kernel``; ``out`` in the query's dtype."""
         made = self._whole(call)
         if made is None:
-            return reference.forward_by_task(self.forward, call)
+            return super().whole_forward(call)
         return self._run_forward(made)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
         made = self._whole(call)
         if made is None:
-            return reference.backward_by_task(self.backward, call, saved)
+            return super().whole_backward(call, saved)
         return self._gradients(made, saved)
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
@@ -463,7 +464,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         return partial(call, score_mod=made.score_mod, scale=made.scale)
 
     def _whole(self, call: Call) -> Launch | None:
-        task = reference.whole_task(call)
+        task = whole_task(call)
         return self._launch(task, *regions(task)[0])
 
     def _launch(

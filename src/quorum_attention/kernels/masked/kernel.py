@@ -470,7 +470,7 @@ class MaskedKernel(ModsKernel):
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
         whole = self._whole(call)
         if whole is None:
-            return reference.forward_by_task(self.forward, replace(call, causal=False))
+            return super().whole_forward(replace(call, causal=False))
         kernel, call = whole
         return kernel.whole_forward(call)
 
@@ -478,7 +478,7 @@ class MaskedKernel(ModsKernel):
         """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
         whole = self._whole(call)
         if whole is None:
-            return reference.backward_by_task(self.backward, replace(call, causal=False), saved)
+            return super().whole_backward(replace(call, causal=False), saved)
         kernel, call = whole
         return kernel.whole_backward(call, saved)
 

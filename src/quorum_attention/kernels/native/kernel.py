@@ -43,18 +43,14 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
     Three,
+    uncut,
+    whole_task,
 )
 from quorum_attention.kernels.rectangles import (
     SLACK_BYTES,
     UNSPLIT_BYTES,
     mask_bytes,
     operator_refusal,
-)
-from quorum_attention.kernels.reference import (
-    backward_by_task,
-    forward_by_task,
-    uncut,
-    whole_task,
 )
 from quorum_attention.kernels.torch_private import (
     first_derivative,
@@ -262,7 +258,7 @@ class NativeKernel(Kernel):
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
         if self.geometry.rules:
-            return forward_by_task(self.forward, call)
+            return super().whole_forward(call)
         query = call.query
         shape = (*query.shape[:3], call.value.shape[-1])
         out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
@@ -274,7 +270,7 @@ class NativeKernel(Kernel):
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
         if self.geometry.rules:
-            return backward_by_task(self.backward, call, saved)
+            return super().whole_backward(call, saved)
         query, key, value = (
             torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
