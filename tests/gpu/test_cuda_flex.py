@@ -77,16 +77,6 @@ def test_cases(name: str) -> None:
         compare(cases(N, "cuda")[name], random(N, torch.float32), tiles=(16,))
 
 
-def test_as_many_heads_as_blocks() -> None:
-    """Sizes that are equal in the first call need not be in the next."""
-    case = (None, sliding_window(200), True)
-    kernel = from_score_mod(*case[:2], compiled=True)
-    for n in (8 * 128, 700, 130, 64, 2000):
-        tensors = random(n, torch.float16, heads=8, kv_heads=8)
-        found = errors(run(kernel, tensors, True, levels=(3,), tile=16), tensors, case)
-        assert max(found.values()) < 20 * TINY[torch.float16], (n, found)
-
-
 @pytest.mark.parametrize("over_inputs", [True, False])
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bool) -> None:

@@ -14,7 +14,6 @@ from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.execution.device.lookup import BACKENDS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N = 4000
@@ -151,23 +150,6 @@ def test_recovery_when_somebody_else_has_the_memory() -> None:
         *(t.cuda() for t in given.three), is_causal=True
     )
     assert (out.cuda().float() - expected.float()).norm() / expected.float().norm() < 2e-3
-
-
-def test_a_pinned_depth_reports_a_real_failure() -> None:
-    given = made("cpu", 32_768)
-    plan = qa.plan(32_768, heads=4, levels=(3,), device="cuda", inputs="host")
-    footprint = plan.footprint
-    limited(footprint.total - footprint.workspace - footprint.slots // 2)  # no slots, all else
-    with pytest.raises(qa.OutOfMemoryError, match="pinned"):
-        qa.attention(*given.three, plan=plan, devices="cuda")
-
-
-def test_a_limit_of_this_process() -> None:
-    """As the benchmarks set it, for a device without a number."""
-    BACKENDS["cuda"].limit(256 << 20, torch.device("cuda"))
-    torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(300 << 20, dtype=torch.uint8, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

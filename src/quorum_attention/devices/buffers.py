@@ -308,9 +308,6 @@ class MappedBuffers:
         self._every: dict[FileId, _Mapping] = {}
         self._locker, self._most_bytes, self._pass = locker, most_bytes, 0
 
-    def __bool__(self) -> bool:
-        return bool(self._every)
-
     def begin_pass(self) -> None:
         """A pass begins."""
         self.forget_gone()

@@ -190,7 +190,7 @@ def _obey(place: torch.device, pipe: Connection) -> None:
     while True:
         # Soon lets go of what the pool's process has freed, after a while of what is held on the
         # device.
-        if (waited < _LONG_SECONDS or mapped) and not pipe.poll(_IDLE_SECONDS):
+        if not pipe.poll(_IDLE_SECONDS):
             waited += _IDLE_SECONDS
             worker.end_pass()
             mapped.forget_gone()
