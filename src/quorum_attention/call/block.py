@@ -129,10 +129,13 @@ class WholeCall:
         shifted = rows.start or keys.start or mask.causal == "lower_right"
         if shifted and not (all_rows and all_keys):
             changes["offset"] = offset + rows.start - keys.start
-        changes["documents"] = documents = _documents(mask.documents, block)
-        if documents is not None and not (all_rows and all_keys):
-            both = documents if isinstance(documents, tuple) else (documents, documents)
-            changes["documents"] = both[0][..., slice(*rows)], both[1][..., slice(*keys)]
+        if mask.documents is not None:
+            two = isinstance(mask.documents, tuple)
+            both = mask.documents if two else (mask.documents, mask.documents)
+            both = tuple(_entries(ids, block, 2) for ids in both)
+            if not (all_rows and all_keys):
+                both, two = (both[0][..., slice(*rows)], both[1][..., slice(*keys)]), True
+            changes["documents"] = both if two else both[0]
         if mask.key_lengths is not None:
             lengths = _entries(mask.key_lengths, block, 1)
             lengths = lengths if all_keys else (lengths - keys.start).clamp(0, keys.length)
@@ -163,12 +166,6 @@ def _entries(tensor: torch.Tensor, block: Block, dims: int) -> torch.Tensor:
     if tensor.dim() < dims or len(tensor) == 1 or block.entries == (0, len(tensor)):
         return tensor
     return tensor[slice(*block.entries)]
-
-
-def _documents(documents: Any, block: Block) -> Any:
-    if isinstance(documents, tuple):
-        return tuple(_entries(ids, block, 2) for ids in documents)
-    return None if documents is None else _entries(documents, block, 2)
 
 
 @dataclass(frozen=True)

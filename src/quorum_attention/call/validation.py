@@ -72,10 +72,8 @@ def check_tensors(
     if sinks is not None:
         check_kind(sinks, "Mask.sinks")
         if sinks.shape != (sizes.heads,):
-            raise ValueError(
-                f"Mask.sinks must be one for each of the {sizes.heads} query heads, got "
-                f"{tuple(sinks.shape)}"
-            )
+            each = f"one for each of the {sizes.heads} query heads"
+            raise ValueError(f"Mask.sinks must be {each}, got {tuple(sinks.shape)}")
         _check_place(sinks, "Mask.sinks", query.device)
     if out is not None:
         out = as_tensor(out, "out", written=True)
@@ -184,9 +182,8 @@ def _check_device(tensor: torch.Tensor, name: str) -> None:
 def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
     """Tensors beside the inputs are on the inputs' device ``home`` or in host memory."""
     if tensor.device not in (HOST, home):
-        raise ValueError(
-            f"{name} must be in host memory or on the query's device {home}, got {tensor.device}"
-        )
+        allowed = f"in host memory or on the query's device {home}"
+        raise ValueError(f"{name} must be {allowed}, got {tensor.device}")
 
 
 def sizes_of(
@@ -200,10 +197,8 @@ def sizes_of(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 3:
-            raise ValueError(
-                f"{name} must have at least 2 dimensions (..., heads, tokens, head_dim), "
-                f"got shape {tuple(tensor.shape)}"
-            )
+            least = "at least 2 dimensions (..., heads, tokens, head_dim)"
+            raise ValueError(f"{name} must have {least}, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in ELEMENT_BYTES:
             raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {tensor.dtype}")
     _check_device(query, "query")
@@ -243,14 +238,10 @@ def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> N
     if mask.dtype != torch.bool and mask.dtype not in ELEMENT_BYTES:
         raise TypeError(f"attn_mask must be bool or one of {DTYPE_NAMES}, got {mask.dtype}")
     whole = (*query.shape[:-1], key.shape[-2])
-    fits = mask.dim() <= len(whole) and all(
-        n in (1, m) for n, m in zip(reversed(mask.shape), reversed(whole), strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"attn_mask must broadcast to (..., heads, queries, keys) = {whole}, "
-            f"got {tuple(mask.shape)}"
-        )
+    sizes = zip(reversed(mask.shape), reversed(whole), strict=False)
+    if mask.dim() > len(whole) or not all(n in (1, m) for n, m in sizes):
+        wanted = f"(..., heads, queries, keys) = {whole}"
+        raise ValueError(f"attn_mask must broadcast to {wanted}, got {tuple(mask.shape)}")
 
 
 def check_tensor(
