@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -24,28 +21,6 @@ import quorum_attention as qa
 from quorum_attention.cli import main
 
 CPU = ["--device", "cpu"]
-# A kernel that says when it is in the middle of the work, and then takes its time.
-SLOW = """
-import sys, time
-from pathlib import Path
-import torch
-import quorum_attention as qa
-from quorum_attention.cli import main
-
-marker, calls = Path(sys.argv[1]), []
-
-def slow(query, key, value, *, is_causal, scale):
-    calls.append(1)
-    if len(calls) == 4:
-        marker.touch()
-        time.sleep(60)
-    scores = scale * (query @ key.mT)
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
-
-qa.register_kernel(qa.from_lse_function(slow, name="slow"))
-sys.exit(main(sys.argv[2:]))
-"""
 
 
 @pytest.fixture
@@ -175,41 +150,6 @@ def test_readers_that_are_gone_change_neither_work_nor_status(inputs: Path) -> N
     assert output.exists()
 
 
-_HUP, _INT = signal.SIGHUP, signal.SIGINT
-
-
-def started(inputs: Path, output: Path) -> subprocess.Popen[str]:
-    """``run`` in a process of its own, in the middle of its work."""
-    marker = output.parent / "marker"
-    command = [sys.executable, "-c", SLOW, str(marker), "run", str(inputs), str(output)]
-    command += ["--kernel", "slow", "--depth", "1", *CPU]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # Also where whoever runs the tests has them ignored (nohup, a job behind others).
-        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (_HUP, _INT)],
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not marker.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    marker.unlink()
-    return process
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-@pytest.mark.usefixtures("nothing_changes")
-def test_a_signal_leaves_the_earlier_output(
-    inputs: Path, earlier: Path, number: signal.Signals
-) -> None:
-    process = started(inputs, earlier)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert said.splitlines()[-1] == f"quorum-attention: stopped by {number.name}"
-    assert "Traceback" not in said
-
-
 def test_a_limit_on_files_is_no_bus_error(inputs: Path, earlier: Path) -> None:
     before = in_folder(inputs)
     limited = (
@@ -264,17 +204,6 @@ def test_a_mask_in_the_file_is_taken(
     # Who cannot take one says so.
     assert main(["recover", "--qkv", str(path), *CPU]) == 2
     assert "has a mask" in capsys.readouterr().err
-
-
-def test_options_stand_anywhere_between_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in "qkv":
-        np.save(name, torch.randn(1, 2, 40, 8).numpy())
-    words = ["q.npy", "--scale", "2", "k.npy", "--causal", "v.npy", "out/", "--lse"]
-    assert main(["run", *words, *CPU]) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lse.npy", "out.npy"]
 
 
 @pytest.mark.usefixtures("nothing_changes")

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -82,24 +80,6 @@ def test_other_elements_and_damaged_files_are_refused_by_name(
     assert str(path) in str(raised.value)
 
 
-@settings(max_examples=150, deadline=None)
-@given(at=st.integers(0, 250), byte=st.integers(0, 255))
-def test_any_byte_may_be_wrong(
-    tmp_path_factory: pytest.TempPathFactory, at: int, byte: int
-) -> None:
-    """A damaged file is an error that says so, or other numbers: never a crash."""
-    path = tmp_path_factory.getbasetemp() / "damaged.npy"
-    np.save(path, np.arange(12.0))
-    data = bytearray(path.read_bytes())
-    data[at % len(data)] = byte
-    path.write_bytes(data)
-    try:
-        open_npy(path).clone()
-    except ValueError as error:
-        if str(path) not in str(error):
-            raise
-
-
 @pytest.fixture
 def arrays(tmp_path: Path) -> dict[str, np.ndarray]:
     made = {name: np.random.default_rng(1).normal(size=(2, 3, 40, 8)) for name in "qkv"}
@@ -119,7 +99,8 @@ def test_npy_files_in_and_out(tmp_path: Path, arrays: dict[str, np.ndarray]) -> 
     each = [str(tmp_path / f"{name}.npy") for name in "qkv"]
     (tmp_path / "q.npy").rename(tmp_path / "layer 3.npy")
     each[0] = f"q={tmp_path / 'layer 3.npy'}"
-    assert main(["run", *each, str(tmp_path / "out.npy"), *options]) == 0
+    # Options stand anywhere between names.
+    assert main(["run", each[0], *options, *each[1:], str(tmp_path / "out.npy")]) == 0
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-6)
     folder = tmp_path / "results"
     assert main(["run", str(tmp_path / "call"), f"{folder}/", *options, "--lse"]) == 0

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -165,6 +166,21 @@ def test_an_input_that_changes_meanwhile_ends_the_run(
     old, compute = (folder / "out").read_bytes(), stopping(1, lambda: os.utime(folder / "qkv"))
     assert computed_by(compute, lambda: run(folder)) == 2
     assert "was changed while it was read" in capsys.readouterr().err
+    assert (folder / "out").read_bytes() == old
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_the_earlier_output(
+    folder: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = (folder / "out").read_bytes()
+    compute = stopping(1, lambda: signal.raise_signal(number))
+    former = signal.signal(number, signal.SIG_DFL)  # also where tests run under nohup
+    try:
+        assert computed_by(compute, lambda: run(folder)) == 128 + number
+    finally:
+        signal.signal(number, former)
+    assert f"quorum-attention: stopped by {number.name}" in capsys.readouterr().err
     assert (folder / "out").read_bytes() == old
 
 

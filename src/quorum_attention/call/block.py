@@ -131,7 +131,7 @@ class WholeCall:
             changes["offset"] = offset + rows.start - keys.start
         if mask.documents is not None:
             two = isinstance(mask.documents, tuple)
-            both = mask.documents if two else (mask.documents, mask.documents)
+            both: Any = mask.documents if two else (mask.documents, mask.documents)
             both = tuple(_entries(ids, block, 2) for ids in both)
             if not (all_rows and all_keys):
                 both, two = (both[0][..., slice(*rows)], both[1][..., slice(*keys)]), True
