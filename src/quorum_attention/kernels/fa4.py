@@ -116,7 +116,14 @@ class Fa4Kernel(RectangleKernel):
                 return f"its gradient of query is wrong for head dimension {call.head_dim}"
             if dims[0] != dims[1] and call.query_heads != call.key_heads:
                 return "its backward takes equal head dimensions where heads are grouped"
-        return _missing() or _too_old()
+        if version() is None:
+            install = 'pip install "quorum-attention[fa4]"'
+            return f"it needs {_PACKAGE}, which is not installed: {install}"
+        # Plans are made for a Hopper GPU where there is none.
+        capable = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+        if capable[0] < 9:
+            return f"it needs compute capability 9.0 or higher, and this GPU has {capable}"
+        return None
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -209,22 +216,6 @@ def version() -> str | None:
         return importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _missing() -> str | None:
-    if version() is not None:
-        return None
-    return f'it needs {_PACKAGE}, which is not installed: pip install "quorum-attention[fa4]"'
-
-
-def _too_old() -> str | None:
-    """Why the current GPU cannot run it; plans are made for a Hopper GPU where there is none."""
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    if major >= 9:
-        return None
-    return f"it needs compute capability 9.0 or higher, and this GPU has {major}.{minor}"
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:

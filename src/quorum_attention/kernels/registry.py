@@ -21,11 +21,11 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     InnerKernel,
     Kernel,
-    MaskShape,
     Saved,
     refusal,
     work_dtype,
 )
+from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.tensors import Pick
 from quorum_attention.kernels.torch_private import capturing, flash_implementation, outside
@@ -78,14 +78,12 @@ def is_kernel(thing: object) -> TypeGuard[Kernel]:
 
 def _check(kernel: object) -> None:
     """Raises TypeError for what is no kernel."""
-    if isinstance(kernel, type):
-        raise TypeError(
-            f"kernel must be a name or an InnerKernel, not the class {kernel.__name__}: make one"
-        )
     if not isinstance(kernel, Kernel):
+        kind = kernel if isinstance(kernel, type) else type(kernel)
+        given = "the class " * (kind is kernel) + kind.__name__
         raise TypeError(
-            f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}: derive it from "
-            "quorum_attention.InnerKernel, or pass a function to from_lse_function"
+            f"kernel must be a name or an InnerKernel, not {given}: make one of a class derived "
+            "from quorum_attention.InnerKernel, or pass a function to from_lse_function"
         )
     if type(kernel).__hash__ is None:
         raise TypeError(
@@ -342,11 +340,18 @@ def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(call.dtype)
 
-    mask = _random_mask(call.mask, heads, n_keys, generator)
+    mask = None
+    if call.mask is not None:
+        # Some of it is -inf, and one row entirely.
+        shape = (heads if call.mask.heads else 1, _QUERIES if call.mask.rows else 1)
+        mask = random(1, *shape, n_keys if call.mask.columns else 1)
+        if call.mask.columns:
+            mask[torch.rand(mask.shape, generator=generator, device="cpu") < 0.2] = -torch.inf
+        if call.mask.rows:
+            mask[:, :, _QUERIES // 3] = -torch.inf
     one = Call(
         random(1, heads, _QUERIES, call.head_dim), random(1, 2, n_keys, call.head_dim),
-        random(1, 2, n_keys, call.value_dim), is_causal, scale,
-        None if mask is None else mask.to(call.dtype),
+        random(1, 2, n_keys, call.value_dim), is_causal, scale, mask,
         dropout=Dropout(0.5, 0) if call.dropout else None,
     )  # fmt: skip
     return one, random(1, heads, _QUERIES, call.value_dim)
@@ -365,7 +370,7 @@ def _run(
     call = replace(call, stored=work_dtype(call.query))
     heads, masked = (call.query.shape[1], call.key.shape[1]), call.bias is not None
     # By one call of an operator, if it takes that: Triton would have to compile what merges.
-    whole = kernel.operator and kernel.takes_whole(*heads, _KEYS, masked, True)
+    whole = isinstance(kernel, RectangleKernel) and kernel.takes_whole(*heads, _KEYS, masked, True)
     how = type(kernel) if whole else Kernel
     out, lse = how.whole_forward(kernel, call)
     results = {"out": out, "lse": lse}
@@ -375,19 +380,3 @@ def _run(
         names = ("the gradient of query", "the gradient of key", "the gradient of value")
         results |= dict(zip(names, how.whole_backward(kernel, call, saved), strict=True))
     return results
-
-
-def _random_mask(
-    mask: MaskShape | None, heads: int, n_keys: int, generator: torch.Generator
-) -> torch.Tensor | None:
-    """A random mask of that shape, some of it -inf, one row entirely -inf."""
-    if mask is None:
-        return None
-    shape = (1, heads if mask.heads else 1, _QUERIES if mask.rows else 1, n_keys)
-    shape = shape if mask.columns else (*shape[:3], 1)
-    values = torch.randn(shape, generator=generator, device="cpu")
-    if mask.columns:
-        values.masked_fill_(torch.rand(shape, generator=generator, device="cpu") < 0.2, -torch.inf)
-    if mask.rows:
-        values[:, :, _QUERIES // 3] = -torch.inf
-    return values

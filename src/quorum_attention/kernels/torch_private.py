@@ -79,37 +79,29 @@ def without_autocast(*device_types: str) -> AbstractContextManager[object]:
     return off
 
 
-def traced_by(*tensors: object) -> str | None:
-    """The name of the tracer that is active, or that made one of ``tensors``, if any: its tensors
-    have no numbers to compute with.
+def has_no_numbers(*tensors: object) -> bool:
+    """Whether a trace is active, or made one of ``tensors``: there are no numbers to compute with.
 
     ``torch.compile`` is not one of them: it breaks the graph where it cannot trace.
     """
-    if torch._C._is_tracing():
-        return _JIT
     if any(type(tensor) not in _REAL and is_fake(tensor) for tensor in tensors):
-        return "a FakeTensorMode"
-    if not has_modes():
-        return None
-    keys = torch._C._TorchDispatchModeKey
-    if torch._C._get_dispatch_mode(keys.FAKE):
-        return "a FakeTensorMode"
-    others = _len_torch_dispatch_stack_pre_dispatch() or any(
-        map(torch._C._get_dispatch_mode, (keys.PROXY, keys.FUNCTIONAL))
+        return True
+    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    return has_modes() and (
+        _len_torch_dispatch_stack_pre_dispatch() > 0
+        or any(mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL, keys.FAKE))
     )
-    return "make_fx or torch.export" if others else None
 
 
 def is_traced(*inputs: object) -> bool:
     """Whether a call is traced and should be one operator: by make_fx or torch.export, of fake
     tensors, under functionalization, or where a selective checkpoint chooses among operators."""
-    tracer = traced_by(*inputs)
-    if tracer == _JIT:
+    if torch._C._is_tracing():
         raise NotImplementedError(
             "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
             "torch.compile or torch.export"
         )
-    return tracer is not None or (
+    return has_no_numbers(*inputs) or (
         has_modes()
         and any(
             type(mode).__name__ in _SELECTIVE
@@ -118,7 +110,6 @@ def is_traced(*inputs: object) -> bool:
     )
 
 
-_JIT = "torch.jit.trace"
 # torch.utils.checkpoint's modes of create_selective_checkpoint_contexts.
 _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
@@ -129,10 +120,9 @@ def refuse_traces(function: str, *tensors: torch.Tensor | None) -> None:
     Raises:
         NotImplementedError: a tracer is active, or one of ``tensors`` is a fake tensor.
     """
-    tracer = traced_by(*tensors)
-    if tracer is not None:
+    if torch._C._is_tracing() or has_no_numbers(*tensors):
         raise NotImplementedError(
-            f"{function} cannot be traced: under {tracer} tensors have no numbers, and a call is "
+            f"{function} cannot be traced: a trace's tensors have no numbers, and a call is "
             f"planned by what runs right on the device. Call it outside; torch.compile does so by "
             f"itself (a graph break)"
         )
