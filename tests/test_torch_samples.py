@@ -80,41 +80,28 @@ def _torchs(query, key, value, *, dropout_p=0.0, **call):  # type: ignore[no-unt
     )[0]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    path = tmp_path_factory.mktemp("samples") / "samples.pt"
-    program = Path(__file__).with_name("helpers_torch_samples.py")
+CALLS = ({"depth": 1}, {"kernel": "dense"}, {"budget": "16 MiB"})
+
+
+def test_every_sample_is_torchs(tmp_path: Path) -> None:
+    """Shape, dtype, results and gradients (of the mask too), within what the dtype allows: as it
+    is, and in one of three other ways in turn."""
+    path, program = tmp_path / "samples.pt", Path(__file__).with_name("helpers_torch_samples.py")
     subprocess.run([sys.executable, str(program), str(path)], check=True, timeout=120)
-    found: dict[str, list[Any]] = torch.load(path, weights_only=False)
-    return found
-
-
-@pytest.fixture(scope="module")
-def samples(made: dict[str, list[Any]]) -> list[Sample]:
+    made: dict[str, list[Any]] = torch.load(path, weights_only=False)
     found = [Sample(*one) for one in made["samples"]]
     assert not made["errors"], "torch has calls that it expects to raise: try them here as well"
     # As many as torch 2.11 has, at the least; with masks, causal ones, and gradients.
     assert len(found) >= 200
     assert any("attn_mask" in one.kwargs and one.requires_grad for one in found)
     assert any(one.drops and one.requires_grad for one in found)
-    return found
-
-
-@pytest.mark.parametrize(
-    "call", [{}, {"depth": 1}, {"kernel": "dense"}, {"budget": "16 MiB"}], ids=str
-)
-def test_every_sample_is_torchs(samples: list[Sample], call: dict[str, Any]) -> None:
-    """Shape, dtype, results and gradients (of the mask too), within what the dtype allows."""
-    ran = 0
-    for one in samples:
-        found = one.run(qa.attention, one.dtype, dropout_seed=SEED, **call)
+    for turn, one in enumerate(found):
         with sdpa_kernel(SDPBackend.MATH):
             torchs = one.run(_torchs, one.dtype)
             exact = one.run(_torchs, torch.float64)
-        for number, (mine, other, true) in enumerate(zip(found, torchs, exact, strict=True)):
-            assert mine.shape == other.shape
-            assert mine.dtype == other.dtype
-            limit = GRADIENT_TOLERANCE if number else TOLERANCE
-            assert_close(mine, true, limit[one.dtype])
-        ran += 1
-    assert ran >= 100
+        for call in ({}, CALLS[turn % len(CALLS)]):
+            mine = one.run(qa.attention, one.dtype, dropout_seed=SEED, **call)
+            for number, (ours, other, true) in enumerate(zip(mine, torchs, exact, strict=True)):
+                assert (ours.shape, ours.dtype) == (other.shape, other.dtype)
+                limit = GRADIENT_TOLERANCE if number else TOLERANCE
+                assert_close(ours, true, limit[one.dtype])

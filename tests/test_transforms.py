@@ -25,9 +25,13 @@ def loss(attention: Attention, **call) -> Attention:  # type: ignore[no-untyped-
     return lambda *tensors: attention(*tensors, **call).square().sum()
 
 
-@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"is_causal": True}, {"kernel": "dense"}])
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, 1), (None, 1, 0), (1, 0, None)], ids=str)
-def test_vmap(in_dims: tuple[int | None, ...], call: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("call", "in_dims"),
+    [({}, (0, 0, 0)), ({"depth": 1}, (0, None, 1)), ({"is_causal": True}, (None, 1, 0)),
+     ({"kernel": "dense"}, (1, 0, None))],
+    ids=str,
+)  # fmt: skip
+def test_vmap(call: dict[str, object], in_dims: tuple[int | None, ...]) -> None:
     """One more batch dimension, wherever it is; what has none is shared."""
     whole = three()
     given = [
@@ -55,43 +59,28 @@ def test_vmap_of_a_mask(shape: tuple[int, ...], inputs_too: bool) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_gradients_of_each_and_of_all(depth: int) -> None:
-    """Through both orders of vmap and grad, twice nested too; shared inputs get sums."""
+@pytest.mark.parametrize("shape", [(20, 20), (2, 1, 20)], ids=str)
+def test_gradients_of_each_and_of_all(depth: int, shape: tuple[int, ...]) -> None:
+    """Through both orders of vmap and grad, twice nested too; shared inputs get sums. A mask that
+    is shared gets a gradient of each where each is asked for, else the sum."""
     q, k, v = three()
     mine, torchs = loss(qa.attention, depth=depth), loss(sdpa)
-    every = (0, 1, 2)
+    mask, masks = torch.randn(shape, dtype=q.dtype), torch.randn(3, *shape, dtype=q.dtype)
     for transform, given in (
-        (lambda f: grad(f, every), (q, k, v)),
-        (lambda f: vmap(grad(f, every)), (q, k, v)),
-        (lambda f: vmap(grad(f, every), (0, None, 0)), (q, k[0], v)),
-        (lambda f: vmap(vmap(grad(f, every))), (q, k, v)),
-        (lambda f: grad(lambda *t: vmap(f, (0, None, 0))(*t).sum(), every), (q, k[0], v)),
-    ):
-        for found, wanted in zip(transform(mine)(*given), transform(torchs)(*given), strict=True):
-            assert_close(found, wanted, 1e-11)
-
-
-@pytest.mark.parametrize("shape", [(20, 20), (2, 1, 20)], ids=str)
-def test_gradients_of_a_mask_of_each_and_of_all(shape: tuple[int, ...]) -> None:
-    """A mask that is shared gets a gradient of each where each is asked for, else the sum."""
-    q, k, v = three()
-    mine, torchs = loss(qa.attention, depth=1), loss(sdpa)
-    mask = torch.randn(shape, dtype=q.dtype)
-    masks = torch.randn(3, *shape, dtype=q.dtype)
-    for transform, given in (
+        (lambda f: grad(f, (0, 1, 2)), (q, k, v)),
+        (lambda f: vmap(grad(f, (0, 1, 2)), (0, None, 0)), (q, k[0], v)),
+        (lambda f: vmap(vmap(grad(f, (0, 1, 2)))), (q, k, v)),
+        (lambda f: grad(lambda *t: vmap(f, (0, None, 0))(*t).sum(), (0, 1, 2)), (q, k[0], v)),
         (lambda f: grad(f, (0, 3)), (q, k, v, mask)),
         (lambda f: vmap(grad(f, (1, 3)), (0, 0, 0, None)), (q, k, v, mask)),
         (lambda f: vmap(grad(f, (2, 3))), (q, k, v, masks)),
-        (lambda f: vmap(grad(f, 3), (None, None, None, 0)), (q[0], k[0], v[0], masks)),
+        (lambda f: vmap(grad(f, (3,)), (None, None, None, 0)), (q[0], k[0], v[0], masks)),
         (
             lambda f: grad(lambda *t: vmap(f, (0, 0, 0, None))(*t).sum(), (0, 3)),
             (q, k, v, mask),
         ),
     ):
-        one, other = transform(mine)(*given), transform(torchs)(*given)
-        if isinstance(one, torch.Tensor):
-            one, other = (one,), (other,)
-        for found, wanted in zip(one, other, strict=True):
+        for found, wanted in zip(transform(mine)(*given), transform(torchs)(*given), strict=True):
             assert found.shape == wanted.shape
             assert_close(found, wanted, 1e-11)
 
@@ -253,26 +242,17 @@ def _second_causal(batch: object, head: object, query: object, key: object) -> t
     return (batch != 1) | (query >= key)  # type: ignore[operator,return-value]
 
 
-def _kept() -> torch.Tensor:
-    kept = torch.ones(2, 1, 20, 20, dtype=torch.bool)
-    kept[1].tril_()
-    return kept
-
-
-def _under_a_mask(*three: torch.Tensor, **call: object) -> torch.Tensor:
-    lengths = torch.tensor([20, 13])
-    mask = qa.Mask(keeps=_second_causal, key_lengths=lengths)
-    return qa.attention(*three, attn_mask=mask, **call)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}], ids=str)
 def test_functions_of_a_mask_know_the_entries_of_their_own_batch(call: dict[str, object]) -> None:
     """Whatever vmap adds to it: the numbers of entries that they get are those of one call."""
     q, k, v = three()
-    kept = _kept() & (torch.arange(20) < torch.tensor([20, 13])[:, None])[:, None, None]
+    lengths = torch.tensor([20, 13])
+    kept = (torch.arange(20) < lengths[:, None])[:, None, None].repeat(1, 1, 20, 1)
+    kept[1].tril_()
 
     def ours(*given: torch.Tensor) -> torch.Tensor:
-        return _under_a_mask(*given, **call)
+        mask = qa.Mask(keeps=_second_causal, key_lengths=lengths)
+        return qa.attention(*given, attn_mask=mask, **call)
 
     def wanted(*given: torch.Tensor) -> torch.Tensor:
         return sdpa(*given, kept)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.planner import calibration
 
 OURS = sorted({c.text for c in commands() if c.text.startswith("quorum-attention")})
-# Run by tests of their own, below.
+# Run by tests of their own, below; on Ray by tests/on_ray.
 APART = ("quorum-attention bench", "quorum-attention calibrate")
 SHORT = {
     "bench": shlex.split(
@@ -138,28 +135,6 @@ def test_calibrate_runs(
         calibration._known.cache_clear()
         calibration.hardware_of.cache_clear()
         calibration.rates_known.cache_clear()
-
-
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-def test_a_run_on_ray_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The documentation's command, which begins a cluster; it writes what it does without one."""
-    # A token would be written to the home folder.
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    (text,) = (text for text in OURS if "--ray local" in text)
-    arguments = filled(text)
-    at = arguments.index("--ray")
-    assert main([*arguments[:at], "--device", "cpu"]) == 0
-    written = Path("out.safetensors")
-    alone = safetensors.torch.load_file(written.rename("alone.safetensors"))
-    command = "import sys; from quorum_attention.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", command, *arguments],
-        capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "on Ray (local)" in done.stdout
-    torch.testing.assert_close(safetensors.torch.load_file(written), alone)
 
 
 def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[str], folder) -> None:
