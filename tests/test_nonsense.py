@@ -21,11 +21,6 @@ def nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.randn(2, 50, 8), torch.randn(2, 40, 8)])
 
 
-def jagged() -> torch.Tensor:
-    parts = [torch.randn(2, 8), torch.randn(3, 8)]
-    return torch.nested.nested_tensor(parts, layout=torch.jagged)
-
-
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, says torch
@@ -47,16 +42,12 @@ class Stands(torch.Tensor):
         return func(*args, **(kwargs or {}))
 
 
-def standing(*shape: int, dtype: torch.dtype = torch.float32) -> Stands:
-    return Stands(torch.ones(shape, dtype=dtype))
-
-
 def inferred() -> torch.Tensor:
     with torch.inference_mode():
         return torch.empty_like(Q)
 
 
-LAZY = (nested, jagged, quantized, inferred)
+LAZY = (nested, quantized, inferred)
 MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
 PLAN = qa.plan(50, heads=2, head_dim=8, dtype=torch.float32)
 UNSUPPORTED = NotImplementedError
@@ -71,11 +62,10 @@ CALLS = [
      "query must be on a CPU or CUDA device, got 'meta'"),
     ({"key": Q.to("meta")}, ValueError, "key must be on the query's device cpu, got meta"),
     ({"query": nested}, UNSUPPORTED, "query must be a .* got a nested one"),
-    ({"query": jagged, "key": jagged, "value": jagged}, UNSUPPORTED, "query must be a plain"),
     ({"value": Q.to_sparse()}, UNSUPPORTED, "value must be .* sparse_coo"),
     ({"query": quantized}, TypeError, "query must be one of float16.*qint8"),
-    ({"key": standing(1, 2, 50, 8)}, UNSUPPORTED, "key must be .* plain .* a Stands"),
-    ({"attn_mask": qa.Mask(causal=True) | qa.Mask(documents=standing(50, dtype=torch.int64))},
+    ({"key": Stands(Q)}, UNSUPPORTED, "key must be .* plain .* a Stands"),
+    ({"attn_mask": qa.Mask(causal=True) | qa.Mask(documents=Stands(torch.arange(50)))},
      UNSUPPORTED, "Mask.documents must be a plain tensor, got a Stands"),
     ({"query": [1.0, 2.0]}, TypeError, "query must be a torch.Tensor .* got list"),
     ({"query": Q[0, 0, 0]}, ValueError, r"query must have at least 2 dim.* got shape \(8,\)"),
@@ -136,30 +126,15 @@ def test_a_call(change: dict[str, object], kind: type[Exception], says: str) -> 
 
 
 PLANS = {
-    "n_tokens": (-1, 1.5, True, "many", None, 10**30),
-    "n_keys": (-1, 2.0, "x"),
-    "heads": (0, -3, 1.0, True),
-    "kv_heads": (0, "x", 3),
-    "head_dim": (0, None, 6.4),
-    "value_dim": (0, "x"),
-    "batch": (0, (1,)),
-    "dtype": (torch.int8, "float16", None),
-    "is_causal": ("no", 1, None),
-    "budget": (-1, "x", "9" * 400, 1.5, True),
-    "levels": ("7", 7, (7.0,), (0,), (8,), ("7",), (True,)),
-    "depth": (-1, "auto", 1.5, True),
-    "layout": ("x", None, 3),
-    "tile": (0, -128, 1.5, None),
-    "device": ("xyz", "tpu", "meta", 0, 1.5),
-    "inputs": ("x", "host", True),
-    "accumulator": ("x", "auto", 3),
-    "heads_per_group": (0, 9, "x", 1.5),
-    "n_cap": (0, -1, 1.5, "x", True),
-    "streams": (0, 3, True, "x"),
-    "over_inputs": ("x", 1, 0),
-    "kernel": ("x", 3, None, qa.NativeKernel),
-    "backward": ("x", 1, None),
-}
+    "n_tokens": (-1, 1.5, True, None, 10**30), "n_keys": (-1, "x"), "heads": (0, 1.0),
+    "kv_heads": ("x", 3), "head_dim": (0, None), "value_dim": (0, "x"), "batch": (0, (1,)),
+    "dtype": (torch.int8, "float16"), "is_causal": ("no", 1),
+    "budget": (-1, "x", "9" * 400, 1.5, True), "levels": ("7", 7, (7.0,), (0,), (8,), (True,)),
+    "depth": (-1, "auto", True), "layout": ("x", None), "tile": (0, 1.5), "inputs": ("x", "host"),
+    "device": ("xyz", "meta", 0), "accumulator": ("x", 3), "heads_per_group": (0, 9, "x"),
+    "n_cap": (0, "x", True), "streams": (0, 3), "over_inputs": ("x", 1), "backward": ("x", 1),
+    "kernel": ("x", None, qa.NativeKernel),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -177,28 +152,19 @@ def test_a_plan(name: str, value: object) -> None:
         qa.estimate(**sizes)
 
 
-NUMPY = {
-    "n_tokens": np.int64(300),
-    "heads": np.int32(2),
-    "head_dim": np.uint8(8),
-    "tile": np.int16(16),
-}
-
-
 def test_numpy_integers_are_integers() -> None:
     """In plans, calls and budgets; also NumPy's own truth values."""
-    plain = {name: int(value) for name, value in NUMPY.items()}
+    plain = {"n_tokens": 300, "heads": 2, "head_dim": 8, "tile": 16}
+    numpys = {name: np.int32(value) for name, value in plain.items()}
     more = {"levels": (7, 3), "budget": 1 << 30, "dtype": torch.float32, "device": "cpu"}
     theirs = {"levels": np.array([7, 3]), "budget": np.int64(1 << 30), "is_causal": np.True_}
-    assert qa.plan(**{**NUMPY, **more, **theirs}) == qa.plan(**{**plain, **more, "is_causal": True})
-    assert all(type(c) is int for c in qa.plan(**{**NUMPY, **more, **theirs}).levels)
+    assert qa.plan(**{**numpys, **more, **theirs}) == qa.plan(
+        **{**plain, **more, "is_causal": True}
+    )
+    assert all(type(c) is int for c in qa.plan(**{**numpys, **more, **theirs}).levels)
     for change in (
-        {"budget": np.int64(1 << 30)},
-        {"depth": np.int64(1)},
-        {"scale": np.float32(0.25)},
-        {"scale": 1},
-        {"scale": torch.tensor(0.25)},
-        {"is_causal": np.True_},
+        {"budget": np.int64(1 << 30), "depth": np.int64(1), "scale": np.float32(0.25)},
+        {"scale": torch.tensor(0.25), "is_causal": np.True_},
     ):
         assert qa.attention(Q, Q, Q, **change).shape == Q.shape
     assert qa.interest_set(np.int64(3)) == (0, 1, 3)
@@ -260,7 +226,5 @@ def test_the_command_line_says_it_in_a_line(
         status = stop.code
     said = capsys.readouterr().err
     assert status == 2, said
-    assert says in said
     assert "Traceback" not in said
-    last = said.strip().splitlines()[-1]
-    assert says in last
+    assert says in said.strip().splitlines()[-1]

@@ -62,26 +62,25 @@ def test_a_block_and_what_is_inside_of_it() -> None:
     assert not taken(q, k, v)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [{}, {"is_causal": True}, {"scale": 0.3}, {"scale": 2}, {"attn_mask": "bool"},
-     {"attn_mask": "float"}, {"attn_mask": "learned"}, {"dropout_p": 0}, {"enable_gqa": True}],
-    ids=str,
-)  # fmt: skip
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {}, "causal": {"is_causal": True}, "a scale": {"scale": 2},
+    "none dropped": {"dropout_p": 0},
+    "boolean": {"attn_mask": torch.rand(40, 40) > 0.3}, "grouped": {"enable_gqa": True},
+    "learned": {"attn_mask": torch.randn(40, 40, dtype=torch.float64)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_results_and_gradients_are_torchs(call: dict[str, Any], depth: int) -> None:
+def test_results_and_gradients_are_torchs(kind: str, depth: int) -> None:
     q, k, v = three()
-    if "enable_gqa" in call:
+    if kind == "grouped":
         k, v = k[:, :2], v[:, :2]
-    masks = {"bool": torch.rand(40, 40) > 0.3, "float": torch.randn(40, 40, dtype=q.dtype)}
-    masks["learned"] = masks["float"].clone()
-    mask = masks.get(call.get("attn_mask", ""))
     found = []
     for patched in (True, False):
-        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-        named = {**call, **({"attn_mask": mask} if mask is not None else {})}
-        if call.get("attn_mask") == "learned":
-            named["attn_mask"] = mask.clone().requires_grad_()
+        leaves, named = [t.clone().requires_grad_() for t in (q, k, v)], dict(CALLS[kind])
+        if kind == "learned":
+            named["attn_mask"] = named["attn_mask"].clone().requires_grad_()
             leaves.append(named["attn_mask"])
         with qa.patched_sdpa(min_tokens=0, depth=depth, enabled=patched):
             assert taken(*leaves[:3], **named) == patched
@@ -109,15 +108,12 @@ def passed_on() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "meta": (tuple(t.to("meta") for t in (q, k, v)), {}),
         "causal with a mask": ((q, k, v, mask), {"is_causal": True}),
         "no tensors": ((1, 2, 3), {}),
-        "lengths that do not fit": ((q, k, v[:, :, :30]), {}),
         "heads that do not fit": ((q, k[:, :3], v[:, :3]), {}),
         "dtypes that do not fit": ((q, k.double(), v), {}),
         "a mask that does not fit": ((q, k, v, mask[:30]), {}),
-        "integers": (tuple(t.int() for t in (q, k, v)), {}),
         "complex": (tuple(t.cfloat() for t in (q, k, v)), {}),
         "dropout of all": ((q, k, v), {"dropout_p": 1.5}),
         "empty": (tuple(t[:, :, :0] for t in (q, k, v)), {}),
-        "one dimension": (tuple(t[0, 0, :, 0] for t in (q, k, v)), {}),
     }
 
 
@@ -312,7 +308,7 @@ def check(ours, n=50):
 # First compiled outside, then inside, and outside again; then the other way around.
 for first in (False, True):
     torch._dynamo.reset()
-    for on in (first, not first, first, not first):
+    for on in (first, not first, first):
         if on:
             with qa.patched_sdpa(min_tokens=40, depth=1):
                 check(True)
