@@ -6,12 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_attention import (
-    Inputs,
-    assert_close,
-    exact,
-    inputs,
-)
+from helpers_attention import Inputs, assert_close, exact, inputs
 
 import quorum_attention as qa
 from quorum_attention.execution.device.mover import Mover
@@ -24,17 +19,15 @@ def leaves(given: Inputs, needed: tuple[bool, bool, bool] = (True, True, True)) 
     return Inputs(*three, given.grad_out)
 
 
-def balanced(n: int, levels: tuple[int, ...], **more) -> qa.Plan:
-    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float64, **more}
-    return qa.plan(n, levels=levels, layout="balanced", **sizes)
-
-
 @pytest.mark.parametrize("levels", [(), (7,)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
     """Against finite differences, which know no formula."""
     given = leaves(inputs(9, heads=1, head_dim=3, dtype=torch.float64))
-    plan = balanced(9, levels, heads=1, head_dim=3, is_causal=is_causal)
+    plan = qa.plan(
+        9, levels=levels, layout="balanced", heads=1, head_dim=3, dtype=torch.float64,
+        is_causal=is_causal,
+    )  # fmt: skip
     assert torch.autograd.gradcheck(
         lambda q, k, v: qa.attention(q, k, v, is_causal=is_causal, plan=plan), given.three
     )
@@ -133,18 +126,6 @@ def test_gradients_in_batches_are_right_or_refused(call: dict[str, int]) -> None
         torch.testing.assert_close(found, torch.stack([grad(one)[0] for one in many]))
 
 
-def test_a_graph_that_is_kept_can_be_run_twice() -> None:
-    plain = inputs(300)
-    given = leaves(plain)
-    out = qa.attention(*given.three, depth=1)
-    first = torch.autograd.grad(out, given.three, plain.grad_out, retain_graph=True)
-    second = torch.autograd.grad(out, given.three, plain.grad_out)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(out, given.three, plain.grad_out)
-
-
 def test_a_preallocated_output_serves_step_after_step() -> None:
     """The graph is the returned tensor's; the one that was given stays as it was."""
     room = torch.empty(1, 2, 300, 8)
@@ -179,7 +160,7 @@ def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(h
 
 
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}])
-@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 8), (4, 5), (2, 24)])
+@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 24)])
 def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
     """As torch's: a step further in the graph, or torch's error where the backward needs them."""
     plain = inputs(60, heads=4, kv_heads=kv_heads, value_dim=value_dim)
@@ -206,28 +187,20 @@ def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
     assert more.grad is not None
 
 
-@pytest.fixture
-def by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_results_used_again(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows leave a slot as with pinned results of a GPU: by copies that torch never sees."""
 
-    def store(self, target, source, pieces) -> None:  # type: ignore[no-untyped-def]
+    def store(self, target, source, pieces) -> None:
         for piece in pieces:
             rows = source[:, piece.local : piece.local + piece.stop - piece.start]
             target.numpy()[:, piece.start : piece.stop] = rows.numpy()
 
     monkeypatch.setattr(Mover, "store", store)
-
-
-def plan(backward: bool) -> qa.Plan:
-    return qa.plan(
+    plan = qa.plan(
         64, heads=2, head_dim=8, dtype=torch.float32, levels=(3,), tile=8, over_inputs=False,
         backward=backward,
     )  # fmt: skip
-
-
-@pytest.mark.usefixtures("by_address")
-@pytest.mark.parametrize("backward", [False, True])
-def test_results_used_again(backward: bool) -> None:
     given, weight = inputs(64), torch.randn(8, 8, requires_grad=True)
     results = tuple(torch.empty(t.shape) for t in given.three[: 3 if backward else 1])
     saved = qa.attention_with_lse(*given.three)
@@ -235,9 +208,9 @@ def test_results_used_again(backward: bool) -> None:
     for _ in range(2):
         if backward:
             call = (given.grad_out, *given.three, *saved)
-            qa.attention_backward(*call, plan=plan(True), grads=results)
+            qa.attention_backward(*call, plan=plan, grads=results)
         else:
-            qa.attention(*given.three, plan=plan(False), out=results[0])
+            qa.attention(*given.three, plan=plan, out=results[0])
         losses = losses or [(result @ weight).sum() for result in results]
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

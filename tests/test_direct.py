@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import quorum_attention as qa
 from quorum_attention import direct
 from quorum_attention.call.options import Arguments
-from quorum_attention.direct import _described, cache_key
+from quorum_attention.direct import cache_key
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.vendors import CpuKernel
 
@@ -213,7 +213,6 @@ def within(context: Any) -> Any:
 DIFFERENCES: dict[str, Callable[[], Any]] = {
     "dtype": lambda: key_of([t.double() for t in small()]),
     "dtype of one": lambda: key_of(changed(2, torch.Tensor.double)),
-    "batch": lambda: key_of([torch.cat((t, t)) for t in small()]),
     "batch of one": lambda: key_of(changed(2, lambda t: torch.cat((t, t)))),
     "heads": lambda: key_of(small(heads=8)),
     "key heads": lambda: key_of(small(kv_heads=2)),
@@ -323,22 +322,3 @@ def test_keys_that_grow_have_one_key_for_many_lengths() -> None:
             names.add(key_of(list(three)))
             torch.testing.assert_close(qa.attention(*three), exact(*three).float())
         assert len(names) == 1
-
-
-def test_masks_in_numbers_are_described_by_them_and_no_others_are() -> None:
-    masks = [
-        qa.Mask(causal=True), qa.Mask(causal="lower_right"), qa.Mask(causal=True, window=3),
-        qa.Mask(causal=True, window=(3, -1)), qa.Mask(window=3), qa.Mask(causal=True, offset=2),
-        qa.Mask(causal=True, chunk=4), qa.Mask(causal=True, softcap=2.0),
-    ]  # fmt: skip
-    described = partial(_described, device=torch.device("cuda"))
-    assert len({described(mask) for mask in masks}) == len(masks)
-    assert described(qa.Mask(window=3)) == described(qa.Mask(window=(3, 3)))
-    ids = torch.zeros(8, dtype=torch.int64)
-    for mask in (
-        qa.Mask(documents=ids), qa.Mask(key_lengths=ids), qa.Mask(key_padding=ids == 0),
-        qa.Mask(keeps=lambda b, h, i, j: i > j), qa.Mask(causal=True) | qa.Mask(window=3),
-        qa.Mask(bias=torch.zeros(8, 8)), qa.Mask(sinks=torch.zeros(4)),
-        qa.Mask(every=(qa.Mask(causal=True),)), torch.ones(8, 8),
-    ):  # fmt: skip
-        assert described(mask) is None
