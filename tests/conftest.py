@@ -96,7 +96,7 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call):  # type: ignore[no-untyped-def]
+def pytest_runtest_makereport(item: pytest.Item, call):
     report = yield
     if call.when == "call":
         item.stash[_passed] = report.passed

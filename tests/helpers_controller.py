@@ -103,7 +103,7 @@ def controller(
     groups: Iterable[str] = "ab",
     cuts: Cuts | None = None,
     coarsenings: int = 0,
-    **more,  # type: ignore[no-untyped-def]
+    **more,
 ) -> RecoveryController:
     """A controller as it is after some recoveries."""
     cuts = cuts or Cuts(Decomposition(84, (7,) * floor, "balanced"), deepest)

@@ -32,7 +32,7 @@ def kept_pairs(
     return kept
 
 
-def scores_of(query, key, scale, kept, softcap):  # type: ignore[no-untyped-def]
+def scores_of(query, key, scale, kept, softcap):
     shared = query.shape[2] // key.shape[2]
     q, k = query.transpose(1, 2).double(), key.transpose(1, 2).double()
     scores = scale * (q @ k.repeat_interleave(shared, 1).mT)
@@ -43,7 +43,7 @@ def scores_of(query, key, scale, kept, softcap):  # type: ignore[no-untyped-def]
     return scores.masked_fill(~kept, -math.inf), slope, shared
 
 
-def forward(  # type: ignore[no-untyped-def]
+def forward(
     q, k, v, *, softmax_scale, return_lse, causal=False, window_size_left=None,
     window_size_right=None, softcap=None,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def forward(  # type: ignore[no-untyped-def]
     return out.to(q.dtype).transpose(1, 2).contiguous(), lse.float(), None, None, None
 
 
-def backward(  # type: ignore[no-untyped-def]
+def backward(
     q, k, v, out, dout, lse, *, softmax_scale, deterministic, causal=False,
     window_size_left=None, window_size_right=None, softcap=None,
 ):  # fmt: skip

@@ -23,9 +23,8 @@ from quorum_attention.execution.device.page_locks import PageLocks
 class FakeStream:
     """A stream that does its pieces of work in order, but only when something waits for them.
 
-    Attributes:
-        now: the made-up time at which all its work so far would be done, in seconds.
-        issued: pieces of work that it was given so far.
+    ``now``: the made-up time at which all its work so far would be done, in seconds. ``issued``:
+    pieces of work that it was given so far.
     """
 
     def __init__(self) -> None:
@@ -40,24 +39,20 @@ class FakeStream:
         self.now += seconds
 
     def reach(self, position: int) -> None:
-        """Do what is not done yet of the first ``position`` pieces of work."""
         while self.issued - len(self._waiting) < position:
             self._waiting.popleft()()
 
     def wait_event(self, event: FakeEvent) -> None:
-        """See ``mover.AtOnce``."""
         if event.stream is not None:
             self.now = max(self.now, event.at)
             self.give(partial(event.stream.reach, event.position))
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """See ``mover.AtOnce``."""
         event = FakeEvent()
         event.record(stream)
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        """See ``mover.AtOnce``."""
         self.reach(self.issued)
 
 
@@ -69,11 +64,9 @@ class FakeEvent:
         self.position, self.at = 0, 0.0
 
     def record(self, stream: FakeStream) -> None:
-        """See ``mover.AtOnce``."""
         self.stream, self.position, self.at = stream, stream.issued, stream.now
 
     def synchronize(self) -> None:
-        """See ``mover.AtOnce``."""
         if self.stream is not None:
             self.stream.reach(self.position)
 
@@ -118,25 +111,17 @@ class FakeDevice(Backend):
         BACKENDS[self.kind] = self._real
 
     def free_bytes(self, device: torch.device) -> int:
-        """All its memory, since there is only one arena at a time."""
         return self.memory_bytes
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """An arena in host memory.
-
-        Raises:
-            OutOfMemoryError: it is larger than ``memory_bytes``.
-        """
         if n_bytes > self.memory_bytes:
             raise torch.OutOfMemoryError(f"{n_bytes} bytes of {self.memory_bytes}, made up")
         return super().allocate(n_bytes, device)
 
     def clock(self) -> Clock:
-        """A clock of made-up seconds."""
         return _FakeClock(self)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
-        """A mover on fake streams."""
         return FakeMover(self, n_slots, clock)
 
 
@@ -171,12 +156,10 @@ class FakeMover(Mover):
             device.running = before
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Mover.copy``; it happens later."""
         seconds = source.numel() * source.element_size() / self._device.bytes_per_second
         self._device.running.give(lambda: _copy(target, source), seconds)
 
     def finish(self, *, wait: bool) -> None:
-        """See ``Mover.finish``; the device's time becomes that of its last stream."""
         super().finish(wait=wait)
         self._device.seconds = max(stream.now for stream in self._streams)
 
@@ -187,7 +170,7 @@ def ignore_events(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     class Ignored(FakeEvent):
         def record(self, stream: FakeStream) -> None:
-            """Nobody is told."""
+            pass
 
     def without(self: FakeMover, device: FakeDevice, n_slots: int, clock: Clock) -> None:
         made(self, device, n_slots, clock)
@@ -208,7 +191,6 @@ class _FakeClock(HostClock):
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """A context: made-up time that passes on the current stream in it counts as ``stage``."""
         stream = self._device.running
         began = stream.now
         yield

@@ -24,7 +24,7 @@ def listed(counts: torch.Tensor, indices: torch.Tensor, across: int) -> torch.Te
     return found.bool()
 
 
-def kept_pairs(block_mask, counts, full_counts, shape) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def kept_pairs(block_mask, counts, full_counts, shape) -> torch.Tensor:
     """(b, h, nq, nk): pairs of full blocks, and of mixed ones those that the mask keeps."""
     nq, nk = shape[2:]
     columns = -(-nk // 128)
@@ -42,7 +42,7 @@ class _Listed(torch.autograd.Function):
     """Saves what compiled FlexAttention saves."""
 
     @staticmethod
-    def forward(ctx, query, key, value, counts, full_counts, block_mask, score_mod, scale):  # type: ignore[no-untyped-def]
+    def forward(ctx, query, key, value, counts, full_counts, block_mask, score_mod, scale):
         ctx.call = block_mask, score_mod, scale
         scores, _ = _scores(query, key, counts, full_counts, *ctx.call)
         lse = torch.logsumexp(scores, dim=-1)
@@ -54,7 +54,7 @@ class _Listed(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_out, grad_lse):
         query, key, value, out, raw, counts, full_counts = ctx.saved_tensors
         lse = raw / LOG2_E
         shared = query.shape[1] // value.shape[1]
@@ -71,7 +71,7 @@ class _Listed(torch.autograd.Function):
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), *[None] * 5
 
 
-def _scores(query, key, counts, full_counts, block_mask, score_mod, scale):  # type: ignore[no-untyped-def]
+def _scores(query, key, counts, full_counts, block_mask, score_mod, scale):
     shared = query.shape[1] // key.shape[1]
     scores = query.float() @ key.float().repeat_interleave(shared, 1).mT * scale
     at = [torch.arange(size) for size in scores.shape]
@@ -81,7 +81,7 @@ def _scores(query, key, counts, full_counts, block_mask, score_mod, scale):  # t
     return scores.masked_fill(~kept, -torch.inf), kept
 
 
-def check_lists(block_mask) -> None:  # type: ignore[no-untyped-def]
+def check_lists(block_mask) -> None:
     """By key the same blocks as by query; widths as torch's kernel needs them."""
     rows, columns = (-(-n // 128) for n in block_mask.seq_lengths)
     for kind in ("", "full_"):
@@ -99,7 +99,7 @@ def check_lists(block_mask) -> None:  # type: ignore[no-untyped-def]
         assert longest <= other
 
 
-def eager_flex(query, key, value, block_mask, *, score_mod, scale):  # type: ignore[no-untyped-def]
+def eager_flex(query, key, value, block_mask, *, score_mod, scale):
     """What ``compiled_flex`` makes, on the CPU."""
     for tensor in (query, key, value):
         assert tensor.storage_offset() == 0
@@ -114,9 +114,9 @@ def eager_flex(query, key, value, block_mask, *, score_mod, scale):  # type: ign
 class EagerFlexKernel(FlexKernel):
     """The whole-task kernel with ``eager_flex`` in place of torch's, for the CPU."""
 
-    def __init__(self, score_mod, mask_mod, name) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, score_mod, mask_mod, name) -> None:
         super().__init__(score_mod, mask_mod, name)
         self._compiled = Cache(128, lambda one: 1)
 
-    def refusal(self, call):  # type: ignore[no-untyped-def]
+    def refusal(self, call):
         return None

@@ -57,7 +57,7 @@ class WatchedKernel(DenseKernel):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         self._watch(task, lambda: super(WatchedKernel, self).backward(task, grads))
 
-    def _watch(self, task: TaskTensors, work) -> None:  # type: ignore[no-untyped-def]
+    def _watch(self, task: TaskTensors, work) -> None:
         if not self.armed or is_trial(task):
             work()
             return
@@ -129,13 +129,13 @@ class Counted(CpuKernel):
     def arm(self, fail_at: set[int]) -> None:
         self.armed, self.fail_at, self.n_calls, self.pairs = True, fail_at, 0, 0
 
-    def rectangle_forward(self, call):  # type: ignore[no-untyped-def]
+    def rectangle_forward(self, call):
         return self._count(call, lambda: super(Counted, self).rectangle_forward(call))
 
-    def rectangle_backward(self, call, saved):  # type: ignore[no-untyped-def]
+    def rectangle_backward(self, call, saved):
         return self._count(call, lambda: super(Counted, self).rectangle_backward(call, saved))
 
-    def _count(self, call, work):  # type: ignore[no-untyped-def]
+    def _count(self, call, work):
         query, key, causal = call.query, call.key, call.causal
         if not self.armed:
             return work()

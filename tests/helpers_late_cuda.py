@@ -34,13 +34,11 @@ class LateStream(FakeStream):
         self.done = 0
 
     def reach(self, position: int) -> None:
-        """See ``FakeStream``."""
         super().reach(position)
         self.done = max(self.done, position)
 
     @property
     def cuda_stream(self) -> LateStream:
-        """What the runtime is given."""
         return self
 
 
@@ -92,21 +90,21 @@ class Driver:
         del self.locked[start]
         return 0
 
-    def cudaMemcpyBatchAsync(self, targets, sources, sizes, count, a, b, c, stream):  # type: ignore[no-untyped-def]
+    def cudaMemcpyBatchAsync(self, targets, sources, sizes, count, a, b, c, stream):
         if not self.batches:
             return (1,)
         for target, source, size in zip(targets, sources, sizes, strict=True):
             self.cudaMemcpyAsync(target, source, size, None, stream)
         return (self.status,)
 
-    def cudaMemcpyAsync(self, target, source, size, kind, stream):  # type: ignore[no-untyped-def]
+    def cudaMemcpyAsync(self, target, source, size, kind, stream):
         self.copied += size
         self.in_one(target, size), self.in_one(source, size)
         if not self.status:
             stream.give(lambda: ctypes.memmove(target, source, size))
         return (self.status,)
 
-    def cudaMemcpy2DAsync(self, target, pitch, source, source_pitch, length, lines, kind, stream):  # type: ignore[no-untyped-def]
+    def cudaMemcpy2DAsync(self, target, pitch, source, source_pitch, length, lines, kind, stream):
         def copy() -> None:
             for line in range(lines):
                 ctypes.memmove(target + line * pitch, source + line * source_pitch, length)
@@ -119,11 +117,9 @@ class LateCuda(FakeDevice):
     """A device whose rows are moved by a ``CudaMover``."""
 
     def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
-        """Those of a CUDA device."""
         return PageLocks(map(by_address, tensors), late=True)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
-        """A CUDA mover on late streams."""
         return LateMover(GPU, n_slots, locks, Clock())
 
 

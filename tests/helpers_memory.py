@@ -47,7 +47,7 @@ class FailingAllocations(TorchDispatchMode):
         self.first, self.count = first, count
         self.seen = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if _returns_fresh_memory(func):
             self.seen += 1
             if self.first <= self.seen < self.first + self.count:

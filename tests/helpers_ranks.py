@@ -74,7 +74,7 @@ def _forked(ranks: int, *told: Any) -> None:
     for rank in range(ranks):
         number = os.fork()
         if not number:
-            mp._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+            mp._prctl_pr_set_pdeathsig(signal.SIGTERM)
             _run(rank, ranks, *told)
             return
         children[number] = rank

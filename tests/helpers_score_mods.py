@@ -15,11 +15,11 @@ from quorum_attention.kernels.masked.geometry import BlockMask, FunctionRule, Ge
 Case = tuple[Any, Any, bool]
 
 
-def softcap(score, b, h, q, k):  # type: ignore[no-untyped-def]
+def softcap(score, b, h, q, k):
     return 2.0 * torch.tanh(score / 2.0)
 
 
-def local_global(b, h, q, k):  # type: ignore[no-untyped-def]
+def local_global(b, h, q, k):
     """Gemma's: one head sees a window, the others everything."""
     return (h >= 1) | ((q - k).abs() <= 20)
 
@@ -35,7 +35,7 @@ def cases(n: int, device: str = "cpu") -> dict[str, Case]:
     slopes = torch.tensor([0.1, 0.02, 0.05, 0.01], dtype=torch.float64, device=device)
     ids = torch.arange(n) * 7 // n
 
-    def alibi(score, b, h, q, k):  # type: ignore[no-untyped-def]
+    def alibi(score, b, h, q, k):
         return score - slopes[h].to(score.dtype) * (q - k).abs()
 
     return {
@@ -54,7 +54,7 @@ def cases(n: int, device: str = "cpu") -> dict[str, Case]:
     }  # fmt: skip
 
 
-def reference(query, key, value, case: Case):  # type: ignore[no-untyped-def]
+def reference(query, key, value, case: Case):
     """(out, lse) of every score, differentiable; key heads may be fewer."""
     score_mod, mask_mod, is_causal = case
     shared = query.shape[1] // key.shape[1]
@@ -76,7 +76,7 @@ def reference(query, key, value, case: Case):  # type: ignore[no-untyped-def]
     return torch.exp(scores - finite.unsqueeze(-1)) @ value, lse
 
 
-def random(n: int, heads: int = 2, kv_heads: int | None = None, **sizes: int):  # type: ignore[no-untyped-def]
+def random(n: int, heads: int = 2, kv_heads: int | None = None, **sizes: int):
     """Query, key, value and an upstream gradient."""
     g, batch = fresh_generator(), sizes.get("batch", 1)
     of_keys = (kv_heads or heads, sizes.get("n_keys", n))
@@ -86,7 +86,7 @@ def random(n: int, heads: int = 2, kv_heads: int | None = None, **sizes: int):  
     ]
 
 
-def run(kernel, tensors, is_causal: bool, **plan):  # type: ignore[no-untyped-def]
+def run(kernel, tensors, is_causal: bool, **plan):
     """(out, lse, gradients), of planned calls if there is anything to plan."""
     q, k, v, grad = tensors
     common = {
@@ -105,7 +105,7 @@ def run(kernel, tensors, is_causal: bool, **plan):  # type: ignore[no-untyped-de
     return out, lse, qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
 
 
-def check(kernel, tensors, exact, is_causal: bool, **plan) -> None:  # type: ignore[no-untyped-def]
+def check(kernel, tensors, exact, is_causal: bool, **plan) -> None:
     """A call and its gradients are those of ``exact(query, key, value) -> (out, lse)`` in
     float64."""
     out, lse, grads = run(kernel, tensors, is_causal, **plan)

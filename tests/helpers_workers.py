@@ -41,5 +41,5 @@ def quick_workers() -> Iterator[None]:
 
 def forks_workers() -> int | None:
     """The number of the process that quick workers are forked from, if there is one."""
-    number: int | None = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    number: int | None = multiprocessing.forkserver._forkserver._forkserver_pid
     return number

@@ -33,8 +33,8 @@ def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
     )
 
 
-def biased(bias: torch.Tensor):  # type: ignore[no-untyped-def]
-    def function(query, key, value, *, is_causal, scale, key_positions):  # type: ignore[no-untyped-def]
+def biased(bias: torch.Tensor):
+    def function(query, key, value, *, is_causal, scale, key_positions):
         scores = scale * query @ key.mT + bias[key_positions]
         if is_causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)

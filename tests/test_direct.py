@@ -166,7 +166,7 @@ def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
     with pytest.raises(ValueError, match="tokens"):
         qa.attention(q, k, v[:, :, 1:], enable_gqa=True)
     with pytest.raises(TypeError, match="is_causal"):
-        qa.attention(q, k, v, is_causal=0, enable_gqa=True)  # type: ignore[arg-type]
+        qa.attention(q, k, v, is_causal=0, enable_gqa=True)
 
 
 # --- By what --------------------------------------------------------------------------------------

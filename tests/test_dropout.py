@@ -146,7 +146,7 @@ def test_a_backward_needs_the_seed() -> None:
 def test_a_kernel_without_dropout_never_leaves_it_out() -> None:
     """Neither one asked for by name, nor a user's, nor for "auto"."""
 
-    def function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+    def function(query, key, value, *, is_causal, scale):
         scores = scale * query @ key.mT
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
 

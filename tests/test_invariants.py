@@ -33,7 +33,7 @@ both_ways = pytest.mark.parametrize("backward", [False, True])
 both_kernels = pytest.mark.parametrize("kernel", ["cpu", "dense"])
 
 
-def one_way(made, backward, **call):  # type: ignore[no-untyped-def]
+def one_way(made, backward, **call):
     """One pass of a call, to be run, with more options if it is given some."""
     if not backward:
         return partial(qa.attention, *made.three, **call)
@@ -42,7 +42,7 @@ def one_way(made, backward, **call):  # type: ignore[no-untyped-def]
     return partial(qa.attention_backward, made.grad_out, *made.three, *results, **call)
 
 
-def two_ways(made, pins=({}, {}), **call):  # type: ignore[no-untyped-def]
+def two_ways(made, pins=({}, {}), **call):
     """Output, log-sum-exp and gradients; ``pins``: more options of either pass."""
     out, lse = qa.attention_with_lse(*made.three, **call, **pins[0])
     return out, lse, *qa.attention_backward(made.grad_out, *made.three, out, lse, **call, **pins[1])
@@ -112,7 +112,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch, order: random.Random) -> None:
     """Every pass runs its tasks in an order of its own."""
     usual = Decomposition.tasks
 
-    def shuffled(self: Decomposition):  # type: ignore[no-untyped-def]
+    def shuffled(self: Decomposition):
         tasks = list(usual(self))
         order.shuffle(tasks)
         return iter(tasks)
@@ -365,7 +365,7 @@ class _Failing(WatchedKernel):
         super().__init__()
         self.error = error
 
-    def _watch(self, task, work) -> None:  # type: ignore[no-untyped-def]
+    def _watch(self, task, work) -> None:
         if self.armed and len(self.started) == 4:
             raise self.error("broken")  # a new one: a kept one would keep the call's frames
         super()._watch(task, work)
@@ -414,7 +414,7 @@ class TestNoNonFiniteNumberOfOurOwn:
     @staticmethod
     def check(
         made, tolerance: float, depth: int, kernel: str, gradients: float = 4.0, **call
-    ) -> None:  # type: ignore[no-untyped-def]
+    ) -> None:
         pin = {
             "attn_mask": call.get("mask"), "is_causal": call.get("is_causal", False),
             "depth": depth, "kernel": kernel,

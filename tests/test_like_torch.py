@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 N, M, D = 5, 7, 4
 
 
-def both(shapes, mask=None, **call):  # type: ignore[no-untyped-def]
+def both(shapes, mask=None, **call):
     """Ours and torch's: results, and gradients of all inputs."""
     made = [torch.randn(s, dtype=torch.float64) for s in shapes]
     found = []
@@ -206,7 +206,7 @@ def test_kernels_see_no_autocast() -> None:
     class Looking(DenseKernel):
         name = "looking"
 
-        def forward(self, task, state):  # type: ignore[no-untyped-def]
+        def forward(self, task, state):
             seen.append(torch.is_autocast_enabled("cpu"))
             super().forward(task, state)
 
@@ -224,7 +224,7 @@ def test_casts_are_within_the_budget(depth, backward) -> None:
     half = [t.bfloat16() for t in wide.three]
     made = qa.attention_with_lse(*half)
 
-    def call(three, budget: int, autocast: bool) -> None:  # type: ignore[no-untyped-def]
+    def call(three, budget: int, autocast: bool) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             if backward:
                 qa.attention_backward(made[0], *three, *made, budget=budget, depth=depth)

@@ -178,7 +178,7 @@ def test_a_batch_without_entries(depth: int | str) -> None:
 class Unhashable:
     """A rule that compares by what it holds, as a dataclass does."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
         return torch.as_tensor(q - k < 9)

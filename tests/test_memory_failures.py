@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [((3,), 2, "device"), ((3,), 1, "host"), ((3,), 3, "host"), ((), 1, "host")],
     ids=str,
 )
-def test_one_failure_anywhere_is_recovered_from(backward, levels, n_cap, accumulator) -> None:  # type: ignore[no-untyped-def]
+def test_one_failure_anywhere_is_recovered_from(backward, levels, n_cap, accumulator) -> None:
     """Only what the call must have whole (its results, an accumulator) may end it: it fails at the
     first allocations, where there are results, accumulators and the first task, then at some."""
     given = inputs(100, heads=2, head_dim=4, dtype=torch.float16)

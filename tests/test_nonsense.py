@@ -33,11 +33,11 @@ class Stands(torch.Tensor):
     @staticmethod
     def __new__(cls, of: torch.Tensor) -> Stands:
         made: Stands = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype)
-        made.of = of  # type: ignore[attr-defined]
+        made.of = of
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         args = tree_map(lambda one: one.of if isinstance(one, cls) else one, args)
         return func(*args, **(kwargs or {}))
 

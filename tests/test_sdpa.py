@@ -234,7 +234,7 @@ def test_a_checkpoint_s_backward_outside_of_the_block_is_noticed() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("bbepuf"), st.booleans(), st.integers(0, 9)), max_size=12)
 )
-def test_whatever_begins_and_ends_in_whatever_order(moves) -> None:  # type: ignore[no-untyped-def]
+def test_whatever_begins_and_ends_in_whatever_order(moves) -> None:
     """Blocks, the permanent patch, and somebody else who wraps the name and lets go again."""
     q, k, v = three(4)
     blocks: list[tuple[Any, bool]] = []

@@ -66,7 +66,7 @@ class Sample(NamedTuple):
 SEED = 123
 
 
-def _torchs(query, key, value, *, dropout_p=0.0, **call):  # type: ignore[no-untyped-def]
+def _torchs(query, key, value, *, dropout_p=0.0, **call):
     """torch's function; one that drops, by torch's own textbook with the pairs that we drop."""
     if not dropout_p:
         return sdpa(query, key, value, **call)

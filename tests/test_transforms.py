@@ -21,7 +21,7 @@ def three(n: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return inputs(n, batch=(3, 2), dtype=torch.float64).three
 
 
-def loss(attention: Attention, **call) -> Attention:  # type: ignore[no-untyped-def]
+def loss(attention: Attention, **call) -> Attention:
     return lambda *tensors: attention(*tensors, **call).square().sum()
 
 
@@ -239,7 +239,7 @@ def test_tensors_of_a_mask_may_come_from_what_is_derived(depth: int) -> None:
 
 def _second_causal(batch: object, head: object, query: object, key: object) -> torch.Tensor:
     """Causal in the second entry of a batch."""
-    return (batch != 1) | (query >= key)  # type: ignore[operator,return-value]
+    return (batch != 1) | (query >= key)
 
 
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}], ids=str)

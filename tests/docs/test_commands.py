@@ -93,7 +93,7 @@ def test_commands_that_have_tests_of_their_own_are_few() -> None:
     table = re.findall(
         r"^\| `quorum-attention (\w+)", (ROOT / "docs" / "commands.md").read_text(), re.M
     )
-    every = set(parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
+    every = set(parser()._subparsers._group_actions[0].choices)
     assert set(table) == every, "the table of commands has them all"
 
 
@@ -155,5 +155,5 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Each command has --json, as docs/commands.md says."""
     assert main(["plan", "--tokens", "4096", "--json", "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["n_tasks"] >= 1
-    for name, one in parser()._subparsers._group_actions[0].choices.items():  # type: ignore
+    for name, one in parser()._subparsers._group_actions[0].choices.items():
         assert "--json" in one._option_string_actions, name

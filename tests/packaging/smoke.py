@@ -28,7 +28,7 @@ def main() -> None:
     print("smoke: passed")
 
 
-def call(qa) -> None:  # type: ignore[no-untyped-def]
+def call(qa) -> None:
     """Calls with their gradients against torch's: one that is cut; one of grouped heads under a
     mask whose rows do not lie together, which torch 2.7 reads wrongly on a CPU."""
     import torch
