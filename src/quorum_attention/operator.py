@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from threading import Lock
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -44,11 +44,9 @@ _CALL = (
     "ScalarType? out_dtype, str options, SymInt[] numbers"
 )
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
-_TAGS = tuple(
-    getattr(torch.Tag, name)
-    for name in ("pt2_compliant_tag", "cudagraph_unsafe")
-    if hasattr(torch.Tag, name)
-)
+_TAGS = [torch.Tag.pt2_compliant_tag]
+if hasattr(torch.Tag, "cudagraph_unsafe"):
+    _TAGS.append(torch.Tag.cudagraph_unsafe)
 # ``recorded``: whether gradients are recorded where the call is written; ``of_mask`` and
 # ``of_sinks``: whether those of mask and sinks are asked for.
 _SCHEMAS = {
@@ -91,13 +89,15 @@ def as_operator(
             refuse_traces("attention", query, key, value)
         return None
     mask, sinks, options, numbers, parts = arguments
-    dropout_p, seed, given = call.dropout_p, None, call.dropout_seed
-    if dropout_p > 0.0 and given is None:
-        # An operator of its own, so that whoever recomputes a graph takes care of it as of any
-        # other random numbers; the same seed goes to the backward.
-        seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu")
-    elif dropout_p > 0.0 and given is not None:
-        seed = torch.full((), given, dtype=torch.int64, device="cpu")
+    seed = None
+    if call.dropout_p > 0.0:
+        # Drawn by an operator of its own, so that whoever recomputes a graph takes care of it as of
+        # any other random numbers; the same seed goes to the backward.
+        kind: Any = {"dtype": torch.int64, "device": "cpu"}
+        if call.dropout_seed is None:
+            seed = torch.randint(1 << 62, (), **kind)
+        else:
+            seed = torch.full((), call.dropout_seed, **kind)
     query, key, value, grouped, without_heads, _ = broadcast_inputs(
         query, key, value, call.enable_gqa
     )
@@ -111,8 +111,8 @@ def as_operator(
         t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
     )
     out, lse, _ = torch.ops.quorum_attention.attention(
-        query, key, value, mask, sinks, seed, parts, float(dropout_p), call.scale, call.is_causal,
-        grouped, call.out_dtype, options, numbers, recorded, recorded and of_mask,
+        query, key, value, mask, sinks, seed, parts, float(call.dropout_p), call.scale,
+        call.is_causal, grouped, call.out_dtype, options, numbers, recorded, recorded and of_mask,
     )  # fmt: skip
     return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
 
@@ -125,16 +125,13 @@ def _arguments(
     attn_mask, written = as_mask(call.attn_mask, query, key), call.written
     if call.out is not None or several(written.devices) or has_transforms():
         return None
-    if not (
-        isinstance(query, torch.Tensor)
-        and isinstance(key, torch.Tensor)
-        and isinstance(value, torch.Tensor)
-        and (attn_mask is None or isinstance(attn_mask, (torch.Tensor, Mask)))
-        and isinstance(call.dropout_p, (int, float))
-        and isinstance(call.is_causal, bool)
-        and isinstance(call.enable_gqa, bool)
-        and (call.scale is None or isinstance(call.scale, (int, float)))
-    ):
+    kinds = (
+        ((query, key, value), torch.Tensor),
+        ((attn_mask,), (torch.Tensor, Mask, type(None))),
+        ((call.is_causal, call.enable_gqa), bool),
+        ((call.dropout_p, 0.0 if call.scale is None else call.scale), (int, float)),
+    )
+    if not all(isinstance(value, kind) for values, kind in kinds for value in values):
         return None
     described = attn_mask if isinstance(attn_mask, Mask) else None
     numbers: list[int] = []
@@ -232,8 +229,7 @@ def _backward(*args: Any) -> list[torch.Tensor]:
     given = BackwardInputs(
         grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
     )
-    number = int(known)
-    settings = _kept.get(number, current()) if number else None
+    settings = _kept.get(int(known), current()) if known else None
     with _mapping_dispatched():
         tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
         grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
@@ -242,23 +238,20 @@ def _backward(*args: Any) -> list[torch.Tensor]:
     return grads
 
 
-# Settings of forwards, for their backwards. A graph that is kept longer than so many have come and
-# gone gets those of the moment.
-_MOST = 1024
+# Settings of the last forwards that had some, for their backwards: a graph that is kept longer gets
+# those of the moment.
+_MOST = 4096
 _kept: dict[int, Layer] = {}
-_lock = Lock()
+_numbers = count(1)
 
 
 def _keep(settings: Layer | None) -> int:
     """A number by which the backward finds them; 0 where there are none."""
     if settings is None:
         return 0
-    # By identity: equal reports are others, and none that is kept has another's.
-    number = hash(tuple([(name, id(value)) for name, value in settings.items()]))
-    with _lock:
-        _kept[number] = _kept.pop(number, settings)
-        if len(_kept) > _MOST:
-            del _kept[next(iter(_kept))]
+    number = next(_numbers)
+    _kept[number] = settings
+    _kept.pop(number - _MOST, None)
     return number
 
 

@@ -108,7 +108,13 @@ def run_backward(
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
-    grads = beside(request, request.cast_bytes, _CASTS, partial(_run_backward, tensors, given))
+    held = request.cast_bytes
+    if request.runner is None and given.grad_mask is True:
+        held += _mask_gradient_bytes(tensors, request)
+    if request.runner is None and given.grad_lse is not None:
+        held += column_bytes(tensors, request, given)
+    what = f"{_CASTS}, and the gradients of mask and log-sum-exp"
+    grads = beside(request, held, what, partial(_run_backward, tensors, given))
     if not given.grad_sinks:
         return grads
     assert tensors.sinks is not None
@@ -126,20 +132,12 @@ def _run_backward(
         made = given.grads or tuple(torch.empty_like(t) for t in tensors[:3])
         return tuple(t.zero_() for t in (*made, *_mask_target(tensors, given)))
     if request.runner is not None:
-        given = given._replace(grad_sinks=False)
-        return request.runner.backward(tensors, request, given)
-
-    def run(left: Request) -> tuple[torch.Tensor, ...]:
-        if given.grad_lse is None:
-            return _run_gradients(tensors, left, given)
-        # The wider inputs are freed before results are made as wide as they should be.
-        made = _run_gradients(*with_columns(tensors, left, given))
-        return (*without_columns(made[:3], left.work, given.grads), *made[3:])
-
-    held = _mask_gradient_bytes(tensors, request) if given.grad_mask is True else 0
-    if given.grad_lse is not None:
-        held += column_bytes(tensors, request, given)
-    return beside(request, held, "the gradients of mask and log-sum-exp", run)
+        return request.runner.backward(tensors, request, given._replace(grad_sinks=False))
+    if given.grad_lse is None:
+        return _run_gradients(tensors, request, given)
+    # The wider inputs are freed before results are made as wide as they should be.
+    made = _run_gradients(*with_columns(tensors, request, given))
+    return (*without_columns(made[:3], request.work, given.grads), *made[3:])
 
 
 def _run_gradients(
@@ -253,10 +251,8 @@ def check_forward(
     if other or 0 in (inputs["query"].numel(), inputs["value"].numel()):
         return
     # The log-sum-exp is the same without dropout.
-    call, written = (
-        replace(call, dropout=None),
-        CallOptions(written.budget, devices=written.devices),
-    )
+    call = replace(call, dropout=None)
+    written = CallOptions(written.budget, devices=written.devices)
     key, width = inputs["key"], inputs["query"].shape[-1]
     scale = width**-0.5 if call.scale is None else call.scale
     # Scores are at most as large as products of norms.
