@@ -84,10 +84,11 @@ def test_by_their_names() -> None:
     assert report.to_dict()["pool"]["forward"]["parts"] == made.parts
     assert report.total.forwards == 1
     leaf = q.clone().requires_grad_()
-    out = qa.attention(leaf, q, q, is_causal=True, devices=TWO)
+    out = qa.attention(leaf, q, q, is_causal=True, devices=TWO, report=report)
     pools.close()
     assert not pools.pool._pools
     out.sum().backward()  # by other workers
+    assert [report.pool.forward.copied_bytes, report.pool.backward.copied_bytes] == [q.nbytes] * 2
     alone = q.clone().requires_grad_()
     qa.attention(alone, q, q, is_causal=True).sum().backward()
     near([leaf.grad], [alone.grad])

@@ -404,17 +404,12 @@ class PoolCall:
         with self._reported(request, backward=sums is not None) as report, torch.no_grad():
             named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=False))
             inputs = {name: t for name, t in {**named, **upstream}.items() if t is not None}
-            shared = {
-                name: self._kept.get(name) or share(tensor.detach(), mappings)
-                for name, tensor in inputs.items()
-            }
-            self._kept |= {name: shared[name] for name in named if name in shared}
+            new = {n: share(t.detach(), mappings) for n, t in inputs.items() if n not in self._kept}
             report.copied_bytes = sum(
-                own.nbytes
-                for name, (_, own) in shared.items()
-                if own.data_ptr() != inputs[name].data_ptr()
+                own.nbytes for n, (_, own) in new.items() if own.data_ptr() != inputs[n].data_ptr()
             )
-            handles = {name: handle for name, (handle, _) in shared.items()}
+            self._kept |= {name: new[name] for name in named if name in new}
+            handles = {name: (new.get(name) or self._kept[name])[0] for name in inputs}
             results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             for name, (given, shape, dtype) in wanted.items():
                 if given is None:
