@@ -36,7 +36,7 @@ _CLOSE = 1e-6
 # have to be added up.
 _PIECES, _FEW_HEADS = 10, 4
 # No order takes much longer: a device that is lost loses all of its order.
-_LONGEST_SECONDS = 5.0
+_LONGEST_SECONDS = 2.0
 
 
 def block_of(call: WholeCall, entry: int, heads: Interval, rows: Interval) -> Block:
