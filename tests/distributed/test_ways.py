@@ -11,7 +11,7 @@ import torch
 from helpers_masks import dense
 
 from quorum_attention import Mask
-from quorum_attention.distributed.masks import pairs_above
+from quorum_attention.distributed.attention import pairs_above
 from quorum_attention.distributed.partition import (
     RowBytes,
     Sequences,

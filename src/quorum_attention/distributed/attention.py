@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,20 +22,23 @@ from quorum_attention.api import attention_with_lse
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import Arguments, CallOptions, current, filled
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.validation import Tensors, as_tensor
+from quorum_attention.call.validation import Tensors, as_mask, as_tensor, check_tensors
 from quorum_attention.counts import shown
-from quorum_attention.distributed import agreement, masks, partition
-from quorum_attention.distributed.report import ShardedReport
-from quorum_attention.distributed.run import Sharded
+from quorum_attention.decomposition.intervals import cut
+from quorum_attention.distributed import agreement, partition
+from quorum_attention.distributed.run import Sharded, ShardedReport
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.masked.resolve import Sizes
+from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, described, resolve
 from quorum_attention.kernels.merge import join_sinks_, merge_
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
-from quorum_attention.mask import Mask
+from quorum_attention.mask import Mask, map_tensors
 
+# Fields with a number for each token.
+_PER_TOKEN = ("documents", "key_padding")
+_KEPT: WeakKeyDictionary[ResolvedMask, tuple[int, ...]] = WeakKeyDictionary()
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
 # (kernels/reference.py), which needs whole rows.
 _WIDENED_PAIRS = 1 << 16
@@ -105,7 +109,7 @@ def attention(
     """
     group = agreement.member_of(group)
     written = CallOptions(budget, None, depth, kernel)
-    mask = masks.checked_mask(attn_mask)
+    mask = _checked_mask(attn_mask)
     said = Arguments(
         None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, written=filled(written)
     )
@@ -116,19 +120,19 @@ def attention(
     of_sizes = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
     arguments: agreement.Signature = {
         **{name: getattr(work, name) for name in of_sizes},
-        "scale": shard.scale, "attn_mask": masks.signature_of(mask),
+        "scale": shard.scale, "attn_mask": _signature_of(mask),
         "dropout_p": 0.0 if dropout is None else dropout.p,
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
         "gradients": shard.records,
     }  # fmt: skip
-    columns = [t.shape[-1] for name, t in masks.tensors_of(mask) if name in masks.PER_TOKEN]
+    columns = [t.shape[-1] for name, t in _tensors_of(mask) if name in _PER_TOKEN]
     sizes = agreement.agreed_sizes(
         group, query, {"call": "attention", **arguments}, columns, lengths
     )
     tokens, kept = sum(sizes), None
     if mask is not None:
-        mask = masks.whole_mask(mask, group, sizes, inputs)
-        kept = masks.pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
+        mask = _whole_mask(mask, group, sizes, inputs)
+        kept = pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
         agreement.agreed_number(
             group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)}
         )
@@ -199,7 +203,7 @@ def decode(
     group = agreement.member_of(group)
     for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
         as_tensor(tensor, name)
-    mask = masks.checked_mask(attn_mask, query, key)
+    mask = _checked_mask(attn_mask, query, key)
     agreement.check_kernel_of_parts(kernel)
     sinks = None if mask is None else mask.sinks
     heads, queries, head_dim = query.shape[-3:]
@@ -277,12 +281,12 @@ def _assigned(
     units: Literal["pairs", "rows", "heads"] = "heads"
     if whole.dropout is None:
         units = "pairs" if kept is None else "rows"
-    starts, element = (0, *accumulate(sizes)), inputs[0].element_size()
+    starts, element = (0, *accumulate(sizes)), batch * inputs[0].element_size()
     of = partition.Sequences(starts, heads, whole.kv_heads, whole.is_causal, units, kept=kept)
-    pair_flops = 2.0 * (head_dim + value_dim)
+    pair_flops = 2.0 * batch * (head_dim + value_dim)
     in_turns = units == "pairs" and not on_host(inputs[0].device)
-    of = replace(of, turns=partition.turns_of(in_turns * batch * of.pairs / of.ranks * pair_flops))
-    state = max(4, element)
+    of = replace(of, turns=partition.turns_of(in_turns * of.pairs / of.ranks * pair_flops))
+    state = max(4 * batch, element)
     moved = partition.RowBytes(
         query=head_dim * element, out=value_dim * element, partial=(value_dim + 1) * state,
         key=(head_dim + value_dim) * element, lse=state,
@@ -308,7 +312,7 @@ class _Attention(torch.autograd.Function):
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            read = [tensor for _, tensor in masks.tensors_of(call.mask)]
+            read = [tensor for _, tensor in _tensors_of(call.whole.mask)]
             ctx.save_for_backward(*saved, *read)
             ctx.count = len(saved)
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
@@ -330,3 +334,94 @@ class _Attention(torch.autograd.Function):
         with agreement.exchanging(group):
             made = call.backward(grad_out, ctx.shapes, saved, of_mask)
         return (*made, *of_mask, None)
+
+
+def _checked_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Mask | None:
+    """The argument ``attn_mask`` as a ``Mask``.
+
+    Args:
+        query, key: as of ``as_mask``.
+
+    Raises:
+        TypeError: it is none.
+    """
+    attn_mask = as_mask(attn_mask, query, key)
+    if attn_mask is None or isinstance(attn_mask, Mask):
+        return attn_mask
+    if isinstance(attn_mask, torch.Tensor):
+        return Mask(bias=attn_mask)
+    raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
+
+
+def _whole_mask(
+    mask: Mask,
+    group: dist.ProcessGroup,
+    lengths: Sequence[int],
+    shard: Tensors,
+) -> Mask:
+    """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
+
+    Args:
+        lengths: rows of every rank.
+        shard: this rank's part of the call.
+
+    Raises:
+        ValueError: a bias or sinks do not fit the whole call, by name.
+    """
+    rows, tokens, most = shard.query.shape[-2], sum(lengths), max(lengths)
+
+    def gathered(mine: torch.Tensor, name: str) -> torch.Tensor:
+        # Where one rank has all rows the two cannot be told apart there, so all of them gather.
+        if name not in _PER_TOKEN or len(lengths) == 1 or mine.shape[-1] == tokens > most:
+            return mine
+        own = torch.atleast_2d(mine)[:, :rows].cpu()
+        return torch.cat(agreement.told(group, own), dim=1).to(mine.device)
+
+    mask = map_tensors(mask, gathered)
+    # Bias and sinks have to fit the whole call.
+    query, key, value = (
+        t.new_empty(()).expand(*t.shape[:-2], tokens, t.shape[-1]) for t in shard[:3]
+    )
+    check_tensors(query, key, value, Arguments(mask, enable_gqa=True))
+    bias, batch_shape = mask.bias, shard.query.shape[:-3]
+    if bias is None or bias.dim() <= 3 or len(batch_shape) <= 1:
+        return mask
+    return replace(mask, bias=bias.expand(*batch_shape, *bias.shape[-3:]).flatten(0, -4))
+
+
+def pairs_above(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[int, ...]:
+    """Pairs of a head's rows that the mask keeps, as ``Sequences.kept``; those that rules of single
+    pairs leave out are counted as well."""
+    resolved, n = resolve(mask, sizes, is_causal), sizes.n_queries
+    if resolved not in _KEPT:
+        edges = range(0, n + partition.step_of(n), partition.step_of(n))
+        kept = [0] * len(edges)
+        for geometry in resolved.geometries:
+            blocks = [(0, n, 0, n)] if geometry.blocks is None else geometry.blocks.tolist()
+            for start, stop, *keys in blocks:
+                for rows in cut((start, stop), edges):
+                    kept[rows.start // edges.step + 1] += geometry.band.count(*rows, *keys)
+        _KEPT[resolved] = tuple(accumulate(kept))
+    return _KEPT[resolved]
+
+
+def _signature_of(mask: Mask | None) -> Any:
+    """What must be the same on all ranks; of tensors for each token all but how many they have."""
+    tensors = _tensors_of(mask)
+    shapes = [(n, tuple(t.shape[: -1 if n in _PER_TOKEN else None])) for n, t in tensors]
+    return mask and (described(mask), shapes)
+
+
+def _tensors_of(mask: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a ``Mask``, by the names of their fields; of None none."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def seen(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        found.append((name, tensor))
+        return tensor
+
+    if mask is not None:
+        map_tensors(mask, seen)
+        own = {"bias": mask.bias, "sinks": mask.sinks}
+        found += [(name, tensor) for name, tensor in own.items() if tensor is not None]
+    return found

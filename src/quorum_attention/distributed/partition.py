@@ -212,12 +212,6 @@ class Assignment:
         """Stages of the rank that has most of them."""
         return max(map(len, self.shares))
 
-    @cached_property
-    def most_calls(self) -> int:
-        """Attention calls of the rank that makes most of them: one, where heads are whole."""
-        calls = (sum(map(len, stages)) for stages in self.shares)
-        return 1 if self.whole_heads else max(calls)
-
     def pairs(self, rank: int) -> int:
         """Pairs that a rank computes."""
         return sum(map(self.of.count, chain.from_iterable(self.shares[rank])))
@@ -333,13 +327,17 @@ def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignmen
     def cost(way: Assignment) -> tuple[float, int, float]:
         return max(_TOLERATED, way.imbalance), way.most_received(sizes), way.imbalance
 
+    def calls(way: Assignment) -> int:
+        """Of the rank that makes most; where heads are whole, turns do not count."""
+        return 1 if way.whole_heads else max(sum(map(len, stages)) for stages in way.shares)
+
     ways = list(every_way(of))
     whole, fewest = ways[0], min(ways, key=cost)
     little = _LITTLE * of.pairs / of.ranks * pair_flops * _BYTES_A_FLOP
     enough = max(2 * fewest.most_received(sizes), little)
     if of.heads % of.ranks or whole.most_received(sizes) > enough:
         return fewest
-    return min((way for way in ways if way.most_calls <= whole.most_calls), key=cost)
+    return min((way for way in ways if calls(way) <= calls(whole)), key=cost)
 
 
 def every_way(of: Sequences) -> Iterator[Assignment]:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any
@@ -26,13 +26,12 @@ from quorum_attention.call.options import CallOptions, filled
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.partition import Assignment, Block, Piece, Side
-from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.mask import Mask
 from quorum_attention.passes import compute_block
+from quorum_attention.sizes import format_bytes
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
@@ -113,9 +112,8 @@ class Transfer:
 
     Args:
         shards: of queries and of keys: this rank's rows, or where their results belong.
-        results: what this rank has computed, if rows go from who computed them to who owns them;
-            None: they come from their owner.
-        state: dtype of results that have to be added up.
+        results: what this rank has computed; of inputs nothing, which come from their owners.
+        state: dtype of results that have to be added up, which go to their owners; None: of inputs.
 
     Attributes:
         received_bytes: from other ranks.
@@ -127,35 +125,30 @@ class Transfer:
         pieces: Iterable[Piece],
         shards: tuple[Gathered, Gathered],
         group: dist.ProcessGroup,
-        results: Sides | None = None,
-        state: torch.dtype | None = None,
+        results: Sides,
+        state: torch.dtype | None,
     ) -> None:
         here, ranks, device = group.rank(), group.size(), shards[0].tensors[0].device
         outgoing, incoming = ([list[_Like]() for _ in range(ranks)] for _ in range(2))
         sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         coming: list[tuple[Piece, int, Sequence[torch.Tensor]]] = []
         for piece in pieces:
-            shard, heads = shards[piece.side.of_keys], piece.side.heads
-            ends = piece.owner, piece.rank
-            source, target = ends if results is None else ends[::-1]
+            shard, heads, rows = shards[piece.side.of_keys], piece.side.heads, piece.rows
             own: Sequence[torch.Tensor] = ()
+            source, target = piece.owner, piece.rank
+            if state is not None:
+                source, target = target, source
             if source == here:
-                rows = shard if results is None else results[piece.side]
-                own = rows.at(heads, piece.rows)[: len(shard.tensors)]
-            likes = [
-                (
-                    (t.shape[0], heads.length, piece.rows.length, *t.shape[3:]),
-                    t.dtype if state is None or piece.alone else state,
-                )
-                for t in shard.tensors
-            ]
+                own = results.get(piece.side, shard).at(heads, rows)[: len(shard.tensors)]
             if target == here:
                 coming.append((piece, source, own))
-                if source != here:
-                    incoming[source] += likes
-            elif source == here:
-                outgoing[target] += likes
-                sent[target] += own
+            if source == target:
+                continue
+            for t in shard.tensors:
+                dtype = t.dtype if state is None or piece.alone else state
+                like = (t.shape[0], heads.length, rows.length, *t.shape[3:]), dtype
+                (incoming[source] if target == here else outgoing[target]).append(like)
+            sent[target] += own
         outbox, go, places = _message(outgoing, device)
         inbox, come, came = _message(incoming, device)
         for place, part in zip(chain(*places), chain(*sent), strict=True):
@@ -203,6 +196,50 @@ def _runs(rows: tuple[Interval, ...], pieces: tuple[Interval, ...]) -> list[tupl
     return [(run.start, run.length) for run in runs]
 
 
+@dataclass(slots=True)
+class ShardedReport:
+    """Filled by ``distributed.attention``, on every rank for itself.
+
+    Attributes:
+        way: how pairs were given to ranks; it moved the fewest bytes of those that share the work
+            evenly (distributed/partition.py).
+        rank, ranks: of the group.
+        pairs: query-key pairs that this rank computes.
+        imbalance: the most pairs of any rank, over an equal share.
+        forward_bytes, backward_bytes: received by this rank.
+        most_forward_bytes: received in a forward by the rank that receives most, as counted
+            beforehand.
+        stages: transfers that go on beside computation.
+        kept: whether the forward's inputs stay where they were computed with until the backward.
+        calls: what each attention call of this rank did, in the order of the calls.
+    """
+
+    way: str = ""
+    rank: int = 0
+    ranks: int = 1
+    pairs: int = 0
+    imbalance: float = 1.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    most_forward_bytes: int = 0
+    stages: int = 0
+    kept: bool = False
+    calls: list[Report] = field(default_factory=list)
+
+    def fill(self, group: dist.ProcessGroup, **known: Any) -> None:
+        """Fill in what is known; the rest is emptied."""
+        ShardedReport.__init__(self, rank=group.rank(), ranks=group.size(), **known)
+
+    def __str__(self) -> str:
+        both = f"{format_bytes(self.forward_bytes)} received"
+        if self.backward_bytes:
+            both += f" forward, {format_bytes(self.backward_bytes)} backward"
+        return (
+            f"rank {self.rank} of {self.ranks}: {self.way}, {self.pairs:,} pairs "
+            f"(the largest share is {self.imbalance:.3f} of an equal one), {both}"
+        )
+
+
 # Of queries; of keys and values.
 _Shards = tuple[Gathered, Gathered]
 _OF_QUERIES = ("query", "out", "lse", "grad_out")
@@ -236,16 +273,10 @@ class Sharded:
         return alive(self._group)
 
     @property
-    def mask(self) -> Mask | None:
-        """The mask of the whole sequence."""
-        mask = self.whole.mask
-        assert not isinstance(mask, torch.Tensor)
-        return mask
-
-    @property
     def learned(self) -> OfMask:
         """The tensors of the mask that may have gradients."""
-        return (None, None) if self.mask is None else (self.mask.bias, self.mask.sinks)
+        mask: Any = self.whole.mask
+        return (None, None) if mask is None else (mask.bias, mask.sinks)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
@@ -271,9 +302,7 @@ class Sharded:
             return made
 
         shards, targets = self._shards([query], [key, value]), self._shards(results, [])
-        received = self._stages(shards, compute, targets, state, kept)
-        if self.report is not None:
-            self.report.forward_bytes = received
+        self._stages("forward_bytes", shards, compute, targets, state, kept)
         return out, kept if self.assignment.kept else [query, key, value, *results]
 
     def backward(
@@ -302,9 +331,8 @@ class Sharded:
                 rows.tensors[:0] = islice(held, 2 if side.of_keys else 3)
             return self._computed(stage, sides, state, of_mask)
 
-        received = self._stages(shards, compute, self._shards(grads[:1], grads[1:]), state)
-        if self.report is not None:
-            self.report.backward_bytes = received
+        targets = self._shards(grads[:1], grads[1:])
+        self._stages("backward_bytes", shards, compute, targets, state)
         return grads
 
     def _shards(self, of_queries: list[torch.Tensor], of_keys: list[torch.Tensor]) -> _Shards:
@@ -317,15 +345,17 @@ class Sharded:
 
     def _stages(
         self,
+        counted_as: str,
         shards: _Shards,
         compute: Callable[[int, Sides], Sides],
         targets: _Shards,
         state: torch.dtype,
         kept: Sequence[torch.Tensor] = (),
-    ) -> int:
-        """Run a pass; returns the bytes received.
+    ) -> None:
+        """Run a pass.
 
         Args:
+            counted_as: name of the bytes received, in the report.
             shards: this rank's rows of what is sent to those that compute with it.
             compute: the results of a stage, from its number and the rows that came.
             targets: this rank's rows of the results, of which it writes all.
@@ -334,16 +364,16 @@ class Sharded:
         """
         group, n_stages = self.group, self.assignment.n_stages
 
-        def send(stage: int, rows: _Shards, *results: Any) -> Transfer:
+        def send(stage: int, rows: _Shards, results: Sides, of: torch.dtype | None) -> Transfer:
             pieces = self.assignment.moving(self.rank, stage)
             some = [piece for piece in pieces if rows[piece.side.of_keys].tensors]
-            return Transfer(some, rows, group, *results)
+            return Transfer(some, rows, group, results, of)
 
-        coming, backs = [send(0, shards)] if n_stages else [], list[Transfer]()
+        coming, backs = [send(0, shards, {}, None)] if n_stages else [], list[Transfer]()
         lanes = TwoStreams(targets[0].tensors[0].device, self.two_streams)
         for stage in range(n_stages):
             if stage + 1 < n_stages:
-                coming.append(send(stage + 1, shards))
+                coming.append(send(stage + 1, shards, {}, None))
             lanes.reads(stage, *coming[0].messages)
             with lanes.turn(stage):
                 results = compute(stage, self._gathered(stage, coming[0], shards))
@@ -354,7 +384,8 @@ class Sharded:
             del results, made
         lanes.meet()
         self._collect(backs, targets)
-        return sum(back.received_bytes for back in backs)
+        if self.report is not None:
+            setattr(self.report, counted_as, sum(back.received_bytes for back in backs))
 
     def _gathered(self, stage: int, came: Transfer, shards: _Shards) -> Sides:
         """The rows of a stage that came, of queries and of keys."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from quorum_attention.counts import shown
 from quorum_attention.distributed.attention import attention
-from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.distributed.run import ShardedReport
 from quorum_attention.kernels.protocol import InnerKernel
 
 if TYPE_CHECKING:

@@ -1,0 +1,263 @@
+"""Sharded calls and steps of decoding on Gloo processes give what one device gives, whatever ranks,
+shards, heads and masks. All share their processes, which take long to start."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_masks import exact, off
+from helpers_ranks import compare, inputs_of, random_calls, spawn
+from torch.utils.checkpoint import checkpoint
+
+import quorum_attention as qa
+from quorum_attention import Mask
+from quorum_attention import distributed as sharded
+from quorum_attention.distributed import partition
+
+
+def _all_of_it(rank: int) -> None:
+    groups = {2: dist.new_group([0, 1]), 3: dist.new_group([0, 1, 2]), 5: dist.group.WORLD}
+    for ranks, group in groups.items():
+        assert group is not None
+        if rank < ranks:
+            assert not random_calls(1000 * ranks, 10, group)
+        if rank < ranks < 5:
+            _in_turns(rank, group)
+            _decoding(rank, group)
+            _biases_learn(rank, group)
+            _dropout_under_masks(rank, group)
+    if rank < 2:
+        for check in (
+            _what_a_rank_computes_is_cut, _strided_and_without_batch, _one_rank_alone, _twice,
+            _no_second_derivative, _recomputed, _under_autocast, _refusals,
+        ):  # fmt: skip
+            torch.manual_seed(1)
+            check(rank, groups[2])
+
+
+def test_on_processes(tmp_path: Path) -> None:
+    spawn(_all_of_it, 5, tmp_path)
+
+
+def _what_a_rank_computes_is_cut(rank: int, group: dist.ProcessGroup) -> None:
+    tensors = inputs_of(3, 3, 1400, 16, 16, torch.float32, 1)
+    report = compare(rank, [900, 500], tensors, True, depth=1, group=group)
+    assert report.imbalance < 1.05
+    assert len(report.calls) > 2
+    cut = [one.forward for one in report.calls if one.forward is not None and one.forward.levels]
+    assert cut, "nothing was cut"
+    received = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(received, torch.tensor([float(report.forward_bytes)]), group=group)
+    assert max(float(r) for r in received) == pytest.approx(report.most_forward_bytes, rel=0.01)
+
+
+def _strided_and_without_batch(rank: int, group: dist.ProcessGroup) -> None:
+    q, k, v, _ = inputs_of(4, 2, 64, 8, 8, torch.float64, 1)
+    mine = [t[0, :, 32 * rank : 32 * rank + 32].transpose(0, 1).contiguous() for t in (q, k, v)]
+    out = sharded.attention(
+        *(t.transpose(0, 1) for t in mine), enable_gqa=True, scale=-0.3, group=group
+    )
+    whole = qa.attention(q, k, v, enable_gqa=True, scale=-0.3)[0, :, 32 * rank : 32 * rank + 32]
+    assert (out - whole).abs().max() < 1e-12
+
+
+def _one_rank_alone(rank: int, group: dist.ProcessGroup) -> None:
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    q = torch.randn(1, 2, 40, 8)
+    got = sharded.attention(q, q, q, group=alone, is_causal=True)
+    assert torch.allclose(got, qa.attention(q, q, q, is_causal=True), atol=1e-6)
+
+
+def _twice(rank: int, group: dist.ProcessGroup) -> None:
+    q, k, v = (torch.randn(1, 4, 6, 8, requires_grad=True) for _ in range(3))
+    out = sharded.attention(q, k, v, group=group, lengths="equal")
+    out.sum().backward(retain_graph=True)
+    once = q.grad.clone()
+    out.sum().backward()
+    assert torch.allclose(q.grad, 2 * once)
+    with torch.no_grad():
+        assert not sharded.attention(q, q, q, group=group).requires_grad
+
+
+def _no_second_derivative(rank: int, group: dist.ProcessGroup) -> None:
+    """It is an error, and no zero, where heads are exchanged whole and where they are not."""
+    for heads in (2, 1):
+        q = torch.randn(1, heads, 10, 8, requires_grad=True)
+        out = sharded.attention(q, q, q, group=group)
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives of quorum_attention"):
+            (q.sum() + grad.square().sum()).backward()
+
+
+def _refusals(rank: int, group: dist.ProcessGroup) -> None:
+    """Before anything is sent, on all ranks alike; autocast is as an argument."""
+    q = torch.randn(1, 2, 10, 8)
+    for wrong, name in (
+        ({"query": q.to(torch.int32)}, "query must be"),
+        ({"key": q[:, :, :3]}, "heads and tokens"),
+        ({"attn_mask": 3}, "attn_mask"),
+        ({"report": 3}, "report"),
+        ({"depth": -1}, "depth"),
+        ({"kernel": "none such"}, "none such"),
+        ({"attn_mask": Mask(documents=torch.zeros(7, dtype=torch.int64))}, "documents"),
+        ({"attn_mask": torch.zeros(10, 10)}, r"attn_mask.*broadcast"),
+        ({"attn_mask": Mask(sinks=torch.zeros(3))}, "sinks"),
+    ):
+        named = {"query": q, "key": q, "value": q, "group": group, **wrong}
+        with pytest.raises((TypeError, ValueError), match=name):
+            sharded.attention(**named)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype"), torch.autocast("cpu", enabled=rank == 0):
+        sharded.attention(q, q, q, group=group)
+    documents = torch.zeros(20, dtype=torch.int64)
+    k = q.clone().requires_grad_()
+    out = sharded.attention(k, k, k, Mask(documents=documents), group=group)
+    documents[3] = 1
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        out.sum().backward()
+
+
+def _in_turns(rank: int, group: dist.ProcessGroup) -> None:
+    """Heads that divide by the ranks are exchanged in turns, whole, and nothing is added up."""
+    turns_of, partition.turns_of = partition.turns_of, lambda flops: 3
+    ranks = group.size()
+    sizes, dtype, element = {
+        2: ([5, 12], torch.float64, 8),
+        3: ([7, 0, 4], torch.bfloat16, 4),  # calls this small are widened
+    }[ranks]
+    tensors = inputs_of(8 * ranks, 4 * ranks, sum(sizes), 16, 8, dtype, 2)
+    report = compare(rank, sizes, tensors, ranks == 2, group=group, lengths=sizes)
+    assert (report.way, report.stages, report.kept) == ("heads exchanged", 3, True)
+    assert len(report.calls) == 6
+    if rank != sizes.index(max(sizes)):
+        foreign, own = sum(sizes) - sizes[rank], sizes[rank] * (ranks - 1)
+        inward, back = 8 * 16 + 4 * 16 + 4 * 8, 8 * 8
+        assert report.forward_bytes == 2 * element * (foreign * inward + own * back)
+        assert report.backward_bytes == 2 * element * (foreign * back + own * inward)
+    partition.turns_of = turns_of
+
+
+def _biases_learn(rank: int, group: dist.ProcessGroup) -> None:
+    """Of heads that divide and of heads that do not, the sums over the ranks are the gradient; also
+    of a bias that all heads share, with several batch dimensions, with dropout."""
+    ranks = dist.get_world_size(group)
+    n, rows = 11 * ranks, slice(11 * rank, 11 * rank + 11)
+    for heads, kv_heads, *sizes in (
+        (2 * ranks, ranks, n, n),
+        (5, 1, 5, 1, n),
+        (1, 1, 2, 1, 1, n, n),
+        (5, 1, 3, 5, n, n),
+    ):
+        torch.manual_seed(heads)
+        q, upstream = (torch.randn(2, 3, heads, n, 8, dtype=torch.float64) for _ in range(2))
+        k, v = (torch.randn(2, 3, kv_heads, n, 8, dtype=torch.float64) for _ in range(2))
+        bias = torch.randn(sizes, dtype=torch.float64)
+        options = {"is_causal": True, "dropout_p": 0.2, "dropout_seed": 5, "enable_gqa": True}
+        found = []
+        for call, part in ((qa.attention, slice(n)), (sharded.attention, rows)):
+            learns = bias.clone().requires_grad_()
+            named = {} if call is qa.attention else {"group": group}
+            out = call(*(t[..., part, :] for t in (q, k, v)), learns, **options, **named)
+            out.backward(upstream[..., part, :])
+            found.append(learns.grad)
+        dist.all_reduce(found[1], group=group)
+        assert found[1].shape == bias.shape
+        assert off(found[1], found[0]) < 1e-11, (heads, sizes)
+
+
+def _dropout_under_masks(rank: int, group: dist.ProcessGroup) -> None:
+    """The same pairs are dropped as on one device, heads that divide or not."""
+    ranks = dist.get_world_size(group)
+    for heads, kv_heads, mask in (
+        (2 * ranks, 2 * ranks, Mask(window=(7, 0), sinks=torch.linspace(-1, 1, 2 * ranks))),
+        (5, 1, Mask(causal=True, offset=4)),
+        (1, 1, Mask(causal="lower_right", offset=-3)),
+    ):
+        torch.manual_seed(heads)
+        tensors = inputs_of(heads, kv_heads, 20 * ranks, 8, 8, torch.float64, 2)
+        if mask.sinks is not None:
+            mask = replace(mask, sinks=mask.sinks.double())
+        options = {
+            "dropout_p": 0.4, "dropout_seed": 11, "enable_gqa": True,
+            "is_causal": mask.offset is None,
+        }  # fmt: skip
+        one = [t.clone().requires_grad_() for t in tensors[:3]]
+        whole = qa.attention(*one, mask, **options)
+        whole.backward(tensors[3])
+        rows = slice(20 * rank, 20 * rank + 20)
+        mine = [t[:, :, rows].clone().requires_grad_() for t in tensors[:3]]
+        out = sharded.attention(*mine, mask, group=group, **options)
+        out.backward(tensors[3][:, :, rows])
+        assert off(out, whole[:, :, rows]) < 1e-11
+        for got, true in zip(mine, one, strict=True):
+            assert off(got.grad, true.grad[:, :, rows]) < 1e-11
+    q, k, v = (torch.randn(1, ranks, 8, 8, requires_grad=True) for _ in range(3))
+    out = sharded.attention(q, k, v, dropout_p=0.5, group=group)
+    out.sum().backward()
+    assert not torch.equal(out, sharded.attention(q, k, v, dropout_p=0.5, group=group))
+
+
+def _recomputed(rank: int, group: dist.ProcessGroup) -> None:
+    """Under a checkpoint all ranks recompute, also those that had nothing to compute."""
+    q, upstream = (torch.randn(1, 1, 6, 8, dtype=torch.float64) for _ in range(2))
+    for reentrant in (False, True):
+        grads = []
+        for checkpointed in (False, True):
+            x = q.clone().requires_grad_()
+
+            def call(x: torch.Tensor) -> torch.Tensor:
+                return sharded.attention(x, x, x, group=group, dropout_p=0.3, dropout_seed=2)
+
+            out = checkpoint(call, x, use_reentrant=reentrant) if checkpointed else call(x)
+            out.backward(upstream)
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+
+
+def _under_autocast(rank: int, group: dist.ProcessGroup) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sharded.attention(q, k, v, group=group)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def _decoding(rank: int, group: dist.ProcessGroup) -> None:
+    ranks = group.size()
+    for number in range(12):
+        draw = random.Random(f"decoding {ranks} {number}")
+        sizes = [draw.choice([0, 1, draw.randint(1, 50)]) for _ in range(ranks)]
+        kv_heads, dtype = draw.choice([1, 2, 3]), draw.choice(list(ALLOWED))
+        heads, queries, n = kv_heads * draw.choice([1, 4]), draw.choice([1, 1, 3]), sum(sizes)
+        torch.manual_seed(number)
+        _, k, v, _ = inputs_of(heads, kv_heads, n, 8, 12, dtype, 2)
+        q = torch.randn(2, heads, queries, 8, dtype=dtype)
+        mask = Mask(bias=torch.rand(2, 1, queries, n) < draw.choice([0.2, 0.9, 1.0]))
+        if draw.random() < 0.4:
+            mask = replace(mask, sinks=torch.randn(heads))
+        if draw.random() < 0.3:
+            mask = replace(mask, softcap=1.5)
+        rows, report = slice(*[0, *accumulate(sizes)][rank : rank + 2]), sharded.ShardedReport()
+        got = sharded.decode(
+            q, k[:, :, rows], v[:, :, rows], replace(mask, bias=mask.bias[..., rows]),
+            group=group, scale=0.4, enable_gqa=True, report=report,
+        )  # fmt: skip
+        upstream = torch.zeros(2, heads, queries, 12)
+        wanted = exact(q, k, v, upstream, mask, 0.4).out if n else torch.zeros(())
+        assert got.dtype == dtype
+        assert off(got, wanted.expand(got.shape)) <= ALLOWED[dtype], (number, sizes)
+        every = [torch.empty_like(got) for _ in sizes]
+        dist.all_gather(every, got, group=group)
+        assert all(torch.equal(one, got) for one in every)
+        numbers = 2 * heads * queries * (12 + 1) + 1
+        element = 8 if dtype == torch.float64 else 4
+        assert report.forward_bytes == (ranks - 1) * numbers * element
