@@ -89,8 +89,9 @@ def random(n: int, heads: int = 2, kv_heads: int | None = None, **sizes: int):
 def run(kernel, tensors, is_causal: bool, **plan):
     """(out, lse, gradients), of planned calls if there is anything to plan."""
     q, k, v, grad = tensors
+    device = plan.pop("device", "cpu")
     common = {
-        "is_causal": is_causal, "kernel": kernel, "devices": "cpu",
+        "is_causal": is_causal, "kernel": kernel, "devices": device,
         "enable_gqa": q.shape[1] != k.shape[1],
     }  # fmt: skip
     plans = [None, None]
@@ -98,7 +99,7 @@ def run(kernel, tensors, is_causal: bool, **plan):
         plans = [
             qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
                     n_keys=k.shape[2], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
-                    backward=backward, device="cpu", **plan)
+                    backward=backward, device=device, **plan)
             for backward in (False, True)
         ]  # fmt: skip
     out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)

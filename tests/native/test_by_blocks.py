@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,26 +76,14 @@ def test_a_window_beside_a_rule(device: str) -> None:
     check(inputs, mask, 0.25, (2e-5, 1e-4), device=device, kernel="native")
 
 
-class Table:
-    def __init__(self, kept: torch.Tensor) -> None:
-        self.kept = kept
-
-
 def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
-    original = runs.listed_blocks
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(runs, "listed_blocks", counted)
+    made, original = [], runs.listed_blocks
+    monkeypatch.setattr(runs, "listed_blocks", lambda *args: made.append(1) or original(*args))
     q, k, v = (torch.randn(1, 1, 20, 16, device=device) for _ in range(3))
-    kept = torch.zeros(20, dtype=torch.bool, device=device)
-    kept[:13] = True
-    hidden = Table(kept.clone())
+    kept = torch.arange(20, device=device) < 13
+    held = SimpleNamespace(kept=kept.clone())
 
     def call(mask: Mask, keys: torch.Tensor) -> int:
         out = qa.attention(q, k, v, attn_mask=mask, kernel="native")
@@ -103,12 +91,11 @@ def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
         assert off(out, want.double().cpu()) <= 2e-5
         return len(made)
 
-    seen = Mask(keeps=lambda b, h, q, k: kept[k])
-    assert [call(seen, kept), call(seen, kept)] == [1, 1]
-    kept[:] = False
-    kept[:7] = True
-    assert call(seen, kept) == 2
-    unseen = Mask(keeps=lambda b, h, q, k: hidden.kept[k])
-    assert call(unseen, hidden.kept) == 3
-    hidden.kept = ~hidden.kept
-    assert call(unseen, hidden.kept) == 4
+    closed_over = Mask(keeps=lambda b, h, q, k: kept[k])
+    assert [call(closed_over, kept), call(closed_over, kept)] == [1, 1]
+    kept[7:] = False
+    assert call(closed_over, kept) == 2
+    attribute = Mask(keeps=lambda b, h, q, k: held.kept[k])
+    assert call(attribute, held.kept) == 3
+    held.kept = ~held.kept
+    assert call(attribute, held.kept) == 4

@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_attention import fresh_generator
+from helpers_attention import Exact, fresh_generator
+from helpers_masks import exact
+from helpers_score_mods import check as check_plan
+from helpers_score_mods import reference
 
 import quorum_attention as qa
 from quorum_attention.kernels.protocol import Call, Saved
@@ -18,37 +21,14 @@ from quorum_attention.kernels.reference import whole_task
 N, M, HEADS = 90, 75, 2
 
 
-def reference(
-    query, key, value, *, bias=None, is_causal=False, scale=None, window=(-1, -1), softcap=0.0,
-    slopes=None, query_bits=None, key_bits=None,
-):  # fmt: skip
-    """(out, lse) by hand, every score in memory; tensors (b, h, n, d) of float64 on the CPU."""
-    n, m = query.shape[2], key.shape[2]
-    group = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * (query @ key.mT)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    apart = torch.arange(n)[:, None] - torch.arange(m)[None]
+def textbook(tensors, *, slopes=None, bias=None, is_causal=False, **mask) -> Exact:
+    """In float64; ALiBi is a bias."""
+    query, key, value, grad = (t.detach().cpu().float() for t in tensors)
     if slopes is not None:
-        scores = scores - slopes.double()[None, :, None, None] * apart.abs()
-    if bias is not None:
-        scores = scores + bias
-    keep = torch.ones(n, m, dtype=torch.bool)
-    if is_causal:
-        keep &= apart >= 0
-    left, right = window
-    if left >= 0:
-        keep &= apart <= left
-    if right >= 0:
-        keep &= apart >= -right
-    if query_bits is not None:
-        keep &= (query_bits[:, None] & key_bits[None]) == 0
-    scores = scores.masked_fill(~keep, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    return p @ value, lse
+        apart = (torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])).abs()
+        bias = (0.0 if bias is None else bias) - slopes[:, None, None] * apart
+    what = qa.Mask(bias=bias, **mask)
+    return exact(query, key, value, grad, what, query.shape[-1] ** -0.5, is_causal=is_causal)
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -64,33 +44,34 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options) -> None:
     """Bits by ``native_attention``, all else by a ``NativeKernel``."""
     g = fresh_generator()
-    shapes = ((HEADS, n, 16), (key_heads, m, 16), (key_heads, m, 24))
-    given = [torch.randn(1, *shape, generator=g).to(dtype).to(device) for shape in shapes]
+    shapes = ((HEADS, n, 16), (key_heads, m, 16), (key_heads, m, 24), (HEADS, n, 24))
+    *given, grad = (torch.randn(1, *shape, generator=g).to(dtype).to(device) for shape in shapes)
     given = [t.requires_grad_() for t in given]
-    bias = None
+    is_causal, bits = options.get("is_causal", False), options.pop("bits", None)
     if "bias_heads" in options:
-        bias = torch.randn(1, options.pop("bias_heads"), 1, M, generator=g).to(dtype)
-    call = {"is_causal": options.get("is_causal", False)}
-    grad = torch.randn(1, HEADS, n, 24, generator=g).to(dtype)
-    if "query_bits" in options:
-        bits = {name: options[name].to(device) for name in ("query_bits", "key_bits")}
-        out, lse = qa.native_attention(*given, out_dtype=torch.float32, **bits, **call)
+        heads = options.pop("bias_heads")
+        options["bias"] = torch.randn(1, heads, 1, M, generator=g).to(dtype).float()
+    if bits is not None:
+        near = {
+            f"{name}_bits": t.to(device) for name, t in zip(("query", "key"), bits, strict=True)
+        }
+        out, lse = qa.native_attention(*given, out_dtype=torch.float32, is_causal=is_causal, **near)
         assert not lse.requires_grad
+        options["keeps"] = lambda b, h, q, k: (bits[0][q] & bits[1][k]) == 0
     else:
-        own = {"alibi_slopes": options.get("slopes")}
-        own |= {name: options[name] for name in ("window", "softcap") if name in options}
+        own = {name: options[name] for name in ("window", "softcap") if name in options}
+        bias = options.get("bias")
         out, lse = qa.attention_with_lse(
-            *given, None if bias is None else bias.to(device), enable_gqa=True, devices=device,
-            out_dtype=torch.float32, kernel=qa.NativeKernel(**own), **call,
+            *given, None if bias is None else bias.to(dtype).to(device), enable_gqa=True,
+            devices=device, out_dtype=torch.float32, is_causal=is_causal,
+            kernel=qa.NativeKernel(alibi_slopes=options.get("slopes"), **own),
         )  # fmt: skip
-    right = [t.detach().cpu().double().requires_grad_() for t in given]
-    expected, expected_lse = reference(*right, bias=bias, **options)
+    want = textbook((*given, grad), **options)
     limit = 3e-6 if dtype == torch.float32 else 3e-3
-    assert relative(out, expected) < limit
-    assert relative(lse, expected_lse) < limit
-    found = torch.autograd.grad(out, given, grad.float().to(device))
-    wanted = torch.autograd.grad(expected, right, grad.double())
-    for mine, theirs in zip(found, wanted, strict=True):
+    assert relative(out, want.out) < limit
+    assert relative(lse, want.lse) < limit
+    found = torch.autograd.grad(out, given, grad.float())
+    for mine, theirs in zip(found, want.grads, strict=True):
         assert mine.shape == theirs.shape
         if not theirs.any():  # rows of one key
             assert mine.abs().max() < limit
@@ -104,7 +85,6 @@ OPTIONS = {
     "window to both sides": {"window": (33, 10)},
     "window of one": {"window": (0, 0)},
     "window to the right": {"window": (-1, 5)},
-    "soft cap": {"softcap": 1.5},
     "soft cap and causal": {"softcap": 0.7, "is_causal": True},
     "alibi": {"slopes": torch.tensor([0.5, 0.03]), "is_causal": True},
     "all at once": {
@@ -115,10 +95,11 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_against_float64(name: str, dtype: torch.dtype, device: str) -> None:
-    check(device, dtype, **OPTIONS[name])
+def test_against_float64(name: str, device: str) -> None:
+    halves = name in ("window", "alibi", "soft cap and causal")
+    for dtype in (torch.float16, torch.float32)[not halves :]:
+        check(device, dtype, **OPTIONS[name])
 
 
 def bits(kind: str, n: int) -> torch.Tensor:
@@ -134,14 +115,14 @@ def bits(kind: str, n: int) -> torch.Tensor:
     return torch.full((n,), 1 << 40, dtype=torch.int64)  # everything masked
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("kind", ["none", "chunks", "random", "mixed", "full"])
+@pytest.mark.parametrize(
+    ("kind", "is_causal"),
+    [("none", True), ("chunks", False), ("chunks", True), ("random", True), ("mixed", False),
+     ("full", False)],
+)  # fmt: skip
 def test_group_bits(kind: str, is_causal: bool, device: str) -> None:
     torch.manual_seed(1)
-    check(
-        device, n=130, m=100, query_bits=bits(kind, 130), key_bits=bits(kind, 100),
-        is_causal=is_causal,
-    )  # fmt: skip
+    check(device, n=130, m=100, bits=(bits(kind, 130), bits(kind, 100)), is_causal=is_causal)
 
 
 @pytest.mark.parametrize("sink", [True, False])
@@ -156,31 +137,24 @@ def test_gradients_of_any_size(size: float, sink: bool, device: str) -> None:
     q, k, v = q.half(), k.half(), (8 * v).half()  # dP of the large size is beyond fp16
     # A gradient that fp16 can hold, where it is tiny too.
     upstream = (grad * size).half()
-    right = [t.double().requires_grad_() for t in (q, k, v)]
-    expected, lse = reference(*right, is_causal=True)
-    expected.backward(upstream.double())
-    grads = gradients(device, (q, k, v), upstream, expected.detach(), lse.detach())
-    for mine, theirs in zip(grads, right, strict=True):
+    want = textbook((q, k, v, upstream), is_causal=True)
+    grads = gradients(device, (q, k, v), upstream, want.out, want.lse)
+    for mine, theirs in zip(grads, want.grads, strict=True):
         assert mine.isfinite().all()
-        assert relative(mine, theirs.grad) < 3e-3
+        assert relative(mine, theirs) < 3e-3
 
 
 def test_small_probabilities_keep_their_digits(device: str) -> None:
     """P of a row over a million keys is below fp16's normal range; its sums are not lost."""
     g, n = fresh_generator(), 96
     q, k, v, grad = (torch.randn(1, 1, n, 16, generator=g).half() for _ in range(4))
-    right = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = reference(*right)
+    want = textbook((q, k, v, grad))
     # As if these were a few of a million keys: the row's sum is that much larger.
     more = math.log(1 << 14)
-    p = torch.exp(right[0] @ right[1].mT / 4 - lse.unsqueeze(-1) - more).detach()
-    wanted = p.mT @ grad.double()
-    inputs = (q, k, v)
+    p = torch.exp(q.double() @ k.double().mT / 4 - want.lse.unsqueeze(-1) - more)
+    wanted, rows = p.mT @ grad.double(), (grad, want.out, want.lse + more)
     errors = [
-        relative(
-            gradients(device, inputs, grad, out.detach(), lse.detach() + more, keys)[2], wanted
-        )
-        for keys in (1 << 20, n)
+        relative(gradients(device, (q, k, v), *rows, keys)[2], wanted) for keys in (1 << 20, n)
     ]
     assert errors[0] < 1e-3
     assert errors[1] > 3 * errors[0], "without the lift the digits are lost"
@@ -225,29 +199,8 @@ def test_wide_heads_forward(widths: tuple[int, int], device: str) -> None:
     k = torch.randn(1, 1, 40, widths[0], generator=g).half()
     v = torch.randn(1, 1, 40, widths[1], generator=g).half()
     out, _ = qa.native_attention(*(t.to(device) for t in (q, k, v)), is_causal=True)
-    expected, _ = reference(q.double(), k.double(), v.double(), is_causal=True)
-    assert relative(out, expected) < 3e-3
-
-
-@pytest.mark.parametrize("heads_per_group", [2, 1])
-def test_slopes_of_a_monolithic_call(heads_per_group: int, device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """With all heads on the inputs as they lie; a head group goes through a task, which says whose
-    slopes it needs."""
-    slopes, whole = torch.tensor([0.3, 0.02]), []
-    kernel = qa.NativeKernel(alibi_slopes=slopes)
-    original = kernel.whole_forward
-    monkeypatch.setattr(kernel, "whole_forward", lambda *a: whole.append(1) or original(*a))
-    g = fresh_generator()
-    q, k, v = (torch.randn(1, 2, 60, 16, generator=g) for _ in range(3))
-    plan = qa.plan(
-        60, heads=2, head_dim=16, dtype=torch.float32, levels=(), kernel=kernel, device=device,
-        inputs="device", is_causal=True, heads_per_group=heads_per_group,
-    )  # fmt: skip
-    near = [t.to(device) for t in (q, k, v)]
-    out = qa.attention(*near, kernel=kernel, plan=plan, devices=device, is_causal=True)
-    expected, _ = reference(q.double(), k.double(), v.double(), slopes=slopes, is_causal=True)
-    assert relative(out, expected) < 3e-6
-    assert len(whole) == (heads_per_group == 2)
+    wanted = textbook((q, k, v, torch.zeros(out.shape)), is_causal=True)
+    assert relative(out, wanted.out) < 3e-3
 
 
 def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None:
@@ -263,45 +216,40 @@ def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None
         assert not torch.equal(wide, rounded.float())
 
 
-@pytest.mark.parametrize("levels", [(), (7,), (3, 3)])
-@pytest.mark.parametrize("name", ["window", "narrow", "all"])
-def test_options_in_a_decomposed_call(name: str, levels, device: str) -> None:
-    """Global positions, not those of a task; and tasks without what a narrow window leaves out."""
-    n, heads = 130, 1 + (name == "all")
-    options = {"window": (9, 2) if name == "narrow" else (50, 20)}
-    if name == "all":
-        options |= {"softcap": 1.5, "alibi_slopes": torch.tensor([0.3, 0.05])}
-    kernel = qa.NativeKernel(**options)
-    g = fresh_generator()
-    q, k, v = (torch.randn(1, heads, n, 16, generator=g).requires_grad_() for _ in range(3))
-    plans = [
-        qa.plan(n, heads=heads, head_dim=16, dtype=torch.float32, levels=levels, tile=16,
-                kernel=kernel, backward=backward, device=device, heads_per_group=1)
-        for backward in (False, True)
-    ]  # fmt: skip
-    report = qa.Report()
-    out, lse = qa.attention_with_lse(
-        q.detach(), k.detach(), v.detach(), kernel=kernel, plan=plans[0], devices=device,
-        report=report,
-    )  # fmt: skip
-    assert report.forward is not None
-    if name == "narrow" and levels:
-        assert report.forward.left_out > 0.2
-    grad = torch.randn(out.shape, generator=g)
-    grads = qa.attention_backward(
-        grad, q.detach(), k.detach(), v.detach(), out, lse, kernel=kernel, plan=plans[1],
-        devices=device,
-    )  # fmt: skip
-    right = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    expected, expected_lse = reference(
-        *right, window=options["window"], softcap=options.get("softcap", 0.0),
-        slopes=options.get("alibi_slopes"),
-    )  # fmt: skip
-    expected.backward(grad.double())
-    assert relative(out, expected) < 3e-6
-    assert relative(lse, expected_lse) < 3e-6
-    for mine, theirs in zip(grads, right, strict=True):
-        assert relative(mine, theirs.grad) < 1e-5
+@pytest.mark.parametrize(
+    ("options", "levels", "heads_per_group"),
+    [
+        ({"window": (50, 20)}, (7,), 1),
+        ({"window": (9, 2)}, (3, 3), 1),
+        ({"window": (50, 20), "softcap": 1.5, "slopes": torch.tensor([0.3, 0.05])}, (3,), 1),
+        ({"slopes": torch.tensor([0.3, 0.05])}, (), 2),
+        ({"slopes": torch.tensor([0.3, 0.05])}, (), 1),
+    ],
+    ids=["window", "narrow", "all", "uncut", "uncut, by heads"],
+)
+def test_options_in_a_decomposed_call(
+    options: dict, levels, heads_per_group: int, device: str
+) -> None:
+    """Global positions, not those of a task; tasks without what a narrow window leaves out; slopes
+    of heads on the inputs as they lie, and of each head group."""
+    own = {"alibi_slopes" if name == "slopes" else name: what for name, what in options.items()}
+    g, heads = fresh_generator(), 2 if "slopes" in options else 1
+    tensors = [torch.randn(1, heads, 130 if levels else 60, 16, generator=g) for _ in range(4)]
+
+    cap, slopes = options.get("softcap"), options.get("slopes", torch.zeros(2)).double()
+    left, right = options.get("window", (130, 130))
+
+    def score_mod(s, b, h, q, k):
+        return (cap * torch.tanh(s / cap) if cap else s) - slopes[h] * (q - k).abs()
+
+    def mask_mod(b, h, q, k):
+        return (q - k <= left) & (k - q <= right)
+
+    def right_results(*three):
+        return reference(*three, (score_mod, mask_mod, False))
+
+    plan = {"levels": levels, "tile": 16, "heads_per_group": heads_per_group, "device": device}
+    check_plan(qa.NativeKernel(**own), tensors, right_results, False, **plan)
 
 
 def test_group_bits_are_saved_for_the_backward(device: str) -> None:
