@@ -95,15 +95,14 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         # Python refuses to print numbers of thousands of digits.
         return str(value) if abs(value) < 10**40 else "a number of more than 40 digits"
+    if isinstance(value, str):
+        return repr(value if len(value) <= 80 else value[:40] + "...")
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except Exception:  # whatever an object's own method does
         text = ""
-    text = " ".join(text.split())
-    if not text or len(text) > 80:
-        kind = type(value).__name__
-        shape = getattr(value, "shape", None)
-        text = f"a {kind}" if not isinstance(shape, tuple) else f"a {kind} of shape {tuple(shape)}"
-        if isinstance(value, str):
-            text = repr(value[:40] + "...")
-    return text
+    if text and len(text) <= 80:
+        return text
+    shape = getattr(value, "shape", None)
+    of_shape = f" of shape {tuple(shape)}" if isinstance(shape, tuple) else ""
+    return f"a {type(value).__name__}{of_shape}"

@@ -14,7 +14,7 @@ from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
 from quorum_attention.execution.problem import Workload, scale_is_exact
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.dropout import LARGEST_SEED, MOST_POSITIONS, Dropout
+from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
 from quorum_attention.kernels.protocol import Indices, InnerKernel
@@ -151,7 +151,7 @@ def request_of(
     )  # fmt: skip
     if options.plan is not None:
         check_plan(options.plan, work)
-    dropout = _dropout_of(p, call.dropout_seed, work, options.device, draws=not backward)
+    dropout = _dropout_of(p, call.dropout_seed, options.device, draws=not backward)
     if dropout is not None and call.dropout_seed is None and has_transforms():
         # As torch draws: vmap says whether entries have one seed, or their own, or refuses.
         seed = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
@@ -173,9 +173,7 @@ def request_of(
 # --- Dropout --------------------------------------------------------------------------------------
 
 
-def _dropout_of(
-    p: float, seed: Any, work: Workload, device: torch.device, *, draws: bool
-) -> Dropout | None:
+def _dropout_of(p: float, seed: Any, device: torch.device, *, draws: bool) -> Dropout | None:
     """The dropout of a call.
 
     Args:
@@ -185,17 +183,13 @@ def _dropout_of(
 
     Raises:
         TypeError, ValueError: the seed makes no sense, or is missing.
-        NotImplementedError: more of something than is counted; or a CUDA graph is captured, in
-            which a drawn seed would be the same at every replay.
+        NotImplementedError: a CUDA graph is captured, in which a drawn seed would be the same at
+            every replay.
     """
     if seed is not None:
         seed = whole_number(seed, "dropout_seed", 0, LARGEST_SEED)
     if p == 0.0:
         return None
-    largest = max(work.n_tokens, work.heads, work.batch)
-    if largest > MOST_POSITIONS:
-        each = "queries, keys, heads and batch entries"
-        raise NotImplementedError(f"dropout_p needs at most {MOST_POSITIONS} {each}, got {largest}")
     if seed is None:
         if not draws:
             raise ValueError(

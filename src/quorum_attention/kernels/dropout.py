@@ -34,8 +34,6 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _BITS = 0xFFFFFFFF
 
 LARGEST_SEED = 2**63 - 1
-# Positions, heads and batch entries are counted in words of 32 bits.
-MOST_POSITIONS = 2**32
 
 # Bytes of all temporaries for four neighbouring keys of a row: eight words of 64 bits.
 _GROUP_BYTES = 64
