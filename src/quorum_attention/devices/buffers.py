@@ -6,11 +6,11 @@ time of a long call. It is kept until calls have had no use for it for a while, 
 
 Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and the backward reads what the forward has
 read. So a worker keeps what passes had mapped until the other process has freed it. A worker of a
-device that copies from and to page-locked memory locks each tensor of a pass as a whole, and keeps
-it so: a pass that locked piece after piece beside its copies took 1.46 s, one over memory that was
-locked 1.31 (an H200, 2 GiB). It also has the parts of others locked then, if one of them is lost. A
-result that nobody has touched is the exception: the driver would make its pages, one after the
-other, before anything is computed.
+device that copies from and to page-locked memory locks inputs, and its parts of results, as wholes,
+and keeps them so: a pass that locked piece after piece beside its copies took 1.46 s, one over
+memory that was locked 1.31 (an H200, 2 GiB). It has the inputs of others at hand then, if one of
+them is lost. A result that nobody has touched is not locked: the driver would make its pages, one
+after the other, before anything is computed.
 """
 
 from __future__ import annotations
@@ -347,22 +347,22 @@ class MappedBuffers:
         if one is None or self._locker is None:
             return
         low, high = addresses(tensor)
-        whole = Interval(low // PAGE_BYTES * PAGE_BYTES, -(-high // PAGE_BYTES) * PAGE_BYTES)
-        touched = [
-            part for part in one.locked if part.start < whole.stop and whole.start < part.stop
-        ]
-        if any(part.start <= whole.start and whole.stop <= part.stop for part in touched):
+        low, high = low // PAGE_BYTES * PAGE_BYTES, -(-high // PAGE_BYTES) * PAGE_BYTES
+        near = [part for part in one.locked if part.start < high and low < part.stop]
+        if any(part.start <= low and high <= part.stop for part in near):
             return
-        self._unlock(one, touched)
-        if high - low < WORTH_LOCKING_BYTES or (result and one.first == self._pass):
+        fresh = result and one.first == self._pass
+        if not near and (fresh or high - low < WORTH_LOCKING_BYTES):
             return
+        self._unlock(one, near)
         with prefaulting([tensor], wait=True):  # the driver would map its pages one by one
             pass
+        both = Interval(min([low, *(p.start for p in near)]), max([high, *(p.stop for p in near)]))
         locked = sum(part.length for mapping in self._every.values() for part in mapping.locked)
-        if locked + whole.length > self._most_bytes:
+        if locked + both.length > self._most_bytes:
             return
-        if self._locker.lock(whole.start, whole.length):
-            one.locked.append(whole)
+        if self._locker.lock(both.start, both.length):
+            one.locked.append(both)
         else:
             self._most_bytes = locked  # the system allows no more
 

@@ -34,7 +34,7 @@ _IDLE_SECONDS, _LONG_SECONDS = 1.0, 10.0
 _MOST_OF_HOST = 1 / 8
 _INPUTS = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse")
 _GRADS = ("grad_query", "grad_key", "grad_value")
-_RESULTS = ("out", "lse", *_GRADS)
+_RESULTS = {"out", "lse", *_GRADS}
 _OF_KEYS = ("key", "value", "grad_key", "grad_value")
 
 
@@ -244,8 +244,8 @@ class BlockWorker:
         bias, sinks = (tensors.pop(name, None) for name in ("bias", "sinks"))
         mask = Mask() if spec.mask is None else opened(spec.mask)
         mask = replace(mask, bias=bias, sinks=sinks)
-        for name, tensor in tensors.items():
-            self._mapped.lock(spec.tensors[name], tensor, result=name in _RESULTS)
+        for name in tensors.keys() - _RESULTS:
+            self._mapped.lock(spec.tensors[name], tensors[name])
         self._call = replace(spec.call, mask=mask if mask.said() else None)
         self._tensors, self._number = tensors, spec.number
 
@@ -261,6 +261,8 @@ class BlockWorker:
         written = spec.written._replace(
             devices=self._device, budget=message.budget, total=report, report=report,
         )  # fmt: skip
+        for name in views.keys() & _RESULTS:
+            self._mapped.lock(spec.tensors[name], views[name], result=True)
         # Pages of results that are new are made beside; not those of ordinary files.
         fresh = [
             view for name, view in views.items()
