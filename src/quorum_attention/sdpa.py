@@ -124,7 +124,8 @@ def _count(*, opened: Layer | None = None, closed: Layer | None = None) -> None:
         there = torch.nn.functional.scaled_dot_product_attention
         original = getattr(there, "_quorum_attention_original", None)
         # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
-        if _open and original is None and not hasattr(there, "_quorum_attention_sharded"):
+        sharded = hasattr(there, "_quorum_attention_sharded")
+        if opened is not None and original is None and not sharded:
             torch.nn.functional.scaled_dot_product_attention = _instead_of(there)
         elif not _open and original is not None:
             torch.nn.functional.scaled_dot_product_attention = original
