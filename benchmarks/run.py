@@ -5,7 +5,6 @@
 plain     calls as a user writes them, under budgets, beside kernels alone and an older version
 accuracy  errors of a long call against float64
 step      a training step of a model: as it comes, recovered, with everything
-first     first calls of new processes
 small     small calls on a CPU beside torch's
 wrapped   dense and LongNet kernels recovered, against themselves
 devices   a call on several devices against one of them

@@ -19,6 +19,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import torch
+from cases.plain import CASES
+
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,30 +33,24 @@ METHODS = {
     "quorum-device": "ours, inputs on the device", "quorum-depth-1": "ours, depth 1",
     "quorum-depth-2": "ours, depth 2",
 }  # fmt: skip
-# Cases of run.py plain: what they are called, and their budgets.
-CASES = {
-    "65536": ("65,536 tokens", "1GiB"), "65536-128MiB": ("65,536 tokens", "128MiB"),
-    "262144": ("262,144 tokens", "1GiB"),
-    "262144-gqa": ("262,144 tokens, 32 heads over 8 of 128, bf16", "2GiB"),
-    "262144-gqa-512MiB": ("262,144 tokens, 32 heads over 8 of 128, bf16", "512MiB"),
-    "65536-gqa": ("65,536 tokens, 32 heads over 8 of 128, bf16", "1GiB"),
-    "524288x128": ("524,288 tokens, heads of 128", "1GiB"),
-    "1048576": ("1,048,576 tokens", "1GiB"), "1048576-512MiB": ("1,048,576 tokens", "512MiB"),
-    "1048576-256MiB": ("1,048,576 tokens", "256MiB"),
-    "1048576-128MiB": ("1,048,576 tokens", "128MiB"),
-    "1048576-pageable": ("1,048,576 tokens in ordinary memory", "1GiB"),
-    "1048576-device": ("1,048,576 tokens, on the device", "none"),
-    "window": ("a window of 4,096 in 262,144 tokens, on the device, bf16", "none"),
-    "window-gqa": ("the same window, 32 heads over 8 of 128", "none"),
-    "native": ("262,144 tokens on the kernel `native`", "256MiB"),
-    "flex": ("262,144 tokens, compiled FlexAttention, a window of 4,096, on the device", "none"),
-    "flex-cut": ("the same at depth 1", "none"),
-    "small": ("1,024 tokens, on the device", "none"),
-    "262144-256MiB": ("262,144 tokens", "256MiB"),
-    "262144-pageable": ("262,144 tokens in ordinary memory", "1GiB"),
-}  # fmt: skip
 PLAIN = "python benchmarks/run.py plain --alone cudnn,fa2"
 Pair = tuple[float, float]
+
+
+def named(case: str) -> tuple[str, str]:
+    """What a case of run.py plain is called, and its budget."""
+    found, heads = CASES[case], ""
+    if (found.kv_heads, found.head_dim) != (8, 64) or found.heads != 8:
+        shared = "" if found.heads == found.kv_heads else f" over {found.kv_heads}"
+        heads = f"{found.heads} heads{shared} of {found.head_dim}"
+    places = {"device": "on the device", "pageable": "in ordinary memory"}
+    words = [
+        f"{found.tokens:,} tokens", heads, "" if found.dtype == torch.float16 else "bf16",
+        f"a window of {found.window:,}" if found.window else "", places.get(found.place, ""),
+        {"auto": "", "flex": "compiled FlexAttention"}.get(found.kernel, f"`{found.kernel}`"),
+        "" if found.depth == "auto" else f"depth {found.depth}",
+    ]  # fmt: skip
+    return ", ".join(filter(None, words)), found.budget or "none"
 
 
 def main() -> None:
@@ -225,7 +222,7 @@ def budgets() -> str:
     found, source = plain_calls()
     rows = []
     for name, case in found.items():
-        what, budget = CASES[name]
+        what, budget = named(name)
         seconds = "; ".join(f"{t:.3g}" for t in case["ours"])
         ratios = over(case, "fa2"), over(case, "cudnn")
         rows.append([what, budget, mib(case["peak"]), seconds, *ratios])
@@ -236,7 +233,7 @@ def budgets() -> str:
 def beside_fa4() -> str:
     name = "h200-fa4-plain.json"
     cases = {case: later(calls) for case, calls in loaded(name)["cases"].items()}
-    rows = [[*CASES.get(case, (case, "")), over(found, "fa4")] for case, found in cases.items()]
+    rows = [[*named(case), over(found, "fa4")] for case, found in cases.items()]
     command = "python benchmarks/run.py plain --alone fa4"
     return section(name, command, ["call", "budget", "ratio"], rows)
 
@@ -281,7 +278,7 @@ def versions() -> str:
     """Plain calls of an earlier state of the code and of a later one, in turn."""
     name = "h200-versions.json"
     found = loaded(name)
-    rows = [[*CASES[case], over(later(calls), "before")] for case, calls in found["cases"].items()]
+    rows = [[*named(case), over(later(calls), "before")] for case, calls in found["cases"].items()]
     return section(name, found["command"], ["call", "budget", "ratio"], rows)
 
 

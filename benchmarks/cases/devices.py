@@ -19,16 +19,6 @@ from quorum_attention.devices import Pool
 from quorum_attention.devices.buffers import room
 
 
-def locked(tensors: list[torch.Tensor], wanted: bool) -> None:
-    """Page-lock tensors that workers share, or undo it."""
-    runtime: Any = torch.cuda.cudart() if torch.cuda.is_available() else None
-    for t in tensors if runtime is not None else ():
-        if wanted:
-            runtime.cudaHostRegister(t.data_ptr(), t.nbytes, 0)
-        else:
-            runtime.cudaHostUnregister(t.data_ptr())
-
-
 def passes(tensors: list[torch.Tensor], rounds: int, **options: Any) -> tuple[Any, Any]:
     """Seconds of forward and backward, by round; and a sample of the rows of every result."""
     *inputs, grad = tensors
@@ -76,9 +66,9 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
             how = {"is_causal": True, "kernel": options.kernel, "budget": budget}
             # One after the other: idle workers unlock their memory after ten seconds. For one
             # device inputs are page-locked, as they are for workers.
-            locked(tensors, True)
-            one, right = passes(tensors, options.rounds, devices=alone, **how)
-            locked(tensors, False)
+            pinned = [t.pin_memory() if torch.cuda.is_available() else t for t in tensors]
+            one, right = passes(pinned, options.rounds, devices=alone, **how)
+            del pinned
             many, mine = passes(tensors, options.rounds, devices=pool, **how)
             off = max(
                 float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, right, strict=True)

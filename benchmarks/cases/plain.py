@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -171,17 +171,14 @@ def placed(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def line(found: dict[str, Any], versions: Iterable[str]) -> str:
-    """Milliseconds, and ratios to the fastest kernel alone (forward; forward and backward)."""
-    middle = {name: medians(s[1:] or s) for name, s in found.items() if name != "peak_bytes"}
-    best = min(middle.keys() - set(versions), key=lambda name: sum(middle[name]), default=None)
+def line(found: dict[str, Any]) -> str:
+    """Milliseconds of each: forward, backward, and what the first call took beyond."""
     words = []
-    for name, (forward, backward) in middle.items():
-        words.append(f"{name} {forward * 1e3:.1f}, {backward * 1e3:.1f} ms")
-        if name in versions and best is not None:
-            ratios = forward / middle[best][0], (forward + backward) / sum(middle[best])
-            first = sum(found[name][0]) - forward - backward
-            words[-1] += f" ({ratios[0]:.3f}; {ratios[1]:.3f} of {best}; first {first:+.2f} s)"
+    for name, calls in found.items():
+        if name != "peak_bytes":
+            forward, backward = medians(calls[1:] or calls)
+            first = sum(calls[0]) - forward - backward
+            words.append(f"{name} {forward * 1e3:.1f}, {backward * 1e3:.1f} ms ({first:+.2f} s)")
     return " | ".join(words)
 
 
@@ -214,5 +211,5 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
         del runs, tensors
         if on_gpu:
             torch.cuda.empty_cache()
-        print(f"{name:18} {line(cases[name], versions)}", flush=True)
+        print(f"{name:18} {line(cases[name])}", flush=True)
         yield {"kernel": options.kernel or "auto", "cases": cases}

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import plain
 from cases.plain import fa4
 from measure import on_ranks, wait
 from torch.nn import functional
@@ -30,28 +31,22 @@ from quorum_attention import distributed as sharded
 
 # torch's context parallel replaces the function by its own.
 _SDPA = functional.scaled_dot_product_attention
-_GQA = (32, 8, 128, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A causal call of batch 1; ``tokens`` of each rank where ``each``; ``calls`` in a row."""
+class Case(plain.Case):
+    """``tokens`` of each rank where ``each``; ``calls`` in a row."""
 
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
     rounds: int = 5
-    calls: int = 1
     each: bool = False
 
 
+_SHORT = (8192, 64, 8, 128, torch.bfloat16)
 CASES = {
-    "131072": Case(131072, *_GQA),
-    "1048576": Case(1 << 20, 8, 8, 64, torch.float16, 2),
-    "8192-a-gpu": Case(8192, 64, 8, 128, torch.bfloat16, 15, each=True),
-    "8192-a-gpu-x8": Case(8192, 64, 8, 128, torch.bfloat16, 9, 8, each=True),
+    "131072": Case(131072, 32, 8, 128, torch.bfloat16),
+    "1048576": Case(1 << 20, 8, 8, 64, torch.float16, rounds=2),
+    "8192-a-gpu": Case(*_SHORT, rounds=15, each=True),
+    "8192-a-gpu-x8": Case(*_SHORT, rounds=9, calls=8, each=True),
 }
 
 
@@ -94,10 +89,6 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return _SDPA(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def fa4_by_heads(*three: torch.Tensor) -> torch.Tensor:
-    return fa4(*(t.transpose(1, 2) for t in three)).transpose(1, 2)
-
-
 def ours(setting: Setting) -> Method:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         options = {"is_causal": True, "enable_gqa": True, "lengths": setting.sizes}
@@ -128,12 +119,13 @@ class _Swap(torch.autograd.Function):
         return _Swap.apply(grad.contiguous(), ctx.ranks, not ctx.back), None, None
 
 
-def exchange(setting: Setting, inner: Callable[..., torch.Tensor]) -> Method:
-    """A plain exchange of heads around a kernel."""
+def exchange(setting: Setting) -> Method:
+    """A plain exchange of heads around FlashAttention-4."""
     ranks = setting.ranks
 
     def call(*three: torch.Tensor) -> torch.Tensor:
-        return _Swap.apply(inner(*(_Swap.apply(t, ranks, False) for t in three)), ranks, True)
+        swapped = (_Swap.apply(t, ranks, False).transpose(1, 2) for t in three)
+        return _Swap.apply(fa4(*swapped).transpose(1, 2), ranks, True)
 
     return Method(call, setting.mine)
 
@@ -165,8 +157,7 @@ METHODS: dict[str, Callable[[Setting], Method]] = {
     "fa4": lambda s: Method(fa4, [t.transpose(1, 2).contiguous() for t in s.whole], False),
     "cudnn": lambda s: Method(cudnn, s.whole, False),
     "ours": ours,
-    "fa4 exchange": lambda s: exchange(s, fa4_by_heads),
-    "cudnn exchange": lambda s: exchange(s, cudnn),
+    "fa4 exchange": exchange,
     "cudnn ring": torch_ring,
 }
 

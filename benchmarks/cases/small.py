@@ -1,10 +1,10 @@
 """Small calls on a CPU against torch's own, side by side: what a call that fits costs beyond it.
 
-Three columns of each: a forward without gradients, a forward that records them, and a forward with
-its backward through autograd; microseconds, medians. The methods take turns, call by call, in all
-orders: each finds the processor's caches as another's backward has left them. torch is a third
-method, too: what it differs from itself by ("itself") is what the measurement is off by. --cpu-time
-counts what the one thread computes, on cores that others use as well.
+A forward without gradients, and a forward with its backward through autograd; microseconds,
+medians. The methods take turns, call by call, in all orders: each finds the processor's caches as
+another's backward has left them. torch is a third method, too: what it differs from itself by
+("itself") is what the measurement is off by. --cpu-time counts what the one thread computes, on
+cores that others use as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CASES = [
 def calls(
     sizes: tuple[int, ...], dtype: torch.dtype, causal: bool, attend: Callable[..., torch.Tensor]
 ) -> dict[str, Callable[[], object]]:
-    """The three things that are timed."""
+    """What is timed."""
     batch, heads, kv_heads, queries, keys = sizes
     leaves = [
         torch.randn(batch, h, n, 64).to(dtype).requires_grad_()
@@ -58,13 +58,10 @@ def calls(
         with torch.no_grad():
             return attend(*leaves, **options)
 
-    def recorded() -> torch.Tensor:
-        return attend(*leaves, **options)
-
     def both() -> object:
-        return torch.autograd.grad(recorded(), leaves, grad_out)
+        return torch.autograd.grad(attend(*leaves, **options), leaves, grad_out)
 
-    return {"forward": forward, "recorded": recorded, "forward+backward": both}
+    return {"forward": forward, "forward+backward": both}
 
 
 def measure(

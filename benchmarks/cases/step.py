@@ -276,18 +276,6 @@ def reach(points: list[dict[str, Any]], memory: int, grain: int) -> int:
     return int(b["tokens"] + (memory - b["peak"]) / slope) // grain * grain
 
 
-def with_long(found: dict[str, Any]) -> None:
-    """Let ``longest`` know what the step of ``long`` took, if that was a longer text."""
-    if "long" not in found or "longest" not in found:
-        return
-    way, tokens = found["longest"]["ways"]["everything"], found["long"]["tokens"]
-    if tokens > way["points"][-1]["tokens"]:
-        step_of = found["long"]["steps"][-1]
-        way["points"].append({"tokens": tokens, "peak": step_of["peak"]})
-        way["tokens"] = reach(way["points"], found["longest"]["memory"], 512)
-        print(f"{WAYS['everything']}: with the long step's, {way['tokens']:,} tokens by the line")
-
-
 def followed(model: Any, way: str, weights: int, options: argparse.Namespace) -> dict[str, Any]:
     """The memory of two lengths, and what the line through them comes to."""
 
@@ -403,9 +391,7 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
     for part in (equal, long, longest, told):
         if part.__name__ in options.only.split(","):
             found |= {"shape": options.shape, part.__name__: part(options)}
-            with_long(found)
             yield found
             emptied(options.device)
-    with_long(found)
     if options.plot and "longest" in found:
         plot(found, options.plot)

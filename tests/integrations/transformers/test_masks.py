@@ -1,4 +1,5 @@
-"""Masks of Transformers become descriptions that keep the same pairs, and hold nothing of N x N."""
+"""Masks of Transformers become descriptions that keep the same pairs, and hold nothing of N x N;
+inside a compiled graph there are no breaks."""
 
 from __future__ import annotations
 
@@ -7,16 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-masking = pytest.importorskip("transformers.masking_utils")
+pytest.importorskip("transformers")
 
-from helpers_masks import dense  # noqa: E402
+import transformers
+from helpers_masks import dense
+from helpers_models import VOCABULARY, attended, distance, register_all, tiny
+from torch._dynamo.utils import counters
+from transformers import masking_utils as masking
 
-from quorum_attention.integrations.transformers.masks import (  # noqa: E402
+from quorum_attention.integrations.transformers import register
+from quorum_attention.integrations.transformers.masks import (
     DescribedMask,
     DescriptionError,
     quorum_mask,
 )
-from quorum_attention.mask import Mask  # noqa: E402
+from quorum_attention.integrations.transformers.reader import Sizes, mask_of
+from quorum_attention.mask import Mask
 
 
 def described(**asked: Any) -> tuple[torch.Tensor, torch.Tensor, Mask]:
@@ -146,22 +153,19 @@ def test_numbers_looked_up_at_other_places_keep_the_same_pairs(function: Any) ->
     assert torch.equal(kept, theirs)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
+def test_simple_masks_stay_simple() -> None:
+    """Nothing is described that masks nothing: a plain call stays a plain call."""
+    padding = torch.ones(2, 64, dtype=torch.bool)
+    for function, expected in (
         (masking.causal_mask_function, Mask(causal=True)),
         (masking.bidirectional_mask_function, Mask()),
         (masking.sliding_window_causal_mask_function(9), Mask(causal=True, window=(8, -1))),
         (masking.sliding_window_causal_mask_function(500), Mask(causal=True)),
         (masking.sliding_window_bidirectional_mask_function(9), Mask(window=(9, 9))),
-    ],
-)
-def test_simple_masks_stay_simple(function: Any, expected: Mask) -> None:
-    """Nothing is described that masks nothing: a plain call stays a plain call."""
-    padding = torch.ones(2, 64, dtype=torch.bool)
-    ours = quorum_mask(2, 64, 64, mask_function=function, attention_mask=padding)
-    assert isinstance(ours, DescribedMask)
-    assert repr(ours.mask) == repr(expected)
+    ):
+        ours = quorum_mask(2, 64, 64, mask_function=function, attention_mask=padding)
+        assert isinstance(ours, DescribedMask)
+        assert repr(ours.mask) == repr(expected)
 
 
 def held(mask: Mask) -> int:
@@ -174,13 +178,10 @@ def held(mask: Mask) -> int:
 
 def test_masks_of_a_quarter_million_tokens_hold_nothing_of_n_by_n() -> None:
     """Gemma 3's masks, sliding and full: as "sdpa" builds the first, it takes 64 GiB."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=1024)
     tokens = 262_144
     embeds = torch.empty(1, tokens, 0)
     config._attn_implementation = "quorum"
-    from quorum_attention.integrations.transformers import register
-
     register()
     asked = {"config": config, "inputs_embeds": embeds, "past_key_values": None}
     for make in (masking.create_causal_mask, masking.create_sliding_window_causal_mask):
@@ -200,10 +201,8 @@ def test_a_model_that_computes_with_its_mask_is_told_so() -> None:
     assert mask is not None
     for use in (
         lambda: mask[:, :, :, :4], lambda: mask + 1.0, lambda: mask.masked_fill(mask, 0.0),
-        lambda: mask.dtype, lambda: 1.0 + mask, lambda: mask.to_dense(), lambda: mask == 0,
-        lambda: torch.cat([mask, mask], -1), lambda: torch.ones(8) + mask, lambda: ~mask,
-        lambda: torch.ones(8, dtype=torch.bool) & mask, lambda: 1 - mask, lambda: mask != 1,
-        lambda: torch.ones(8).masked_fill(mask, 0.0), lambda: torch.ones(8) == mask,
+        lambda: mask.dtype, lambda: 1.0 + mask, lambda: mask == 0, lambda: ~mask,
+        lambda: torch.cat([mask, mask], -1), lambda: torch.ones(8) + mask, lambda: mask != 1,
     ):  # fmt: skip
         with pytest.raises(DescriptionError, match="computes with its attention mask"):
             use()
@@ -228,3 +227,98 @@ def test_one_query_has_a_mask_as_large_as_its_keys() -> None:
     assert isinstance(mask, torch.Tensor)
     assert mask.shape == (2, 1, 1, 40)
     assert torch.equal(mask[:, 0, 0], padding)
+
+
+ids = torch.arange(40)[None] // 9
+FUNCTIONS = {
+    "causal": masking.causal_mask_function,
+    "everything": masking.bidirectional_mask_function,
+    "window": masking.sliding_window_causal_mask_function(7),
+    "window of one": masking.sliding_window_causal_mask_function(1),
+    "both sides": masking.sliding_window_bidirectional_mask_function(5),
+    "two windows": masking.and_masks(
+        masking.sliding_window_overlay(9), masking.sliding_window_overlay(4)
+    ),
+    "turned round": lambda b, h, q, k: q >= k,
+    "strictly": lambda b, h, q, k: (q - 3 < k) & (k - 2 < q),
+    "chunks": lambda b, h, q, k: q // 8 == k // 8,
+    "packed": masking.packed_sequence_mask_function(ids),
+    "blocks": masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(ids - 1)),
+    "rows": lambda b, h, q, k: (k <= q) & (ids > 1)[b, q],
+}
+UNKNOWN = {
+    "before the query": lambda b, h, q, k: k < q,
+    "itself": lambda b, h, q, k: q == k,
+    "shifted": lambda b, h, q, k: (q + 2) // 5 == (k + 2) // 5,
+    "by head": lambda b, h, q, k: (k <= q) if h == 0 else (k >= q),
+    "by truth": lambda b, h, q, k: (k <= q) and (k > q - 3),
+    "sums": lambda b, h, q, k: q + k <= 30,
+    "signed": lambda b, h, q, k: q - k <= 3,
+    "numbers": lambda b, h, q, k: q >= 3,
+    "a constant": lambda b, h, q, k: True,
+    "a tensor": lambda b, h, q, k: torch.ones(()),
+    "of tensors": lambda b, h, q, k: torch.as_tensor(k) <= torch.as_tensor(q),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(40, 40, 0), (12, 40, 28), (5, 40, 3)])
+def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, offset: int) -> None:
+    function = FUNCTIONS[name]
+    padding = torch.rand(1, keys) < 0.7
+    sizes = Sizes(1, queries, keys, offset, 0, torch.device("cpu"))
+    found = mask_of(function, sizes, padding)
+    assert found.keeps is None
+    at = torch.arange(queries)[:, None] + offset
+    zero = torch.zeros((), dtype=torch.int64)
+    kept = function(zero, zero, at, torch.arange(keys)[None])
+    kept = kept.expand(queries, keys) & padding[:, None, None]
+    assert torch.equal(dense(found, 1, 1, queries, keys), kept)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_symbols_do_not_say_stays_a_function(name: str) -> None:
+    sizes = Sizes(1, 40, 40, 0, 0, torch.device("cpu"))
+    joined = masking.and_masks(masking.causal_mask_function, UNKNOWN[name])
+    assert all(mask_of(function, sizes).keeps is not None for function in (UNKNOWN[name], joined))
+
+
+def test_a_compiled_model_that_is_given_its_padding_is_one_graph() -> None:
+    register_all()
+    model = tiny("gemma3_text")
+    exact, ours = attended(model, "exact"), attended(model, "quorum")
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(ours, backend="eager")
+    for length in (60, 50, 40):
+        words = torch.randint(1, VOCABULARY, (2, length))
+        mask = torch.ones_like(words)
+        mask[0, :7] = 0
+        live = mask.bool()
+        wanted = exact(words, attention_mask=mask).logits[live]
+        found = compiled(words, attention_mask=mask).logits[live]
+        assert distance(found, wanted.double()) < 5e-6
+    assert not counters["graph_break"], counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2  # of the first length, and of any
+
+
+def test_a_function_that_is_unknown_in_a_graph_is_right_all_the_same() -> None:
+    """It breaks the graph."""
+    config: Any = transformers.Qwen3Config(num_hidden_layers=1)
+    config._attn_implementation = register()
+
+    def shape(hidden: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        def same(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return words[b, q] == words[b, k]
+
+        mask = masking.create_causal_mask(
+            config, hidden, torch.ones_like(words), None, and_mask_function=same
+        )
+        return dense(mask.mask, 1, 1, 20, 20) & True
+
+    words = torch.randint(3, (1, 20))
+    torch.compiler.reset()
+    found = torch.compile(shape, backend="eager")(torch.zeros(1, 20, 8), words)
+    assert torch.equal(
+        found, ((words[:, :, None] == words[:, None]) & torch.ones(20, 20).tril().bool())[:, None]
+    )

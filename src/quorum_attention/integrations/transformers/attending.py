@@ -7,9 +7,7 @@ is neither honoured nor known to be without effect is refused: it may change res
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -42,25 +40,16 @@ def refuse(others: Mapping[str, Any], module: Any) -> None:
         for name, value in others.items()
         if not (value is None or value is False or name in WITHOUT_EFFECT)
     ]
-    collected = None if torch.compiler.is_compiling() else _collector().get()
-    if collected is not None and any("attentions" in name for name in collected):
-        asked.append("output_attentions")
+    if not torch.compiler.is_compiling():
+        from transformers.utils.output_capturing import _active_collector
+
+        if any("attentions" in name for name in _active_collector.get() or ()):
+            asked.append("output_attentions")
     if asked:
         raise NotImplementedError(
             f"quorum attention does not honour {asked[0]!r}, which is asked of the attention of "
             f"{type(module).__name__}: use attn_implementation='eager', or 'sdpa'"
         )
-
-
-@cache
-def _collector() -> Any:
-    """Where Transformers has the names of what it collects of layers, here and now; an empty one in
-    versions that have none."""
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return ContextVar("collected", default=None)
-    return _active_collector
 
 
 def attend(
@@ -121,7 +110,7 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     mask, seen = _mask(module, query, key, attention_mask, is_causal, sliding_window)
     if packed:
-        mask = mask & Mask(documents=_packed(query, key, cu_seq_lens_q, cu_seq_lens_k, mask))
+        mask = mask & Mask(documents=_packed(query, key, (cu_seq_lens_q, cu_seq_lens_k), mask))
     if seen < key.shape[2] and says_only(mask, "causal", "offset", "window", "chunk"):
         key, value = key[:, :, :seen], value[:, :, :seen]
     if position_bias is not None:
@@ -189,13 +178,10 @@ def causal_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 def _packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    begin_q: torch.Tensor | None,
-    begin_k: torch.Tensor | None,
-    mask: Mask,
+    query: torch.Tensor, key: torch.Tensor, begins: tuple[Any, Any], mask: Mask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of the documents that queries and keys are in."""
+    begin_q, begin_k = begins
     if begin_q is None or begin_k is None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given both")
     if query.shape[0] != 1:

@@ -128,6 +128,8 @@ def quorum_mask(
     Raises:
         ValueError: a mask of padding that is not of two dimensions.
     """
+    from transformers import masking_utils
+
     if attention_mask is not None and attention_mask.ndim not in (2, 4):
         raise ValueError(
             "attention_mask must be (batch, tokens), or (batch, heads, queries, keys), got shape "
@@ -137,36 +139,29 @@ def quorum_mask(
         return attention_mask  # made before, by ``generate`` for a static cache
     first: Any = q_offset
     sizes = Sizes(batch_size, q_length, kv_length, first, kv_offset, torch.device(device))
+    causal = masking_utils.causal_mask_function
+    function = mask_function or causal
     if torch.compiler.is_compiling() and q_length != 1 and not isinstance(q_offset, torch.Tensor):
-        from transformers import masking_utils
-
-        # Without padding there may be packed documents: of those a tensor is asked.
-        function = mask_function or masking_utils.causal_mask_function
         with suppress(UnknownError):  # then the graph is left
-            if attention_mask is not None or function is masking_utils.causal_mask_function:
+            # Without padding there may be packed documents: of those a tensor is asked.
+            if attention_mask is not None or function is causal:
                 padding = _padding(attention_mask, sizes)
                 return _with_sizes(described(conditions_of(function), sizes, padding), sizes)
-    return _read(sizes, mask_function, attention_mask, **others)
+    found: DescribedMask | torch.Tensor | None = _read(sizes, function, attention_mask, **others)
+    return found
 
 
 @uncompiled
-def _read(
-    sizes: Sizes,
-    mask_function: Callable[..., torch.Tensor] | None,
-    attention_mask: torch.Tensor | None,
-    **others: Any,
-) -> DescribedMask | torch.Tensor | None:
+def _read(sizes: Sizes, function: Any, attention_mask: Any, **others: Any) -> Any:
     """See ``quorum_mask``; outside of graphs."""
     from transformers import masking_utils
 
-    function = mask_function or masking_utils.causal_mask_function
     if sizes.queries == 1:
-        one: torch.Tensor | None = masking_utils.sdpa_mask(
+        return masking_utils.sdpa_mask(
             batch_size=sizes.batch, q_length=1, kv_length=sizes.keys, q_offset=sizes.query_offset,
             kv_offset=sizes.key_offset, mask_function=function, attention_mask=attention_mask,
             device=sizes.device, **others,
         )  # fmt: skip
-        return one
     sizes = sizes._replace(query_offset=int(sizes.query_offset))
     padding = _padding(attention_mask, sizes)
     padding = None if padding is None or bool(padding.all()) else padding.to(sizes.device)
