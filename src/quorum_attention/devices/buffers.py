@@ -16,7 +16,6 @@ after the other, before anything is computed.
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
 import mmap
 import os
@@ -85,16 +84,13 @@ class InFile:
         """Map it here, to be read unless it is written to.
 
         Raises:
-            MemoryError: there is no room for it.
-            OSError: another file is there by now.
+            OSError: there is no room for it, or another file is there by now.
         """
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        file = self.descriptor(os.O_RDWR if self.written else os.O_RDONLY)
-        try:
-            return self.within(_mapped(file, self.written))
-        finally:
-            os.close(file)
+        access = mmap.ACCESS_WRITE if self.written else mmap.ACCESS_READ
+        with self.opened(os.O_RDWR if self.written else os.O_RDONLY) as file:
+            return self.within(mmap.mmap(file, 0, access=access))
 
     def within(self, memory: mmap.mmap) -> torch.Tensor:
         """The tensor in a mapping of the whole file."""
@@ -106,17 +102,20 @@ class InFile:
             )
         return flat.as_strided(self.shape, self.strides)
 
-    def descriptor(self, flags: int) -> int:
-        """The file, opened.
+    @contextmanager
+    def opened(self, flags: int) -> Iterator[int]:
+        """The file's descriptor.
 
         Raises:
             OSError: it cannot be opened, or another file is there by now.
         """
-        found = os.open(self.path, flags | os.O_NONBLOCK)  # a pipe is not waited for
-        if not _is_same(self.file, file_id(found)):
-            os.close(found)
-            raise OSError(f"{self.path} is another file than the one that was opened before")
-        return found
+        file = os.open(self.path, flags | os.O_NONBLOCK)  # a pipe is not waited for
+        try:
+            if not _is_same(self.file, file_id(file)):
+                raise OSError(f"{self.path} is another file than the one that was opened before")
+            yield file
+        finally:
+            os.close(file)
 
 
 FileId = tuple[str, int, int]
@@ -321,13 +320,11 @@ class MappedBuffers:
         """
         if not handle.in_memory or 0 in handle.shape:
             return handle.open()
-        file = handle.descriptor(os.O_RDWR)
-        try:
+        with handle.opened(os.O_RDWR) as file:
             # As long as it is mapped here, no other file has these numbers.
             if handle.file not in self._every:
-                self._every[handle.file] = _Mapping(_mapped(file, True), handle.path, self._pass)
-        finally:
-            os.close(file)
+                memory = mmap.mmap(file, 0)
+                self._every[handle.file] = _Mapping(memory, handle.path, self._pass)
         return handle.within(self._every[handle.file].memory)
 
     def forget_gone(self) -> None:
@@ -376,16 +373,6 @@ class MappedBuffers:
             assert self._locker is not None
             self._locker.unlock(part.start)
             one.locked.remove(part)
-
-
-def _mapped(file: int, writable: bool) -> mmap.mmap:
-    """All of a file; taken apart when nothing refers to it any more."""
-    try:
-        return mmap.mmap(file, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise MemoryError(f"shared memory or a file was not mapped: {error}") from error
-        raise
 
 
 def _is(path: str, name: FileId) -> bool:

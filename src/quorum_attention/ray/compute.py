@@ -194,7 +194,7 @@ class Job:
         made = moved(made, _HOST).to(target.dtype)
         whole = torch.empty_strided(target.shape, target.strides, dtype=made.dtype, device="meta")
         part = self.call.whole.cut(whole, block, of_keys=of_keys)
-        with os.fdopen(target.descriptor(os.O_WRONLY), "wb", buffering=0) as file:
+        with target.opened(os.O_WRONLY) as number, open(number, "wb", 0, closefd=False) as file:
             for head, rows in zip(part[0], made[0], strict=True):
                 file.seek(target.offset + int(head.storage_offset()) * made.itemsize)
                 # Strides of a single element may be any, and then bytes cannot be viewed.
