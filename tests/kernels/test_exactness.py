@@ -56,21 +56,22 @@ def settings_of(case: Case) -> dict:
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)
 @pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
-@pytest.mark.parametrize("factor", [0.0, -0.3, -2.0])
-@pytest.mark.parametrize("levels", [(), (7,)], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("factor", "levels"), [(0.0, (7,)), (-0.3, ()), (-2.0, (7,))], ids=str)
 def test_scales_that_are_not_positive(
-    name: str, device: str, causal: bool, factor: float, levels: tuple[int, ...], masked: bool
+    name: str, device: str, causal: bool, factor: float, levels: tuple[int, ...]
 ) -> None:
     """Operators mask with -inf, and take maxima, before they multiply by the scale."""
-    mask = torch.randn(1, 1, 140, 140) if masked else None
+    mask = torch.randn(1, 1, 140, 140) if causal is (factor == 0.0) else None
     dtype = torch.float64 if device == "cpu" else torch.float16
     case = Case(140, causal=causal, factor=factor, levels=levels, mask=mask, dtype=dtype)
     check(name, device, case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scale", [1e-46, -1e-200, 1e-44])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float32, 1e-46), (torch.bfloat16, -1e-200), (torch.float16, 1e-44)],
+    ids=str,
+)
 @pytest.mark.parametrize("depth", [None, 1])
 def test_scales_that_fp32_does_not_hold(
     dtype: torch.dtype, scale: float, depth: int | None
@@ -85,10 +86,10 @@ def test_scales_that_fp32_does_not_hold(
         assert bool(gradient.isfinite().all())
 
 
-def random_mask(kind: str, shape: tuple[int, ...], dead_rows: bool) -> torch.Tensor:
+def random_mask(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     kept = torch.rand(shape, generator=generator) < 0.7
-    if dead_rows and shape[2] > 1:
+    if shape[2] > 1:
         kept[:, :, [0, shape[2] // 2, shape[2] - 1]] = False
     if kind == "boolean":
         return kept
@@ -97,32 +98,30 @@ def random_mask(kind: str, shape: tuple[int, ...], dead_rows: bool) -> torch.Ten
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)
-@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize(("kind", "causal"), [("boolean", False), ("additive", True)])
 @pytest.mark.parametrize(
     "spans",
     [(0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 1), (0, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 1)],
     ids=str,
 )
-@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
 def test_masks(name: str, device: str, kind: str, spans: tuple[int, ...], causal: bool) -> None:
     n = 71
     sizes = (2, 4, n, n)
     shape = tuple(size if span else 1 for size, span in zip(sizes, spans, strict=True))
-    mask = random_mask(kind, shape, dead_rows=True)
+    mask = random_mask(kind, shape)
     case = Case(n, batch=2, heads=4, key_heads=2, mask=mask, causal=causal, layout="balanced")
     check(name, device, case)
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)
-@pytest.mark.parametrize("dead_keys", [range(40), range(97)], ids=["some", "all"])
-def test_masked_keys_leave_whole_rectangles_empty(name: str, device: str, dead_keys: range) -> None:
-    mask = torch.ones(1, 1, 97, 97, dtype=torch.bool)
-    mask[..., list(dead_keys)] = False
+@pytest.mark.parametrize("dead_keys", [40, 97])
+def test_masked_keys_leave_whole_rectangles_empty(name: str, device: str, dead_keys: int) -> None:
+    mask = (torch.arange(97) >= dead_keys).expand(1, 1, 97, 97)
     check(name, device, Case(97, mask=mask, causal=True))
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)
-@pytest.mark.parametrize("shift", [0, 6, 10])
+@pytest.mark.parametrize("shift", [6, 10])
 def test_shift_changes_nothing_but_rounding(name: str, device: str, shift: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.float16
     check(name, device, Case(130, shift=shift, dtype=dtype))
@@ -140,7 +139,7 @@ def test_shift_rescues_small_half_precision_probabilities() -> None:
 
 
 @pytest.mark.parametrize("name", CPU_KERNELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_call(name: str, data: st.DataObject) -> None:
     draw = data.draw
@@ -183,8 +182,7 @@ def masks() -> dict[str, object]:
 
 
 @pytest.mark.skipif("cpu" not in qa.kernels(), reason="torch has no such one")
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize(("depth", "value"), [(0, math.nan), (1, math.inf)], ids=str)
 @pytest.mark.parametrize("where", ["key", "value", "query"])
 def test_rows_that_a_mask_leaves_no_key(depth: int, value: float, where: str) -> None:
     for name, mask in masks().items():

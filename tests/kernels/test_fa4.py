@@ -74,9 +74,9 @@ def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(tmp_path, monkeypat
         assert os.stat(os.environ[name]).st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("depth", "is_causal", "kv_heads"), [(0, False, 2), (0, True, 4), (1, False, 4), (2, True, 2)]
+)
 def test_it_is_exact(stand_in, depth, is_causal, kv_heads) -> None:  # type: ignore[no-untyped-def]
     given = inputs(300, heads=4, kv_heads=kv_heads, head_dim=16, dtype=torch.bfloat16)
     call = {"is_causal": is_causal, "enable_gqa": True, "kernel": stand_in, "depth": depth}
@@ -88,8 +88,7 @@ def test_it_is_exact(stand_in, depth, is_causal, kv_heads) -> None:  # type: ign
         assert off(mine, wanted) < 3e-2
 
 
-@pytest.mark.parametrize("what", ["nan", "inf"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("what", "depth"), [("nan", 0), ("inf", 1)])
 def test_a_row_that_is_not_finite_stays_so(stand_in, what, depth) -> None:  # type: ignore[no-untyped-def]
     q, k, v, grad_out = (torch.randn(1, 2, 200, 16, dtype=torch.float16) for _ in range(4))
     q[0, 1, 50, 3] = float(what)
@@ -104,7 +103,7 @@ def test_a_row_that_is_not_finite_stays_so(stand_in, what, depth) -> None:  # ty
     assert all(bool(grad[0, 0].isfinite().all()) for grad in grads)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) -> None:  # type: ignore[no-untyped-def]
     """No pair is tested one by one, and each call keeps its pairs: against float64."""
     draw = random.Random(seed)

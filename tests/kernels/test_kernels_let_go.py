@@ -24,22 +24,16 @@ def lse_function(query, key, value, *, is_causal, scale):  # type: ignore[no-unt
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-class Plain(DenseKernel):
-    name = "plain"
-
-
 class Rectangles(CpuKernel):
     name = "rectangles"
 
 
 KERNELS: dict[str, Callable[[], InnerKernel]] = {
     "function": lambda: qa.from_lse_function(lse_function),
-    "plain": Plain,
     "rectangles": Rectangles,
     "documents": lambda: qa.from_score_mod(
         mask_mod=document(torch.arange(150) // 40), compiled=False
     ),
-    "score": lambda: qa.from_score_mod(lambda s, b, h, q, k: s - k, compiled=False),
     "longnet": lambda: qa.LongNetKernel([(30, 1), (60, 2)]),
 }
 
@@ -47,7 +41,7 @@ KERNELS: dict[str, Callable[[], InnerKernel]] = {
 def use(kernel: InnerKernel) -> None:
     """All that remembers something: calls of every route, plans, an estimate, a check."""
     made = inputs(150)
-    for call in ({}, {"depth": 1}, {"depth": 2}, {"budget": "256MiB"}):
+    for call in ({}, {"depth": 2}, {"budget": "256MiB"}):
         leaves = [t.clone().requires_grad_() for t in made.three]
         qa.attention(*leaves, is_causal=True, kernel=kernel, **call).sum().backward()
     slots = [t.mT.contiguous().mT.requires_grad_() for t in made.three]

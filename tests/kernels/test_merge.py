@@ -71,7 +71,7 @@ def test_empty_rows_stay_empty_and_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("block_bytes", [1, 64, 1000, 10**7])
+@pytest.mark.parametrize("block_bytes", [1, 1000, 10**7])
 @pytest.mark.parametrize("shape", [(2, 3, 37, 5), (1, 1, 1, 1), (3, 1, 8, 4), (0, 2, 3, 4)])
 def test_blocks_cover_every_row_once(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int, shape: tuple[int, ...]

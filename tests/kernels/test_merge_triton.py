@@ -17,17 +17,21 @@ needs_triton = pytest.mark.skipif(
 SCRIPT = """
 import sys
 import torch
+sys.modules["triton"] = None  # the package imports without it
+import quorum_attention.kernels
+assert "quorum_attention.kernels.merge_triton" not in sys.modules
+del sys.modules["triton"]
 from quorum_attention.kernels.merge import _merge_block_
 from quorum_attention.kernels.merge import add_, launch_add, launch_merge
 
 device = sys.argv[1]
 torch.manual_seed(0)
-shapes = [(1, 1, 1, 1), (2, 3, 37, 40), (1, 2, 130, 64), (2, 2, 65, 80)]
-shapes += [(1, 1, 5, 257), (1, 0, 4, 8)]
+shapes = [(1, 1, 1, 1), (2, 3, 37, 40), (1, 2, 130, 64), (1, 1, 5, 257), (1, 0, 4, 8)]
+dtypes = [torch.float32, torch.float16, torch.bfloat16]
 if device == "cuda":
     shapes.append((1, 1, 70_000 * 64, 64))  # more than 65,535 programs
-for shape in shapes:
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+for number, shape in enumerate(shapes):
+    for dtype in dtypes if device == "cuda" else [dtypes[number % 3]]:
         b, h, n, d = shape
         base = torch.randn(b, h, n + 7, d, device=device)
         out = base[:, :, 3 : 3 + n]
@@ -108,13 +112,3 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_the_gpu() -> None:
     run_script("cuda")
-
-
-def test_the_package_imports_without_triton() -> None:
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import quorum_attention.kernels\n"
-        "assert 'quorum_attention.kernels.merge_triton' not in sys.modules"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
