@@ -88,27 +88,10 @@ def strides_ignored(query, key, value, scale):
     return query, key, value, scale
 
 
-def value_dim_taken_for_head_dim(query, key, value, scale):
-    """As if values were laid out with the queries' width."""
-    wide, d = value.shape[-1], query.shape[-1]
-    if wide != d:
-        flat = value.contiguous().flatten(2)
-        value = flat[..., : value.shape[2] * d].unflatten(2, (value.shape[2], d))
-        value = functional.pad(value, (0, wide - d)) if wide > d else value[..., :wide]
-    return query, key, value, scale
-
-
 def sums_in_fp16(query, key, value, *, is_causal, scale):
     call = {"is_causal": is_causal, "scale": scale}
     narrow = plain(query.half(), key.half(), value.half(), **call)
     return narrow[0].to(query.dtype), plain(query, key, value, **call)[1]
-
-
-def last_key_dropped(scores, is_causal):
-    n = scores.shape[-1]
-    if is_causal or n == 1:
-        return masked(scores, is_causal)
-    return scores.masked_fill(torch.arange(n) == n - 1, -torch.inf)
 
 
 def alibi(scores, rows, columns, is_causal, slope=0.05):
@@ -149,13 +132,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "output_normalised": (
         of_results(lambda out, lse: (functional.normalize(out, dim=-1), lse)), causes.WEIGHTS,
     ),
-    "dropout": (of_results(lambda out, lse: (functional.dropout(out, 0.1), lse)), causes.STATE),
     "noise": (of_results(lambda out, lse: (noisy(out), lse)), causes.STATE),
     "causal_one_too_many": (of_scores(lambda s, causal: masked(s, causal, 2)), causes.PAIRS),
-    "last_key_dropped": (of_scores(last_key_dropped), causes.PAIRS),
     "no_scale": (of_inputs(lambda q, k, v, scale: (q, k, v, 1.0)), causes.SIZES),
     "strides_ignored": (of_inputs(strides_ignored), causes.SIZES),
-    "value_dim_taken_for_head_dim": (of_inputs(value_dim_taken_for_head_dim), causes.SIZES),
     "local_alibi": (
         of_scores(lambda s, causal: alibi(s, *map(torch.arange, s.shape[-2:]), causal)),
         causes.POSITIONS,
@@ -178,12 +158,12 @@ BACKWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
-def grouped(repeat: Callable[..., Any], reduce: Callable[..., Any] | None = None) -> InnerKernel:
-    """Fewer key heads, as they are: repeated in one way, their gradients summed in another."""
+def grouped(reduce: Callable[..., Any]) -> InnerKernel:
+    """Fewer key heads, as they are; their gradients are summed over groups in some way."""
 
     def many(query, key, value):
         shared = query.shape[1] // key.shape[1]
-        return query, repeat(key, shared), repeat(value, shared)
+        return query, *(t.repeat_interleave(shared, dim=1) for t in (key, value))
 
     def forward(query, key, value, *, is_causal, scale):
         return plain(*many(query, key, value), is_causal=is_causal, scale=scale)
@@ -194,11 +174,7 @@ def grouped(repeat: Callable[..., Any], reduce: Callable[..., Any] | None = None
         dq, *rest = gradients(grad_out, *many(query, key, value), out, lse, **call)
         return dq, *(reduce(g, heads, shared) for g in rest)
 
-    return from_lse_function(forward, backward=backward if reduce else None, grouped=True)
-
-
-def in_turn(t, shared):
-    return t.repeat_interleave(shared, dim=1)
+    return from_lse_function(forward, backward=backward, grouped=True)
 
 
 # Full inner kernels.
@@ -294,11 +270,8 @@ def nan_without_keys(grads, none):
 
 
 KERNELS: dict[str, tuple[Callable[[], InnerKernel], str]] = {
-    "grouped heads interleaved": (
-        lambda: grouped(lambda t, shared: t.repeat(1, shared, 1, 1)), causes.HEADS,
-    ),
     "group summed over the wrong axis": (
-        lambda: grouped(in_turn, lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)),
+        lambda: grouped(lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)),
         causes.HEADS,
     ),
     "a task with every diagonal": (lambda: WholeTask(with_every_diagonal), causes.PAIRS),
@@ -333,7 +306,7 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     "cpu": lambda: "cpu",
     "plain": lambda: from_lse_function(plain),
     "grouped, backward given": lambda: grouped(
-        in_turn, lambda g, heads, shared: g.unflatten(1, (heads, shared)).sum(2)
+        lambda g, heads, shared: g.unflatten(1, (heads, shared)).sum(2)
     ),
     "whole task": WholeTask,
     "longnet": lambda: qa.LongNetKernel([(32, 1), (64, 2), (128, 4)]),
@@ -344,4 +317,4 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     ),
     "window": lambda: from_lse_function(window),
 }
-SIXTEEN_BITS = ("dense", "cpu", "plain", "longnet", "window")
+SIXTEEN_BITS = ("cpu", "longnet", "window")

@@ -22,15 +22,13 @@ from quorum_attention.kernels.kit import from_lse_function
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WRONG = planted()
-# What only calls of other widths or fewer key heads show.
-OTHER_SIZES = ("group", "value_dim")
 SMALL = {"device": "cpu", "n_tokens": 67, "levels": ((3,),)}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_planted_error_is_found_and_named(name: str) -> None:
     make, cause = WRONG[name]
-    wider = any(word in name for word in OTHER_SIZES)
+    wider = "group" in name  # what only calls of fewer key heads show
     found = qa.check_kernel(make(), other_sizes=wider, heads=4 if wider else 2, seed=1, **SMALL)
     assert not found.exact
     assert found.cause == cause, str(found)
@@ -63,17 +61,15 @@ def test_a_right_kernel_is_exact(name: str, dtype: torch.dtype) -> None:
     assert all("Error" not in reason for reason in found.skipped), found.skipped
 
 
-@pytest.mark.parametrize("dtype", [HALF, SHORT], ids=str)
-def test_kernels_that_take_nothing_wider(dtype: torch.dtype) -> None:
-    found = qa.check_kernel(WholeTask(dtype=dtype), dtype=dtype, **drawn(str(dtype)))
+def test_kernels_that_take_nothing_wider() -> None:
+    found = qa.check_kernel(WholeTask(dtype=HALF), dtype=HALF, **drawn("half"))
     assert found.exact, str(found)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("noise", HALF), ("noise", SHORT), ("noise", torch.float64), ("dropout", HALF),
-     ("lse_rounded_to_fp16", SHORT), ("local_slopes", torch.float64)],
-)  # fmt: skip
+    [("noise", HALF), ("noise", torch.float64), ("lse_rounded_to_fp16", SHORT)],
+)
 def test_an_error_is_named_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """Limits come from the dtype: noise must not widen its own."""
     function, cause = FUNCTIONS[name]
@@ -81,10 +77,9 @@ def test_an_error_is_named_in_other_dtypes(name: str, dtype: torch.dtype) -> Non
     assert found.cause == cause, str(found)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_heads_and_entries_are_cut(is_causal: bool) -> None:
+def test_heads_and_entries_are_cut() -> None:
     function, _ = FUNCTIONS["local_slopes"]
-    found = qa.check_kernel(from_lse_function(function), is_causal=is_causal, **SMALL)
+    found = qa.check_kernel(from_lse_function(function), is_causal=True, **SMALL)
     (alone,) = (c for c in found.cases if not c.levels and not c.sizes)
     assert alone.heads_per_group == 1
     assert alone.verdict == "not exact"

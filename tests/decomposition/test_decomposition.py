@@ -1,10 +1,23 @@
-"""Decomposition itself: its errors, layouts, paths, and plans that stay symbolic."""
+"""Decompositions: errors, paths, tasks as the paper's that hold every pair once, the census."""
 
+from __future__ import annotations
+
+import itertools
 import sys
 
+import numpy as np
 import pytest
+from helpers_decomposition import (
+    bits,
+    build_subseq,
+    decompositions,
+    kept_pairs,
+    positions,
+)
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Census, Decomposition, Pairs, census
 
 
 def test_what_makes_no_sense_is_refused():
@@ -31,12 +44,9 @@ def test_deeper_tasks_are_inside_their_parent():
     """Replacing one task by its children keeps coverage: same tokens, same exclusions."""
     parent, child = Decomposition(100, (7,), tile=4), Decomposition(100, (7, 3), tile=4)
     for owner in range(7):
-        held = {p for s in parent.task((owner,)).spans for p in range(s.start, s.stop)}
-        found = set()
-        for below in range(3):
-            task = child.task((owner, below))
-            found |= {p for s in task.spans for p in range(s.start, s.stop)}
-        assert found == held
+        tasks = [child.task((owner, below)) for below in range(3)]
+        found = {p for task in tasks for p in positions(task).tolist()}
+        assert found == set(positions(parent.task((owner,))).tolist())
 
 
 def test_a_billion_tokens_stay_symbolic():
@@ -66,3 +76,112 @@ def test_a_path_through_a_token_leads_to_a_task_that_holds_it(n, levels, layout)
         assert len(paths) == 4 or levels != (13,)
         for path in paths:
             assert any(s.start <= position < s.stop for s in shape.task(path).spans)
+
+
+@settings(max_examples=100, deadline=None)
+@given(decompositions(), st.booleans(), st.data())
+def test_contiguous_parts_have_the_pairs_of_a_rectangle(shape, is_causal, data) -> None:
+    """Each pair in one part, and what is causal still cut at the diagonal of the sequence."""
+    path = tuple(data.draw(st.integers(0, c - 1)) for c in shape.levels)
+    task = shape.task(path)
+    where = positions(task)
+    for r in task.rectangles(is_causal):
+        times = np.zeros((r.n_queries, r.n_keys), dtype=int)
+        for queries, keys, causal in task.contiguous(r):
+            top, left = queries.local - r.query_start, keys.local - r.key_start
+            rows, columns = slice(top, top + queries.length), slice(left, left + keys.length)
+            part = np.ones((queries.length, keys.length), dtype=int)
+            times[rows, columns] += np.tril(part) if causal else part
+            assert not causal or queries == keys
+        q, k = where[r.query_start : r.query_stop], where[r.key_start : r.key_stop]
+        expected = q[:, None] >= k[None] if r.causal else np.ones_like(times, dtype=bool)
+        np.testing.assert_array_equal(times, expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(decompositions())
+def test_spans_ascend_do_not_touch_needlessly_and_stay_within_the_bound(decomposition):
+    """Ascending, disjoint, not empty, inside the sequence, and maximal: one span per label run.
+    Slots are allocated by max_task_tokens before any task is made."""
+    assert decomposition.max_task_tokens <= decomposition.n_tokens
+    for task in decomposition.tasks():
+        assert task.n_tokens == len(positions(task)) <= decomposition.max_task_tokens
+        spans = task.spans
+        assert all(0 <= s.start < s.stop <= decomposition.n_tokens for s in spans)
+        for a, b in itertools.pairwise(spans):
+            assert a.stop <= b.start
+            assert a.stop < b.start or a.bits != b.bits
+
+
+@settings(max_examples=300, deadline=None)
+@given(decompositions(200), st.booleans())
+@example(Decomposition(49, (7, 7), "balanced"), True)
+@example(Decomposition(5, (7,), "balanced"), False)
+@example(Decomposition(150, (7, 3, 7), "balanced"), False)
+@example(Decomposition(0, (7,)), True)
+@example(Decomposition(100, ()), True)
+def test_masks_cover_every_pair_once(decomposition, is_causal):
+    """No pair is missing and none is counted twice, over all tasks' masks. (That rectangles are
+    exactly these masks: test_rectangles.py.)"""
+    n = decomposition.n_tokens
+    counts = np.zeros((n, n), dtype=int)
+    for task in decomposition.tasks():
+        where = positions(task)
+        counts[np.ix_(where, where)] += kept_pairs(task, is_causal)
+    every = np.ones((n, n), dtype=int)
+    np.testing.assert_array_equal(counts, np.tril(every) if is_causal else every)
+
+
+CASES = [
+    (49, (7,)), (49, (7, 7)), (50, (7, 7)), (130, (7, 7)), (5, (7, 7)), (400, (7, 7)),
+    (100, (13,)), (97, (3, 7)), (97, (13, 3)), (60, (3, 3, 3)), (211, (21,)), (91, (1, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_tokens", "levels"), CASES)
+def test_spans_and_bits_equal_the_papers_algorithm(n_tokens, levels):
+    """Same tokens in the same order; two tokens share a bit where they share a non-owner chunk."""
+    decomposition = Decomposition(n_tokens, levels, "balanced")
+    for task in decomposition.tasks():
+        token_ids, groups = build_subseq(n_tokens, levels, task.path)
+        np.testing.assert_array_equal(positions(task), np.array(token_ids, dtype=int))
+        assert [own.bit_count() for own in bits(task)] == [len(group) for group in groups]
+        kept = [[not (a & b) for b in groups] for a in groups]
+        expected = np.array(kept, dtype=bool).reshape(len(groups), len(groups))
+        np.testing.assert_array_equal(task.mask(), expected)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "depth", "masked", "clear", "mixed"),
+    [(65_536, 1, 22.0, 77.2, 0.82), (65_536, 2, 38.8, 58.9, 2.30)],
+)
+def test_the_papers_census(n_tokens, depth, masked, clear, mixed):
+    """Appendix A.2: balanced, c = 7, causal, 128 x 128 tiles, pooled over all tasks."""
+    tasks = Decomposition(n_tokens, (7,) * depth, "balanced").tasks()
+    found = census(tasks, Pairs(n_tokens, n_tokens, True))
+    assert round(100 * found.masked, 1) == masked
+    assert round(100 * found.clear, 1) == clear
+    assert round(100 * found.mixed, 2) == mixed
+
+
+@settings(max_examples=80, deadline=None)
+@given(decompositions(), st.booleans(), st.sampled_from([1, 3, 8, 32]))
+def test_census_agrees_with_a_dense_count(decomposition, is_causal, tile):
+    """By tile and token, with the paper's OR and AND tests spelled out."""
+    masked = clear = mixed = 0
+    for task in decomposition.tasks():
+        own = bits(task)
+        lines = [own[i : i + tile] for i in range(0, len(own), tile)]
+        some = [np.bitwise_or.reduce(line) for line in lines]
+        every = [np.bitwise_and.reduce(line) for line in lines]
+        for row in range(len(lines)):
+            for column in range(row + 1 if is_causal else len(lines)):
+                if some[row] & some[column] == 0:
+                    clear += 1
+                elif every[row] & every[column]:
+                    masked += 1
+                else:
+                    mixed += 1
+    pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
+    found = census(decomposition.tasks(), pairs, tile)
+    assert found == Census(masked, clear, mixed)

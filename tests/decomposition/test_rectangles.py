@@ -1,14 +1,19 @@
-"""Rectangles of a task: a partition of exactly its mask, few, large, of few shapes; and batches."""
+"""Rectangles of a task, pieces, passages and batches: every pair is in exactly one."""
 
 from __future__ import annotations
 
+import random
+from typing import get_args
+
 import numpy as np
 import pytest
+import torch
 from helpers_decomposition import count_rectangles, decompositions, kept_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition.pieces import Passage, Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import batches
 from quorum_attention.quorums import quorum_size
 
@@ -74,3 +79,67 @@ def test_every_rectangle_is_in_exactly_one_batch(
         for number in range(batch.count)
     ]
     assert sorted(found, key=repr) == sorted(rectangles, key=repr)
+
+
+@pytest.mark.parametrize("pieces", get_args(Pieces))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 7), (100, 100), (333, 90), (90, 333)])
+@pytest.mark.parametrize("levels", [(), (7,), (21,)])
+def test_every_pair_is_in_one_rectangle(pieces, causal, sizes, levels) -> None:
+    n_queries, n_keys = sizes
+    shape = Decomposition(max(sizes), levels, tile=8)
+    task, rectangles = pieces_of(shape, pieces, causal, n_queries, n_keys)
+    assert task.n_tokens == max(sizes)
+    kept = np.zeros(sizes, dtype=int)
+    for r in rectangles:
+        assert min(r.n_queries, r.n_keys) > 0
+        block = np.ones((r.n_queries, r.n_keys), dtype=int)
+        kept[r.query_start : r.query_stop, r.key_start : r.key_stop] += (
+            np.tril(block) if r.causal else block
+        )
+    wanted = np.ones(sizes, dtype=int)
+    assert np.array_equal(kept, np.tril(wanted) if causal else wanted)
+
+
+@pytest.mark.parametrize("stays", ["query", "key"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_pair_of_a_passage_is_in_one_rectangle(stays, is_causal) -> None:
+    draw = random.Random(torch.initial_seed())
+    for _ in range(300):
+        n_queries, n_keys = (draw.randint(1, 40) for _ in range(2))
+        queries, keys = (draw.randint(1, 45) for _ in range(2))
+        passage = Passage(stays, n_queries, n_keys, queries, keys, is_causal)
+        seen = np.zeros((n_queries, n_keys), dtype=int)
+        chunks_of: dict[int, list[int]] = {}
+        for chunk in range(passage.n_chunks):
+            plain = passage.plain_blocks(chunk)
+            assert set(plain) <= set(passage.blocks(chunk))
+            for block in passage.blocks(chunk):
+                chunks_of.setdefault(block, []).append(chunk)
+                both = passage.chunk(chunk), passage.block(block)
+                rows, columns = both if stays == "query" else both[::-1]
+                found = passage.rectangles(chunk, block)
+                assert found, "a block without pairs"
+                size = keys if stays == "query" else queries
+                whole = len(found) == 1 and found[0].pairs == rows.length * columns.length
+                full = (columns if stays == "query" else rows).stop % size == 0
+                assert (block in plain) == (whole and full and not found[0].causal)
+                for r in found:
+                    there = seen[rows.start : rows.stop, columns.start : columns.stop]
+                    part = there[r.query_start : r.query_stop, r.key_start : r.key_stop]
+                    assert part.shape == (r.n_queries, r.n_keys)
+                    assert r.pairs > 0
+                    if r.causal:
+                        assert r.n_queries == r.n_keys
+                        assert rows.start + r.query_start == columns.start + r.key_start
+                        part += np.tril(np.ones(part.shape, dtype=int))
+                    else:
+                        part += 1
+        kept = np.ones((n_queries, n_keys), dtype=int)
+        assert np.array_equal(seen, np.tril(kept) if is_causal else kept)
+        if stays == "key":
+            assert set(chunks_of) == set(range(passage.n_blocks))
+            for block, chunks in chunks_of.items():
+                assert chunks[0] == 0
+                assert chunks == list(range(chunks[-1] + 1))
+                assert chunks[-1] == passage.last_chunk(block)
