@@ -13,7 +13,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
@@ -61,7 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "slow: left out by `make test` (tests/slow.txt)")
     count_page_locks()
-    gc.callbacks.append(_timed)
 
 
 def slow_tests() -> dict[str, set[str]]:
@@ -91,10 +89,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-def pytest_unconfigure() -> None:
-    gc.callbacks.remove(_timed)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call):
     report = yield
@@ -107,36 +101,12 @@ def pytest_runtest_makereport(item: pytest.Item, call):
 def collections_are_quick() -> None:
     """What has been imported by now (all of torch's compiler, for some) is not looked through every
     time that a test, or a recovery, collects garbage."""
-    _freeze()
-
-
-@pytest.fixture(autouse=True)
-def collections_stay_quick(collections_are_quick: None) -> None:
-    """Nor is what the tests before imported, and filled caches with, once that takes long."""
-    if _collection["seconds"] > 0.01:
-        _freeze()
-
-
-# When the last collection of everything began, and how long it took.
-_collection = {"began": 0.0, "seconds": 0.0}
-
-
-def _timed(phase: str, info: dict[str, int]) -> None:
-    if info["generation"] == 2:
-        if phase == "start":
-            _collection["began"] = time.perf_counter()
-        else:
-            _collection["seconds"] = time.perf_counter() - _collection["began"]
-
-
-def _freeze() -> None:
     gc.collect()
     gc.freeze()
-    _collection["seconds"] = 0.0
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest, collections_stay_quick: None) -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest, collections_are_quick: None) -> Iterator[None]:
     """Memory, page locks, threads, processes, files and settings are as they were before.
 
     Of a test that failed nothing is asked: its traceback holds what it worked with.

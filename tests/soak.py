@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import json
 import multiprocessing
 import os
 import random
@@ -267,7 +266,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="which calls (default 0)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--json", type=Path, help="file for the rows and counts")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
@@ -276,9 +274,6 @@ def main() -> int:
         passed = soak.run(seconds, min(60.0, seconds / 12))
         print(dict(soak.calls))
         print("passed" if passed else f"FAILED: {len(soak.wrong)}, the last {soak.wrong[-1]}")
-        if given.json:
-            counts = {"calls": dict(soak.calls), "wrong": soak.wrong, "rows": soak.rows}
-            given.json.write_text(json.dumps(counts, indent=1) + "\n")
     return 0 if passed else 1
 
 

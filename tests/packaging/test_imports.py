@@ -96,17 +96,6 @@ def test_every_hint_names_an_extra_that_there_is() -> None:
     assert {"draw", "transformers"} <= found <= set(re.findall(r"^([\w-]+) = \[", extras, re.M))
 
 
-def test_pictures_without_matplotlib(without: Any, tmp_path: Path) -> None:
-    report, q = qa.Report(), torch.randn(1, 2, 200, 16)
-    qa.attention(q, q, q, report=report)
-    without("matplotlib")
-    for drawn in (qa.plan(4096, device="cpu"), report):
-        with pytest.raises(ImportError) as said:
-            drawn.draw(tmp_path / "a.png")
-        assert HINT.findall(str(said.value)) == ["draw"]
-    assert not list(tmp_path.iterdir())
-
-
 def test_models_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
