@@ -164,13 +164,6 @@ def drawn(case: Case, device: str = "cuda") -> list[torch.Tensor]:
     return [torch.randn(shape, device=device).to(case.dtype) for shape in shapes]
 
 
-def placed(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Where the case has them."""
-    if case.place != "device":
-        tensors = [t.cpu().pin_memory() if case.place == "pinned" else t.cpu() for t in tensors]
-    return tensors
-
-
 def line(found: dict[str, Any]) -> str:
     """Milliseconds of each: forward, backward, and what the first call took beyond."""
     words = []
@@ -205,7 +198,10 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
         windowed = ("fa4", "flex")  # kernels that have windows
         rivals = [r for r in options.alone.split(",") if r and (not case.window or r in windowed)]
         runs = {rival: alone(rival, case, tensors) for rival in rivals if on_gpu}
-        tensors = placed(case, tensors)
+        if case.place != "device":
+            tensors = [t.cpu() for t in tensors]
+        if case.place == "pinned":
+            tensors = [t.pin_memory() for t in tensors]
         runs |= {v: ours(case, version, tensors, peaks) for v, version in versions.items()}
         cases[name] = {**in_turn(runs, options.rounds), "peak_bytes": max(peaks, default=None)}
         del runs, tensors

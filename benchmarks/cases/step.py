@@ -70,14 +70,8 @@ ON_HOST = "remedies", "everything"  # their checkpoints, where the longest text 
 def prepared(model: Any, way: str, options: argparse.Namespace, place: str = "auto") -> Any:
     """``model`` as it comes, or changed in place, with checkpoints in that place."""
     if way == "attention":
-        long_context(
-            model,
-            budget=options.budget,
-            checkpoints=None,
-            mlp_tile=None,
-            chunked_loss=False,
-            fused_norms=False,
-        )
+        off = {"mlp_tile": None, "chunked_loss": False, "fused_norms": False, "checkpoints": None}
+        long_context(model, budget=options.budget, **off)
     if way == "remedies":
         long_context(model, attention=False, mlp_tile=None, fused_norms=False, checkpoints=place)
     if way == "everything":
@@ -286,10 +280,8 @@ def followed(model: Any, way: str, weights: int, options: argparse.Namespace) ->
         print(f"{WAYS[way]}: {tokens:,} tokens, {format_bytes(watched.peak)}", flush=True)
         return {"tokens": tokens, "peak": watched.peak, "seconds": watched.seconds}
 
-    first, grain = (
-        options.first * (options.longer if way in ON_HOST else 1),
-        options.first // 8,
-    )
+    first = options.first * (options.longer if way in ON_HOST else 1)
+    grain = options.first // 8
     points = [point(first), point(2 * first)]
     best, ran = reach(points, options.memory, grain), False
     while not ran and 2 * first < best <= options.most:
