@@ -375,7 +375,7 @@ class _Failing(WatchedKernel):
 class TestCompletedTasksAreNeverRecomputed:
     """5: whatever fails and when, a task that was done stays done, and the result is exact.
 
-    Through slots; on inputs as they lie: execution/test_finished_groups.py."""
+    Through slots; on inputs as they lie: execution/test_recovery.py."""
 
     N = 300
 

@@ -131,8 +131,6 @@ def attend_eagerly(
     request = None if name is None else _CACHE.get(name)
     if request is not None:
         mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
-        if request.work.n_keys != key.shape[2]:
-            request = replace(request, work=replace(request.work, n_keys=key.shape[2]))
         return attend(Tensors(query, key, value, mask), request, None)
     tensors, request = checked_request("attention", query, key, value, call)
     # Of tensors that were broadcast, others like the given ones are not.

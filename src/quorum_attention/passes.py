@@ -174,8 +174,6 @@ def _decided(request: Request, pass_key: Hashable, decide_now: Callable[[], Deci
         found = decide_now()
         if known is not None and _is_one_call(found, request):
             known[pass_key] = found = replace(found, plan=None)
-    elif found.problem.work is not request.work:  # a call with other lengths (``direct``)
-        found = replace(found, problem=replace(found.problem, work=request.work))
     return found
 
 
@@ -360,7 +358,10 @@ def _run(
         made = _at_once(_job(tensors, request, decision.problem, results, given))
         report.seconds = time.perf_counter() - begun
     if made is None:
-        decision = with_plan(decision) if decision.plan is None else decision
+        if decision.plan is None:
+            # Calls that share a request may differ in how many keys they have (``direct``).
+            work = replace(decision.problem.work, n_keys=tensors.key.shape[-2])
+            decision = with_plan(replace(decision, problem=replace(decision.problem, work=work)))
         plan = decision.plan
         assert plan is not None
         log_cut(plan)
@@ -391,13 +392,14 @@ def _run(
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     """The results of one kernel call; None if the pass has to be planned: memory ran out, or
     gradients in 16 bits are not finite."""
+    backend = backend_of(job.device)
     try:
-        with _computing(job.device):
+        with backend.current(job.device), torch.no_grad(), without_autocast("cpu", job.device.type):
             return at_once(job)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    backend_of(job.device).give_back_cached()
+    backend.give_back_cached()
     return None
 
 

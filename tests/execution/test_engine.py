@@ -41,13 +41,18 @@ def both(
     return out, lse, *grads
 
 
-@pytest.mark.parametrize("levels", [(7,), (7, 3)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize(
+    ("levels", "dtype", "home"),
+    [
+        ((7,), torch.float16, "host"),
+        ((7,), torch.float32, "device"),
+        ((7, 3), torch.float16, "device"),
+    ],
+)
 def test_neither_the_number_of_slots_nor_late_copies_change_a_bit(levels, dtype, home) -> None:
     """A state that is carried is the one that would be loaded; nothing is read too early."""
     given, results, report = inputs(N, dtype=dtype, **SIZES), [], qa.Report()
-    for n_cap in (1, 2, 3, 5):
+    for n_cap in (1, 2, 3) if len(levels) > 1 else (1, 2, 3, 5):
         made = plans(n_cap, levels=levels, dtype=dtype, accumulator=home)
         for device in (None, FakeDevice()):
             results.append(both(given, made, device, report))
@@ -118,15 +123,6 @@ def test_made_up_failures_are_recovered_from(n_cap) -> None:
     said = "depth 1 -> 2" if n_cap == 1 else f"n_cap {n_cap} -> {n_cap - 1}"
     assert said in report.forward.recoveries[0]
     assert n_cap == 1 or report.forward.units == 14
-
-
-def test_an_arena_that_is_too_large_is_made_smaller() -> None:
-    given, report = inputs(N, dtype=torch.float16, **SIZES), qa.Report()
-    made = plans(3, free=True)
-    device = FakeDevice(memory_bytes=2 * (made[0].footprint.slots // 3))
-    out = both(given, made, device, report)[0]
-    assert_close(out, exact(given, is_causal=True).out, TOLERANCE[torch.float16])
-    assert report.forward.n_cap == 2
 
 
 @pytest.mark.parametrize("failures", [(), (3, 5)])

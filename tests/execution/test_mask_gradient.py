@@ -66,11 +66,12 @@ def a_call(
 
 
 SHAPES = list(itertools.product((1, BATCH), (1, HEADS), (1, N), (1, M)))
-TILES = [Tile(2, 64, 64), Tile(1, 5, 7), Tile(1, 23, 1), Tile(2, 1, 40)]
+TILES = [
+    (Tile(2, 64, 64), False), (Tile(1, 5, 7), True), (Tile(1, 23, 1), True), (Tile(2, 1, 40), False)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("tile", "causal"), TILES, ids=str)
 def test_every_way_to_broadcast_by_every_tile(
     tile: Tile, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,9 +95,12 @@ def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
     assert_close(found, wanted(given, mask), 1e-3)
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 300, 400), (300, 1), (1, 8, 1, 400)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limit", [200_000, 4_000_000])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "limit"),
+    [((2, 8, 300, 400), torch.float32, 4_000_000), ((300, 1), torch.bfloat16, 200_000),
+     ((1, 8, 1, 400), torch.float32, 300_000), ((2, 8, 300, 400), torch.bfloat16, 300_000)],
+    ids=str,
+)  # fmt: skip
 def test_tiles_stay_within_their_bytes(
     shape: tuple[int, ...], dtype: torch.dtype, limit: int
 ) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import helpers_plans
 import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
-from helpers_kernels import WatchedKernel
+from helpers_kernels import Counted, WatchedKernel
 
 import quorum_attention as qa
 
@@ -29,6 +32,7 @@ def run(kernel: WatchedKernel, plan: qa.Plan):  # type: ignore[no-untyped-def]
     out = qa.attention(*given.three, plan=plan, kernel=kernel, report=report)
     assert_close(out, exact(given).out, 2e-5)
     assert report.forward is not None
+    assert report.total.recoveries == len(report.forward.recoveries)
     return report.forward
 
 
@@ -87,3 +91,32 @@ def test_room_that_opens_again_is_used_at_the_next_head_group() -> None:
     assert done.levels == plan.levels
     assert any(len(path) == plan.depth + 1 for path in kernel.completed)
     assert kernel.completed[-1] == list(plan.tasks())[-1].path
+
+
+@pytest.mark.parametrize("route", [{"levels": ()}, {"levels": (7,), "over_inputs": True}], ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_failure_costs_the_group_it_met(route: dict[str, Any], backward: bool) -> None:
+    """One in the sixth of eight groups repeats work of that group only."""
+    kernel, call = Counted(), {"is_causal": True}
+    made = inputs(80, heads=8, batch=(1,))
+    sizes = {"heads": 8, "head_dim": 8, "dtype": torch.float32, "heads_per_group": 1, "tile": 16}
+    plan = qa.plan(80, kernel=kernel, device="cpu", backward=backward, **sizes, **route, **call)
+    saved = qa.attention_with_lse(*made.three, **call)
+    call |= {"kernel": kernel, "plan": helpers_plans.unpinned(plan)}
+
+    def run() -> tuple[torch.Tensor, ...]:
+        if backward:
+            return qa.attention_backward(made.grad_out, *made.three, *saved, **call)
+        return qa.attention_with_lse(*made.three, **call)
+
+    usual = run()  # the kernel is tried out
+    kernel.arm(set())
+    usual = run()
+    calls, pairs = kernel.n_calls, kernel.pairs
+    assert pairs == 8 * 80 * 81 // 2
+    kernel.arm({calls * 5 // 8 + calls // 16})
+    recovered = run()
+    assert kernel.n_calls > calls
+    assert kernel.pairs <= pairs + pairs // 8
+    for one, other in zip(recovered, usual, strict=True):
+        assert_close(one, other.double(), 5e-5)

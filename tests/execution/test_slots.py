@@ -21,7 +21,7 @@ KERNELS = {
 LEVELS = [(), (1,), (3,), (7,), (13,), (1, 1), (3, 3), (3, 7), (7, 3), (7, 7), (3, 3, 3)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 1200),
     other=st.none() | st.integers(1, 1200),

@@ -159,19 +159,11 @@ def test_what_disagrees_with_itself_is_not_stored(
 
 
 @pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), None, "quick"])
-@pytest.mark.parametrize("name", ["call_seconds", "filling_causal", "flops"])
-def test_stored_figures_that_cannot_be_are_not_used(name: str, value: object) -> None:
-    entry = figures(1e12)
-    entry[name] = {"64": [value, value], "128": [value, value]} if name == "flops" else value
-    write({device_key(CPU, torch.float32): entry})
-    assert hardware_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)
-
-
-@pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", json.dumps({device_key(CPU, torch.float32): 3})]
-)
-def test_a_broken_file_is_no_calibration(content: str) -> None:
-    write(content)
-    assert hardware_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "quick"])
+def test_stored_figures_that_cannot_be_are_not_used(value: object) -> None:
+    key = device_key(CPU, torch.float32)
+    flops = {"64": [value, value], "128": [value, value]}
+    changes = {"call_seconds": value}, {"flops": flops}
+    for content in ("{", {key: 3}, *({key: {**figures(1e12), **one}} for one in changes)):
+        write(content)
+        assert hardware_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)

@@ -48,14 +48,6 @@ def test_a_plan_for_a_billion_tokens_is_symbolic(device: str) -> None:
     assert rectangles
 
 
-@pytest.mark.parametrize("levels", [None, (), (7,), (7, 3)])
-@pytest.mark.parametrize("n", [0, 1, 5])
-def test_tiny_sequences_can_be_planned(n: int, levels) -> None:
-    plan = qa.plan(n, levels=levels, **CALL)
-    assert sum(task.n_tokens for task in plan.tasks()) >= n
-    assert plan.describe()
-
-
 def test_a_budget_of_a_plan_holds_for_wider_results() -> None:
     call = {"head_dim": 64, "dtype": torch.float16, "device": "cpu", "levels": (3,)}
     peak = qa.plan(4000, heads=1, **call).peak_bytes
@@ -126,27 +118,3 @@ def test_what_fits_and_what_does_not() -> None:
     assert tight.backward.peak_bytes <= tight.budget_bytes
     assert tight.backward.backward
     assert not tight.forward.backward
-
-
-@pytest.mark.parametrize("name", ["levels", "depth", "backward"])
-def test_what_it_chooses_itself_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"does not take {name}"):
-        qa.estimate(100, **{name: 1}, **CALL)
-
-
-def test_alternatives_fit_the_budget() -> None:
-    """What does not fit is no alternative."""
-    tight = qa.estimate(1 << 20, budget="128MiB", device="cuda", is_causal=True)
-    assert len(tight.alternatives) >= 3
-    assert all(plan.peak_bytes <= tight.budget_bytes for plan in tight.alternatives)
-    seconds = [plan.predicted_seconds for plan in tight.alternatives]
-    assert seconds == sorted(seconds)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("tokens", [500, 20_000, 65_536])
-def test_an_uncut_call_has_one_figure(device: str, tokens: int) -> None:
-    found = qa.estimate(tokens, budget="8GiB", device=device, heads=1)
-    assert (found.forward.levels, found.forward.n_groups) == ((), 1)
-    assert found.monolithic_bytes == found.forward.peak_bytes
-    assert found.fits_monolithic

@@ -192,18 +192,6 @@ def test_a_private_mapping_of_a_file_is_left_pageable(runtime: Runtime, tmp_path
         assert locks.covers(shared)
 
 
-def test_a_failure_on_the_way_is_not_swallowed(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(device: int) -> None:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(torch.cuda, "set_device", broken)
-    tensor = made(PIECE)
-    with pytest.raises(RuntimeError, match="no such device"), locking([tensor]):
-        pass
-
-
 def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) -> None:
     """The memory is freed next: nothing may lock it, or write to it, after that."""
     interrupts: list[int] = []
@@ -230,27 +218,5 @@ def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) ->
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(interrupts) == 3
-    assert len(runtime.order) == 1
-    assert not runtime.registered
-
-
-def test_an_interrupt_on_the_way_in_lets_go(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name == "page locks":
-            assert runtime.begun.wait(20)
-            raise KeyboardInterrupt
-
-    runtime.hold.clear()
-    timer = threading.Timer(0.1, runtime.hold.set)
-    timer.start()
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    tensor = result(50, 1024)
-    with pytest.raises(KeyboardInterrupt), locking([tensor], made=[tensor]):
-        pass
     assert len(runtime.order) == 1
     assert not runtime.registered

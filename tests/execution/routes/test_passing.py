@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, assert_close, exact, inputs, sink
-from helpers_fake_device import FakeDevice, ignore_events
+from helpers_fake_device import FakeDevice
 from helpers_kernels import Counted
 from helpers_plans import passing
 
@@ -37,19 +37,6 @@ def run(given, plans, *, is_causal=True, report=None, device=None):  # type: ign
         out, lse = qa.attention_with_lse(*given.three, **call, plan=plans[0])
         grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call, plan=plans[1])
     return out, lse, *grads
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("left_out", ["_ready", "_stored"])
-def test_it_waits_for_what_it_has_to(left_out, backward, monkeypatch) -> None:
-    """Without one of the events results are wrong."""
-    given = inputs(64, dtype=torch.float32, **SIZES)
-    plans = [plan(64, 16, 16, backward=b, dtype=torch.float32) for b in (False, True)]
-    right = run(given, plans)
-    ignore_events(monkeypatch, left_out)
-    wrong = run(given, plans)
-    part = slice(2, None) if backward else slice(0, 2)
-    assert not all(torch.equal(a, b) for a, b in zip(wrong[part], right[part], strict=True))
 
 
 def test_every_pair_of_chunk_and_block_is_one_unit() -> None:
