@@ -37,11 +37,8 @@ def test_doctor_names_every_kernel(
         ["plan", "--tokens", "100", "--levels", "8"],
         ["plan", "--tokens", "100000", "--budget", "1KiB", "--device", "cpu"],
         ["run", "no-such-file", "out"],
-        ["run", "", "out"],
         ["run", "q=", "out"],
         ["recover", "--tokens", "500", "--draw", "", "--device", "cpu"],
-        ["recover", "--tokens", "500", "--budget", "0", "--device", "cpu"],
-        ["plan", "--tokens", "500", "--draw", "", "--device", "cpu"],
         ["bench", "--heads", "3", "--kv-heads", "2", "--device", "cpu"],
     ],
 )
@@ -86,15 +83,13 @@ def test_check_a_function_of_ones_own(
     assert main(["check", "my_own_attention:number", "--device", "cpu"]) == 2
     assert "neither an inner kernel nor a function" in capsys.readouterr().err
     assert main(["check", "my_own_attention:missing", "--device", "cpu"]) == 2
-    assert main(["check", "dense", *short, "--causal"]) == 0
-    capsys.readouterr()
     # A script that ends when it is imported: its status is no verdict.
     (tmp_path / "my_own_script.py").write_text(f"import sys\n{MODULE}\nsys.exit(0)\n")
     assert main(["check", "my_own_script:wrong", "--device", "cpu"]) == 2
     assert "my_own_script ends the program" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["fails", "refuses", "fails_backward"])
+@pytest.mark.parametrize("name", ["refuses", "fails_backward"])
 def test_check_shows_the_users_own_frames_of_a_failure(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,8 +97,6 @@ def test_check_shows_the_users_own_frames_of_a_failure(
         "import torch\n"
         "def inner(q):\n"
         "    return q @ torch.zeros(q.shape[-1] + 1)\n"
-        "def fails(query, key, value, is_causal, scale):\n"
-        "    return inner(query)\n"
         "def refuses(query, key, value, is_causal, scale):\n"
         "    raise ValueError('too short')\n"
         "def fails_backward(query, key, value, is_causal, scale):\n"

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,13 +56,7 @@ def nothing_changes(inputs: Path, earlier: Path) -> Iterator[None]:
         (["--budget", "1"], "too small"),
         (["--kernel", "nope"], "no kernel is named"),
         (["--depth", "1", "--kernel", "cudnn"], "cudnn"),
-        (["--device", "tpu"], "--device must be"),
-        pytest.param(
-            ["--device", "cuda"], "no CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
         (["--draw", "picture.xyz"], "must end in one of"),
-        (["--draw", "no/such/folder/picture.png"], "there is no directory"),
     ],
 )  # fmt: skip
 def test_a_refused_call_leaves_the_earlier_output(
@@ -86,8 +79,6 @@ def test_a_refused_call_leaves_the_earlier_output(
     [
         {"query": torch.zeros(1, 2, 5, 4), "key": torch.zeros(1, 2, 5, 4)},
         {"q": torch.zeros(1, 2, 5, 4), "k": torch.zeros(1, 2, 5, 8), "v": torch.zeros(1, 2, 5, 4)},
-        {name: torch.zeros(3) for name in "qkv"},
-        {name: torch.zeros(1, 2, 5, 4, dtype=torch.int32) for name in "qkv"},
         {name: torch.zeros(1, 2, 5, 4) for name in ("q", "query", "k", "v")},
         {**{n: torch.zeros(1, 2, 5, 4) for n in "qkv"}, "mask": torch.zeros(9, 9).bool()},
     ],
@@ -150,18 +141,16 @@ def test_readers_that_are_gone_change_neither_work_nor_status(inputs: Path) -> N
     assert output.exists()
 
 
-def test_a_limit_on_files_is_no_bus_error(inputs: Path, earlier: Path) -> None:
-    before = in_folder(inputs)
-    limited = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-        "from quorum_attention.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", limited, "run", str(inputs), str(earlier), *CPU]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert "more than a file may have here" in done.stderr
+def test_a_limit_on_files_is_no_bus_error(
+    inputs: Path, earlier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, limits = in_folder(inputs), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        assert main(["run", str(inputs), str(earlier), *CPU]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "more than a file may have here" in capsys.readouterr().err
     assert in_folder(inputs) == before
 
 
