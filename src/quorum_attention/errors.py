@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,14 +51,12 @@ class BudgetError(OutOfMemoryError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out.
 
-    It is known by its type: torch.OutOfMemoryError, MemoryError, or a system's or an accelerator's
-    error with the code of a failed allocation. Where allocators raise a plain RuntimeError it is
-    known by its text.
+    It is known by its type: torch.OutOfMemoryError, MemoryError, or an accelerator error with the
+    code of a failed allocation. Where allocators raise a plain RuntimeError it is known by its
+    text.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
     accelerator_error = getattr(torch, "AcceleratorError", None)
     if accelerator_error is not None and isinstance(error, accelerator_error):
         return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY

@@ -3,6 +3,7 @@ pool is closed or gone."""
 
 from __future__ import annotations
 
+import errno
 import pickle
 import random
 import signal
@@ -231,6 +232,7 @@ class BlockWorker:
                 backend_of(self._device).synchronize(self._device)
         except Exception as error:
             memory = is_out_of_memory(error) and not isinstance(error, BudgetError)
+            memory |= isinstance(error, OSError) and error.errno == errno.ENOMEM  # not mapped
             # After an error of its own a CUDA device takes nothing more from this process.
             broken = not memory and "CUDA error" in str(error)
             trace = traceback.format_exc()
