@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
-import resource
 
 import pytest
 import torch
 
-from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import MappedBuffers, handle_of, room
-from quorum_attention.devices.worker import BlockWorker, Compute, PassSpec
-from quorum_attention.execution.device.lookup import HOST
 from quorum_attention.execution.device.page_locks import Locker, addresses
 
 
@@ -69,18 +64,3 @@ def test_all_of_a_tensor_is_locked_or_nothing(seed: int) -> None:
     gc.collect()
     openings.forget_gone()
     assert not driver.locked
-
-
-def test_memory_that_cannot_be_mapped_is_a_lack_of_memory() -> None:
-    """So that other workers compute the part."""
-    kept = room((1 << 20,), torch.uint8)
-    spec = PassSpec(1, True, WholeCall((1,), 2, 2, 6, 6), tensors={"query": handle_of(kept)})
-    block = Block(Interval(0, 1), Interval(0, 1), Interval(2, 6), Interval(0, 6))
-    worker, seen = BlockWorker(HOST, MappedBuffers()), resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, seen[1]))
-    try:
-        said = worker.answer(Compute(spec, block))
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, seen)
-    assert said.memory
-    assert "allocate memory" in str(said.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,12 @@ def test_memory_of_a_pass_is_let_go_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "fail", [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60)]
+    "fail",
+    [
+        lambda: torch.empty(1 << 60, dtype=torch.uint8),
+        lambda: bytearray(1 << 60),
+        lambda: mmap.mmap(-1, 1 << 60),
+    ],
 )
 def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
     fail: Callable[[], object],
