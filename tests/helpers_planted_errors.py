@@ -135,7 +135,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "noise": (of_results(lambda out, lse: (noisy(out), lse)), causes.STATE),
     "causal_one_too_many": (of_scores(lambda s, causal: masked(s, causal, 2)), causes.PAIRS),
     "no_scale": (of_inputs(lambda q, k, v, scale: (q, k, v, 1.0)), causes.SIZES),
-    "strides_ignored": (of_inputs(strides_ignored), causes.SIZES),
     "local_alibi": (
         of_scores(lambda s, causal: alibi(s, *map(torch.arange, s.shape[-2:]), causal)),
         causes.POSITIONS,

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FP32 = TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("n", [1, 6, 7, 8, 48, 49, 50, 1000, 1021])
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 48, 49, 50, 1021])
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_any_length_at_any_depth_equals_torchs(n: int, depth: int, is_causal: bool) -> None:
     """Lengths below, at and above the chunk counts included."""
@@ -135,7 +135,6 @@ Q = torch.zeros(1, 2, 50, 8)
     ("change", "says"),
     [
         ({"n_tokens": 49}, "plan was made for n_queries = 49, the call has 50"),
-        ({"heads": 4}, "plan was made for heads = 4, the call has 2"),
         ({"head_dim": 16}, "head_dim = 16, the call has 8"),
         ({"dtype": torch.float16}, "dtype = torch.float16"),
         ({"is_causal": True}, "is_causal = True, the call has False"),

@@ -63,11 +63,9 @@ def test_dimensions_that_broadcast_in_every_combination() -> None:
 @pytest.mark.parametrize(
     "shapes",
     [
-        ((2, 4, N, D), (2, 2, M, D), (2, 2, M, D)),
         ((2, 4, N, D), (1, 2, M, D), (2, 2, M, D)),
         ((2, 4, N, D), (2, M, D), (2, M, D)),
         ((2, 4, N, D), (2, 2, M, D), (2, 1, M, D)),
-        ((2, 4, N, D), (2, 1, M, D), (2, 1, M, D)),
         ((2, 4, N, D), (M, D), (M, D)),
     ],
     ids=str,
@@ -118,17 +116,6 @@ def test_two_dimensions_everywhere() -> None:
         qa.attention_backward(
             torch.ones(N, 3), q, k, v, out, lse, grads=tuple(map(torch.empty_like, (q, k, v)))
         )
-
-
-def test_the_backward_as_a_function_sums_over_what_was_broadcast() -> None:
-    shapes = ((2, 1, N, D), (1, 4, M, D), (1, 1, M, D))
-    leaves = [torch.randn(s, requires_grad=True) for s in shapes]
-    out, lse = qa.attention_with_lse(*leaves)
-    out.sum().backward()
-    three = [t.detach() for t in leaves]
-    grads = qa.attention_backward(torch.ones_like(out), *three, out.detach(), lse)
-    for leaf, grad in zip(leaves, grads, strict=True):
-        assert torch.equal(leaf.grad, grad)
 
 
 @pytest.mark.parametrize(

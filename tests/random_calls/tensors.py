@@ -256,14 +256,12 @@ def _mask_laid_out(mask: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch
         base = mask.mT.contiguous()
         return base, base.mT
     if layout == "sliced":
-        wide = mask.new_ones((*mask.shape[:-1], mask.shape[-1] + 3))
-        wide[..., 2:-1] = mask
-        return wide, wide[..., 2:-1]
-    if layout == "expanded" and mask.dim() >= 2 and mask.shape[0] > 1:
-        base = mask[:1].contiguous()
-        return base, base.expand(mask.shape)
-    base = mask.contiguous().clone()
-    return base, base.view(base.shape)
+        base = mask.new_ones((*mask.shape[:-1], mask.shape[-1] + 3))
+        base[..., 2:-1] = mask
+        return base, base[..., 2:-1]
+    first = mask[:1] if layout == "expanded" and mask.dim() >= 2 else mask
+    base = first.contiguous().clone()
+    return base, base.expand(mask.shape)
 
 
 def target(
