@@ -12,13 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from quorum_attention.call.block import (
-    AttnMask,
-    Block,
-    BlockResults,
-    WholeCall,
-    request_of_block,
-)  # fmt: skip
+from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall, request_of_block
 from quorum_attention.call.gradients import (
     BackwardInputs,
     backward_place,

@@ -107,24 +107,6 @@ def printed(said: str) -> str:
     return named[1]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_what_attention_prints_is_enough_for_both_passes(seed: int) -> None:
-    draw = random.Random(f"printed calls {seed}")
-    kv_heads, n, batch = draw.choice([1, 2, 3]), draw.randint(1, 700), draw.choice([1, 2])
-    dtype = draw.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-    key = torch.randn(batch, kv_heads, n, draw.choice([16, 64, 128])).to(dtype)
-    query = key.repeat(1, draw.choice([1, 2]), 1, 1).requires_grad_()
-    call = {"is_causal": draw.random() < 0.5, "enable_gqa": True}
-    if draw.random() < 0.3:
-        bias = torch.zeros(n, n).to(dtype).requires_grad_(draw.random() < 0.5)
-        call |= {"attn_mask": bias, "is_causal": False}
-    with pytest.raises(qa.BudgetError) as refused:
-        qa.attention(query, key, key, budget=1, **call)
-    budget = printed(str(refused.value))
-    qa.attention(query, key, key, budget=budget, **call).sum().backward()
-    assert query.grad is not None
-
-
 def test_an_estimate_names_the_pass_that_needs_more() -> None:
     with pytest.raises(qa.BudgetError, match=r"^backward pass: .* smallest that works") as refused:
         qa.estimate(16_384, budget="24MiB", device="cpu")

@@ -27,7 +27,7 @@ def test_random_copies_are_as_if_made_at_once(buffer_bytes: int, monkeypatch) ->
     as late as events allow."""
     driver = stand_in(monkeypatch, buffer_bytes=buffer_bytes)
     draw = random.Random(torch.initial_seed())
-    for _ in range(150):
+    for _ in range(80):
         near = torch.randint(0, 255, (4000,), dtype=torch.uint8)
         far = torch.randint(0, 255, (3000,), dtype=torch.uint8)
         wanted_near, wanted_far = near.clone(), far.clone()
@@ -137,7 +137,7 @@ def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> Non
         refused=lambda start: locked != "some" or start // 2048 % 3 > 0,
         buffers=locked != "no buffers",
     )
-    for number in range(16):
+    for number in range(8):
         monkeypatch.setattr(staging, "BUFFER_BYTES", draw.choice([256, 1024, 1 << 16]))
         dtype = draw.choice([torch.float16, torch.float32, torch.float64])
         given, plans, causal = a_call(draw, draw.randint(20, 90), dtype)
