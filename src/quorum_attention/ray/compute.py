@@ -52,8 +52,6 @@ _HOST = torch.device("cpu")
 
 _State = list[torch.Tensor]
 _Rows = dict[str, torch.Tensor]
-Head = tuple[int, int]
-"""A batch entry and a key/value head of it."""
 
 
 class Unit(NamedTuple):
@@ -156,10 +154,10 @@ class Job:
         """The file of the partial state that a task of the unit's head leaves of a chunk."""
         return Path(self.folder, f"{unit.entry}-{unit.head}-{task}-{chunk}")
 
-    def remove_states(self, merge: Unit) -> None:
-        """Remove the states that are merged."""
-        for task in tasks(merge.number, self.chunks):
-            self.state_path(merge, task, merge.number).unlink(missing_ok=True)
+    def states_of(self, unit: Unit) -> list[Path]:
+        """The files of the states that a unit merges, by ascending task."""
+        every = sorted(tasks(unit.number, self.chunks)) if unit.kind == "merge" else ()
+        return [self.state_path(unit, task, unit.number) for task in every]
 
     def leave(self, unit: Unit, chunk: int, state: Sequence[torch.Tensor]) -> None:
         """Write the partial state of a chunk; the file is whole or absent, whoever else writes."""
@@ -167,11 +165,6 @@ class Job:
         made = f"{path}.{secrets.token_hex(4)}"
         save_file({str(n): moved(one, _HOST).contiguous() for n, one in enumerate(state)}, made)
         os.replace(made, path)
-
-    def read_state(self, merge: Unit, task: int) -> _State:
-        """The partial state of the merged chunk that a task has left; [] if it had no pair."""
-        found = load_file(self.state_path(merge, task, merge.number))
-        return [found[str(number)] for number in range(len(found))]
 
     def write(self, block: Block, made: Sequence[torch.Tensor]) -> None:
         """Write out and lse of a block's rows, or gradients of its rows and keys.
@@ -283,9 +276,9 @@ class _Work:
         total = self._empty(chunk, _HOST)
         if self._sinks is not None and not job.call.backward:
             total[1].copy_(self._sinks[slice(*job.block(self._unit, chunk, chunk).heads)][:, None])
-        for task in sorted(tasks(chunk, job.chunks)):
-            if state := job.read_state(self._unit, task):
-                self._add(total, total, state)
+        for path in job.states_of(self._unit):
+            if state := load_file(path):  # empty: of a task without a pair of the chunk's
+                self._add(total, total, [state[str(number)] for number in range(len(state))])
         return total
 
     def _read(self, chunk: int, place: torch.device = _HOST) -> _Rows:

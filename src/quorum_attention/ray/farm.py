@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
-from quorum_attention.ray.compute import Head, Job, Unit, chunks_of, compute, quorum, tasks
+from quorum_attention.ray.compute import Job, Unit, chunks_of, compute, quorum, tasks
 from quorum_attention.sizes import parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
@@ -53,7 +53,7 @@ def ray_here() -> Any:
     return ray
 
 
-class Farm:
+class Farm(AbstractContextManager["Farm"]):
     """A Ray cluster that computes attention calls from files to files.
 
     A call's key/value heads, or where there are few of them their cyclic quorum tasks, are units
@@ -113,9 +113,6 @@ class Farm:
     def close(self) -> None:
         """End the cluster if this farm began it."""
         self._begun.close()
-
-    def __enter__(self) -> Farm:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -285,11 +282,11 @@ class Farm:
             job = Job(call, chunks, inputs, files, states, self._cpus, self._gpus)
             yield from self._run(job, heads, report)
 
-    def _run(self, job: Job, heads: Mapping[Head, int], report: PoolPass) -> Iterator[int]:
+    def _run(self, job: Job, heads: Mapping[Any, int], report: PoolPass) -> Iterator[int]:
         """Compute a pass.
 
         Args:
-            heads: those to compute, with the number of their part.
+            heads: batch entries and key/value heads to compute, with the number of their part.
 
         Yields:
             the number of each part whose results are complete.
@@ -327,8 +324,8 @@ class Farm:
                             if states[of] == len(tasks(chunk, chunks)):
                                 waiting.appendleft(of)
                         continue
-                    if unit.kind == "merge":
-                        job.remove_states(unit)
+                    for path in job.states_of(unit):
+                        path.unlink(missing_ok=True)
                     left[part := heads[unit.entry, unit.head]] -= 1
                     if not left[part]:
                         yield part
@@ -354,12 +351,11 @@ class Farm:
         return self._ray.remote(num_cpus=cpus, num_gpus=gpus, **options)(compute)
 
     def _answer(self, ref: Any, unit: Unit, report: PoolPass) -> Any:
-        errors = self._ray.exceptions
         try:
             return self._ray.get(ref)
-        except errors.RayTaskError as error:
+        except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
-        except errors.RayError as error:
+        except self._ray.exceptions.RayError as error:
             raise RuntimeError(
                 f"{unit} was begun {_RETRIES + 1} times and its worker was lost each time, after "
                 f"{len(report.ran)} of {report.parts} units: {error}"
