@@ -29,7 +29,7 @@ from quorum_attention.ray import compute as farm_compute
 from quorum_attention.ray.compute import Unit, chunks_of, quorum, rows_of, tasks
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a unit, after it, and while it writes a state."""
     draw, deaths = random.Random(seed), Counter[Any]()
@@ -160,32 +160,23 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
         ({"out": torch.zeros(1, 2, 60, 9)}, "out"),
         ({"out": torch.zeros(1, 2, 60, 8)}, "out must be mapped from a file"),
         ({"out": None}, "out must be a torch.Tensor"),
+        ({"out": lambda out: out.view(1, 2, 8, 60).mT}, "rows of out must lie one after the other"),
+        ({"key": torch.Tensor.clone}, "key must be mapped from a file"),
+        ({"value": lambda v: v.clone().share_memory_()}, "value must be mapped from a file"),
+        ({"query": torch.Tensor.requires_grad_}, "must require no gradient"),
     ],
 )
 def test_what_is_refused(call: Callable[..., Any], change: dict[str, Any], said: str) -> None:
-    q, k, v, out = call()
+    named = dict(zip(("query", "key", "value", "out"), call(), strict=True))
+    changed = {
+        n: new(named[n]) if callable(new) and n in named else new for n, new in change.items()
+    }
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=said):
-        fake_farm().attention(q, k, v, **{"out": out, **change})
-    assert (out == 7).all()
+        fake_farm().attention(**{**named, **changed})
+    assert (named["out"] == 7).all()
 
 
-def test_tensors_in_memory_are_refused_by_name(call: Callable[..., Any]) -> None:
-    q, k, v, out = call()
-    farm = fake_farm()
-    with pytest.raises(ValueError, match="key must be mapped from a file"):
-        farm.attention(q, k.clone(), v, out=out)
-    with pytest.raises(ValueError, match="value must be mapped from a file"):
-        farm.attention(q, k, v.clone().share_memory_(), out=out)
-    with pytest.raises(ValueError, match="rows of out must lie one after the other"):
-        farm.attention(q, k, v, out=out.view(1, 2, 8, 60).transpose(2, 3))
-    with pytest.raises(NotImplementedError, match="must require no gradient"):
-        farm.attention(q.requires_grad_(), k, v, out=out)
-
-
-@pytest.mark.parametrize("chunks", [1, 7])
-def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(
-    chunks: int, tmp_path: Path
-) -> None:
+def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(tmp_path: Path) -> None:
     """It would be written over inputs that are read again, or over the output."""
     np.save(tmp_path / "in", np.ones((4, 1, 2, 20, 8), np.float32))
     mapped = torch.from_numpy(np.load(tmp_path / "in.npy", mmap_mode="r+"))
@@ -195,11 +186,7 @@ def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(
     call = fake_farm().attention_with_lse
     for name, lse in over.items():
         with pytest.raises(ValueError, match=f"lse must not share memory with {name}"):
-            call(query, key, value, out=out, lse=lse, chunks=chunks)
-    with pytest.raises(ValueError, match=r"lse must have shape \(1, 2, 20\)"):
-        call(query, key, value, out=out, lse=torch.zeros(1, 2, 21), chunks=chunks)
-    with pytest.raises(TypeError, match=r"lse must be torch\.float32"):
-        call(query, key, value, out=out, lse=torch.zeros(1, 2, 20, dtype=torch.float64))
+            call(query, key, value, out=out, lse=lse)
     assert (mapped == 1).all()
 
 
@@ -227,7 +214,7 @@ def test_a_program_keeps_its_handler_of_a_signal() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_chunks_lie_side_by_side_and_each_pair_is_in_one_task(seed: int) -> None:
     draw = random.Random(seed)
     n = draw.choice([1, 2, 100, 999, 5000, 20_011, 70_000, 900_001])
