@@ -52,6 +52,8 @@ _HOST = torch.device("cpu")
 
 _State = list[torch.Tensor]
 _Rows = dict[str, torch.Tensor]
+# A batch entry and a key/value head of it.
+Head = tuple[int, int]
 
 
 class Unit(NamedTuple):

@@ -28,7 +28,7 @@ from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
-from quorum_attention.ray.compute import Job, Unit, chunks_of, compute, quorum, tasks
+from quorum_attention.ray.compute import Head, Job, Unit, chunks_of, compute, quorum, tasks
 from quorum_attention.sizes import parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
@@ -282,7 +282,7 @@ class Farm(AbstractContextManager["Farm"]):
             job = Job(call, chunks, inputs, files, states, self._cpus, self._gpus)
             yield from self._run(job, heads, report)
 
-    def _run(self, job: Job, heads: Mapping[Any, int], report: PoolPass) -> Iterator[int]:
+    def _run(self, job: Job, heads: Mapping[Head, int], report: PoolPass) -> Iterator[int]:
         """Compute a pass.
 
         Args:
