@@ -173,29 +173,21 @@ def _own(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
     if mask.chunk is not None:
         places = np.arange(sizes.n_queries) + _offset(mask, sizes), np.arange(sizes.n_keys)
         own &= Geometry(Band(), *_blocks_or_rule(*(at // mask.chunk for at in places)))
-    queries, keys = _ids(mask, sizes)
-    kept = _kept_keys(mask, sizes)
-    given = [labels for labels in (queries, keys, kept) if labels is not None]
-    if not given or not sizes.batch:
+    if not sizes.batch or not any(
+        field is not None for field in (mask.documents, mask.key_lengths, mask.key_padding)
+    ):
         return (own,)
+    every = (*_ids(mask, sizes), _kept_keys(mask, sizes))
     known: dict[bytes, Geometry] = {}
     found = []
-    for entry in range(max(map(len, given))):
-        by_query, by_key = _row(queries, entry, sizes.n_queries), _row(keys, entry, sizes.n_keys)
-        if kept is not None:
-            by_key = np.where(kept[entry % len(kept)], by_key, _NO_KEY)
+    for entry in range(max(map(len, every))):
+        by_query, by_key, kept = (each[entry % len(each)] for each in every)
+        by_key = np.where(kept, by_key, _NO_KEY)
         name = by_query.tobytes() + by_key.tobytes()
         if name not in known:
             known[name] = own & Geometry(Band(), *_blocks_or_rule(by_query, by_key))
         found.append(known[name])
     return tuple(found) if len(known) > 1 else (found[0],)
-
-
-def _row(ids: Ids | None, entry: int, n: int) -> Ids:
-    if ids is None:
-        return np.zeros(n, np.int64)
-    row: Ids = ids[entry % len(ids)]
-    return row
 
 
 def _blocks_or_rule(
@@ -237,10 +229,10 @@ def _offset(mask: Mask, sizes: Sizes) -> int:
     return sizes.n_keys - sizes.n_queries if mask.causal == "lower_right" else 0
 
 
-def _ids(mask: Mask, sizes: Sizes) -> tuple[Ids | None, Ids | None]:
-    """The ids of queries and keys, (1 or batch, n) each."""
+def _ids(mask: Mask, sizes: Sizes) -> tuple[Ids, Ids]:
+    """The ids of queries and keys, (1 or batch, n) each; 0 without documents."""
     if mask.documents is None:
-        return None, None
+        return np.zeros((1, sizes.n_queries), np.int64), np.zeros((1, sizes.n_keys), np.int64)
     both = mask.documents
     if not isinstance(both, tuple) and sizes.n_queries != sizes.n_keys:
         raise ValueError(
@@ -256,9 +248,9 @@ def _ids(mask: Mask, sizes: Sizes) -> tuple[Ids | None, Ids | None]:
     return queries, keys
 
 
-def _kept_keys(mask: Mask, sizes: Sizes) -> NDArray[np.bool_] | None:
+def _kept_keys(mask: Mask, sizes: Sizes) -> NDArray[np.bool_]:
     """Which keys padding and lengths keep, (1 or batch, n_keys)."""
-    found = None
+    found = np.ones((1, sizes.n_keys), np.bool_)
     if mask.key_lengths is not None:
         lengths = mask.key_lengths.cpu().numpy()
         if lengths.shape != (sizes.batch,):
@@ -274,7 +266,7 @@ def _kept_keys(mask: Mask, sizes: Sizes) -> NDArray[np.bool_] | None:
     if mask.key_padding is not None:
         padding = mask.key_padding
         rows = _rows_of(padding, "Mask.key_padding", sizes.batch, sizes.n_keys, "keys") != 0
-        found = rows if found is None else found & rows
+        found = found & rows
     return found
 
 

@@ -510,13 +510,9 @@ def _check_inputs(kernel: NativeKernel, three: Three, every: tuple[torch.Tensor,
             "dtype and one device, h a multiple of hk, got "
             + ", ".join(f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in three)
         )
-    names = "query_bits", "key_bits"
-    for name, bits, near in zip(names, every, three, strict=False):
+    for name, bits, near in zip(("query_bits", "key_bits"), every, three, strict=False):
         if bits.shape != near.shape[2:3] or bits.dtype != torch.int64:
-            raise ValueError(
-                f"{name} must be int64 of shape {tuple(near.shape[2:3])}, got {bits.dtype} of "
-                f"shape {tuple(bits.shape)}"
-            )
+            raise ValueError(f"{name} must be int64 of shape {tuple(near.shape[2:3])}")
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in three)
     shape = CallShape(
         query.device.type, query.dtype, heads, key_heads, d, value.shape[-1], needs_grad=needs_grad
