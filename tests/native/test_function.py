@@ -15,8 +15,7 @@ from helpers_score_mods import check as check_plan
 from helpers_score_mods import reference
 
 import quorum_attention as qa
-from quorum_attention.kernels.protocol import Call, Saved
-from quorum_attention.kernels.reference import whole_task
+from quorum_attention.kernels.protocol import Call, Saved, whole_task
 
 N, M, HEADS = 90, 75, 2
 
