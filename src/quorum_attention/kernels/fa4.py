@@ -175,8 +175,6 @@ class Fa4Kernel(RectangleKernel):
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         sizes = RectangleSizes(call, extent)
-        widths = call.head_dim + call.value_dim
-        gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse; so are the
         # gradients of keys that query heads share.
         unit = 64 if call.head_dim > 128 else 32
@@ -189,7 +187,7 @@ class Fa4Kernel(RectangleKernel):
         if extent.direct:
             # Copies of an output and of its gradient that do not lie as its loads ask for.
             inside += 2 * sizes.rows * call.value_dim * sizes.item
-        return sizes.backward_bytes(gradients, inside)
+        return sizes.backward_bytes(inside)
 
 
 def _by_token(*tensors: torch.Tensor) -> list[torch.Tensor]:

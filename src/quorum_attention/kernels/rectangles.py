@@ -456,10 +456,13 @@ class RectangleSizes:
         return self._held + results + max(inside, max(dead, merging) + dead)
 
     def backward_bytes(
-        self, gradients: int, inside: int, adding: int = MERGE_WORKSPACE_BYTES
+        self, inside: int, gradients: int | None = None, adding: int = MERGE_WORKSPACE_BYTES
     ) -> int:
-        """Bound of a backward that returns ``gradients`` bytes and holds ``inside`` until it does,
-        and whose gradients are added with ``adding`` bytes."""
+        """Bound of a backward that returns ``gradients`` bytes (by default as wide as the inputs)
+        and holds ``inside`` until it does, and whose gradients are added with ``adding`` bytes."""
+        if gradients is None:
+            of_keys = self.key_rows * (self.call.head_dim + self.call.value_dim)
+            gradients = (self.rows * self.call.head_dim + of_keys) * self.item
         task_rows = self.extent.batch * self.extent.query_heads * self.extent.n_tokens
         # The shifted lse, the flags of its empty rows, and two copies for a call.
         lse = task_rows * (self.work + 1) + 2 * self.rows * self.work

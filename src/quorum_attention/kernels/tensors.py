@@ -162,15 +162,6 @@ def _whole_words(tensor: torch.Tensor) -> bool:
     return last == 1 and aligned and all(count * size % _WORD == 0 for count in counts)
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` if it is contiguous and begins where its storage begins; otherwise a copy."""
-    if tensor.is_contiguous() and tensor.storage_offset() == 0:
-        return tensor
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    copy_on_device(found, tensor.detach())
-    return found
-
-
 Block = tuple[slice, slice, slice]
 
 BLOCK_BYTES = 2 * 1024 * 1024

@@ -110,7 +110,6 @@ class FlashKernel(RectangleKernel):
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         sizes = RectangleSizes(call, extent)
         dim = call.head_dim
-        gradients = (sizes.rows + 2 * sizes.key_rows) * dim * sizes.item
         # Token-major copies of grad_out and out; dQ summed in fp32 over padded rows, and delta; the
         # gradients of grouped keys for every query head.
         inside = 2 * sizes.rows * dim * sizes.item
@@ -122,7 +121,7 @@ class FlashKernel(RectangleKernel):
         inside += padded_rows * (copies * _padded_dim(dim) + 4) * 4 + _FLASH_BYTES
         if sizes.shared > 1:
             inside += 2 * sizes.shared_key_rows * dim * sizes.item
-        return sizes.backward_bytes(gradients, inside)
+        return sizes.backward_bytes(inside)
 
 
 def _padded_dim(head_dim: int) -> int:
@@ -236,7 +235,7 @@ class EfficientKernel(RectangleKernel):
             padded = round_up(head_dim, 128) + round_up(value_dim, 128)
             workspace += splits * round_up(sizes.extent.max_keys, 128) * padded
         inside += batch_heads * (workspace + 4096) * 4
-        return sizes.backward_bytes(gradients, inside)
+        return sizes.backward_bytes(inside, gradients)
 
 
 def _fit(tensor: torch.Tensor) -> torch.Tensor:
@@ -372,17 +371,14 @@ class CudnnKernel(RectangleKernel):
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         sizes = RectangleSizes(call, _bounded(extent, least=_WHOLE_TILE))
-        widths = call.head_dim + call.value_dim
-        gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         copies = 2 * sizes.rows * call.value_dim * sizes.item
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse. The gradients of
         # grouped keys are first computed for every query head.
         padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, 128)
         internal = padded_rows * (round_up(call.head_dim, 32) + 2) * 4 + _CUDNN_BYTES
         if sizes.shared > 1:
-            internal += sizes.shared_key_rows * widths * sizes.item
-        inside = copies + internal + sizes.aligned_bias_bytes
-        return sizes.backward_bytes(gradients, inside)
+            internal += sizes.shared_key_rows * (call.head_dim + call.value_dim) * sizes.item
+        return sizes.backward_bytes(copies + internal + sizes.aligned_bias_bytes)
 
 
 def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
@@ -541,8 +537,6 @@ class CpuKernel(RectangleKernel):
             pad(saved.grad_out), *map(pad, call.inputs), pad(saved.out), saved.lse, 0.0,
             call.causal, attn_mask=call.bias, scale=call.scale,
         )  # fmt: skip
-        if head_dim == value_dim:
-            return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
     def backward_parts(self, batch_and_heads: int) -> int:
@@ -610,7 +604,7 @@ class CpuKernel(RectangleKernel):
         inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
         inside += _pad_bytes(call, sizes, (width, width), backward=True)
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
-        return max(_TRIAL_BYTES, sizes.backward_bytes(gradients, inside, adding))
+        return max(_TRIAL_BYTES, sizes.backward_bytes(inside, gradients, adding))
 
 
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
