@@ -261,7 +261,8 @@ def _of_call(
         tensor = job.tensors[item.name]
         part = flat(tensor, work) if group is None else group_part(tensor, group, item.axis)
         if item.name == "lse":
-            part = without_empty_rows(part.to(job.device))
+            part = part.to(job.device)
+            part = part if job.kernel.empty_rows else without_empty_rows(part)
         given[item.name] = operand(part, work.dtype) if item.copied else part
     dropout = job.dropout if group is None else job.dropout_of(group)
     joins = not job.spec.backward and job.sinks is not None
