@@ -31,7 +31,7 @@ def sequences(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> Sequ
     return Sequences((0, *accumulate(sizes)), heads, kv_heads, causal)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_every_pair_is_computed_once(seed: int) -> None:
     draw = random.Random(seed)
     ranks, kv_heads = draw.randint(2, 9), draw.randint(1, 4)
@@ -60,7 +60,7 @@ def test_every_pair_is_computed_once(seed: int) -> None:
         assert sum(way.pairs(rank) for rank in range(ranks)) == of.pairs
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_pieces_bring_what_blocks_read(seed: int) -> None:
     """Each needed row comes once, from the rank that holds it, and is alone only if it is."""
     draw = random.Random(seed)
@@ -111,7 +111,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
         assert quorums(of, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("heads_", [1, 3, 5, 8])
 @pytest.mark.parametrize("causal", [False, True])
 def test_work_is_shared_evenly_whatever_divides(ranks: int, heads_: int, causal: bool) -> None:
@@ -147,7 +147,7 @@ def test_kept_pairs_are_shared_evenly(name: str, heads_: int) -> None:
     kept = pairs_above(mask, Sizes(2, heads_, TOKENS, TOKENS), False)
     entries = 1 if mask.key_lengths is None else 2  # of different pairs
     assert kept[-1] * 2 == above[-1] * entries
-    for ranks in (2, 3, 4, 5, 8):
+    for ranks in (2, 5, 8):
         sizes = [TOKENS // ranks] * (ranks - 1) + [TOKENS - TOKENS // ranks * (ranks - 1)]
         of = Sequences((0, *accumulate(sizes)), heads_, 1, False, "rows", kept=kept)
         way = choose(of, ELEMENTS)
