@@ -370,6 +370,6 @@ def _in_the_call(function: MaskFunction, sizes: Sizes) -> MaskFunction:
 
 
 __all__ = [
-    "Equal", "MaskFunction", "Near", "Sizes", "UnknownError", "conditions_of", "described",
+    "Equal", "Kept", "MaskFunction", "Near", "Sizes", "UnknownError", "conditions_of", "described",
     "mask_of",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,66 +29,52 @@ from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options, names_of, options_of
 from quorum_attention.integrations.transformers.reader import (
     Equal,
+    Kept,
     MaskFunction,
     Near,
+    Sizes,
     UnknownError,
     conditions_of,
+    described,
 )
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
-
-class Asked(NamedTuple):
-    """What the functions of a mask ask for, as numbers that ranks can compare.
-
-    Attributes:
-        left, right: tokens before and after a query that it sees; -1 is no limit, ``right`` 0 is
-            causal.
-        chunk: tokens; 0: no chunks.
-        packed: whether these rows are of several documents, and the model asks for that.
-        refused: whether there is anything else, which is not known for a whole sequence.
-    """
-
-    left: int = -1
-    right: int = -1
-    chunk: int = 0
-    packed: bool = False
-    refused: bool = False
+# Near and Equal by position, which ranks can compare; None: anything else.
+Conditions = tuple[Near | Equal, ...] | None
 
 
-def asked_of(function: MaskFunction) -> Asked:
-    """What ``function`` asks of a pair."""
+def asked_of(function: MaskFunction) -> tuple[Conditions, bool]:
+    """What ``function`` asks of a pair, and whether these rows are of several documents."""
     try:
         parts = conditions_of(function).parts
     except UnknownError:
-        return Asked(refused=True)
-    lefts = [p.left for p in parts if isinstance(p, Near) and p.left is not None]
-    rights = [p.right for p in parts if isinstance(p, Near) and p.right is not None]
-    chunks = {part.chunk for part in parts if isinstance(part, Equal)}
-    packed = 1 in chunks  # of these rows; what positions say counts
-    known = all(isinstance(part, (Near, Equal)) for part in parts)
-    known &= packed or all(p.counts is None for p in parts if isinstance(p, Near))
-    sizes = chunks - {1}
-    return Asked(
-        min(lefts, default=-1), min(rights, default=-1), max(sizes, default=0), packed,
-        refused=not known or len(sizes) > 1,
-    )  # fmt: skip
+        return None, False
+    packed = any(isinstance(part, Equal) and part.chunk == 1 for part in parts)
+    found: set[Near | Equal] = set()
+    for part in parts:
+        if isinstance(part, Near) and (packed or part.counts is None):
+            found.add(part._replace(counts=None))
+        elif not isinstance(part, Equal):
+            return None, False
+        elif part.chunk > 1:  # documents are found by the positions of all ranks
+            found.add(part._replace(ids=None))
+    return tuple(sorted(found, key=repr)), packed
 
 
 class ShardedMask(DescribedMask):
     """What a mask of this rank's rows asks for, until it is known for the whole sequence.
 
     Attributes:
-        asked: by its functions.
+        asked, packed: by its functions.
         padding: (batch, rows) bool, True where a token is none; None: there is none.
     """
 
     def __init__(
-        self, asked: Asked, padding: torch.Tensor | None, sizes: tuple[int, int, int, int]
+        self, asked: tuple[Conditions, bool], padding: Any, sizes: tuple[int, int, int, int]
     ) -> None:
         super().__init__(Mask(), sizes, sizes[3])
-        self.asked = asked
-        self.padding = padding
+        (self.asked, self.packed), self.padding = asked, padding
         self.found: tuple[Mask, tuple[int, ...]] | None = None
 
 
@@ -111,12 +97,12 @@ def sharded_mask(
     function = mask_function or masking_utils.causal_mask_function
     asked = asked_of(function)
     if q_length != kv_length or int(q_offset) != kv_offset:
-        asked = asked._replace(refused=True)  # a cache that is not empty
+        asked = None, False  # a cache that is not empty
     padding = None
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         if padding.shape[1] != kv_length:
-            asked = asked._replace(refused=True)
+            asked = None, False
     return ShardedMask(asked, padding, (batch_size, 1, q_length, kv_length))
 
 
@@ -133,13 +119,10 @@ def _found(
     placed = isinstance(positions, torch.Tensor) and positions.shape in (
         (rows,), (1, rows), (batch, rows)
     )  # fmt: skip
-    asked = mask.asked
-    refused = asked.refused or (not placed and positions is not None)
-    same = {
-        "call": "a mask", "left": asked.left, "right": asked.right, "chunk": asked.chunk,
-        "batch": batch, "placed": placed,
-    }  # fmt: skip
-    listed = compare(group, same, rows, asked.packed, mask.padding is not None, refused)
+    asked = mask.asked or ()
+    refused = mask.asked is None or (not placed and positions is not None)
+    same = {"call": "a mask", "conditions": repr(asked), "batch": batch, "placed": placed}
+    listed = compare(group, same, rows, mask.packed, mask.padding is not None, refused)
     sizes = tuple(one[0] for one in listed)
     packed, padded, refused = (any(one[n] for one in listed) for n in range(1, 4))
     if refused:
@@ -148,7 +131,7 @@ def _found(
             "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
             "left padding, positions of another shape, or a cache that holds keys already"
         )
-    causal = asked.right == 0
+    causal = any(isinstance(part, Near) and part.right == 0 for part in asked)
     if causal and not placed and not padded:
         raise NotImplementedError(
             "this model does not hand position_ids to its attention, so whether documents are "
@@ -163,21 +146,16 @@ def _found(
     dist.all_gather(every, numbers, group=group)
     whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
     places, kept = whole[0], whole[1].bool()
-    documents, chunk = None, asked.chunk or None
     if placed:
         _check_places(places, kept, sizes)
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
-        if not padded and causal:
-            documents = _documents(places, sizes, packed)
-    if documents is not None and chunk is not None:
-        counts = places // chunk
-        documents, chunk = documents * (counts.max() + 1) + counts, None
-    window = (asked.left, -1 if causal else asked.right)
-    return Mask(
-        causal=causal, window=None if window == (-1, -1) else window, chunk=chunk,
-        documents=documents, key_padding=None if bool(kept.all()) else kept,
-    ), sizes  # fmt: skip
+        documents = _documents(places, sizes, packed) if causal and not padded else None
+        if documents is not None:
+            within = (p._replace(ids=places) if isinstance(p, Equal) else p for p in asked)
+            asked = (*within, Equal(documents, 1))
+    tokens = Sizes(batch, sum(sizes), sum(sizes), 0, 0, device)
+    return described(Kept(*asked), tokens, None if bool(kept.all()) else kept), sizes
 
 
 def _documents(
@@ -256,10 +234,10 @@ def attend_sharded(
             f"{query.shape[2]} and {key.shape[2]}, a cache's: generate on one process"
         )
     if attention_mask is None:
-        side = -1 if sliding_window is None else sliding_window - 1
-        asked = Asked(side, 0 if causal_of(module, is_causal) else side)
+        side = None if sliding_window is None else sliding_window - 1
+        near = Near(None, side, 0 if causal_of(module, is_causal) else side)
         sizes = (query.shape[0], 1, query.shape[2], query.shape[2])
-        attention_mask = ShardedMask(asked, None, sizes)
+        attention_mask = ShardedMask(((near,), False), None, sizes)
     if not isinstance(attention_mask, ShardedMask):
         raise NotImplementedError(
             f"attention over a group makes its masks itself; {name} was given one of shape "
