@@ -116,7 +116,7 @@ class EagerFlexKernel(FlexKernel):
 
     def __init__(self, score_mod, mask_mod, name) -> None:
         super().__init__(score_mod, mask_mod, name)
-        self._compiled = Cache(128, lambda one: 1)
+        self._compiled, self._takes_rows = (Cache(128, lambda one: 1) for _ in range(2))
 
     def refusal(self, call):
         return None

@@ -328,6 +328,30 @@ def test_slopes_of_heads() -> None:
     check_case("tiles", case, random(40, heads=4), depth=1)
 
 
+@pytest.mark.parametrize("saves_else", [False, True])
+def test_a_backward_takes_the_whole_rows_results(monkeypatch, saves_else: bool) -> None:  # type: ignore[no-untyped-def]
+    """The first gradients of a kind are found both ways; from then on no forward runs again, but
+    where torch saves something else."""
+    kernel, tensors = kernel_of(None, sliding_window(40)), random(N)
+    if saves_else:
+        monkeypatch.setattr("helpers_flex.LOG2_E", 1.0)
+        with pytest.warns(RuntimeWarning, match="takes no results of another forward"):
+            run(kernel, tensors, True, levels=(3,))
+    else:
+        run(kernel, tensors, True, levels=(3,))
+    again: list[int] = []
+    original = flex.gradients_by_autograd
+    monkeypatch.setattr(
+        flex, "gradients_by_autograd", lambda *args: [again.append(1), original(*args)][1]
+    )
+    *_, grads = run(kernel, tensors, True, levels=(3,))
+    assert bool(again) == saves_else
+    with torch.inference_mode():
+        *_, others = run(kernel, [t.clone() for t in tensors], True, levels=(3,))
+    for mine, theirs in zip(grads, others, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("where", ["whole", "some rows", "some entries", "tokens first", "columns"])
 def test_what_lies_in_words_is_not_copied(where: str) -> None:
     whole = torch.arange(2 * 4 * 100 * 32).view(2, 4, 100, 32).half()

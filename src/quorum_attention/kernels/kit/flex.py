@@ -8,7 +8,11 @@ task's forward again, because torch has no function that takes the whole rows' r
 
 from __future__ import annotations
 
+import copy
+import math
 import types
+import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -28,6 +32,7 @@ from quorum_attention.kernels.kit.function import (
     CallsKernel,
     TaskCall,
     gradients_by_autograd,
+    recordable,
 )
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
@@ -345,6 +350,8 @@ _CACHED_CALLS = 128
 # Compiled calls, by their kind and the code of the modifications: masks that are created again for
 # every batch are compiled once.
 _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
+# Whether the backward of a kind takes the rows' results (see below); empty: not known yet.
+_TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS, lambda verdict: 1)
 
 
 class FlexKernel(CallsKernel, ScoreModKernel):
@@ -352,8 +359,8 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     whole_tasks = True
     launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
-    rates = (0.84, 0.55)  # H200, causal, D = 64
-    _compiled = _COMPILED
+    rates = (0.84, 0.69)  # H200, causal, D = 64
+    _compiled, _takes_rows = _COMPILED, _TAKES_ROWS
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
@@ -448,6 +455,11 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
+        takes = self._takes_rows.get(made.kind(needs_grad=True), list)
+        if takes == [True]:
+            found = gradients_of_rows(attend, made.inputs, block_mask, saved)
+            if found is not None:
+                return found
 
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # The caller's hooks see none of its tensors, which a checkpoint would count. Without
@@ -456,7 +468,11 @@ class FlexKernel(CallsKernel, ScoreModKernel):
                 found: tuple[torch.Tensor, torch.Tensor] = attend(*inputs, block_mask)
             return found
 
-        return gradients_by_autograd(run, made.inputs, saved)
+        wanted = gradients_by_autograd(run, made.inputs, saved)
+        if not takes:
+            verdict = takes_rows(attend, made.inputs, block_mask, saved, wanted)
+            takes += [] if verdict is None else [verdict]
+        return wanted
 
     def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
         make = partial(compiled_flex, in_blocks=made.in_blocks)
@@ -502,6 +518,94 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         sent = [each.to(device, non_blocking=True).detach() for each in lists]
         changes = None if score_mod is None else change
         return Launch((query, key_rows, value), sent, masks, changes, task.scale)
+
+
+# FlexAttention's backward of a part, given the results of the whole rows, without its forward.
+#
+# torch has no function for that backward alone. So the forward runs on lists that name no block,
+# which costs next to nothing. As the backward reads what torch saved, it gets the real counts of
+# the lists and the rows' out and lse. What torch saves is its own affair: the first gradients of
+# each kind of call are held against those of a forward that runs again.
+
+_LOG2_E = math.log2(math.e)
+# Of the norm: far above rounding, far below what a wrong exchange gives.
+_APART = 0.03
+
+
+@torch.inference_mode(False)
+def gradients_of_rows(
+    attend: Callable[..., Any], inputs: Three, block_mask: Any, saved: Saved
+) -> Three | None:
+    """Gradients of query, key and value; None if torch saved something else than expected.
+
+    Args:
+        attend: ``attend(query, key, value, block_mask) -> (out, lse)``, compiled.
+        saved: of the whole rows.
+    """
+    counts: list[torch.Tensor] = [block_mask.kv_num_blocks, block_mask.full_kv_num_blocks]
+    nothing = [torch.zeros_like(t) for t in counts]
+    empty = copy.copy(block_mask)
+    empty.kv_num_blocks, empty.full_kv_num_blocks = nothing
+    read: Counter[str] = Counter()
+    own_out: list[torch.Tensor] = []
+
+    def exchange(tensor: torch.Tensor) -> torch.Tensor:
+        for name, ours, real in zip(("counts", "full counts"), nothing, counts, strict=True):
+            if tensor.data_ptr() == ours.data_ptr():
+                read[name] = 1
+                return real.view(tensor.shape)
+        if own_out and tensor.data_ptr() == own_out[0].data_ptr():
+            read["out"] += 1
+            if (saved.out.stride(), saved.out.dtype) == (tensor.stride(), tensor.dtype):
+                return saved.out
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            ).copy_(saved.out)
+        if tensor.dtype == torch.float32 and tensor.shape == saved.lse.shape:
+            read["lse"] += 1
+            # In base 2, and a new tensor, which compiled code may overwrite. Rows without a key get
+            # 0 in place of -inf, which would give NaN.
+            lse = torch.mul(saved.lse, _LOG2_E)
+            return lse.masked_fill_(lse == -torch.inf, 0.0)
+        return tensor
+
+    # The caller's hooks see none of its tensors. Without its graph: a saved output would hold the
+    # graph that has it, for good.
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, exchange)
+    with torch.enable_grad(), hooks:
+        leaves = [recordable(t).detach().requires_grad_() for t in inputs]
+        out, _ = attend(*leaves, empty)
+        own_out.append(out.detach())
+        query, key, value = torch.autograd.grad(out, leaves, recordable(saved.grad_out))
+    # Both counts, out and lse, once each.
+    return (query, key, value) if list(read.values()) == [1] * 4 else None
+
+
+def takes_rows(
+    attend: Callable[..., Any], inputs: Three, block_mask: Any, saved: Saved, wanted: Three
+) -> bool | None:
+    """Whether ``gradients_of_rows`` are those wanted; None where 0 says nothing."""
+    sizes = [float(torch.linalg.vector_norm(t, dtype=torch.float32)) for t in wanted]
+    if not all(sizes):
+        return None
+    try:
+        found = gradients_of_rows(attend, inputs, block_mask, saved)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, AttributeError, TypeError):
+        found = None
+    right = found is not None and all(
+        float(torch.linalg.vector_norm(mine - theirs, dtype=torch.float32)) <= _APART * size
+        for mine, theirs, size in zip(found, wanted, sizes, strict=True)
+    )
+    if not right:
+        warnings.warn(
+            "this torch's FlexAttention takes no results of another forward: its backward runs the "
+            "forward again, which is as exact and slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return right
 
 
 def from_score_mod(
