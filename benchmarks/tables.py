@@ -286,6 +286,7 @@ def steps() -> str:
     name = "h200-train-long.json"
     found = loaded(name)
     equal, long, longest, two = (found[n] for n in ("equal", "long", "longest", "long_2"))
+    half, card = found["long_524288"], found["longest_24GiB"]
     longer, told = found["long_393216"], [one["told"] / one["peak"] for one in found["told"]]
     ways = ((way["what"], f"{way['gradients_off']:.4f}") for way in equal["ways"])
     last = long["steps"][-1]
@@ -305,17 +306,23 @@ def steps() -> str:
         [f"a step of {longer['tokens']:,} tokens, the first",
          f"**{longer['seconds']:.0f} s with all {longer['of_layers']} layers, all run**, "
          f"{gib(longer['steps'][-1]['peak'])}"],
+        [f"a step of {half['tokens']:,} tokens, the first, in {half['host']}",
+         f"**{half['seconds']:.0f} s with all {half['of_layers']} layers, all run**, "
+         f"{gib(half['steps'][-1]['peak'])}"],
         [f"{two['tokens']:,} tokens over two GPUs: the first step, memory of each",
          f"**{two['seconds']:.0f} s with all {two['of_layers']} layers, all run**, "
          f"{gib(two['steps'][-1]['peak'])}"],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
+        [f"{' and '.join(card['shapes'])}, longest text in {gib(card['memory'])}: SDPA with "
+         "checkpoints; with checkpoints in host memory and a chunked loss; with everything",
+         " and ".join(f"{of['sdpa']:,}; {of['remedies']:,}; {of['everything']:,}"
+                      for of in card["shapes"].values())],
         ["peaks by `estimate --model` over measured ones (`--only told --budget 5GiB`), five "
          "lengths from 4,096 tokens, Qwen3-0.6B, 4B and 8B; two constants were fitted to them",
          f"{min(told):.2f} to {max(told):.2f}"],
     ]  # fmt: skip
-    rest = origin(name, "python benchmarks/run.py step --only longest")
-    return f"""The long steps: {origin(name, long["command"], {**found, **long})}. Over two GPUs: commit
-{two["commit"]}, `{two["command"]}`. The rest: {rest}.
+    rest = origin(name, longest["command"], {**found, **longest})
+    return f"""The long steps: {origin(name, long["command"], {**found, **long})}. Over two GPUs: commit {two["commit"]}, `{two["command"]}`. The rest: {rest}.
 
 {table(["", ""], rows)}"""
 

@@ -317,7 +317,11 @@ def plot(found: dict[str, Any], path: str) -> None:
             ends = zip(points[-1], (one["tokens"], memory), strict=True)
             axes.plot(*ends, ":", color=drawn[0].get_color())
         if way != "attention":
-            axes.annotate(f"{one['tokens']:,}", (one["tokens"], memory * 1.05), ha="center")
+            axes.annotate(
+                f"{one['tokens']:,}",
+                (one["tokens"], memory * 1.05),
+                ha="right" if way == "remedies" else "center",
+            )
     axes.axhline(memory, color="black", linewidth=0.8)
     for part in (axes, clock):
         part.set_xscale("log", base=2)
@@ -328,7 +332,7 @@ def plot(found: dict[str, Any], path: str) -> None:
     title = f"{found['shape']}'s shape, random weights (dotted: by the line, not run)"
     axes.set(ylim=(None, memory * 1.5), xlabel="tokens of one text",
              ylabel="memory of a step, GiB", title=title)  # fmt: skip
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=150)
 
 
