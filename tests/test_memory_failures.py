@@ -87,7 +87,7 @@ class DerivedError(RuntimeError):
         (DerivedError("std::bad_alloc"), False),
         (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
         (KeyboardInterrupt(), False),
-        (OSError(12, "Cannot allocate memory"), True),
+        (OSError(12, "Cannot allocate memory"), False),
         (OSError(28, "No space left on device"), False),
     ],
 )
