@@ -313,7 +313,7 @@ def steps() -> str:
          f"**{two['seconds']:.0f} s with all {two['of_layers']} layers, all run**, "
          f"{gib(two['steps'][-1]['peak'])}"],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
-        [f"{' and '.join(card['shapes'])}, longest text in {gib(card['memory'])}: SDPA with "
+        [f"{' and '.join(card['shapes'])}, longest text in {gib(card['memory'])} (commit {card['commit']}): SDPA with "
          "checkpoints; with checkpoints in host memory and a chunked loss; with everything",
          " and ".join(f"{of['sdpa']:,}; {of['remedies']:,}; {of['everything']:,}"
                       for of in card["shapes"].values())],
