@@ -149,37 +149,6 @@ def squares(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tenso
     return logits[..., :5].square().mean() + logits.float().view(-1, VOCABULARY).std()
 
 
-def of_tokens(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.flatten(), **more)
-
-
-def measured(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-    """What is read without gradients has them afterwards."""
-    with torch.no_grad():
-        right = (logits.argmax(-1) == labels).float().mean()
-    return of_tokens(logits, labels) * (1 + right) + of_tokens(logits * 2, labels)
-
-
-def written(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-    """A copy keeps what it was, a view does not."""
-    copy, view = logits * 2, logits.view(-1, VOCABULARY)
-    logits *= 3
-    return of_tokens(copy, labels) + of_tokens(view, labels)
-
-
-def taught(model: Any) -> None:
-    """Another model runs within the loss, on which no gradient goes back."""
-    teacher = [copy.deepcopy(model)]
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-        with torch.no_grad():
-            wanted = teacher[0](input_ids=IDS).logits
-        assert isinstance(wanted, torch.Tensor)
-        return of_tokens(logits, labels) + (logits - wanted).square().mean()
-
-    model.loss_function = loss
-
-
 def doubled(_: Any, __: Any, out: torch.Tensor) -> None:
     if isinstance(out, torch.Tensor):
         out *= 2
@@ -195,9 +164,6 @@ CHANGES: dict[str, Any] = {
     "a hook of tensors": lambda model: model.lm_head.register_forward_hook(doubled),
     "a backward hook": lambda model: model.lm_head.register_full_backward_hook(turned),
     "a loss": lambda model: setattr(model, "loss_function", squares),
-    "a loss and a measure": lambda model: setattr(model, "loss_function", measured),
-    "a loss that writes": lambda model: setattr(model, "loss_function", written),
-    "a teacher": taught,
     "experts' balance": lambda model: setattr(model.config, "output_router_logits", True),
     "its own loss": lambda model: another_class(model, own_loss),
 }

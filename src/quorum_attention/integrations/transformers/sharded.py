@@ -6,9 +6,8 @@ other what their masks ask for, then positions and padding, a number or two for 
 layers of that forward use what was found.
 
 Where a rank's rows are in the whole sequence ``position_ids`` say. Most models count from 0 where
-they are given none, and each rank's would: ``sharded_positions`` fills them in. Some count
-otherwise, by padding, by their input, or by images, which is not known from a rank's rows, and so
-it is refused.
+they are given none, and each rank's would: ``sharded_positions`` fills them in. Models that count
+otherwise, by padding, by their input, or by images, are refused there.
 """
 
 from __future__ import annotations
@@ -287,20 +286,14 @@ def _check_layers(module: torch.nn.Module) -> None:
         )
 
 
-# Inputs beside text, from which models of several media count positions.
-_MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw",
-          "video_grid_thw")  # fmt: skip
-
-
 def sharded_positions(
     model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
 ) -> torch.utils.hooks.RemovableHandle:
     """Give a model's forwards ``position_ids`` of this rank's place, where a call has none.
 
     Each such forward begins with the ranks telling each other their rows, for which the host waits.
-    It raises ``ValueError`` if the model's attention is not over the group, and where the model
-    itself would count otherwise than from 0 up: by an ``attention_mask`` that masks something, or
-    by images; and, on all ranks, if one has no rows.
+    It raises ``ValueError`` if the model's attention is not over the group; and, on all ranks, if
+    one has no rows.
 
     Args:
         model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by name.
@@ -310,11 +303,12 @@ def sharded_positions(
         A handle; its ``remove()`` takes it back.
 
     Raises:
-        ValueError: the model takes no ``position_ids``, or counts from another number than 0.
+        ValueError: the model takes no ``position_ids``, or counts them otherwise than from 0 up: by
+            its inputs, padding or images.
     """
     kept = None if group is None else weakref.ref(group)
     del group  # the function below would keep it
-    by_mask, by_media = _counts_otherwise(model)
+    run = _check_counts_from_zero(model)
 
     def placed(
         model: torch.nn.Module, args: Any, named: dict[str, Any]
@@ -327,37 +321,35 @@ def sharded_positions(
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
         everyone = dist.group.WORLD if kept is None else alive(kept)
         assert everyone is not None
-        _check_is_sharded(model, everyone)
-        mask = named.get("attention_mask")
-        masked = by_mask and mask is not None and not bool(mask.all())
-        shown = by_media and any(named.get(name) is not None for name in _MEDIA)
-        listed = told(everyone, (ids.shape[1], int(masked or shown)))
-        if not all(rows for rows, _ in listed):
+        names = sorted(set(names_of(getattr(run, "config", None))))
+        groups = [options.group for name in names if (options := options_of(name)) is not None]
+        if not any(one is not None and one.group() is everyone for one in groups):
             raise ValueError(
-                "models of Transformers do not run on no rows, got "
-                f"{[rows for rows, _ in listed]} on the ranks: give each at least one"
+                f"the model's attention {', '.join(map(repr, names))} is not over this group: each "
+                "rank's rows would see only each other; "
+                "model.set_attn_implementation(register(name, group=...)) makes it so"
             )
-        if any(one[1] for one in listed):
+        rows = [n for (n,) in told(everyone, (ids.shape[1],))]
+        if not all(rows):
             raise ValueError(
-                f"{type(model).__name__} counts positions by its attention_mask or its images, "
-                "which are not known for the whole sequence: give it position_ids"
+                f"models of Transformers do not run on no rows, got {rows} on the ranks: give each "
+                "at least one"
             )
-        start = sum(rows for rows, _ in listed[: everyone.rank()])
+        start = sum(rows[: everyone.rank()])
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         return args, {**named, "position_ids": positions}
 
     return model.register_forward_pre_hook(uncompiled(placed), with_kwargs=True)
 
 
-def _counts_otherwise(model: torch.nn.Module) -> tuple[bool, bool]:
-    """Whether a model without ``position_ids`` counts by its mask, and whether by its images.
+def _check_counts_from_zero(model: torch.nn.Module) -> Any:
+    """The model within torch's compiler and PEFT's adapters, if its positions count from 0 up.
 
     Raises:
-        ValueError: it takes none, or begins with another number than 0.
+        ValueError: it takes none, or counts otherwise.
     """
     from transformers import PreTrainedModel
 
-    # That within torch's compiler and PEFT's adapters.
     run = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
     name, taken = type(run).__name__, inspect.signature(run.forward).parameters
     if "input_ids" in taken and "position_ids" not in taken:
@@ -365,39 +357,16 @@ def _counts_otherwise(model: torch.nn.Module) -> tuple[bool, bool]:
             f"{name} takes no position_ids: each rank would count its rows from 0, and the "
             "sequence cannot be sharded"
         )
-    parts = list(run.modules())
-    if any(hasattr(part, "create_position_ids_from_input_ids") for part in parts):
-        raise ValueError(
-            f"{name} counts positions from its input_ids, behind a number of its own: give it "
-            "position_ids as it counts them"
-        )
-    tables = [part for part in parts if isinstance(part, torch.nn.Embedding)]
-    by_mask = any("attention_mask" in inspect.signature(one.forward).parameters for one in tables)
-    return by_mask, any(hasattr(part, "get_rope_index") for part in parts)
-
-
-def _check_is_sharded(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Nothing, if some attention of the model is over ``group``, or if that cannot be known.
-
-    Raises:
-        ValueError: all of it is known to be of each rank's rows alone, or over another group.
-    """
-    from transformers import AttentionInterface
-
-    names = sorted(set(names_of(getattr(model, "config", None))))
-    for name in names:
-        options, function = options_of(name), AttentionInterface._global_mapping.get(name)
-        if options is not None and options.group is not None and options.group.group() is group:
-            return
-        own = function is None or getattr(function, "__module__", "").startswith("transformers.")
-        if options is None and not own:
-            return  # somebody else's
-    if names:
-        raise ValueError(
-            f"the model's attention is {', '.join(map(repr, names))}, which is not over this "
-            "group: each rank's rows would see only each other; "
-            "model.set_attn_implementation(register(name, group=...)) makes it so"
-        )
+    own = ("create_position_ids_from_input_ids", "get_rope_index")
+    for part in run.modules():
+        is_table = isinstance(part, torch.nn.Embedding)
+        by_mask = is_table and "attention_mask" in inspect.signature(part.forward).parameters
+        if by_mask or any(hasattr(part, one) for one in own):
+            raise ValueError(
+                f"{name} counts positions by its inputs, its attention_mask or its images: give it "
+                "position_ids as it counts them"
+            )
+    return run
 
 
 __all__ = ["attend_sharded", "sharded_mask", "sharded_positions"]
