@@ -7,8 +7,7 @@ from typing import Any
 
 from quorum_attention.counts import one_of, whole_number
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
-from quorum_attention.recipes.loss import chunk_loss
-from quorum_attention.recipes.modules import Change, fuse_norms, tile_mlps
+from quorum_attention.recipes.modules import Change, chunk_loss, fuse_norms, tile_mlps
 from quorum_attention.recipes.step import (
     ATTENTION,
     LOSS,

@@ -3,7 +3,9 @@
 MLPs run some tokens at a time, after DeepSpeed's TiledMLP (Arctic Long Sequence Training): what an
 MLP holds between its layers is there for one tile of tokens, and the backward computes it again:
 torch's checkpoints. RMS norms run as torch's own kernel: it keeps a norm's input alone, where
-Transformers' norms keep it in float32 as well and take some eight passes over it.
+Transformers' norms keep it in float32 as well and take some eight passes over it. In a call with
+labels the last layer returns logits that are not computed yet; Transformers' loss of them, scaled
+or capped at most, is computed some tokens at a time, each time a checkpoint.
 
 A module whose forward somebody else has replaced (libraries of kernels, offloading, by hand) is
 left as it is.
@@ -11,25 +13,30 @@ left as it is.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn.functional import rms_norm
+from torch.nn.functional import linear, pad, rms_norm
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module  # as torch.func.functional_call
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from quorum_attention.errors import BudgetError
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.step import MLP, NORMS
+from quorum_attention.recipes.step import LOSS, MLP, NORMS, loss_tokens
 from quorum_attention.sizes import counted
 
 _OURS = "_quorum_attention_recipe"
 # A module has other weights for a while: calls of other threads wait, or it might keep those.
 _swapping = threading.RLock()
+_TRIED = 12  # tokens of a loss
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Change:
         return f"{self.name}: {'' if self.done else 'left out: '}{self.how}"
 
 
-def has_own_forward(module: torch.nn.Module) -> bool:
+def _has_own_forward(module: torch.nn.Module) -> bool:
     """Whether the module runs the forward that its class was written with, or ours around that."""
     found, kind = vars(module).get("forward"), type(module)
     of_class = getattr(found, "__func__", None) is kind.forward  # as in a model unpickled
@@ -60,7 +67,7 @@ def has_own_forward(module: torch.nn.Module) -> bool:
     return found is None or of_class or hasattr(found, _OURS)
 
 
-def patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+def _patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     """Let the module run ``forward(module, ...)``."""
     setattr(forward, _OURS, True)
     forward.__name__ = "forward"  # what a pickled module looks up in its class
@@ -69,7 +76,7 @@ def patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
 
 
 @torch.no_grad()
-def evaluated(module: torch.nn.Module, *args: Any, **named: Any) -> Any:
+def _evaluated(module: torch.nn.Module, *args: Any, **named: Any) -> Any:
     """What the module returns in evaluation; afterwards each part has its own mode again."""
     trained = [part for part in module.modules() if part.training]
     module.eval()
@@ -83,7 +90,7 @@ def evaluated(module: torch.nn.Module, *args: Any, **named: Any) -> Any:
 def _tried(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """The same; None: the module takes no such tensor, or makes something else of it."""
     try:
-        found = evaluated(module, x)
+        found = _evaluated(module, x)
     except Exception:  # whatever it is
         return None
     alike = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype)
@@ -105,7 +112,7 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
     ]
     if not found:
         return Change(MLP, False, "no MLP of gate_proj, up_proj, down_proj (experts stay whole)")
-    if not all(map(has_own_forward, found)):
+    if not all(map(_has_own_forward, found)):
         return Change(MLP, False, "an MLP was given another forward")
     for kind, one in {type(module): module for module in found}.items():
         if not _goes_token_by_token(one):
@@ -146,7 +153,7 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
         length = -(-x.shape[-2] // -(-rows // tokens))  # of all texts: tiles of about one length
         return _tiles(plain, self, x.split(length, -2))
 
-    patch_forward(module, forward)
+    _patch_forward(module, forward)
 
 
 @uncompiled
@@ -159,14 +166,8 @@ def _tiles(
     """
     weights: dict[str, Any] = dict(module.named_parameters())
     wide = {n: w.float() for n, w in weights.items() if w.requires_grad and w.dtype.itemsize < 4}
-    versions = _versions(weights)
 
     def run(tile: torch.Tensor) -> Any:
-        if _versions(weights) != versions:
-            raise RuntimeError(
-                f"a weight of {type(module).__name__} has been changed in place since the forward "
-                "of the tiled MLP, which its gradient needs"
-            )
         held = weights | {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
         with _swapping, _reparametrize_module(module, held, tie_weights=True):
             return plain(module, tile)  # without its hooks, which are called once, outside
@@ -174,16 +175,12 @@ def _tiles(
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
 
 
-def _versions(weights: dict[str, Any]) -> list[int]:
-    return [0 if w.is_inference() else w._version for w in weights.values()]
-
-
 def fuse_norms(model: torch.nn.Module) -> Change:
     """Let every RMS norm of ``model`` that computes what torch's does run as torch's."""
     found = [module for module in model.modules() if _epsilon(module) is not None]
     kinds = {type(module): module for module in reversed(found)}
     right = {kind for kind, module in kinds.items() if _computes_the_same(module)}
-    fused = [m for m in found if type(m) in right and has_own_forward(m)]
+    fused = [m for m in found if type(m) in right and _has_own_forward(m)]
     if not fused:
         return Change(NORMS, False, "no norm that torch computes in one kernel here")
     for module in fused:
@@ -234,7 +231,146 @@ def _fuse(module: torch.nn.Module) -> None:
             return plain(self, *args, **named)
         return rms_norm(x, weight.shape, weight, epsilon)
 
-    patch_forward(module, forward)
+    _patch_forward(module, forward)
 
 
-__all__ = ["Change", "evaluated", "fuse_norms", "has_own_forward", "patch_forward", "tile_mlps"]
+class _Here(threading.local):  # torch's compiler reads it; of a ContextVar it would leave its graph
+    """Whether a model whose loss is in chunks runs in this thread, with labels."""
+
+    chunks = False
+
+
+_here = _Here()
+
+
+def chunk_loss(model: Any) -> Change:
+    """Let ``model(..., labels=...)`` compute its loss without all logits at once."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kind = type(model).__name__
+    if type(head) is not torch.nn.Linear:
+        return Change(LOSS, False, f"{kind} is no decoder with one linear layer to the vocabulary")
+    if not _has_own_forward(model) or not _has_own_forward(head):
+        return Change(LOSS, False, f"this {kind} was given another forward")
+    if model.loss_function not in (ForCausalLMLoss, _chunked):
+        return Change(LOSS, False, f"this {kind} has another loss than Transformers' cross entropy")
+    if head.weight.device.type == "meta":
+        return Change(LOSS, False, "the weights are not there yet")
+    _patch_forward(head, _head_forward)
+    _patch_forward(model, _model_forward(model))
+    model.loss_function = _chunked
+    why = _why_not(model)
+    if why is not None:
+        del model.forward, head.forward, model._loss_function
+        return Change(LOSS, False, why)
+    tokens = loss_tokens(head.weight.shape[0], head.weight.dtype.itemsize)
+    return Change(LOSS, True, f"{tokens:,} tokens at a time; a call with labels has no logits")
+
+
+def _head_forward(self: torch.nn.Linear, states: torch.Tensor) -> Any:
+    product = partial(linear, weight=self.weight, bias=self.bias)
+    # A hook may ask whether they are a tensor; or the weights are there within the forward alone.
+    hooks = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
+    if not _here.chunks or hooks or _has_any_global_hook():
+        return product(states)
+    return _Logits(states, product)
+
+
+def _model_forward(model: Any) -> Callable[..., Any]:
+    plain = type(model).forward
+    signature = inspect.signature(plain)
+
+    @wraps(plain)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        labels = signature.bind_partial(self, *args, **named).arguments.get("labels")
+        outside = _here.chunks  # it may run within another model
+        _here.chunks = labels is not None and self.loss_function is _chunked
+        try:
+            found = plain(self, *args, **named)
+        finally:
+            _here.chunks = outside
+        if isinstance(found, tuple):  # by position: they have to be there
+            return tree_map_only(_Logits, lambda one: one.of(one.states), found)
+        return tree_map_only(_Logits, lambda one: None, found)
+
+    return forward
+
+
+class _Logits:
+    """In place of a tensor: logits that are not computed yet.
+
+    Attributes:
+        states: (..., width), the last layer's input.
+        of: makes logits of some of them: each number by itself but for the last layer.
+    """
+
+    def __init__(self, states: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.states, self.of = states, of
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        if function is not torch.tanh:
+            raise TypeError(f"torch's {function.__name__} of logits in a loss by chunks")
+        return args[0].tanh()
+
+
+def _as_of_tensor(name: str) -> Callable[..., _Logits]:
+    def method(self: _Logits, *numbers: float) -> _Logits:
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            raise TypeError(f"logits in a loss by chunks: {name} of a tensor")
+        return _Logits(self.states, lambda some: getattr(self.of(some), name)(*numbers))
+
+    return method
+
+
+for _name in ("__mul__", "__rmul__", "__truediv__", "float", "tanh"):
+    setattr(_Logits, _name, _as_of_tensor(_name))
+
+
+def _chunked(
+    logits: torch.Tensor | _Logits, labels: Any, vocab_size: int, num_items_in_batch: Any = None,
+    ignore_index: int = -100, shift_labels: torch.Tensor | None = None, **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Transformers' ``ForCausalLMLoss``; of logits that are not there, some tokens at a time."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def loss(some: Any, wanted: Any) -> torch.Tensor:
+        if isinstance(logits, _Logits):
+            some = logits.of(some)
+        found: torch.Tensor = ForCausalLMLoss(
+            some, labels, vocab_size, num_items_in_batch, ignore_index, wanted, **others
+        )
+        return found
+
+    if not isinstance(logits, _Logits):
+        return loss(logits, shift_labels)
+    if shift_labels is None:
+        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    states, wanted = logits.states.flatten(0, -2), shift_labels.flatten()
+    if len(states) != len(wanted):
+        raise ValueError(f"labels must be as many as there are tokens, {len(states)}")
+    if num_items_in_batch is None:
+        num_items_in_batch = (wanted != ignore_index).sum()
+    tokens = loss_tokens(vocab_size, states.dtype.itemsize)
+    pairs = zip(states.split(tokens), wanted.split(tokens), strict=True)
+    again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.stack([checkpoint(loss, *pair, **again) for pair in pairs]).sum()
+
+
+def _why_not(model: Any) -> str | None:
+    """Why the loss needs all logits, if it does: tried on a few tokens."""
+    try:
+        words = model.get_input_embeddings().weight
+        ids = torch.arange(_TRIED, device=words.device)[None] % len(words)
+        found = _evaluated(model, input_ids=ids, labels=ids)
+    except BudgetError:
+        raise  # attention's budget is too small for a few tokens: no fault of the loss
+    except Exception as error:  # whatever it is, the model keeps its own loss
+        return f"it failed on a few tokens: {type(error).__name__}: {error}"
+    if getattr(found, "logits", None) is not None:
+        return f"{type(model).__name__} does more to its logits than take their cross entropy"
+    return None
+
+
+__all__ = ["Change", "chunk_loss", "fuse_norms", "tile_mlps"]
