@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.partition import Buffers, Sums, cut, is_whole, pairs, partition
+from quorum_attention.devices.partition import Buffers, Sums, is_whole, pairs, partition
 from quorum_attention.kernels.dropout import Dropout
 
 
@@ -36,12 +36,6 @@ def test_every_row_of_every_head_is_in_one_block(seed: int) -> None:
         assert block.heads.length == 1 or block.rows == (0, n)
         assert is_whole(call, block) or call.key_heads(block).length == 1
     assert (seen == 1).all()
-    for block in blocks:  # whole again in one piece, and without a gap in several
-        assert cut(call, block, 1) == [block]
-        pieces = cut(call, block, draw.randint(2, 9))
-        rows = sum(one.heads.length * one.rows.length for one in pieces)
-        assert rows == block.heads.length * block.rows.length
-        assert all(one.entries == block.entries for one in pieces)
     if call.dropout is None and n == 5000 and min(speeds) == max(speeds):
         work = [sum(pairs(call, one) for one in home) for home in homes]
         assert max(work) - min(work) < 2 * 128 * call.n_keys

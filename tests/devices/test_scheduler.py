@@ -114,13 +114,6 @@ def coordinator(workers: list[Worker], sums: Sums) -> tuple[Coordinator, PoolPas
     return made, report, [block for home in homes for block in home]
 
 
-def rows_of(blocks: list[Block]) -> list[tuple[int, int]]:
-    """Heads and tiles of rows, each once if nothing is computed twice."""
-    return sorted(
-        (head, row) for one in blocks for head in range(*one.heads) for row in range(*one.rows, 128)
-    )
-
-
 def run(*behaviours: Behaviour) -> PoolPass:
     workers, ended = [worker(b) for b in behaviours], list[Block]()
     made, report, units = coordinator(workers, Sums(ended.append))
@@ -129,8 +122,8 @@ def run(*behaviours: Behaviour) -> PoolPass:
     finally:
         for each in workers:
             each.pipe.close()
-    assert rows_of(ended) == rows_of(units)
-    assert len(report.ran) == report.parts >= len(units)
+    assert sorted(ended) == sorted(units)
+    assert len(report.ran) == report.parts
     return report
 
 
@@ -215,41 +208,22 @@ def test_devices_end_together(speeds: list[float], heads: int, causal: bool) -> 
     assert report.seconds < 1.06 * ideal(call, speeds)
 
 
-def play(schedule: Schedule, speeds: list[float], lost: int | None = None) -> float:
-    """Seconds of a pass, of which every row is computed once; a device may be lost as it begins."""
-    now, events, done = 0.0, list[tuple[float, int]](), list[Block]()
-    while not schedule.finished:
-        for device in schedule.devices - set(schedule.running):
-            order = schedule.take(device, now)
-            if order is not None:
-                events.append((now + order.work / speeds[device], device))
-        if lost is not None:
-            schedule.put_back(lost, lost=True)
-            events, lost = [event for event in events if event[1] != lost], None
-        events.sort()
-        now, device = events.pop(0)
-        done.append(schedule.running.pop(device).block)
-    assert len(done) == schedule.count
-    assert len(set(rows_of(done))) == len(rows_of(done)) == schedule._call.heads * (1 << 16) // 128
-    return now
-
-
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("heads", [3, 8, 24])
-def test_all_that_are_left_share_what_a_lost_device_was_at(devices: int, heads: int) -> None:
-    """One order a device, as GPUs have in short calls: nothing but what was lost takes longer."""
-    call = WholeCall((1,), heads, heads, 1 << 16, 1 << 16, is_causal=True)
-    schedule = Schedule(call, dict.fromkeys(range(devices), 1.0), 1)
-    alone = ideal(call, [1.0] * devices)
-    assert play(schedule, [1.0] * devices, lost=0) < 1.05 * (alone + alone / (devices - 1))
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_a_device_that_is_slower_than_was_expected_is_helped(seed: int) -> None:
-    """Others take what it has not begun; every row is computed once."""
+    """Others take what it has not begun; every block is computed once."""
     draw = random.Random(seed)
     speeds = [draw.uniform(0.5, 1) for _ in range(draw.randint(2, 6))]
     heads = draw.randint(1, 9)
     call = WholeCall((1,), heads, heads, 1 << 16, 1 << 16, is_causal=True)
     schedule = Schedule(call, dict.fromkeys(range(len(speeds)), 1e15), 10)
-    assert play(schedule, speeds) < 1.25 * ideal(call, speeds)
+    now, events, done = 0.0, list[tuple[float, int]](), set[Block]()
+    while not schedule.finished:
+        for device in schedule.devices - set(schedule.running):
+            order = schedule.take(device, now)
+            if order is not None:
+                events.append((now + order.work / speeds[device], device))
+        events.sort()
+        now, device = events.pop(0)
+        done.add(schedule.running.pop(device).block)
+    assert len(done) == schedule.count
+    assert now < 1.25 * ideal(call, speeds)

@@ -6,11 +6,11 @@ time of a long call. It is kept until calls have had no use for it for a while, 
 
 Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and the backward reads what the forward has
 read. So a worker keeps what passes had mapped until the other process has freed it. A worker of a
-device that copies from and to page-locked memory locks inputs, and its parts of results, as wholes,
-and keeps them so: a pass that locked piece after piece beside its copies took 1.46 s, one over
-memory that was locked 1.31 (an H200, 2 GiB). It has the inputs of others at hand then, if one of
-them is lost. A result that nobody has touched is not locked: the driver would make its pages, one
-after the other, before anything is computed.
+device that copies from and to page-locked memory locks it as a whole, and keeps it so: a pass that
+locked piece after piece beside its copies took 1.46 s, one over memory that was locked 1.31 (an
+H200, 2 GiB). It has the inputs of others at hand then, if one of them is lost. A result that nobody
+has touched is not locked: the driver would make its pages, one after the other, before anything is
+computed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.multiprocessing
 
 from quorum_attention.call.overlap import Mappings
-from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import BACKENDS, HOST, on_host
 from quorum_attention.execution.device.page_locks import (
     PAGE_BYTES,
     WORTH_LOCKING_BYTES,
     Locker,
     PinnedPool,
-    addresses,
     ask_for_huge_pages,
     of_host,
 )
@@ -286,13 +284,18 @@ class _Mapping:
         memory: all of it.
         path: of the file.
         first: number of the pass that was the first to use it.
-        locked: addresses that are page-locked.
+        locked: whether it is page-locked.
     """
 
     memory: mmap.mmap
     path: str
     first: int
-    locked: list[Interval] = field(default_factory=list)
+    locked: bool = False
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All of it, as bytes."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 class MappedBuffers:
@@ -333,34 +336,21 @@ class MappedBuffers:
             if not _is(one.path, name):
                 self._unlock(self._every.pop(name))
 
-    def lock(self, handle: InFile, tensor: torch.Tensor, *, result: bool = False) -> None:
-        """Page-lock a tensor that was opened, as a whole; a result only where an earlier pass has
-        had its memory. Nothing is copied from or to it meanwhile.
-
-        Afterwards all of it is locked here, or nothing: no copy may reach from a locked range into
-        another, or beyond it.
-        """
+    def lock(self, handle: InFile, *, result: bool = False) -> None:
+        """Page-lock the memory of a tensor that was opened, as a whole: no copy may reach from a
+        locked range beyond it. That of a result only where an earlier pass has had it."""
         one = self._every.get(handle.file)
-        if one is None or self._locker is None:
+        if one is None or self._locker is None or one.locked:
             return
-        low, high = addresses(tensor)
-        low, high = low // PAGE_BYTES * PAGE_BYTES, -(-high // PAGE_BYTES) * PAGE_BYTES
-        near = [part for part in one.locked if part.start < high and low < part.stop]
-        if any(part.start <= low and high <= part.stop for part in near):
-            return
+        size = len(one.memory)
+        locked = sum(len(each.memory) for each in self._every.values() if each.locked)
         fresh = result and one.first == self._pass
-        if not near and (fresh or high - low < WORTH_LOCKING_BYTES):
+        if fresh or size < WORTH_LOCKING_BYTES or locked + size > self._most_bytes:
             return
-        self._unlock(one, near)
-        with prefaulting([tensor], wait=True):  # the driver would map its pages one by one
+        with prefaulting([one.flat], wait=True):  # the driver would map its pages one by one
             pass
-        both = Interval(min([low, *(p.start for p in near)]), max([high, *(p.stop for p in near)]))
-        locked = sum(part.length for mapping in self._every.values() for part in mapping.locked)
-        if locked + both.length > self._most_bytes:
-            return
-        if self._locker.lock(both.start, both.length):
-            one.locked.append(both)
-        else:
+        one.locked = self._locker.lock(one.flat.data_ptr(), -(-size // PAGE_BYTES) * PAGE_BYTES)
+        if not one.locked:
             self._most_bytes = locked  # the system allows no more
 
     def unlock(self) -> None:
@@ -368,11 +358,10 @@ class MappedBuffers:
         for one in self._every.values():
             self._unlock(one)
 
-    def _unlock(self, one: _Mapping, parts: Iterable[Interval] | None = None) -> None:
-        for part in list(one.locked if parts is None else parts):
-            assert self._locker is not None
-            self._locker.unlock(part.start)
-            one.locked.remove(part)
+    def _unlock(self, one: _Mapping) -> None:
+        if one.locked and self._locker is not None:
+            self._locker.unlock(one.flat.data_ptr())
+            one.locked = False
 
 
 def _is(path: str, name: FileId) -> bool:

@@ -59,23 +59,20 @@ def pairs(call: WholeCall, block: Block) -> int:
     return block.heads.length * (high - low)
 
 
-def pieces_of(call: WholeCall, speeds: Mapping[int, float], *, alike: bool, at_once: bool) -> int:
+def pieces_of(call: WholeCall, speeds: Mapping[int, float], *, alike: bool) -> int:
     """In how many pieces to cut what a device has.
 
     Args:
         speeds: of the devices, in pairs a second.
-        alike: whether devices are, and blocks take as long as their pairs say.
-        at_once: whether one call of many heads is quicker than several.
+        alike: whether all are GPUs of one kind, and blocks take as long as their pairs say.
     """
     batch = math.prod(call.batch_shape)
     each = batch * call.kv_heads // len(speeds)
-    wanted = _PIECES
-    if not alike and each < _FEW_HEADS:
-        return wanted
-    if alike and at_once:
-        every = batch * call.heads * _pairs_above(call, call.n_queries)
-        wanted = math.ceil(every / sum(speeds.values()) / _LONGEST_SECONDS - 1e-3)
-    return max(1, min(wanted, each))
+    if not alike:
+        return _PIECES if each < _FEW_HEADS else min(_PIECES, each)
+    # One call of many heads is quicker than several.
+    seconds = batch * call.heads * _pairs_above(call, call.n_queries) / sum(speeds.values())
+    return max(1, min(math.ceil(seconds / _LONGEST_SECONDS - 1e-3), each))
 
 
 def partition(call: WholeCall, speeds: Sequence[float], pieces: int = 1) -> list[list[Block]]:
@@ -91,19 +88,6 @@ def partition(call: WholeCall, speeds: Sequence[float], pieces: int = 1) -> list
     ends = [heads * at / sum(speeds) for at in accumulate(speeds, initial=0.0)]
     cuts = [round(at) if abs(at - round(at)) < _CLOSE else at for at in ends]
     return [_cut(call, low, high, pieces) for low, high in pairwise(cuts)]
-
-
-def cut(call: WholeCall, block: Block, pieces: int) -> list[Block]:
-    """A block in about so many pieces of equal work."""
-    first, share = block.entries.start * call.heads, call.heads // call.kv_heads
-
-    def above(row: int) -> float:
-        n = call.n_queries
-        return row // n if row in (0, n) else _pairs_above(call, row) / _pairs_above(call, n)
-
-    low = first + block.heads.start + above(block.rows.start)
-    high = first + block.heads.stop - 1 + above(block.rows.stop)
-    return _cut(call, low / share, high / share, pieces)
 
 
 def _cut(call: WholeCall, low: float, high: float, pieces: int) -> list[Block]:

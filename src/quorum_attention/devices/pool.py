@@ -3,6 +3,7 @@ calls with several ``devices`` share; such a call, checked, and its two passes."
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from itertools import count as count_from
 from multiprocessing.util import Finalize
 from threading import Lock, RLock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -100,22 +102,17 @@ class Pool(Several):
         # When nobody refers to the pool any more, or the program ends: by itself Python would only
         # ask workers to end, and wait for one that is stopped for ever.
         Finalize(self, end, (self._workers,), exitpriority=1)
-        self._lock, self._process, self._within = RLock(), os.getpid(), False
+        self._lock, self._within = RLock(), False
         self.numbers = count_from(1)  # of passes
+        _every.add(self)
 
     @contextmanager
     def alone(self) -> Iterator[list[Worker]]:
         """The workers for one call, or for what changes them; others wait.
 
         Raises:
-            RuntimeError: this thread has one already, and would wait for itself; or the process was
-                forked from the pool's.
+            RuntimeError: this thread has one already, and would wait for itself.
         """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "these workers belong to the process that this one was forked from: open a Pool "
-                "here, or give the devices by name"
-            )
         with self._lock:
             if self._within:
                 raise RuntimeError(
@@ -153,10 +150,9 @@ class Pool(Several):
 
     def close(self) -> None:
         """End the workers, after a call of another thread; the pool is of no use afterwards."""
-        if os.getpid() == self._process:
-            with self.alone() as workers:
-                end(workers)
-            give_back()
+        with self.alone() as workers:
+            end(workers)
+        give_back()
 
     def __enter__(self) -> Pool:
         return self
@@ -205,16 +201,24 @@ class Pool(Several):
         return attend(*request_on_devices("attention", query, key, value, said), out)[0]
 
 
+_every: WeakSet[Pool] = WeakSet()
 _pools: dict[tuple[str, ...], Pool] = {}
 _lock = Lock()
 
 
 def _forked() -> None:
-    """In a process that was forked off, maybe while another thread had the lock: the pools are its
-    parent's."""
+    """In a process that was forked off, maybe while another thread had a lock: the workers are its
+    parent's. Two processes that talk to one worker would read each other's answers."""
     global _lock
     _lock = Lock()
     _pools.clear()
+    for pool in list(_every):
+        pool._lock, pool._within = RLock(), False
+        for worker in pool.workers:
+            worker.alive = False
+            worker.pipe.close()
+            # Python would end them, as its own children, when this process ends.
+            multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -460,16 +464,18 @@ class PoolCall:
     ) -> Schedule:
         here = {number: worker for number, worker in enumerate(workers) if worker.alive}
         if not here:
-            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+            raise RuntimeError(
+                "the pool has no worker: it was closed, all of them were lost, or they belong to "
+                "the process that this one was forked from (give the devices by name)"
+            )
         work = request.work
         speeds = {
             n: expected_speed(w.device, w.name, work.dtype, work.head_dim, backward=spec.backward)
             for n, w in here.items()
         }
         alike = self.steady and len({(w.name, budgets[n]) for n, w in here.items()}) == 1
-        at_once = all(backend_of(torch.device(w.device)).own_memory for w in here.values())
-        pieces = pieces_of(spec.call, speeds, alike=alike, at_once=at_once)
-        return Schedule(spec.call, speeds, pieces)
+        alike &= all(backend_of(torch.device(w.device)).own_memory for w in here.values())
+        return Schedule(spec.call, speeds, pieces_of(spec.call, speeds, alike=alike))
 
     @contextmanager
     def _reported(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:

@@ -7,11 +7,8 @@ to one that is forked off it: two processes that talk to one worker read each ot
 
 from __future__ import annotations
 
-import multiprocessing.process
-import os
 import pickle
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -25,21 +22,6 @@ from quorum_attention.devices.worker import Answer, work
 _START_SECONDS = 180.0
 # Until the exit code of one that has closed its pipe is known.
 _EXIT_SECONDS = 1.0
-
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """In a process that was forked off: its workers are the other's."""
-    for worker in list(_workers):
-        worker.alive = False
-        worker.pipe.close()
-        # Python would end them, as its own children, when this process ends.
-        multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
-    _workers.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 @dataclass(eq=False)
@@ -70,11 +52,12 @@ class Worker:
         return True
 
     def kill(self) -> None:
-        """End it at once. It holds nothing that outlives it."""
-        self.alive = False
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
+        """End it at once, if it has not ended. It holds nothing that outlives it."""
+        if self.alive:
+            self.alive = False
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
 
 
 def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
@@ -92,7 +75,6 @@ def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
             with theirs:
                 process.start()
             workers.append(Worker(device, process, ours))
-            _workers.add(workers[-1])
         limit = time.monotonic() + _START_SECONDS
         for worker in workers:
             _wait_for(worker, max(0.0, limit - time.monotonic()))
@@ -124,8 +106,7 @@ def _wait_for(worker: Worker, seconds: float) -> None:
 def end(workers: Sequence[Worker]) -> None:
     """End workers; they are gone when this returns."""
     for worker in workers:
-        if worker.alive:
-            worker.kill()
+        worker.kill()
 
 
 def listen(workers: Mapping[int, Worker]) -> list[tuple[int, Answer | None]]:

@@ -15,7 +15,7 @@ class Ran:
 
     Attributes:
         device: number of the device in its pool.
-        index: of the part, or of the one it was cut from when a device was lost.
+        index: of the part.
         start, stop: seconds since the pass began, as the coordinator saw it.
         report: what the device's own call did.
     """

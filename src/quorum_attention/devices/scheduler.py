@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices.buffers import handle_of
-from quorum_attention.devices.partition import Buffers, Sums, cut, pairs, partition
+from quorum_attention.devices.partition import Buffers, Sums, pairs, partition
 from quorum_attention.devices.processes import Worker, end, listen
 from quorum_attention.devices.report import PoolPass, Ran
 from quorum_attention.devices.worker import Answer, Compute, PassSpec
@@ -26,8 +26,8 @@ from quorum_attention.execution.report import Report
 
 
 class Order(NamedTuple):
-    """A block that a device computes, with so many pairs; ``number`` is that of the block or of the
-    one it was cut from, ``home`` the device that it belongs to."""
+    """A block that a device computes, with so many pairs; ``home`` is the device that it belongs
+    to."""
 
     number: int
     home: int
@@ -51,7 +51,7 @@ class Schedule:
     """
 
     def __init__(self, call: WholeCall, speeds: Mapping[int, float], pieces: int) -> None:
-        self.count, self.devices, self._speeds, self._call = 0, set(speeds), speeds, call
+        self.count, self.devices, self._speeds = 0, set(speeds), speeds
         # By home, what waits.
         self._waiting: dict[int, list[Order]] = {}
         homes = partition(call, list(speeds.values()), pieces)
@@ -83,17 +83,11 @@ class Schedule:
         return self.running[device]
 
     def put_back(self, device: int, *, lost: bool = False) -> None:
-        """Others may take what a device was at; if it is lost, each of several takes some of it."""
+        """Others may take what a device was at."""
         if lost:
             self.devices.discard(device)
-        order = self.running.pop(device, None)
-        if order is None:
-            return
-        pieces = 2 * len(self.devices) if lost and len(self.devices) > 1 else 1
-        blocks = cut(self._call, order.block, pieces)
-        orders = [order._replace(block=b, work=pairs(self._call, b)) for b in blocks]
-        self._waiting[order.home] = sorted(self._waiting[order.home] + orders)
-        self.count += len(blocks) - 1
+        if (order := self.running.pop(device, None)) is not None:
+            self._waiting[order.home].insert(0, order)
 
 
 @dataclass(slots=True)
@@ -218,7 +212,6 @@ class Coordinator:
         if end:
             self.workers[number].kill()
         self.schedule.put_back(number, lost=True)
-        self.report.parts = self.schedule.count
         self.report.history.append(f"{self.report.devices[number]}: {why}")
 
     def _given_up(self) -> Exception:

@@ -70,7 +70,7 @@ def simulate(
         the report that a pool would have filled, its times predicted.
     """
     speeds = {number: speed / pair_seconds for number, (_, speed) in enumerate(devices)}
-    pieces = pieces_of(call, speeds, alike=len(set(devices)) == 1, at_once=True)
+    pieces = pieces_of(call, speeds, alike=len(set(devices)) == 1)
     schedule = Schedule(call, speeds, pieces)
     report = PoolPass(devices=[name for name, _ in devices], parts=schedule.count)
     events: list[tuple[float, int]] = []

@@ -246,8 +246,9 @@ class BlockWorker:
         bias, sinks = (tensors.pop(name, None) for name in ("bias", "sinks"))
         mask = Mask() if spec.mask is None else opened(spec.mask)
         mask = replace(mask, bias=bias, sinks=sinks)
-        for name in tensors.keys() - _RESULTS:
-            self._mapped.lock(spec.tensors[name], tensors[name])
+        # Inputs first: not all may fit what may be locked.
+        for name in sorted(tensors, key=_RESULTS.__contains__):
+            self._mapped.lock(spec.tensors[name], result=name in _RESULTS)
         self._call = replace(spec.call, mask=mask if mask.said() else None)
         self._tensors, self._number = tensors, spec.number
 
@@ -263,8 +264,6 @@ class BlockWorker:
         written = spec.written._replace(
             devices=self._device, budget=message.budget, total=report, report=report,
         )  # fmt: skip
-        for name in views.keys() & _RESULTS:
-            self._mapped.lock(spec.tensors[name], views[name], result=True)
         # Pages of results that are new are made beside; not those of ordinary files.
         fresh = [
             view for name, view in views.items()
