@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from quorum_attention import attention
-from quorum_attention.devices import Pool, processes
+from quorum_attention.devices import Pool, worker
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_call_within_a_call_of_the_same_pool(pool: Pool) -> None:
 def test_a_pool_that_is_forgotten_takes_its_workers_along() -> None:
     pool = Pool("cpu", threads=1)
     pool.join("cpu")
-    processes = [worker.process for worker in pool.workers]
+    processes = [each.process for each in pool.workers]
     del pool
     gc.collect()
     assert not any(process.is_alive() for process in processes)
@@ -107,7 +107,7 @@ def test_a_program_ends_although_a_worker_is_stopped(tmp_path: Path) -> None:
 
 def test_workers_that_do_not_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(multiprocessing.active_children())
-    monkeypatch.setattr(processes, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "_START_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match=r"did not start .* has to be in a file"):
         Pool(["cpu", "cpu"], threads=1)
     assert len(multiprocessing.active_children()) == before

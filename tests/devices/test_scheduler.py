@@ -15,11 +15,9 @@ import pytest
 
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.devices.partition import pairs, partition
-from quorum_attention.devices.processes import Worker
 from quorum_attention.devices.report import PoolPass
-from quorum_attention.devices.scheduler import Coordinator, Schedule
-from quorum_attention.devices.simulate import simulate
-from quorum_attention.devices.worker import Answer, Compute, PassSpec
+from quorum_attention.devices.scheduler import Coordinator, Schedule, simulate
+from quorum_attention.devices.worker import Answer, Compute, PassSpec, Worker
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 

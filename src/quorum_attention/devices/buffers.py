@@ -126,6 +126,14 @@ def file_id(file: int | str) -> FileId:
     return os.uname().nodename, seen.st_dev, seen.st_ino
 
 
+def _id_at(path: str) -> FileId:
+    """Which file a path leads to; of none, an id that no file has."""
+    try:
+        return file_id(path)
+    except OSError:
+        return "", 0, 0
+
+
 def _is_same(one: FileId, other: FileId) -> bool:
     # Each machine has numbers of its own for devices, of a network file system as well.
     return one == other or (one[0] != other[0] and one[2] == other[2])
@@ -219,12 +227,8 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     # A private map that was written to differs from its file.
     if path is None or not mapping.shared or (written and not mapping.writable):
         return None
-    try:
-        now = file_id(path)
-    except OSError:
-        return None
     # A file of that name may be another one by now.
-    _, device, inode = now
+    _, device, inode = now = _id_at(path)
     if (f"{os.major(device):02x}:{os.minor(device):02x}", inode) != mapping.file:
         return None
     return InFile.of(tensor, path, offset, written, now)
@@ -333,7 +337,7 @@ class MappedBuffers:
     def forget_gone(self) -> None:
         """Let go of what the other process has no more, and what no tensor uses here."""
         for name, one in list(self._every.items()):
-            if not _is(one.path, name):
+            if _id_at(one.path) != name:
                 self._unlock(self._every.pop(name))
 
     def lock(self, handle: InFile, *, result: bool = False) -> None:
@@ -362,14 +366,6 @@ class MappedBuffers:
         if one.locked and self._locker is not None:
             self._locker.unlock(one.flat.data_ptr())
             one.locked = False
-
-
-def _is(path: str, name: FileId) -> bool:
-    """Whether a path still leads to a file."""
-    try:
-        return file_id(path) == name
-    except OSError:
-        return False
 
 
 @contextmanager

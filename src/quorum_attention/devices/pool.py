@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import count as count_from
@@ -27,11 +27,9 @@ from quorum_attention.call.validation import Tensors, as_mask, as_tensor
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import InFile, give_back, handle_of, share, shared_memory
 from quorum_attention.devices.partition import Sums, pieces_of
-from quorum_attention.devices.processes import Worker, end, start
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
-from quorum_attention.devices.scheduler import Coordinator, Schedule
-from quorum_attention.devices.simulate import expected_speed
-from quorum_attention.devices.worker import PassSpec, pickled
+from quorum_attention.devices.scheduler import Coordinator, Schedule, expected_speed
+from quorum_attention.devices.worker import PassSpec, Worker, end, pickled, start
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
@@ -69,7 +67,7 @@ def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list
     return [str(place) for place in places]
 
 
-class Pool(Several):
+class Pool(Several, AbstractContextManager["Pool"]):
     """Worker processes, one for each device, that share the work of an attention call.
 
     A call is cut into parts that do not depend on each other: key/value heads first, then, where
@@ -153,9 +151,6 @@ class Pool(Several):
         with self.alone() as workers:
             end(workers)
         give_back()
-
-    def __enter__(self) -> Pool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -285,7 +280,7 @@ def request_on_devices(
     call = call._replace(attn_mask=attn_mask, written=here)
     tensors, request = request_of(function, query, key, value, call)
     sent = None
-    if mask is not None and (mask.is_structured or mask.softcap):
+    if mask is not None:
         mask, work = replace(mask, bias=None, sinks=None), request.work
         sizes = work.batch, work.heads, work.n_queries, work.n_keys
         resolve(mask, MaskSizes(*sizes), work.is_causal)

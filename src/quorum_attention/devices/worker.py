@@ -1,5 +1,9 @@
-"""A worker process, what it is told and what it answers: computes blocks on one device until its
-pool is closed or gone."""
+"""Worker processes: started, told what to compute, listened to and ended by their pool's process;
+and what one does, until its pool is closed or gone.
+
+Processes, not threads: threads that issue for two devices wait for each other's interpreter, and
+were slower than one device in small budgets.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ import errno
 import pickle
 import random
 import signal
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from typing import cast
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 import torch
+import torch.multiprocessing
 
 from quorum_attention.call.block import Block, BlockResults, WholeCall
 from quorum_attention.call.options import CallOptions
@@ -31,6 +37,9 @@ from quorum_attention.passes import compute_block
 # How often a worker without work looks whether the pool's process has freed memory; and after how
 # long it gives back what it holds on its device.
 _IDLE_SECONDS, _LONG_SECONDS = 1.0, 10.0
+# Until when a worker has to be ready: it imports torch and opens its device. And until the exit
+# code of one that has closed its pipe is known.
+_START_SECONDS, _EXIT_SECONDS = 180.0, 1.0
 # How much workers keep page-locked, all of them the same memory: of the host's.
 _MOST_OF_HOST = 1 / 8
 _INPUTS = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse")
@@ -92,6 +101,103 @@ class Answer:
     trace: str = ""
     memory: bool = False
     broken: bool = False
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process.
+
+    Attributes:
+        device: as torch writes it.
+        process, pipe: to talk to it.
+        name: the device's own name.
+        alive: whether it has not ended, nor been given up.
+    """
+
+    device: str
+    process: Any
+    pipe: Connection
+    name: str = ""
+    alive: bool = True
+
+    def send(self, message: object) -> bool:
+        """Send a message; False if the worker is gone."""
+        # Before: that something cannot be sent is not the worker's fault.
+        said = pickle.dumps(message)
+        try:
+            self.pipe.send_bytes(said)
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended. It holds nothing that outlives it."""
+        if self.alive:
+            self.alive = False
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+
+
+def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
+    """A worker for each device, ready to compute.
+
+    Raises:
+        RuntimeError: one did not start, and all are ended.
+    """
+    context, workers = torch.multiprocessing.get_context("spawn"), list[Worker]()
+    try:
+        for device in devices:
+            ours, theirs = context.Pipe()
+            name, told = f"quorum-attention {device}", (device, threads, theirs)
+            process = context.Process(target=work, args=told, name=name, daemon=True)
+            with theirs:
+                process.start()
+            workers.append(Worker(device, process, ours))
+        limit = time.monotonic() + _START_SECONDS
+        for worker in workers:
+            _wait_for(worker, max(0.0, limit - time.monotonic()))
+    except BaseException:  # an interrupt, or no more files or processes may be had
+        end(workers)
+        raise
+    return workers
+
+
+def _wait_for(worker: Worker, seconds: float) -> None:
+    """Wait until a worker is ready.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    try:
+        if worker.pipe.poll(seconds):
+            worker.name = worker.pipe.recv()
+            return
+    except (EOFError, OSError):
+        worker.process.join(_EXIT_SECONDS)
+    raise RuntimeError(
+        f"the worker of {worker.device} did not start (exit code {worker.process.exitcode}): a "
+        "program that uses several devices has to be in a file, which workers import, with its "
+        'work under `if __name__ == "__main__":`'
+    )
+
+
+def end(workers: Sequence[Worker]) -> None:
+    """End workers; they are gone when this returns."""
+    for worker in workers:
+        worker.kill()
+
+
+def listen(workers: Mapping[int, Worker]) -> list[tuple[int, Answer | None]]:
+    """What workers say next, by number; None instead of an answer from one that is gone."""
+    numbers: dict[Any, int] = {worker.pipe: number for number, worker in workers.items()}
+    heard: list[tuple[int, Answer | None]] = []
+    for pipe in wait(list(numbers)):
+        try:
+            heard.append((numbers[pipe], workers[numbers[pipe]].pipe.recv()))
+        except Exception:  # it is gone, or says what nobody understands
+            heard.append((numbers[pipe], None))
+    return heard
 
 
 def functions_of(mask: Mask) -> Iterator[Keeps]:
