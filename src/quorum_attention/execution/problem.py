@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -30,7 +30,6 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.reference import small_bytes
 from quorum_attention.kernels.scaling import Scaling
 
 ELEMENT_BYTES = {
@@ -611,15 +610,6 @@ def moved_bytes(problem: Problem) -> tuple[int, int]:
     return inputs, sum(s.count(work) * work.state_dtype.itemsize for s in spec.states)
 
 
-def bytes_before(problem: Problem) -> tuple[int, ...]:
-    """Bytes of each tensor that a backward makes before it begins: the divided upstream gradient
-    and what the reference takes for a small call."""
-    if not problem.spec.backward:
-        return ()
-    small = small_gradient_bytes(problem.work, problem.kernel) if problem.place.resident else 0
-    return problem.place.divided or 0, small
-
-
 def copied_bytes(
     problem: Problem, group: GroupSize, most_rows: int | None = None
 ) -> tuple[int, ...]:
@@ -632,20 +622,3 @@ def copied_bytes(
         item.count(problem.work, group, most_rows) for item in problem.spec.inputs if item.copied
     ]
     return tuple(size * problem.work.element_bytes for size in sizes[: problem.place.copied])
-
-
-def small_gradient_bytes(work: Workload, kernel: InnerKernel) -> int:
-    """Bytes that the reference takes for the gradients of a small 16-bit call; 0 for others."""
-    # Rows with a sink have weights that do not add up to 1.
-    if work.sinks or not kernel.plain_softmax:
-        return 0
-    extent = Extent(
-        work.batch, work.heads, work.kv_heads, work.n_tokens, work.n_queries, work.n_keys
-    )
-    return small_bytes(work.call_shape("cpu", needs_grad=True), extent)
-
-
-def is_small(work: Workload, kernel: InnerKernel) -> bool:
-    """Whether gradients without a plan are the reference's: of 16 bits, and as small in float64."""
-    narrow = replace(work, dtype=torch.float16) if work.dtype == torch.float64 else work
-    return small_gradient_bytes(narrow, kernel) > 0

@@ -11,9 +11,7 @@ from quorum_attention.execution.call import Job, Progress, Tools
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
-from quorum_attention.execution.problem import small_gradient_bytes
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.over_inputs import small_gradients
 from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
 
 
@@ -37,11 +35,6 @@ def run_pass(
     job.report, job.progress = report, progress
     started = time.perf_counter()
     try:
-        if small_gradient_bytes(job.work, job.kernel):
-            found = small_gradients(job)
-            if found is not None:
-                job.tell(1, 1)
-                return found
         if not schedule.runs(job.problem):
             schedule = schedule.through_slots(job.work)
         controller = _controller(job, schedule)

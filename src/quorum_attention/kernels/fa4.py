@@ -91,14 +91,13 @@ class Fa4Kernel(RectangleKernel):
     grouped = True
     bands = True
     row_unit = _TILE
-    plain_softmax = True
     empty_rows = True
     pace = staticmethod(pace)
 
     def __init__(self, softcap: float | None = None) -> None:
         if softcap is not None:
             self.softcap = softcap
-            self.plain_softmax, self.probed_as = False, _PLAIN
+            self.probed_as = _PLAIN
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

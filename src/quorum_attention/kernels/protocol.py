@@ -351,8 +351,6 @@ class Kernel(ABC):
             not compared with the reference first, and gets no rows beyond the sequence's tokens.
         position_free: that other attention depends on no positions, heads or batch entries, so that
             parts of a call can be computed as calls of their own.
-        plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
-            delta alone; gradients of small 16-bit calls then are the reference's.
         whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
             calls in flight, or by running all tasks of a head group together.
         several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are
@@ -384,7 +382,6 @@ class Kernel(ABC):
     name: str
     own_attention: bool = False
     position_free: bool = False
-    plain_softmax: bool = False
     whole_tasks: bool = False
     several_streams: bool = False
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's

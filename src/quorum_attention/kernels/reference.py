@@ -1,8 +1,8 @@
 """The reference: attention in torch's operators, tile by tile, for any dtype and device.
 
 It runs what no fused kernel here can: the kernels ``dense`` and ``tiles``, score modifications
-without a compiler, dropout where an operator has none, or drops other pairs in every call, the
-gradients of small 16-bit calls, and rows of a CPU's call that are not finite. With scores
+without a compiler, dropout where an operator has none, or drops other pairs in every call, and rows
+of a CPU's call that are not finite. With scores
 S = scale Q K^T, changed and masked, and Z of kernels/dropout.py,
 
     lse = logsumexp(S),   P = exp(S - lse),   O = (Z P) V,
@@ -69,15 +69,12 @@ class Scores:
 
     Attributes:
         change, kept: see their types; None: nothing.
-        whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
-            no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
+        whole_rows: a tile has all keys of its rows. In the backward, rows that have no other keys
+            then get probabilities that add up to 1, which an lse of 1,000 in fp32 does not, and the
+            delta of these, not of an output rounded to 16 bits.
         tiles: how large tiles are; None: as is good for the device.
         matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``change`` and
             ``kept`` have at a time, their results among them.
-        exact_delta: the delta of whole rows is computed from their probabilities, not from an
-            output rounded to 16 bits. The lse is an operator's, which rounds more in 16 bits.
-        columns: how many of the last columns of ``out`` are none of the output's, but add to delta
-            (the value has 0 there).
     """
 
     change: Change | None = None
@@ -85,8 +82,6 @@ class Scores:
     whole_rows: bool = False
     tiles: TileLimits | None = None
     matrices: int = 0
-    exact_delta: bool = False
-    columns: int = 0
 
     def limits(self, device_type: str) -> TileLimits:
         """Of tiles on such a device."""
@@ -99,7 +94,6 @@ class Scores:
 
 PLAIN = Scores()
 WHOLE_ROWS = Scores(whole_rows=True, tiles=LARGE)
-SMALL = replace(WHOLE_ROWS, exact_delta=True)
 
 
 class Block:
@@ -245,21 +239,21 @@ def _backward_block(block: Block, grads: Gradients) -> None:
     target.add_(grad_query.view(target.shape), alpha=task.scale)
 
 
+# By how much the logarithm of a row's sum may be off if it has no other keys, by bytes of a number:
+# as a share of its lse, and besides. In fp32 and float64 delta of other rows is as exact.
+_ROUNDING = {2: (2.0**-20, 2.0**-12), 4: (2.0**-22, 2.0**-20), 8: (2.0**-47, 2.0**-44)}
+
+
 class BackwardRows:
     """What a backward reads of a block's rows, (b, hk, g * rows, 1 or dv).
 
     Attributes:
         grad_out, delta, lse: of the rows.
-        taken: what the last columns of the output add to delta.
     """
 
     def __init__(self, block: Block, saved: Gradients | Saved) -> None:
         self.block, self.grad_out = block, block.grouped(saved.grad_out)
-        columns = block.how.columns
         products = self.grad_out * block.grouped(saved.out)
-        self.taken: torch.Tensor | float = 0.0
-        if columns:
-            self.taken = products[..., -columns:].sum(dim=-1, keepdim=True)
         self.delta = products.sum(dim=-1, keepdim=True)
         lse = block.grouped(saved.lse.unsqueeze(-1))
         # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
@@ -281,34 +275,18 @@ class BackwardRows:
         return p, ds, slope, drops
 
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
-        """Delta, of rows that have no keys but those of ``p`` by ``exact_delta``. Their
-        probabilities are made to add up to 1, in place; other rows are left alone."""
-        exactly, narrow = self.block.how.exact_delta, self.block.task.query.dtype.itemsize == 2
+        """Delta, of rows that have no keys but those of ``p`` from their probabilities, which are
+        made to add up to 1, in place; other rows are left alone.
+
+        Rows are told apart by the logarithm of their sum, which rounding moves as much as it moves
+        lse: beside an lse of a million, the sum itself may be anything from 0 on.
+        """
         total = p.sum(dim=-1, keepdim=True)
-        others = not_whole(total, self.lse, loose=exactly and narrow)
+        share, besides = _ROUNDING[self.block.task.query.dtype.itemsize]
+        rounding = (self.lse.abs() * share).add_(besides).clamp_(max=0.01)
+        others = total.log().abs_() > rounding
         p.div_(total.masked_fill_(others, 1.0))
-        if not exactly:
-            return self.delta
-        found = (p * dp).sum(dim=-1, keepdim=True).add_(self.taken)
-        return torch.where(others, self.delta, found)
-
-
-# By how much the logarithm of a row's sum may be off if it has no other keys, by bytes of a number:
-# as a share of its lse, and besides. In fp32 and float64 delta of other rows is as exact.
-_ROUNDING = {2: (2.0**-20, 2.0**-12), 4: (2.0**-22, 2.0**-20), 8: (2.0**-47, 2.0**-44)}
-
-
-def not_whole(total: torch.Tensor, lse: torch.Tensor, *, loose: bool = True) -> torch.Tensor:
-    """Which rows see other keys as well, by the sums of their probabilities, and their lse.
-
-    Not those whose sum is NaN. Told by its logarithm, which rounding moves as much as it moves lse:
-    beside an lse of a million, the sum itself may be anything from 0 on.
-    """
-    item = 2 if loose and lse.dtype == torch.float32 else lse.element_size()
-    share, besides = _ROUNDING[item]
-    rounding = lse.abs() * share + besides
-    # Of a task that has a part of the row, a hundredth is the most that is taken for rounding.
-    return total.log().abs_() > (rounding if loose else rounding.clamp_(max=0.01))
+        return torch.where(others, self.delta, (p * dp).sum(dim=-1, keepdim=True))
 
 
 def _blocks(task: TaskTensors, like: torch.Tensor, how: Scores) -> Iterator[Block]:
@@ -370,25 +348,6 @@ def _tile_bytes(
     return inside, of_rows, item
 
 
-# A backward computes dS = P (dP - delta) with delta = rowsum(dO * O), where O has been rounded to
-# the inputs' dtype. If a row has nearly all its weight on one key, dP - delta is little but that
-# rounding error. Whole rows have a delta without it (``BackwardRows.delta_of``), which costs half
-# as much as a backward: it is for calls so small that torch itself may materialise their scores.
-
-_MOST_PAIRS = 1 << 14
-_MOST_BYTES = 2 << 20
-
-
-def small_bytes(call: CallShape, extent: Extent) -> int:
-    """Upper bound of the bytes that ``Tiles(SMALL)`` takes for gradients; 0 if the call is too
-    large for it, or its dtype is not of 16 bits."""
-    pairs = extent.batch * extent.query_heads * extent.max_queries * extent.max_keys
-    if call.dtype.itemsize != 2 or pairs > _MOST_PAIRS:
-        return 0
-    inside, bound = replace(extent, direct=False), Tiles(SMALL).backward_workspace_bytes
-    return bound(call, replace(extent, direct=True)) if bound(call, inside) <= _MOST_BYTES else 0
-
-
 class Tiles(Kernel):
     """The tiled loop as a kernel, with a change of scores: any device, any floating dtype.
 
@@ -443,7 +402,7 @@ class Tiles(Kernel):
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         both = call.head_dim + call.value_dim
-        numbers = 4 * both + 8, 2 * both, 2 + (call.dropout or self.scores.exact_delta)
+        numbers = 4 * both + 8, 2 * both, 2 + (call.dropout or self.scores.whole_rows)
         inside, _, item = _tile_bytes(call, extent, self.scores, numbers)
         results = 0
         if extent.direct:
@@ -461,7 +420,6 @@ class DenseKernel(Tiles):
     """
 
     name = "dense"
-    plain_softmax = True
     rates = (1.0, 1.0)
     scores = WHOLE_ROWS
 

@@ -56,7 +56,6 @@ class FlashKernel(RectangleKernel):
     """torch's FlashAttention-2: 16-bit inputs, no mask; takes grouped heads directly."""
 
     name = "flash"
-    plain_softmax = True
     grouped = True
     row_unit = 128
 
@@ -152,7 +151,6 @@ class EfficientKernel(RectangleKernel):
     """
 
     name = "efficient"
-    plain_softmax = True
     lowest_score = BASE_TWO_LOWEST
     # Before mid-2026 it returned wrong results, without an error, for masks longer than 65,536.
     masked_limit: int = 32_768
@@ -287,7 +285,6 @@ class CudnnKernel(RectangleKernel):
     """cuDNN's fused attention: 16-bit inputs; takes grouped heads and broadcast masks directly."""
 
     name = "cudnn"
-    plain_softmax = True
     lowest_score = BASE_TWO_LOWEST
     grouped = True
     row_unit = 128
@@ -476,7 +473,6 @@ class CpuKernel(RectangleKernel):
 
     name = "cpu"
     rounds_scale = True
-    plain_softmax = True
     dropout = True
     heads_by_thread = True
 

@@ -22,7 +22,6 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.execution.call import Job, Tools, flat, flat_batch, operand
 from quorum_attention.execution.control.controller import RecoveryController
-from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import (
     Bytes,
     Group,
@@ -30,14 +29,12 @@ from quorum_attention.execution.problem import (
     Problem,
     WorkCounts,
     Workload,
-    bytes_before,
     copied_bytes,
     count_groups,
     final_bytes,
     group_part,
     groups,
     in_results,
-    is_small,
     result_bytes,
     state_bytes,
 )
@@ -45,8 +42,7 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import BackwardScaling, all_finite, what_is_read
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
-from quorum_attention.kernels.protocol import Call, Saved, TaskTensors
-from quorum_attention.kernels.reference import SMALL, Tiles
+from quorum_attention.kernels.protocol import Call, TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.torch_private import capturing
@@ -140,7 +136,7 @@ class Whole(OverInputs):
             results += final_bytes(problem)
         elif problem.place.result_dtype == work.dtype and not (problem.scaled or _widened(problem)):
             results = ()
-        given = (*bytes_before(problem), *copied_bytes(problem, schedule.group))
+        given = (problem.place.divided or 0, *copied_bytes(problem, schedule.group))
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
@@ -209,42 +205,9 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    if job.spec.backward and is_small(job.work, job.kernel):
-        found = small_gradients(job)
-        if found is not None:
-            return found
     mask = None if job.mask is None else job.mask.whole(job.work.dtype, job.device)
     parts = _of_call(job, None, job.work.is_causal, mask)
     return None if parts is None else job.take_results(parts)
-
-
-def small_gradients(job: Job) -> tuple[torch.Tensor, ...] | None:
-    """The gradients of a small call by the reference, whatever its plan: they are more exact.
-
-    None for a forward, tensors elsewhere than on the device that computes, and on a CPU where one
-    is not finite: operators keep NaN to the rows that have it.
-    """
-    work = job.work
-    here = all(t.device == job.device for name, t in job.tensors.items() if name != "lse")
-    if not (here and job.spec.backward):
-        return None
-    query, key, value, out, grad_out, lse = (
-        flat(job.tensors[name], work)
-        for name in ("query", "key", "value", "out", "grad_out", "lse")
-    )
-    mask = job.mask
-    bias = None if mask is None else mask.whole(work.dtype, job.device, work.batch_shape)
-    one = Call(query, key, value, work.is_causal, job.scale, bias, work.state_dtype, job.dropout)
-    saved, how = Saved(grad_out, out, lse), replace(SMALL, columns=work.columns)
-    parts = Tiles(how).whole_backward(one, saved)
-    if not backend_of(job.device).own_memory and not all_finite(parts):
-        return None
-    every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
-    for state, part in zip(job.spec.states, parts, strict=True):
-        factor = job.factor(every, state.axis)
-        if factor is not None:
-            part.mul_(factor)
-    return job.take_results(parts)
 
 
 def _of_call(
@@ -344,7 +307,7 @@ class Blockwise(OverInputs):
             self.streams * problem.workspace(schedule.extent(problem.work)),
             0,
             (*states(problem, schedule.group), *final_bytes(problem)),
-            (*bytes_before(problem), *copied, *result_bytes(problem)),
+            (problem.place.divided or 0, *copied, *result_bytes(problem)),
         )
 
     def _copied_by_kernel(self, problem: Problem) -> bool:

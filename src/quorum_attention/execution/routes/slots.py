@@ -48,7 +48,6 @@ from quorum_attention.execution.problem import (
     Tensors,
     WorkCounts,
     Workload,
-    bytes_before,
     count_groups,
     home_bytes,
     moved_bytes,
@@ -111,7 +110,7 @@ class Slots(Route):
             self.streams * problem.workspace(schedule.extent(work)),
             self.n_cap * layout.slot_bytes,
             (*homes, *scaling),
-            (*bytes_before(problem), *result_bytes(problem)),
+            (problem.place.divided or 0, *result_bytes(problem)),
         )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
@@ -286,7 +285,7 @@ class Streaming(Route):
             problem.workspace(schedule.extent(problem.work)),
             chunk.slot_bytes + self.n_cap * block.slot_bytes,
             (*homes, *small),
-            (*bytes_before(problem), *result_bytes(problem)),
+            (problem.place.divided or 0, *result_bytes(problem)),
         )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:

@@ -108,7 +108,6 @@ class NativeKernel(Kernel):
 
     name = "native"
     grouped = True
-    plain_softmax = True
     wide_products = True
     dropout = True
     whole_tasks = True
@@ -134,7 +133,7 @@ class NativeKernel(Kernel):
         self._slopes: dict[torch.device, torch.Tensor] = {}
         self._known()
         if not self._is_plain:
-            self.plain_softmax, self.probed_as = False, _plain(self.allow_tf32)
+            self.probed_as = _plain(self.allow_tf32)
 
     def _known(self) -> None:
         self._parts: Cache[tuple[_Part, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
