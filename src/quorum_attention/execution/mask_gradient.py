@@ -231,7 +231,7 @@ class _Walk:
         whole = Decomposition(work.n_tokens).task(())
         task = job.task((work.n_queries, work.n_keys), group, Tools(Clock()), whole, ())
         exact = whole_rows and work.dtype != torch.float32 and not (work.sinks or work.columns)
-        how = replace(job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact)
+        how = replace(job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact, exact_delta=exact)
         r = Rectangle(queries.start, queries.stop, 0, work.n_keys, work.is_causal)
         like = torch.empty(0, dtype=work.state_dtype, device=job.device)
         at = slice(0, 1), slice(0, heads.stop - heads.start), queries

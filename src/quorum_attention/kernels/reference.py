@@ -69,12 +69,13 @@ class Scores:
 
     Attributes:
         change, kept: see their types; None: nothing.
-        whole_rows: a tile has all keys of its rows. In the backward, rows that have no other keys
-            then get probabilities that add up to 1, which an lse of 1,000 in fp32 does not, and the
-            delta of these, not of an output rounded to 16 bits.
+        whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
+            no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
         tiles: how large tiles are; None: as is good for the device.
         matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``change`` and
             ``kept`` have at a time, their results among them.
+        exact_delta: the delta of whole rows is computed from their probabilities, not from an
+            output rounded to 16 bits; where that has no columns of its own (call/lse_columns.py).
     """
 
     change: Change | None = None
@@ -82,6 +83,7 @@ class Scores:
     whole_rows: bool = False
     tiles: TileLimits | None = None
     matrices: int = 0
+    exact_delta: bool = False
 
     def limits(self, device_type: str) -> TileLimits:
         """Of tiles on such a device."""
@@ -275,8 +277,8 @@ class BackwardRows:
         return p, ds, slope, drops
 
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
-        """Delta, of rows that have no keys but those of ``p`` from their probabilities, which are
-        made to add up to 1, in place; other rows are left alone.
+        """Delta, of rows that have no keys but those of ``p`` by ``exact_delta``. Their
+        probabilities are made to add up to 1, in place; other rows are left alone.
 
         Rows are told apart by the logarithm of their sum, which rounding moves as much as it moves
         lse: beside an lse of a million, the sum itself may be anything from 0 on.
@@ -286,6 +288,8 @@ class BackwardRows:
         rounding = (self.lse.abs() * share).add_(besides).clamp_(max=0.01)
         others = total.log().abs_() > rounding
         p.div_(total.masked_fill_(others, 1.0))
+        if not self.block.how.exact_delta:
+            return self.delta
         return torch.where(others, self.delta, (p * dp).sum(dim=-1, keepdim=True))
 
 
@@ -402,7 +406,7 @@ class Tiles(Kernel):
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         both = call.head_dim + call.value_dim
-        numbers = 4 * both + 8, 2 * both, 2 + (call.dropout or self.scores.whole_rows)
+        numbers = 4 * both + 8, 2 * both, 2 + call.dropout
         inside, _, item = _tile_bytes(call, extent, self.scores, numbers)
         results = 0
         if extent.direct:
