@@ -96,10 +96,10 @@ class Pool(Several, AbstractContextManager["Pool"]):
     ) -> None:
         names = names_of(devices)
         self._threads = None if threads is None else whole_number(threads, "threads", 1)
-        self._workers = start(names, self._threads)
+        self.workers = start(names, self._threads)  # also those that are gone
         # When nobody refers to the pool any more, or the program ends: by itself Python would only
         # ask workers to end, and wait for one that is stopped for ever.
-        Finalize(self, end, (self._workers,), exitpriority=1)
+        Finalize(self, end, (self.workers,), exitpriority=1)
         self._lock, self._within = RLock(), False
         self.numbers = count_from(1)  # of passes
         _every.add(self)
@@ -119,19 +119,14 @@ class Pool(Several, AbstractContextManager["Pool"]):
                 )
             try:
                 self._within = True
-                yield self._workers
+                yield self.workers
             finally:
                 self._within = False
 
     @property
-    def workers(self) -> tuple[Worker, ...]:
-        """All of its workers, also those that are gone."""
-        return tuple(self._workers)
-
-    @property
     def devices(self) -> list[str]:
         """The devices whose workers are alive."""
-        return [worker.device for worker in self._workers if worker.alive]
+        return [worker.device for worker in self.workers if worker.alive]
 
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost."""

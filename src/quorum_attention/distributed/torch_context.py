@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from quorum_attention.counts import shown
 from quorum_attention.distributed.attention import attention
-from quorum_attention.distributed.run import ShardedReport
-from quorum_attention.kernels.protocol import InnerKernel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,10 +23,7 @@ def context_parallel(
     buffers: Sequence[torch.Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Iterable[torch.Tensor] | None = None,
-    budget: int | str | None = None,
-    depth: int | str = "auto",
-    kernel: str | InnerKernel = "auto",
-    report: ShardedReport | None = None,
+    **options: Any,
 ) -> Iterator[None]:
     """As ``torch.distributed.tensor.experimental.context_parallel``, by ``distributed.attention``.
 
@@ -45,7 +40,7 @@ def context_parallel(
         buffers: tensors that all ranks have whole, sharded in place and put back at the end.
         buffer_seq_dims: the dimension of the tokens of each.
         no_restore_buffers: those of them that are not put back.
-        budget, depth, kernel, report: of ``distributed.attention``, for every call.
+        options: budget, depth, kernel and report of ``distributed.attention``, for every call.
 
     Raises:
         ValueError: buffers that do not fit each other or their dimensions, one given twice, or one
@@ -76,8 +71,7 @@ def context_parallel(
     ) -> torch.Tensor:
         return attention(
             query, key, value, attn_mask, group=group, is_causal=is_causal, dropout_p=dropout_p,
-            lengths=lengths or None, budget=budget, depth=depth, kernel=kernel, report=report,
-            **named,
+            lengths=lengths or None, **options, **named,
         )  # fmt: skip
 
     # So that another patch lies below this one: its calls would be of this rank's rows alone.

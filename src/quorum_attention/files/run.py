@@ -128,11 +128,6 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
             return Output(name, {writing.check_target(path): one for path, one in files.items()})
         writing.check_target(folder)
         return Output(name, files, new_folder=folder)
-    if os.path.isdir(name):
-        raise IsADirectoryError(
-            f"{name} cannot be written: it is a folder, not a regular file; {name}/, with a slash, "
-            f"has {SUFFIX} files written into it"
-        )
     if name.endswith(SUFFIX) and len(wanted) != 1:
         raise ValueError(
             f"{name} can have one result, and there are {', '.join(wanted)}: name a folder of "
@@ -432,8 +427,12 @@ def _locked(path: Path, name: str) -> Iterator[None]:
     with suppress(FileExistsError):
         path.mkdir(0o700)
         writing.sync_directory(path.parent)
-    _check_own(path)
-    with open(path / LOCK, "a+b") as lock:
+    try:
+        _check_own(path)
+        file = open(path / LOCK, "a+b")  # noqa: SIM115
+    except FileNotFoundError:
+        raise busy from None  # another process has just finished, and removed the folder
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -441,7 +440,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         if not os.fstat(lock.fileno()).st_nlink:
-            raise busy  # it has just finished, and removed the folder
+            raise busy  # the same
         yield
 
 

@@ -206,6 +206,7 @@ def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
         where it ran, the seconds that it took, and the report of its calls.
     """
     begun, report = time.perf_counter(), Report()
+    report.timed = False
     device = _device(job, unit)
     backend = backend_of(device)
     with backend.current(device), torch.no_grad():

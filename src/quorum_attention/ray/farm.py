@@ -122,28 +122,22 @@ class Farm(AbstractContextManager["Farm"]):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | Mask | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        out: torch.Tensor | None = None,
+        *call: Any,
+        out: torch.Tensor,
         lse: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """``quorum_attention.attention`` from files to files.
 
         Args:
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
-                there. The tensors of ``attn_mask`` may be in memory, and are sent to every worker
-                then. With dropout heads are not cut.
+            call: attn_mask, is_causal, scale and enable_gqa, in this order or by name, as there.
+                The tensors of ``attn_mask`` may be in memory, and are sent to every worker then.
             out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped from a file;
                 partial states are kept beside that.
             lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
                 from a file; None: it is not wanted.
-            options: depth and kernel, of each unit's calls, as there;
+            options: dropout_p and dropout_seed, as there; with dropout heads are not cut;
+                depth and kernel, of each unit's calls, as there;
                 chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None:
                 as many as leave ten units for each worker, if there are fewer heads;
                 report: a ``PoolReport``, filled with what happened.
@@ -157,11 +151,8 @@ class Farm(AbstractContextManager["Farm"]):
             RuntimeError: a unit has lost four workers.
         """
         results = {"out": out} if lse is None else {"out": out, "lse": lse}
-        made = self._compute(
-            {"query": query, "key": key, "value": value}, results, attn_mask, is_causal, scale,
-            enable_gqa, dropout_p=dropout_p, dropout_seed=dropout_seed, **options,
-        )  # fmt: skip
-        return made["out"]
+        tensors = {"query": query, "key": key, "value": value}
+        return self._compute(tensors, results, *call, **options)["out"]
 
     def attention_with_lse(
         self, *call: Any, lse: torch.Tensor, **options: Any
@@ -187,7 +178,7 @@ class Farm(AbstractContextManager["Farm"]):
 
         Args:
             grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
-            call, options: attn_mask and so on, as in ``attention``.
+            call, options: as in ``attention``.
         """
         tensors = {"query": query, "key": key, "value": value,
                    "grad_out": grad_out, "out": out, "lse": lse}  # fmt: skip
