@@ -64,6 +64,7 @@ WAYS = {
     "sdpa": "SDPA, as it comes", "attention": "attention recovered",
     "remedies": "SDPA with the usual remedies", "everything": "everything",
 }  # fmt: skip
+OUT_OF_MEMORY = torch.OutOfMemoryError, qa.BudgetError
 ON_HOST = "remedies", "everything"  # their checkpoints, where the longest text is looked for
 
 
@@ -150,13 +151,11 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
     def held_against(name: str) -> None:
         took, found = timed(lambda: step(model, ids))
         far = ((gradients(model) - wanted).norm() / size).item()
-        rows.append(
-            {"what": name, "loss": found, "loss_off": abs(found - loss) / loss,
-             "gradients_off": far, "seconds": took}
-        )  # fmt: skip
-        print(
-            f"{name}: loss {found:.6f}, gradients {far:.2e} from SDPA's, {took:.1f} s", flush=True
-        )
+        off = abs(found - loss) / loss
+        rows.append({"what": name, "loss": found, "loss_off": off, "gradients_off": far,
+                     "seconds": took})  # fmt: skip
+        said = f"loss {found:.6f}, gradients {far:.2e} from SDPA's, {took:.1f} s"
+        print(f"{name}: {said}", flush=True)
 
     print(f"{options.equal_at:,} tokens; SDPA (flash): loss {loss:.6f}", flush=True)
     with sdpa_kernel(other):
@@ -281,13 +280,20 @@ def followed(model: Any, way: str, weights: int, options: argparse.Namespace) ->
         return {"tokens": tokens, "peak": watched.peak, "seconds": watched.seconds}
 
     first = options.first * (options.longer if way in ON_HOST else 1)
-    grain = options.first // 8
-    points = [point(first), point(2 * first)]
+    points: list[dict[str, Any]] = []
+    while not points:
+        try:
+            points = [point(first), point(2 * first)]
+        except OUT_OF_MEMORY:
+            first //= 2
+            if first < 64:
+                raise
+    grain = max(8, min(first, options.first) // 8)
     best, ran = reach(points, options.memory, grain), False
     while not ran and 2 * first < best <= options.most:
         try:
             points.append(point(best))
-        except (torch.OutOfMemoryError, qa.BudgetError):
+        except OUT_OF_MEMORY:
             print(f"{WAYS[way]}: {best:,} tokens did not fit", flush=True)
             best = best * 19 // 20 // grain * grain
             continue
@@ -317,11 +323,8 @@ def plot(found: dict[str, Any], path: str) -> None:
             ends = zip(points[-1], (one["tokens"], memory), strict=True)
             axes.plot(*ends, ":", color=drawn[0].get_color())
         if way != "attention":
-            axes.annotate(
-                f"{one['tokens']:,}",
-                (one["tokens"], memory * 1.05),
-                ha="right" if way == "remedies" else "center",
-            )
+            side = "right" if way == "remedies" else "center"
+            axes.annotate(f"{one['tokens']:,}", (one["tokens"], memory * 1.05), ha=side)
     axes.axhline(memory, color="black", linewidth=0.8)
     for part in (axes, clock):
         part.set_xscale("log", base=2)
@@ -344,9 +347,8 @@ def emptied(device: str) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--only", default="equal,long,longest", help="parts; none draws what --json has"
-    )
+    default = "equal,long,longest"
+    parser.add_argument("--only", default=default, help="parts; none draws what --json has")
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")

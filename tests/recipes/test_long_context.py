@@ -22,8 +22,7 @@ import quorum_attention as qa
 from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import Training, long_context, read_shape, step_memory
-from quorum_attention.recipes.long_context import ATTENTION
-from quorum_attention.recipes.step import returned_bytes
+from quorum_attention.recipes.step import ATTENTION, returned_bytes
 
 
 def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, Any]]:

@@ -34,7 +34,7 @@ def test_qwen3_8b_has_its_published_number_of_parameters(tmp_path: Path) -> None
     path.write_text(json.dumps(QWEN3_8B))
     shape = read_shape(path)
     assert shape.parameters == 8_190_735_360
-    assert (shape.layers, shape.kv_heads, shape.window) == (36, 8, None)
+    assert (shape.layers, shape.kv_heads) == (36, 8)
     assert read_shape({"text_config": QWEN3_8B}) == read_shape(tmp_path) == shape
 
 

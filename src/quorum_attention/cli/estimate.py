@@ -36,8 +36,6 @@ def add_to(commands: Any) -> None:
          "dtype, adamw-fp32 two and the weights in float32 (default: adamw)", "adamw"),
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
          "layers, the rest frozen (default: all weights)"),
-        ("--checkpointing", bool, "with --model: layers are recomputed in the backward (default: "
-         "yes)", True),
     )  # fmt: skip
     parser.set_defaults(run=_run)
 
@@ -73,7 +71,7 @@ def _of_model(options: argparse.Namespace) -> int:
     shape = read_shape(options.model)
     training = step.Training(
         options.tokens, options.batch, options.dtype or torch.bfloat16, options.optimizer,
-        options.lora, options.checkpointing, options.budget, options.device or best_device().type,
+        options.lora, options.budget, options.device or best_device().type,
     )  # fmt: skip
     if options.memory is None:
         if options.budget is None:

@@ -27,7 +27,6 @@ from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes import step as memory
-from quorum_attention.recipes.step import ATTENTION, ModelShape, Training
 
 # Of host memory in one piece: torch's page-locked memory is given in powers of two.
 _PIECE = 256 << 20
@@ -48,7 +47,7 @@ class LayerCheckpoints:
     """
 
     def __init__(
-        self, model: Any, where: str, shape: ModelShape | None, training: Training
+        self, model: Any, where: str, shape: memory.ModelShape | None, training: memory.Training
     ) -> None:
         self.model, self.where, self.shape, self.training = model, where, shape, training
         self._step: _Step | None = None  # the last one
@@ -61,10 +60,8 @@ class LayerCheckpoints:
         """
         model = self.model
         model._set_gradient_checkpointing = self.set
-        named = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # new, old
-        next(getattr(model, name) for name in named if hasattr(model, name))(
-            {"use_reentrant": False}
-        )
+        enable = getattr(model, "activation_checkpointing_enable", None)  # in later versions
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return bool(self._layers())
 
     def set(self, *args: Any, **named: Any) -> None:
@@ -120,7 +117,7 @@ class LayerCheckpoints:
             batch, grain = hidden.numel() // (tokens * width), 1 << max(0, tokens.bit_length() - 4)
             tokens = -(-tokens // grain) * grain  # few lengths to be planned for
             training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
-            if ATTENTION in training.on:
+            if memory.ATTENTION in training.on:
                 checkpoint_bytes, result = memory.kept_bytes(self.shape, training)
                 result = ceil(result * self._times)
             learned = (p for p in self.model.parameters() if p.requires_grad)
@@ -299,20 +296,9 @@ def host_room() -> int:
     process's group have free, less a sixth, and what torch holds from earlier steps."""
     host = torch.device("cpu")
     free, group = backend_of(host).free_bytes(host), Path("/sys/fs/cgroup")
-    for limit, used, reclaimed in _GROUPS:
-        with suppress(OSError, ValueError, KeyError):  # another version, or no limit
-            sizes = dict(map(str.split, (group / reclaimed[0]).read_text().splitlines()))
-            taken = int((group / used).read_text()) - int(sizes[reclaimed[1]])
-            free = min(free, int((group / limit).read_text()) - taken)
+    with suppress(OSError, ValueError, KeyError):  # no limit, or none that is known
+        sizes = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+        taken = int((group / "memory.current").read_text()) - int(sizes["inactive_file"])
+        free = min(free, int((group / "memory.max").read_text()) - taken)
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # of this host, under torchrun
     return max(0, free) * 5 // 6 // ranks + _Kept.most - _Kept.alive
-
-
-# The limit of a group of processes, what it uses, and what of that are files that can go.
-_GROUPS = (
-    ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes",
-     ("memory/memory.stat", "total_inactive_file")),
-)  # fmt: skip
-
-__all__ = ["LayerCheckpoints", "host_room"]

@@ -6,17 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quorum_attention.counts import one_of, whole_number
+from quorum_attention.recipes import step
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
 from quorum_attention.recipes.modules import Change, chunk_loss, fuse_norms, tile_mlps
-from quorum_attention.recipes.step import (
-    ATTENTION,
-    LOSS,
-    MLP,
-    MLP_TILE,
-    NORMS,
-    Training,
-    read_shape,
-)
 from quorum_attention.sizes import parse_bytes
 
 CHECKPOINTS = "checkpoints"
@@ -52,7 +44,7 @@ def long_context(
     attention: bool = True,
     budget: int | str | None = None,
     checkpoints: str | None = "auto",
-    mlp_tile: int | None = MLP_TILE,
+    mlp_tile: int | None = step.MLP_TILE,
     chunked_loss: bool = True,
     fused_norms: bool = True,
 ) -> Summary:
@@ -99,11 +91,11 @@ def long_context(
     takes = name in names_of(base.config)  # if not, Transformers only logs it
     if not takes:
         how = f"{type(base).__name__} does not take its attention by name"
-    done = [Change(ATTENTION, attention and takes, how if attention else none)]
-    done.append(chunk_loss(base) if chunked_loss else Change(LOSS, False, none))
-    done.append(tile_mlps(base, mlp_tile) if mlp_tile else Change(MLP, False, none))
-    done.append(fuse_norms(base) if fused_norms else Change(NORMS, False, none))
-    training = Training(
+    done = [Change(step.ATTENTION, attention and takes, how if attention else none)]
+    done.append(chunk_loss(base) if chunked_loss else Change(step.LOSS, False, none))
+    done.append(tile_mlps(base, mlp_tile) if mlp_tile else Change(step.MLP, False, none))
+    done.append(fuse_norms(base) if fused_norms else Change(step.NORMS, False, none))
+    training = step.Training(
         1, dtype=base.dtype, lora=None if all(p.requires_grad for p in base.parameters()) else 1,
         budget=None if budget is None else parse_bytes(budget), device=base.device.type,
         on=tuple(change.name for change in done if change.done),
@@ -112,14 +104,14 @@ def long_context(
     return Summary(tuple(done))
 
 
-def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Change:
+def _checkpoint_layers(model: Any, where: str | None, training: step.Training) -> Change:
     """Keep of every layer its input and attention's results alone."""
     if where is None:
         return Change(CHECKPOINTS, False, "not asked for")
     if not getattr(model, "supports_gradient_checkpointing", False):
         return Change(CHECKPOINTS, False, f"{type(model).__name__} has none")
     try:
-        shape = read_shape(model.config.to_dict())
+        shape = step.read_shape(model.config.to_dict())
     except ValueError:  # sizes by other names: then all goes to host memory
         shape = None
     if not LayerCheckpoints(model, where, shape, training).install():
@@ -128,6 +120,3 @@ def _checkpoint_layers(model: Any, where: str | None, training: Training) -> Cha
     if not model.training:
         words += "; only in training mode: this model is in eval mode, call model.train()"
     return Change(CHECKPOINTS, True, words)
-
-
-__all__ = ["ATTENTION", "long_context"]

@@ -371,6 +371,3 @@ def _why_not(model: Any) -> str | None:
     if getattr(found, "logits", None) is not None:
         return f"{type(model).__name__} does more to its logits than take their cross entropy"
     return None
-
-
-__all__ = ["Change", "chunk_loss", "fuse_norms", "tile_mlps"]

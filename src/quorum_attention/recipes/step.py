@@ -1,8 +1,9 @@
 """What a training step of a model needs, by part, and what to switch on so that it fits.
 
-Sizes are those of tensors that a step of a decoder in PyTorch holds at once; the framework's own
-(CUDA context, fragmentation) come on top. At long context other things than attention die first:
-logits, the checkpoints of the layers, the intermediates of one MLP.
+Sizes are those of tensors that a step of a decoder in PyTorch holds at once, with its layers
+recomputed in the backward; the framework's own (CUDA context, fragmentation) come on top. At long
+context other things than attention die first: logits, the checkpoints of the layers, the
+intermediates of one MLP.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quorum_attention.planner import plan
 from quorum_attention.sizes import format_bytes, parse_bytes
 
 Optimizer = Literal["none", "adamw", "adamw-fp32"]
-OPTIMIZERS = ("none", "adamw", "adamw-fp32")
+OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 When = Literal["always", "layer", "attention", "mlp", "norm", "loss"]
 # Bytes of an optimizer for each trained parameter: two states in the weights' dtype, or two and a
 # copy of the weights in float32.
@@ -53,8 +54,6 @@ class ModelShape:
         layers, hidden, heads, kv_heads, head_dim, vocabulary: counts and widths.
         intermediate: width of an MLP (of one expert, where there are experts).
         experts, experts_per_token: 0 and 1 where the MLP is a plain one.
-        tied: whether the output projection is the embedding.
-        window: tokens of the sliding layers, None without.
         parameters: how many, all together, counted as Llama's: without biases, which are less than
             a thousandth.
     """
@@ -69,8 +68,6 @@ class ModelShape:
     intermediate: int
     experts: int
     experts_per_token: int
-    tied: bool
-    window: int | None
     parameters: int
 
     @property
@@ -113,11 +110,10 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
     kv_heads = _size(config, "num_key_value_heads", heads)
     head_dim = _size(config, "head_dim", hidden // heads)
     layers, vocabulary = _size(config, "num_hidden_layers"), _size(config, "vocab_size")
-    experts = _size(config, "num_local_experts", _size(config, "num_experts", 0))
-    of_expert = config.get("moe_intermediate_size") if experts else None
-    width = _size(config, "intermediate_size" if of_expert is None else "moe_intermediate_size")
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    of_expert = experts and config.get("moe_intermediate_size") is not None
+    width = _size(config, "moe_intermediate_size" if of_expert else "intermediate_size")
     tied = bool(config.get("tie_word_embeddings", kind in _TIED))
-    sliding = config.get("use_sliding_window") is not False and config.get("sliding_window")
     attention = 2 * hidden * (heads + kv_heads) * head_dim + 2 * head_dim * (kind in _HEAD_NORMS)
     mlp = 3 * hidden * width
     if experts:
@@ -125,20 +121,16 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
     embeddings = vocabulary * hidden * (1 if tied else 2)
     return ModelShape(
         kind, layers, hidden, heads, kv_heads, head_dim, vocabulary, width, experts,
-        _size(config, "num_experts_per_tok") if experts else 1, tied,
-        _size(config, "sliding_window") if sliding else None,
+        _size(config, "num_experts_per_tok") if experts else 1,
         parameters=embeddings + layers * (attention + mlp + 2 * hidden) + hidden,
     )  # fmt: skip
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
-    if value is None and default is not None:
-        return default
-    if value is None:
-        raise ValueError(f"the model's configuration has no {name!r}: it is needed")
+    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name!r} of the configuration must be a number above 0, got {value!r}")
+        raise ValueError(f"the model's configuration needs a number above 0 as {name!r}: {value!r}")
     return value
 
 
@@ -218,7 +210,6 @@ class Training:
         optimizer: "none", "adamw" (two states in the weights' dtype), "adamw-fp32" (two states and
             the weights in float32).
         lora: rank of low-rank adapters of all linear layers, the rest frozen; None trains all.
-        checkpointing: whether layers are recomputed in the backward.
         budget: of quorum attention, for one call, with its output or its gradients in it, as
             ``register`` takes it; None: what it asks without a limit.
         device: that attention is planned for.
@@ -229,7 +220,6 @@ class Training:
     dtype: torch.dtype = torch.bfloat16
     optimizer: Optimizer = "adamw"
     lora: int | None = None
-    checkpointing: bool = True
     budget: int | None = None
     device: str = GPU
     on: tuple[str, ...] = ()
@@ -252,10 +242,9 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
     """
     both = zip(_parts(shape, training), _parts(shape, replace(training, on=())), strict=True)
     parts = tuple(replace(now, plain_bytes=plain.bytes) for now, plain in both)
-    offloaded = HOST in training.on and training.checkpointing
-    held = shape.layers * sum(kept_bytes(shape, training))
+    held = shape.layers * sum(kept_bytes(shape, training)) if HOST in training.on else 0
     budget = training.budget if ATTENTION in training.on else None
-    return StepMemory(parts, training.on, budget, held if offloaded else 0)
+    return StepMemory(parts, training.on, budget, held)
 
 
 @lru_cache(maxsize=64)
@@ -320,9 +309,9 @@ def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> li
     hidden, wide = rows * shape.hidden * size, rows * shape.hidden * 4
     # Kept for the backward: the projections' inputs, gate, up and their product, of each token's
     # experts; the gradients that flow back replace what has been used.
-    whole = mlp = 3 * rows * shape.experts_per_token * shape.intermediate * size
+    mlp = 3 * rows * shape.experts_per_token * shape.intermediate * size
     if MLP in training.on:
-        mlp = min(whole, whole * MLP_TILE // rows)
+        mlp = min(mlp, mlp * MLP_TILE // rows)
         if rows > MLP_TILE and training.lora is None and not shape.experts and size < 4:
             # Its weights and the sums of their gradients in float32, and the weights of one tile.
             mlp += 3 * shape.hidden * shape.intermediate * (4 + 4 + size)
@@ -336,10 +325,8 @@ def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> li
     held = shape.layers * hidden
     # The one that is used, and the next one on its way, with attention's results.
     moved = min(held, 2 * sum(kept_bytes(shape, training))) if HOST in training.on else held
-    others = (shape.layers - 1) * (whole + projected + kept + wide)
     return [
-        Part("layer checkpoints", moved, switch=HOST) if training.checkpointing
-        else Part("activations of all other layers", others),
+        Part("layer checkpoints", moved, switch=HOST),
         Part("q, k, v, o of a layer", projected, "layer"),
         Part("norms and residuals of a layer", lean if fused else kept, "layer", NORMS),
         Part("MLP intermediates of a layer", mlp, "mlp", MLP),
@@ -436,9 +423,3 @@ def advice(found: StepMemory, fits: bool, memory: int) -> str:
     left = f"the largest part left is {largest.name} ({format_bytes(largest.bytes)})"
     helped = f"even with {switched}" if switched else "and no switch helps a step of this size"
     return f"does not fit in {format_bytes(memory)}, {helped}: {left}"
-
-
-__all__ = [
-    "MLP_TILE", "OPTIMIZERS", "SWITCHES", "ModelShape", "Part", "StepMemory", "Training", "advice",
-    "loss_tokens", "read_shape", "returned_bytes", "step_memory", "switch_until_it_fits",
-]  # fmt: skip

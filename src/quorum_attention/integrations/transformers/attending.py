@@ -110,7 +110,7 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     mask, seen = _mask(module, query, key, attention_mask, is_causal, sliding_window)
     if packed:
-        mask = mask & Mask(documents=_packed(query, key, (cu_seq_lens_q, cu_seq_lens_k), mask))
+        mask = mask & Mask(documents=_packed(query, cu_seq_lens_q, cu_seq_lens_k))
     if seen < key.shape[2] and says_only(mask, "causal", "offset", "window", "chunk"):
         key, value = key[:, :, :seen], value[:, :, :seen]
     if position_bias is not None:
@@ -177,28 +177,20 @@ def causal_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(causal)
 
 
-def _packed(
-    query: torch.Tensor, key: torch.Tensor, begins: tuple[Any, Any], mask: Mask
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(query: torch.Tensor, begin_q: Any, begin_k: Any) -> torch.Tensor:
     """Ids of the documents that queries and keys are in."""
-    begin_q, begin_k = begins
     if begin_q is None or begin_k is None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given both")
     if query.shape[0] != 1:
         raise ValueError(
             f"cu_seq_lens are for packed documents in one row, got a batch of {query.shape[0]}"
         )
-    placed = mask.causal or mask.window is not None or mask.chunk is not None
-    if placed and begin_q is not begin_k and not torch.equal(begin_q, begin_k):
+    if begin_q is not begin_k and not torch.equal(begin_q, begin_k):
         raise NotImplementedError(
-            "quorum attention does not honour cu_seq_lens_q unlike cu_seq_lens_k under a causal "
-            "mask or a window"
+            "quorum attention does not honour cu_seq_lens_q unlike cu_seq_lens_k"
         )
-    ids = []
-    for begin, tokens in ((begin_q, query.shape[2]), (begin_k, key.shape[2])):
-        positions = torch.arange(tokens, device=query.device)
-        ids.append(torch.searchsorted(begin.to(positions), positions, right=True))
-    return ids[0], ids[1]
+    positions = torch.arange(query.shape[2], device=query.device)
+    return torch.searchsorted(begin_q.to(positions), positions, right=True)
 
 
 def says_only(mask: Mask, *fields: str) -> bool:
@@ -242,6 +234,3 @@ def _one_query(
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].nan_to_num()  # a row without a key is 0
     weights = torch.nn.functional.dropout(weights.to(value.dtype), dropout, training=dropout > 0)
     return (weights.reshape(grouped) @ value).reshape(batch, heads, 1, -1)
-
-
-__all__ = ["attend", "causal_of", "refuse", "says_only"]

@@ -76,8 +76,7 @@ class DescribedMask:
     def __eq__(self, other: object) -> bool:
         if other is None or isinstance(other, DescribedMask):
             return self is other
-        self._computed()  # a tensor compares its elements
-        return False
+        raise self._refusal(" in an expression")  # a tensor compares its elements
 
     __hash__ = object.__hash__
 
@@ -189,6 +188,3 @@ def _padding(attention_mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor 
 def _with_sizes(mask: Mask, sizes: Sizes) -> DescribedMask:
     seen = min(sizes.keys, sizes.queries + sizes.offset) if mask.causal else sizes.keys
     return DescribedMask(mask, (sizes.batch, 1, sizes.queries, sizes.keys), max(seen, 0))
-
-
-__all__ = ["DescribedMask", "DescriptionError", "quorum_mask"]

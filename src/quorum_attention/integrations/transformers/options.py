@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from quorum_attention.call.options import depth_of
-from quorum_attention.counts import one_of, shown, whole_number
+from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import options_of as call_options
+from quorum_attention.counts import shown, whole_number
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.sizes import parse_bytes
 
 # From 5.6 on masks are described by lengths and offsets; before, by a tensor of positions.
 _OLDEST, _NEXT = (5, 6), (6, 0)
@@ -69,12 +70,10 @@ class Options:
 
     def __post_init__(self) -> None:
         """Here, because the first call may be hours after ``register``."""
-        if self.budget is not None:
-            parse_bytes(self.budget)
+        said = CallOptions(self.budget, None, self.depth, accumulator=self.accumulator)
+        call_options(said, torch.device("cpu"))
         if self.kernel != "auto":
             get_kernel(self.kernel)
-        depth_of(self.depth)
-        one_of(self.accumulator, "accumulator", ("auto", "device", "host"))
         if self.min_tokens is not None:
             whole_number(self.min_tokens, "min_tokens", 0)
         kind: type = Report if self.group is None else ShardedReport
@@ -112,6 +111,3 @@ def options_of(name: str) -> Options | None:
 
     given = getattr(AttentionInterface._global_mapping.get(name), "args", ())
     return given[0] if given and isinstance(given[0], Options) else None
-
-
-__all__ = ["Kept", "Options", "names_of", "options_of"]

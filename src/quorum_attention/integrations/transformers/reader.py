@@ -272,8 +272,11 @@ def mask_of(function: MaskFunction, sizes: Sizes, padding: torch.Tensor | None =
     """The description of a mask function; one that is not known stays a function."""
     try:
         return described(conditions_of(function), sizes, padding)
-    except UnknownError:
-        return Mask(keeps=_in_the_call(function, sizes), key_padding=padding)
+    except UnknownError:  # a function of positions in the call
+        q_at, k_at = sizes.query_offset, sizes.key_offset
+        return Mask(
+            keeps=lambda b, h, q, k: function(b, h, q + q_at, k + k_at), key_padding=padding
+        )
 
 
 def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
@@ -361,15 +364,3 @@ def _joined(ids: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Te
         room = torch.maximum(q.max(), k.max()) - lowest + 1
         queries, keys = queries * room + (q - lowest), keys * room + (k - lowest)
     return queries, keys
-
-
-def _in_the_call(function: MaskFunction, sizes: Sizes) -> MaskFunction:
-    """The function of positions in the call, as FlexAttention's ``mask_mod`` has them."""
-    q_offset, k_offset = sizes.query_offset, sizes.key_offset
-    return lambda b, h, q, k: function(b, h, q + q_offset, k + k_offset)
-
-
-__all__ = [
-    "Equal", "Kept", "MaskFunction", "Near", "Sizes", "UnknownError", "conditions_of", "described",
-    "mask_of",
-]  # fmt: skip

@@ -23,38 +23,29 @@ import torch.distributed as dist
 
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import alive, compare, told
+from quorum_attention.integrations.transformers import reader
 from quorum_attention.integrations.transformers.attending import causal_of, refuse, says_only
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options, names_of, options_of
-from quorum_attention.integrations.transformers.reader import (
-    Equal,
-    Kept,
-    MaskFunction,
-    Near,
-    Sizes,
-    UnknownError,
-    conditions_of,
-    described,
-)
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
 # Near and Equal by position, which ranks can compare; None: anything else.
-Conditions = tuple[Near | Equal, ...] | None
+Conditions = tuple[reader.Near | reader.Equal, ...] | None
 
 
-def asked_of(function: MaskFunction) -> tuple[Conditions, bool]:
+def asked_of(function: reader.MaskFunction) -> tuple[Conditions, bool]:
     """What ``function`` asks of a pair, and whether these rows are of several documents."""
     try:
-        parts = conditions_of(function).parts
-    except UnknownError:
+        parts = reader.conditions_of(function).parts
+    except reader.UnknownError:
         return None, False
-    packed = any(isinstance(part, Equal) and part.chunk == 1 for part in parts)
-    found: set[Near | Equal] = set()
+    packed = any(isinstance(part, reader.Equal) and part.chunk == 1 for part in parts)
+    found: set[reader.Near | reader.Equal] = set()
     for part in parts:
-        if isinstance(part, Near) and (packed or part.counts is None):
+        if isinstance(part, reader.Near) and (packed or part.counts is None):
             found.add(part._replace(counts=None))
-        elif not isinstance(part, Equal):
+        elif not isinstance(part, reader.Equal):
             return None, False
         elif part.chunk > 1:  # documents are found by the positions of all ranks
             found.add(part._replace(ids=None))
@@ -94,14 +85,12 @@ def sharded_mask(
     if isinstance(attention_mask, ShardedMask):
         return attention_mask
     function = mask_function or masking_utils.causal_mask_function
-    asked = asked_of(function)
-    if q_length != kv_length or int(q_offset) != kv_offset:
-        asked = None, False  # a cache that is not empty
     padding = None
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-        if padding.shape[1] != kv_length:
-            asked = None, False
+    empty = q_length == kv_length and int(q_offset) == kv_offset  # of a cache
+    known = empty and (padding is None or padding.shape[1] == kv_length)
+    asked = asked_of(function) if known else (None, False)
     return ShardedMask(asked, padding, (batch_size, 1, q_length, kv_length))
 
 
@@ -121,59 +110,59 @@ def _found(
     asked = mask.asked or ()
     refused = mask.asked is None or (not placed and positions is not None)
     same = {"call": "a mask", "conditions": repr(asked), "batch": batch, "placed": placed}
-    listed = compare(group, same, rows, mask.packed, mask.padding is not None, refused)
-    sizes = tuple(one[0] for one in listed)
-    packed, padded, refused = (any(one[n] for one in listed) for n in range(1, 4))
-    if refused:
+    numbers = (positions if placed else None, mask.padding)
+    mine = [None if one is None else one.expand(batch, rows).cpu() for one in numbers]
+    listed = compare(group, same, rows, mask.packed, refused, *mine)
+    sizes, packed, refusals, positions, paddings = zip(*listed, strict=True)
+    if any(refusals):
         raise NotImplementedError(
             "attention over a group honours causal masks, windows, chunks, padding and documents "
             "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
             "left padding, positions of another shape, or a cache that holds keys already"
         )
-    causal = any(isinstance(part, Near) and part.right == 0 for part in asked)
+    padded = any(one is not None for one in paddings)
+    causal = any(isinstance(part, reader.Near) and part.right == 0 for part in asked)
     if causal and not placed and not padded:
         raise NotImplementedError(
             "this model does not hand position_ids to its attention, so whether documents are "
             "packed over several ranks is not known: give attention_mask (batch, rows), of ones if "
             "need be, which says that there are none"
         )
-    numbers = torch.zeros((2, batch, max(sizes)), dtype=torch.int64, device=device)
-    numbers[1, :, :rows] = 1 if mask.padding is None else mask.padding.to(numbers)
+    kept = [
+        torch.ones((batch, n), dtype=torch.bool) if one is None else one
+        for one, n in zip(paddings, sizes, strict=True)
+    ]
     if placed:
-        numbers[0, :, :rows] = positions
-    every = [torch.empty_like(numbers) for _ in sizes]
-    dist.all_gather(every, numbers, group=group)
-    whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
-    places, kept = whole[0], whole[1].bool()
-    if placed:
-        _check_places(places, kept, sizes)
+        _check_places(positions, kept)
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
-        documents = _documents(places, sizes, packed) if causal and not padded else None
+        documents = _documents(positions, any(packed)) if causal and not padded else None
         if documents is not None:
-            within = (p._replace(ids=places) if isinstance(p, Equal) else p for p in asked)
-            asked = (*within, Equal(documents, 1))
-    tokens = Sizes(batch, sum(sizes), sum(sizes), 0, 0, device)
-    return described(Kept(*asked), tokens, None if bool(kept.all()) else kept), sizes
+            places = torch.cat(positions, dim=1)
+            within = (p._replace(ids=places) if isinstance(p, reader.Equal) else p for p in asked)
+            asked = (*within, reader.Equal(documents, 1))
+    tokens = reader.Sizes(batch, sum(sizes), sum(sizes), 0, 0, device)
+    real = torch.cat(kept, dim=1)
+    padding = None if bool(real.all()) else real.to(device)
+    return reader.described(reader.Kept(*asked), tokens, padding), sizes
 
 
-def _documents(
-    positions: torch.Tensor, sizes: tuple[int, ...], packed: bool
-) -> torch.Tensor | None:
+def _documents(positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tensor | None:
     """Ids of documents, which begin where positions do not go up by one; None: one only.
 
     Args:
+        positions: of each rank's rows.
         packed: whether a rank's mask says that there are some among its rows. If none does
             though there are, the model (or its cache) does not ask for documents.
 
     Raises:
         ValueError: documents begin with the rows of ranks alone, of which masks say nothing.
     """
-    begins = positions.diff() != 1
+    begins = torch.cat(positions, dim=1).diff() != 1
     if not bool(begins.any()):
         return None
     if not packed:
-        if any(bool((shard.diff() != 1).any()) for shard in positions.split(sizes, dim=1)):
+        if any(bool((shard.diff() != 1).any()) for shard in positions):
             return None
         raise ValueError(
             "position_ids go up by one within each rank's rows and not from one rank to the next: "
@@ -184,7 +173,7 @@ def _documents(
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
-def _check_places(positions: torch.Tensor, real: torch.Tensor, sizes: tuple[int, ...]) -> None:
+def _check_places(positions: tuple[torch.Tensor, ...], real: list[torch.Tensor]) -> None:
     """Refuse positions that begin at 0 on every rank and go up by one: their places are missing.
 
     What positions say of padding means nothing (``generate`` has 0 there), and is not looked at.
@@ -192,10 +181,9 @@ def _check_places(positions: torch.Tensor, real: torch.Tensor, sizes: tuple[int,
     Raises:
         ValueError: they do.
     """
-    shards = zip(positions.split(sizes, 1), real.split(sizes, 1), strict=True)
     missing = [
-        bool(((mine == torch.arange(mine.shape[1], device=mine.device)) | ~kept).all())
-        for mine, kept in shards
+        bool(((mine == torch.arange(mine.shape[1])) | ~kept).all())
+        for mine, kept in zip(positions, real, strict=True)
         if kept.any()
     ]
     if len(missing) > 1 and all(missing):
@@ -234,7 +222,7 @@ def attend_sharded(
         )
     if attention_mask is None:
         side = None if sliding_window is None else sliding_window - 1
-        near = Near(None, side, 0 if causal_of(module, is_causal) else side)
+        near = reader.Near(None, side, 0 if causal_of(module, is_causal) else side)
         sizes = (query.shape[0], 1, query.shape[2], query.shape[2])
         attention_mask = ShardedMask(((near,), False), None, sizes)
     if not isinstance(attention_mask, ShardedMask):
@@ -367,6 +355,3 @@ def _check_counts_from_zero(model: torch.nn.Module) -> Any:
                 "position_ids as it counts them"
             )
     return run
-
-
-__all__ = ["attend_sharded", "sharded_mask", "sharded_positions"]
