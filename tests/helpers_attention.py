@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 # Largest error, as a share of the largest element (at least 1).
 TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
+    torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2,
+}  # fmt: skip
 GRADIENT_TOLERANCE = {
-    torch.float64: 1e-11,
-    torch.float32: 5e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 6e-2,
-}
+    torch.float64: 1e-11, torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2,
+}  # fmt: skip
 
 
 def fresh_generator() -> torch.Generator:
@@ -83,48 +79,84 @@ def sink(n: int, heads: int = 1) -> Inputs:
     return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
 
 
+def softmax(scores: Tensor, value: Tensor, factors: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable. A row without a key is 0 and -inf; columns beyond the rows of
+    ``value`` are sinks; ``factors`` of probabilities come from dropout."""
+    dead = (scores == -torch.inf).all(-1)
+    lse = scores.masked_fill(dead.unsqueeze(-1), 0.0).logsumexp(-1)
+    p = torch.exp(scores - lse.unsqueeze(-1))[..., : value.shape[-2]]
+    return (p * factors) @ value, lse.masked_fill(dead, -torch.inf)
+
+
+def masked(scores: Tensor, is_causal: bool, diagonal: int = 1) -> Tensor:
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal)
+    return scores.masked_fill(later, -torch.inf) if is_causal else scores
+
+
+def attention(query, key, value, *, is_causal, scale, bias=0.0):  # type: ignore[no-untyped-def]
+    """(out, lse) by the textbook, in the dtype of the inputs."""
+    return softmax(masked(scale * (query @ key.mT) + bias, is_causal), value)
+
+
+def gradients(grad_out, query, key, value, out, lse, *, is_causal, scale, bias=0.0):  # type: ignore[no-untyped-def]
+    """As FlashAttention's: with the whole row's out and lse."""
+    scores = masked(scale * (query @ key.mT) + bias, is_causal)
+    p = torch.exp(scores - lse.to(scores.dtype).unsqueeze(-1))
+    ds = p * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True))
+    return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad_out
+
+
 @dataclass
 class Exact:
-    """Results in float64."""
+    """Results in float64; gradients of query, key and value, of sinks if there are any, and of a
+    bias that asks for its own."""
 
-    out: torch.Tensor
-    lse: torch.Tensor
-    grads: tuple[torch.Tensor, ...] | None = None
+    out: Tensor
+    lse: Tensor
+    grads: tuple[Tensor, ...] | None = None
 
 
 def exact(
-    given: Inputs,
-    *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    gradients: bool = False,
-) -> Exact:
-    """The textbook in float64, from the inputs as rounded to their dtype."""
-    q, k, v, do = (t.detach().double() for t in (*given.three, given.grad_out))
+    given: Inputs, *, mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, gradients: bool = False, keep: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout: Any = None,
+) -> Exact:  # fmt: skip
+    """The textbook in float64, from the inputs as rounded to their dtype; gradients are torch's.
+
+    Args:
+        keep: the pairs that are kept; beside ``mask``, which may be a bias.
+        dropout: a ``Dropout``.
+    """
+    leaves = [t.detach().double().requires_grad_(gradients) for t in given.three]
+    q, k, v = leaves
     shared = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
     k, v = (t.repeat_interleave(shared, dim=-3) for t in (k, v))
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    s = scale * (q @ k.mT)
-    if mask is not None and mask.dtype == torch.bool:
-        s = s.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        s = s + mask.to(given.query.dtype).double()
-    if is_causal:
-        below = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
-        s = s.masked_fill(~below, -torch.inf)
-    lse = s.logsumexp(dim=-1)
-    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = p @ v
-    if not gradients:
-        return Exact(out, lse)
-    ds = p * (do @ v.mT - (do * out).sum(-1, keepdim=True))
+    s = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.mT)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    biases = []
+    if mask is not None and mask.dtype != torch.bool:
+        bias = mask.detach().to(given.query.dtype).double().requires_grad_(mask.requires_grad)
+        biases = [bias] if mask.requires_grad else []
+        s, mask = s + bias, None
+    for kept in (keep, mask):
+        s = s if kept is None else s.masked_fill(~kept, -torch.inf)
+    s = masked(s, is_causal)
+    if sinks is not None:
+        leaves.append(sinks.detach().double().requires_grad_())
+        s = torch.cat([s, leaves[3][:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+    factors: Tensor | float = 1.0
+    if dropout is not None:
+        from quorum_attention.decomposition import Rows
+        from quorum_attention.kernels.dropout import dropped
 
-    def grouped(t: torch.Tensor) -> torch.Tensor:
-        return t.unflatten(-3, (-1, shared)).sum(-3)
-
-    grads = (scale * (ds @ k), grouped(scale * (ds.mT @ q)), grouped(p.mT @ do))
-    return Exact(out, lse, grads)
+        keys = [Rows(0, k.shape[2], 0)]
+        gone = dropped(dropout, *s.shape[:2], torch.arange(s.shape[2]), keys)
+        factors = (~gone).to(s) * dropout.rescale
+    out, lse = softmax(s, v, factors)
+    learned = [*leaves, *biases]
+    grads = torch.autograd.grad(out, learned, given.grad_out.double()) if gradients else None
+    return Exact(out.detach(), lse.detach(), grads)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from helpers_attention import Exact
+from helpers_attention import Exact, Inputs
 from helpers_attention import error as off
+from helpers_attention import exact as textbook
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.decomposition import Rows
-from quorum_attention.kernels.dropout import Dropout, dropped
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.native import runs
 
 if TYPE_CHECKING:
@@ -56,50 +56,15 @@ def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> to
 
 
 def exact(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    grad_out: torch.Tensor,
-    mask: Mask,
-    scale: float,
-    *,
-    is_causal: bool = False,
-    dropout: Dropout | None = None,
-) -> Exact:
-    """The textbook in float64, with materialised scores and torch's own gradients: of query, key
-    and value, of sinks if there are any, and of a bias that asks for its own."""
-    (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
-    keep = dense(mask, batch, heads, n_queries, n_keys)
-    if is_causal:
-        keep &= torch.ones(n_queries, n_keys, dtype=torch.bool).tril()
-    inputs = [t.detach().double().requires_grad_() for t in (query, key, value)]
-    shared = heads // key.shape[1]
-    keys, values = (t.repeat_interleave(shared, dim=1) for t in inputs[1:])
-    scores = scale * inputs[0] @ keys.mT
-    if mask.softcap is not None:
-        scores = mask.softcap * torch.tanh(scores / mask.softcap)
-    if mask.bias is not None and mask.bias.dtype == torch.bool:
-        keep = keep & mask.bias
-    elif mask.bias is not None:
-        bias = mask.bias.detach().to(query.dtype).double().requires_grad_()
-        scores = scores + bias
-    scores = scores.masked_fill(~keep, -torch.inf)
-    if mask.sinks is not None:
-        inputs.append(mask.sinks.detach().double().requires_grad_())
-        column = inputs[3][None, :, None, None].expand(batch, heads, n_queries, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    live = (scores > -torch.inf).any(-1)
-    lse = scores.masked_fill(~live[..., None], 0.0).logsumexp(-1)
-    if mask.bias is not None and mask.bias.requires_grad:
-        inputs.append(bias)
-    p = (scores - lse[..., None]).exp()[..., :n_keys]
-    if dropout is not None:
-        at = torch.arange(n_queries)
-        gone = dropped(dropout, batch, heads, at, [Rows(0, n_keys, 0)])
-        p = p.masked_fill(gone, 0.0) * dropout.rescale
-    out = p @ values
-    grads = torch.autograd.grad(out, inputs, grad_out.double())
-    return Exact(out.detach(), lse.detach().masked_fill(~live, -torch.inf), grads)
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad_out: torch.Tensor,
+    mask: Mask, scale: float, *, is_causal: bool = False, dropout: Dropout | None = None,
+) -> Exact:  # fmt: skip
+    """The textbook in float64 under a mask, and all gradients."""
+    return textbook(
+        Inputs(query, key, value, grad_out), mask=mask.bias, is_causal=is_causal, scale=scale,
+        gradients=True, keep=dense(mask, *query.shape[:3], key.shape[2]), softcap=mask.softcap,
+        sinks=mask.sinks, dropout=dropout,
+    )  # fmt: skip
 
 
 def check(

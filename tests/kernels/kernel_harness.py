@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import helpers_attention
 import torch
-from helpers_attention import Inputs
+from helpers_attention import Inputs, error
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.problem import scale_is_exact
@@ -20,7 +22,11 @@ from quorum_attention.kernels import (
     empty_,
     why_not,
 )
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.scaling import Scaling
+
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+Result = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -44,6 +50,7 @@ class Case:
     shift: int = 0
     factor: float | None = None  # of the scores, where not the usual one
     seed: int = 0
+    dropout: Dropout | None = None
     query: torch.Tensor = field(init=False)
     key: torch.Tensor = field(init=False)
     value: torch.Tensor = field(init=False)
@@ -55,14 +62,14 @@ class Case:
         self.value_dim = self.head_dim if self.value_dim is None else self.value_dim
         generator = torch.Generator().manual_seed(self.seed)
 
-        def random(heads: int, rows: int, width: int) -> torch.Tensor:
+        def normal(heads: int, rows: int, width: int) -> torch.Tensor:
             shape = (self.batch, heads, rows, width)
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
-        self.query = random(self.heads, self.n_queries, self.head_dim) * self.spread
-        self.key = random(self.key_heads, self.n_keys, self.head_dim)
-        self.value = random(self.key_heads, self.n_keys, self.value_dim)
-        self.grad_out = random(self.heads, self.n_queries, self.value_dim)
+        self.query = normal(self.heads, self.n_queries, self.head_dim) * self.spread
+        self.key = normal(self.key_heads, self.n_keys, self.head_dim)
+        self.value = normal(self.key_heads, self.n_keys, self.value_dim)
+        self.grad_out = normal(self.heads, self.n_queries, self.value_dim)
 
     @property
     def scale(self) -> float:
@@ -78,33 +85,33 @@ class Case:
             exact_scale=scale_is_exact(self.scale, self.dtype),
         )  # fmt: skip
 
-    def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        if self.mask is None or self.mask.dtype != torch.bool:
-            return None if self.mask is None else self.mask.to(dtype)
-        return torch.zeros(self.mask.shape, dtype=dtype).masked_fill_(~self.mask, -torch.inf)
 
-
-@dataclass
-class Result:
-    out: torch.Tensor
-    lse: torch.Tensor
-    grad_query: torch.Tensor
-    grad_key: torch.Tensor
-    grad_value: torch.Tensor
-
-    def items(self):
-        return vars(self).items()
+def random_case(
+    r: random.Random, dtype: torch.dtype, most: int, dropout: bool, heads: Sequence[int] = (1, 2, 4)
+) -> Case:
+    """Grouped heads, masks that leave rows no key, and scales of either sign."""
+    key_heads, n, m = r.choice(heads), r.randint(1, most), r.randint(1, most)
+    case = Case(
+        n, m, dtype, r.choice([1, 1, 2, 3]), key_heads * r.choice([1, 2, 3]), key_heads,
+        r.randint(1, 9), r.randint(1, 9), r.random() < 0.5, r.choice([(), (3,), (7,), (3, 3)]),
+        tile=r.choice([1, 4, 16]), factor=r.choice([0.4, -0.3, 0.0]), seed=r.randrange(1 << 30),
+        dropout=Dropout(r.choice([0.1, 0.5, 0.9]), r.randrange(2**63), 5, 2) if dropout else None,
+    )  # fmt: skip
+    if r.random() < 0.4:
+        sizes = [r.choice([1, size]) for size in (case.batch, case.heads, n, m)]
+        case.mask = torch.randn(sizes).masked_fill(torch.rand(sizes) < 0.3, -torch.inf)
+    return case
 
 
 def exact(case: Case) -> Result:
     """The textbook, in float64, from the inputs as rounded to their dtype."""
     given = Inputs(case.query, case.key, case.value, case.grad_out)
-    mask = case.additive_mask(case.dtype)
     found = helpers_attention.exact(
-        given, mask=mask, is_causal=case.causal, scale=case.scale, gradients=True
-    )
+        given, mask=case.mask, is_causal=case.causal, scale=case.scale, gradients=True,
+        dropout=case.dropout,
+    )  # fmt: skip
     assert found.grads is not None
-    return Result(found.out, found.lse, *found.grads)
+    return dict(zip(NAMES, (found.out, found.lse, *found.grads), strict=True))
 
 
 def run(kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True) -> Result:
@@ -112,42 +119,42 @@ def run(kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True
     if check:
         assert why_not(kernel, case.call(device)) is None
     work = torch.float64 if case.dtype == torch.float64 else torch.float32
-
-    def full(like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=work, device=device)
-
     q, k, v, do = (t.to(device) for t in (case.query, case.key, case.value, case.grad_out))
-    mask = case.additive_mask(case.dtype)
-    mask = None if mask is None else mask.to(device)
-    result = Result(full(do), full(do[..., 0]), full(q), full(k), full(v))
-    empty_(result.out, result.lse)
+    mask = case.mask
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        mask = mask.to(device, case.dtype)
+    likes = (do, do[..., 0], q, k, v)
+    result = {
+        n: torch.zeros(t.shape, dtype=work, device=device)
+        for n, t in zip(NAMES, likes, strict=True)
+    }
+    empty_(result["out"], result["lse"])
     n_tokens = max(case.n_queries, case.n_keys)
     tasks = list(Decomposition(n_tokens, case.levels, case.layout, case.tile).tasks())
     for task in tasks:
         local, rows, keys = _task_tensors(case, task, q, k, v, mask)
-        state = Statistics(_slot(result.out, rows), _slot(result.lse, rows))
+        state = Statistics(*(_slot(result[name], rows) for name in NAMES[:2]))
         kernel.forward(local, state)
-        result.out[:, :, rows], result.lse[:, :, rows] = state.out, state.lse
-    out = result.out.to(case.dtype)
+        result["out"][:, :, rows], result["lse"][:, :, rows] = state.out, state.lse
+    out = result["out"].to(case.dtype)
     for task in tasks:
         local, rows, keys = _task_tensors(case, task, q, k, v, mask)
-        states = [(do, rows), (out, rows), (result.lse, rows)]
-        states += [(result.grad_query, rows), (result.grad_key, keys), (result.grad_value, keys)]
-        grads = Gradients(*(_slot(*state) for state in states), Scaling(case.shift))
-        kernel.backward(local, grads)
-        result.grad_query[:, :, rows] = grads.grad_query
-        result.grad_key[:, :, keys] = grads.grad_key
-        result.grad_value[:, :, keys] = grads.grad_value
-    return Result(**{name: tensor.cpu() for name, tensor in result.items()})
+        at = dict(zip(NAMES[2:], (rows, keys, keys), strict=True))
+        read = (_slot(t, rows) for t in (do, out, result["lse"]))
+        sums = {name: _slot(result[name], where) for name, where in at.items()}
+        kernel.backward(local, Gradients(*read, **sums, scaling=Scaling(case.shift)))
+        for name, where in at.items():
+            result[name][:, :, where] = sums[name]
+    return {name: tensor.cpu() for name, tensor in result.items()}
 
 
 def _slot(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Gathered rows as an executor holds them: a view of a slot with room for more."""
     gathered = tensor[:, :, index]
-    slot = gathered.new_full(
-        (*gathered.shape[:2], index.numel() + 8, *gathered.shape[3:]), torch.nan
-    )
-    return slot[:, :, : index.numel()].copy_(gathered)
+    shape = (*gathered.shape[:2], index.numel() + 8, *gathered.shape[3:])
+    return gathered.new_full(shape, torch.nan)[:, :, : index.numel()].copy_(gathered)
 
 
 def _task_tensors(
@@ -170,23 +177,14 @@ def _task_tensors(
     rectangles = task.rectangles(case.causal, n_queries=case.n_queries, n_keys=case.n_keys)
     return TaskTensors(
         task, tuple(rectangles), _slot(q, rows), _slot(k, keys), _slot(v, keys), case.scale,
-        case.causal, bias, task.n_tokens, task.n_tokens,
+        case.causal, bias, task.n_tokens, task.n_tokens, dropout=case.dropout,
     ), rows, keys  # fmt: skip
 
 
 def errors(result: Result, reference: Result) -> dict[str, float]:
-    """Largest error of each result, as a share of its largest element."""
-    found = {}
-    for name, expected in reference.items():
-        actual = getattr(result, name).double()
-        assert not actual.isnan().any(), f"NaN in {name}"
-        difference = torch.where(actual == expected, 0.0, (actual - expected).abs())
-        assert (difference < torch.inf).all(), f"{name} is infinite where it should not be"
-        finite = expected[expected.isfinite()]
-        size = finite.abs().max().item() if finite.numel() else 0.0
-        # Some gradients are exactly 0; inputs are of size 1, so rounding is against that.
-        found[name] = difference.max().item() / max(size, 1.0) if difference.numel() else 0.0
-    return found
+    """Largest error of each result, as a share of its largest element; infinite where a number
+    should be finite and is not."""
+    return {name: error(result[name], wanted) for name, wanted in reference.items()}
 
 
 def check_nan_in_a_query(kernel: InnerKernel, case: Case, device: str = "cpu") -> None:
@@ -197,20 +195,18 @@ def check_nan_in_a_query(kernel: InnerKernel, case: Case, device: str = "cpu") -
     result = run(kernel, case, device, check=False)
     others = torch.arange(case.n_queries) != row
     for name in ("out", "lse", "grad_query"):
-        rows = getattr(result, name)
-        assert bool(rows[:, :, others].isfinite().all()), name
-        assert not bool(rows[:, :, row].isfinite().any()), name
+        assert bool(result[name][:, :, others].isfinite().all()), name
+        assert not bool(result[name][:, :, row].isfinite().any()), name
     seen = row + 1 if case.causal else case.n_keys
     for name in ("grad_key", "grad_value"):
-        assert bool(getattr(result, name)[:, :, :seen].isnan().all()), name
+        assert bool(result[name][:, :, :seen].isnan().all()), name
 
 
 def rms_errors(result: Result, reference: Result) -> dict[str, float]:
     """Root mean square error of each result, as a share of its root mean square."""
     found = {}
     for name, expected in reference.items():
-        actual = getattr(result, name).double()
         rows = expected.isfinite()
-        norm = expected[rows].norm().item()
-        found[name] = (actual - expected)[rows].norm().item() / max(norm, 1e-30)
+        off = (result[name].double() - expected)[rows].norm().item()
+        found[name] = off / max(expected[rows].norm().item(), 1e-30)
     return found

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close
-from helpers_dropout import a_task, results, states
 from helpers_memory import usage
+from kernel_harness import random_case, run
 
 import quorum_attention as qa
 from quorum_attention.kernels import (
@@ -41,26 +40,21 @@ def test_random_tasks_by_every_tile(
     """Merged into states that hold keys already; rows and tiles without keys, NaN in some."""
     if tile is not None:
         monkeypatch.setattr(reference, "IN_CACHE", reference.TileLimits(*tile))
-    r = random.Random(str(tile))
+    r, single = random.Random(str(tile)), tile == (1, 1, 1)
     kernel: InnerKernel = CpuKernel() if drops else Tiles()
-    for number in range(15 if tile != (1, 1, 1) else 5):
+    for number in range(5 if single else 15):
         dtype = r.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-        task = a_task(r, dtype, 30 if tile != (1, 1, 1) else 8)
-        if not drops:
-            task = replace(task, dropout=None)
+        case = random_case(r, dtype, 8 if single else 30, drops)
         if number % 5 == 4:
-            task.query[:, 0, :1] = torch.nan
-        given = states(task)
-        wanted = results(DenseKernel(), task, given)
-        found = results(kernel, task, given)
-        size = 20 * (1.0 if task.dropout is None else max(1.0, task.dropout.rescale))
-        for number_of, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            limits = GRADIENT_TOLERANCE if number_of > 1 else TOLERANCE
-            work = torch.float64 if dtype == torch.float64 else torch.float32
-            odd = other.isnan()
-            assert number_of > 1 or torch.equal(one.isnan(), odd)
+            case.query[:, 0, :1] = torch.nan
+        wanted, found = (run(one, case, check=False) for one in (DenseKernel(), kernel))
+        size = 20 * (1.0 if case.dropout is None else max(1.0, case.dropout.rescale))
+        for name, other in wanted.items():
+            gradient, one, odd = name.startswith("grad"), found[name], other.isnan()
+            limits = GRADIENT_TOLERANCE if gradient else TOLERANCE
+            assert gradient or torch.equal(one.isnan(), odd)
             one, other = (t.masked_fill(odd, 0.0) for t in (one, other))
-            assert_close(one, other, limits[work] * size)
+            assert_close(one, other, limits[other.dtype] * size)
 
 
 KERNELS: dict[str, Any] = {

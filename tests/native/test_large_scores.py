@@ -74,7 +74,7 @@ def test_a_row_of_one_key(
     found = run(qa.NativeKernel(**OPTIONS.get(way, {})), case, device, check=False)
     value = case.value.float().gather(2, which)
     last_place = torch.finfo(dtype).eps * value.abs()
-    assert bool(((found.out.cpu() - value).abs() <= last_place).all())
+    assert bool(((found["out"].cpu() - value).abs() <= last_place).all())
 
 
 @pytest.mark.parametrize("levels", [(), (3,)])
