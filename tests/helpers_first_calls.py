@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from helpers_attention import Inputs, assert_close, exact
+from helpers_attention import Inputs, assert_close, attention, exact
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +29,7 @@ def attend_with(kernel: str) -> Attend:
 
         return {
             "score_mod": lambda: {"kernel": qa.from_score_mod(lambda s, b, h, i, j: s + 0.0)},
-            "function": lambda: {"kernel": qa.from_lse_function(_function)},
+            "function": lambda: {"kernel": qa.from_lse_function(attention)},
             "keeps": lambda: {"attn_mask": qa.Mask(keeps=lambda b, h, i, j: i >= j)},
             "window": lambda: {"attn_mask": qa.Mask(causal=True, window=4096)},
         }.get(kernel, lambda: {"kernel": kernel})()
@@ -41,13 +41,6 @@ def attend_with(kernel: str) -> Attend:
         return qa.attention(x, x[:, :2], x[:, :2], enable_gqa=True, is_causal=causal, **made())
 
     return attend
-
-
-def _function(query, key, value, *, is_causal, scale):
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
 def check(x: torch.Tensor, out: torch.Tensor, grad: torch.Tensor | None, dtype: Any = None) -> None:

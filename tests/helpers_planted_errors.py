@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers_attention import attention as plain
+from helpers_attention import gradients, masked, softmax
 from torch.nn import functional
 
 import quorum_attention as qa
@@ -19,31 +21,6 @@ from quorum_attention.kernels.kit import (
     from_score_mod,
     sliding_window,
 )
-
-
-def softmax(scores, value):
-    """Rows without a key: 0 and -inf."""
-    lse = torch.logsumexp(scores, dim=-1)
-    safe = lse.masked_fill(lse == -torch.inf, 0.0)
-    return torch.exp(scores - safe.unsqueeze(-1)) @ value, lse
-
-
-def masked(scores, is_causal, diagonal=1):
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(diagonal)
-    return scores.masked_fill(later, -torch.inf) if is_causal else scores
-
-
-def plain(query, key, value, *, is_causal, scale):
-    return softmax(masked(scale * (query @ key.mT), is_causal), value)
-
-
-def gradients(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    """As FlashAttention's: with the whole row's out and lse."""
-    scores = masked(scale * (query @ key.mT), is_causal)
-    p = torch.exp(scores - lse.to(scores.dtype).unsqueeze(-1))
-    ds = p * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True))
-    return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad_out
-
 
 # Functions, right but for one thing.
 
@@ -72,6 +49,16 @@ def of_inputs(change):
     return function
 
 
+def of_gradients(change, before=lambda *given: given):
+    """Changed are the gradients, or what they are computed of."""
+
+    def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
+        given = before(grad_out, query, key, value, out, lse)
+        return change(*gradients(*given, is_causal=is_causal, scale=scale))
+
+    return backward
+
+
 def noisy(tensor):
     return tensor * (1 + 1e-3 * torch.randn_like(tensor))
 
@@ -90,8 +77,8 @@ def strides_ignored(query, key, value, scale):
 
 def sums_in_fp16(query, key, value, *, is_causal, scale):
     call = {"is_causal": is_causal, "scale": scale}
-    narrow = plain(query.half(), key.half(), value.half(), **call)
-    return narrow[0].to(query.dtype), plain(query, key, value, **call)[1]
+    out, _ = plain(*(t.half() for t in (query, key, value)), **call)
+    return out.to(query.dtype), plain(query, key, value, **call)[1]
 
 
 def alibi(scores, rows, columns, is_causal, slope=0.05):
@@ -282,20 +269,15 @@ KERNELS: dict[str, tuple[Callable[[], InnerKernel], str]] = {
 
 def planted() -> dict[str, tuple[Callable[[], InnerKernel], str]]:
     """Every wrong kernel by name."""
-
-    def with_backward(change):
-        def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
-            call = {"is_causal": is_causal, "scale": scale}
-            return change(*gradients(grad_out, query, key, value, out, lse, **call))
-
-        return lambda: from_lse_function(plain, backward=backward)
-
     found: dict[str, Any] = {
         name: (lambda f=function: from_lse_function(f), cause)
         for name, (function, cause) in FUNCTIONS.items()
     }
     for name, (change, cause) in BACKWARDS.items():
-        found[f"backward: {name}"] = with_backward(change), cause
+        backward = of_gradients(change)
+        found[f"backward: {name}"] = (
+            lambda f=backward: from_lse_function(plain, backward=f), cause,
+        )  # fmt: skip
     return found | KERNELS
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers_attention import inputs
+from helpers_attention import attention, inputs
 
 import quorum_attention as qa
 from quorum_attention.kernels import CpuKernel, DenseKernel, InnerKernel
@@ -17,19 +17,12 @@ from quorum_attention.kernels.kit.masks import document
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def lse_function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
-    scores = scale * query @ key.mT
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-
 class Rectangles(CpuKernel):
     name = "rectangles"
 
 
 KERNELS: dict[str, Callable[[], InnerKernel]] = {
-    "function": lambda: qa.from_lse_function(lse_function),
+    "function": lambda: qa.from_lse_function(attention),
     "rectangles": Rectangles,
     "documents": lambda: qa.from_score_mod(
         mask_mod=document(torch.arange(150) // 40), compiled=False

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers_attention import attention, gradients
 
 from quorum_attention.kernels import vendors
 from quorum_attention.kernels.protocol import Call, Saved
@@ -13,27 +14,15 @@ from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
 from quorum_attention.kernels.vendors import CudnnKernel
 
 
-def _scores(query, key, scale, bias, causal):  # type: ignore[no-untyped-def]
-    scores = scale * (query @ key.mT)
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
-    return scores
-
-
 def _forward(query, key, value, bias, _lse, _p, causal, _debug, *, scale):  # type: ignore[no-untyped-def]
-    scores = _scores(query, key, scale, bias, causal)
-    lse = scores.logsumexp(-1)
-    out = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)) @ value
-    return (out, lse, *[torch.zeros(())] * 7)
+    bias = 0.0 if bias is None else bias
+    found = attention(query, key, value, is_causal=causal, scale=scale, bias=bias)
+    return (*found, *[torch.zeros(())] * 7)
 
 
-def _backward(grad_out, query, key, value, out, lse, *rest, scale):  # type: ignore[no-untyped-def]
-    bias, causal = rest[2], rest[-1]
-    p = torch.exp(_scores(query, key, scale, bias, causal) - lse.unsqueeze(-1))
-    ds = p * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True))
-    return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad_out
+def _backward(*given, scale):  # type: ignore[no-untyped-def]
+    bias = 0.0 if given[8] is None else given[8]
+    return gradients(*given[:6], is_causal=given[-1], scale=scale, bias=bias)
 
 
 @pytest.fixture

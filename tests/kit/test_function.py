@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import fresh_generator
+from helpers_attention import attention, fresh_generator
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import from_lse_function
 
 
-def softmax_attention(query, key, value, *, is_causal, scale):
-    """A page-long example's function: plain attention."""
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
-
-
 def size_of_the_scale(query, key, value, *, is_causal, scale):
     """Right for every scale above 0."""
-    return softmax_attention(query, key, value, is_causal=is_causal, scale=abs(scale))
+    return attention(query, key, value, is_causal=is_causal, scale=abs(scale))
 
 
 def test_a_function_for_scales_above_0_says_so() -> None:
@@ -64,7 +54,7 @@ def test_what_a_function_must_return(result, words: str) -> None:
 
 def test_an_lse_has_a_gradient_and_a_mask_is_the_functions() -> None:
     def dead_lse(query, key, value, *, is_causal, scale):
-        out, lse = softmax_attention(query, key, value, is_causal=is_causal, scale=scale)
+        out, lse = attention(query, key, value, is_causal=is_causal, scale=scale)
         return out, lse.detach()
 
     q = torch.randn(1, 1, 20, 4)
@@ -74,14 +64,12 @@ def test_an_lse_has_a_gradient_and_a_mask_is_the_functions() -> None:
         out.sum().backward()
     with pytest.raises(NotImplementedError, match="takes no attention mask"):
         qa.attention(q, q, q, attn_mask=torch.ones(20, 20, dtype=torch.bool),
-                     kernel=from_lse_function(softmax_attention), devices="cpu")  # fmt: skip
+                     kernel=from_lse_function(attention), devices="cpu")  # fmt: skip
 
 
 def in_fp32(query, key, value, *, is_causal, scale):
     """Returns more digits than its inputs have."""
-    return softmax_attention(
-        query.float(), key.float(), value.float(), is_causal=is_causal, scale=scale
-    )
+    return attention(query.float(), key.float(), value.float(), is_causal=is_causal, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

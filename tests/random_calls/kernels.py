@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from helpers_attention import attention, gradients
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import from_lse_function, from_score_mod, sliding_window
@@ -28,34 +30,19 @@ def kernel_of(case: Case, device: torch.device) -> Any:
     return case.kernel
 
 
-def scored(query, key, is_causal, scale):
-    """Scores in fp32 at the least."""
-    work = torch.promote_types(query.dtype, torch.float32)
-    scores = scale * (query.to(work) @ key.to(work).mT)
-    if is_causal:
-        shape = scores.shape[-2:]
-        later = torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return scores
+def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Computed in fp32 at the least."""
 
+    def wide(*tensors, is_causal, scale):
+        work = torch.promote_types(tensors[0].dtype, torch.float32)
+        return function(*(t.to(work) for t in tensors), is_causal=is_causal, scale=scale)
 
-def _attention(query, key, value, *, is_causal, scale):
-    scores = scored(query, key, is_causal, scale)
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value.to(scores.dtype), lse
-
-
-def _gradients(grad_out, query, key, value, out, lse, *, is_causal, scale):
-    scores = scored(query, key, is_causal, scale)
-    q, k, v, do, o = (t.to(scores.dtype) for t in (query, key, value, grad_out, out))
-    p = torch.exp(scores - lse.unsqueeze(-1))
-    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
-    return scale * (ds @ k), scale * (ds.mT @ q), p.mT @ do
+    return wide
 
 
 @cache
 def _function(explicit: bool) -> Any:
-    return from_lse_function(_attention, backward=_gradients if explicit else None)
+    return from_lse_function(_wide(attention), backward=_wide(gradients) if explicit else None)
 
 
 @cache

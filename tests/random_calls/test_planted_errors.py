@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers_attention import attention, masked
+from helpers_planted_errors import FUNCTIONS, of_gradients, of_results, of_scores
 
 import quorum_attention as qa
 from quorum_attention.kernels import rectangles
@@ -18,64 +20,41 @@ from random_calls.run import check
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def last(tensor, change):
+def last(change, tensor):
     """The last row of each head, changed."""
     return torch.cat((tensor[..., :-1, :], change(tensor[..., -1:, :])), -2)
 
 
-# What is changed, and how; "later" is the first diagonal that a causal mask leaves out.
+def lost(row):
+    return torch.full_like(row, -torch.inf)
+
+
+# Functions, or gradients of a right one.
 CHANGES = {
-    "scale left out": ("scale", lambda scale: 1.0),
-    "one key too many": ("later", lambda diagonal: 2),
-    "one key too few": ("later", lambda diagonal: 0),
-    "last key dropped": (
-        "scores",
-        lambda s: last(s.mT, lambda row: torch.full_like(row, -torch.inf)).mT,
+    "scale left out": FUNCTIONS["no_scale"][0],
+    "one key too many": FUNCTIONS["causal_one_too_many"][0],
+    "one key too few": of_scores(lambda s, causal: masked(s, causal, 0)),
+    "last key dropped": of_scores(lambda s, causal: last(lost, masked(s, causal).mT).mT),
+    "lse in fp16": FUNCTIONS["lse_rounded_to_fp16"][0],
+    "lse of one row": of_results(
+        lambda out, lse: (out, last(lambda row: row + 0.05, lse[..., None])[..., 0])
     ),
-    "lse in fp16": ("lse", lambda lse: lse.half().float()),
-    "lse of one row": ("lse", lambda lse: last(lse[..., None], lambda row: row + 0.05)[..., 0]),
-    "output not normalised": ("out", lambda out: out * 1.01),
-    "D left out": ("delta", lambda delta: delta * 0),
-    "dK not scaled": ("dk", lambda dk: dk / 0.4),
-    "dV of the last key": ("dv", lambda dv: last(dv, torch.zeros_like)),
-    "nothing": ("", None),
+    "output not normalised": of_results(lambda out, lse: (out * 1.01, lse)),
+    "nothing": attention,
+}
+GRADIENTS = {
+    "D left out": of_gradients(
+        lambda *grads: grads, lambda *given: (*given[:4], 0 * given[4], given[5])
+    ),
+    "dK not scaled": of_gradients(lambda dq, dk, dv: (dq, dk / 0.4, dv)),
+    "dV of the last key": of_gradients(lambda dq, dk, dv: (dq, dk, last(torch.zeros_like, dv))),
 }
 
 
-def wrong_kernel(name: str) -> qa.InnerKernel:
-    """Plain attention and its gradients, with one error."""
-    place, change = CHANGES[name]
-
-    def at(here, value):
-        return change(value) if here == place else value
-
-    def scored(query, key, is_causal, scale):
-        scores = kernels.scored(query, key, False, at("scale", scale))
-        if is_causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(at("later", 1))
-            later[0, 0] = False
-            scores = scores.masked_fill(later, -torch.inf)
-        return at("scores", scores) if scores.shape[-1] > 1 else scores
-
-    def forward(query, key, value, *, is_causal, scale):
-        scores = scored(query, key, is_causal, scale)
-        lse = torch.logsumexp(scores, -1)
-        out = torch.exp(scores - lse.unsqueeze(-1)) @ value.to(scores.dtype)
-        return at("out", out), at("lse", lse)
-
-    def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):
-        scores = scored(query, key, is_causal, scale)
-        q, k, v, do, o = (t.to(scores.dtype) for t in (query, key, value, grad_out, out))
-        p = torch.exp(scores - lse.unsqueeze(-1))
-        ds = p * (do @ v.mT - at("delta", (do * o).sum(-1, keepdim=True)))
-        return scale * (ds @ k), at("dk", scale * (ds.mT @ q)), at("dv", p.mT @ do)
-
-    return from_lse_function(forward, backward=backward)
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [*CHANGES, *GRADIENTS])
 def test_an_error_in_a_kernel_is_found(change, monkeypatch) -> None:
-    monkeypatch.setitem(kernels.PLANTED, change, wrong_kernel(change))
+    kernel = from_lse_function(CHANGES.get(change, attention), backward=GRADIENTS.get(change))
+    monkeypatch.setitem(kernels.PLANTED, change, kernel)
     found = []
     for seed in range(8):
         r = random.Random(seed)
