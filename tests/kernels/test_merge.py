@@ -3,112 +3,148 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
+from helpers_attention import softmax
 
 from quorum_attention.kernels import tensors
-from quorum_attention.kernels.merge import add_, empty_, merge_, sinks_gradient
+from quorum_attention.kernels.merge import (
+    add_,
+    empty_,
+    launch_add,
+    launch_merge,
+    merge_,
+    sinks_gradient,
+    triton_available,
+)
 from quorum_attention.kernels.scaling import LOG2_LARGEST, divide_gradient_
 
+# Triton's kernels run in its interpreter where there is no GPU.
+Statistics = tuple[torch.Tensor, torch.Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MERGES = {"torch": (merge_, "cpu"), "triton": (launch_merge, DEVICE)}
+MERGES = {name: of for name, of in MERGES.items() if name == "torch" or triton_available()}
+by_each = pytest.mark.parametrize("by", MERGES)
+SHAPES = [(2, 3, 37, 40), (1, 1, 1, 1), (1, 2, 130, 64), (1, 1, 5, 257), (1, 0, 4, 8)]
 
-def statistics(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = torch.logsumexp(scores, dim=-1)
-    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    return p @ values, lse
+
+def merged(by: str, states: Sequence[Statistics], dtype: torch.dtype) -> Statistics:
+    """The states, one after the other, into an empty one."""
+    merge, device = MERGES[by]
+    states = [tuple(t.to(device) for t in state) for state in states]
+    out = torch.empty(states[0][0].shape, dtype=dtype, device=device)
+    lse = torch.empty(out.shape[:3], dtype=torch.promote_types(dtype, torch.float32), device=device)
+    empty_(out, lse)
+    for out_i, lse_i in states:
+        merge(out, lse, out_i, lse_i.to(lse.dtype))
+    return out.cpu(), lse.cpu()
 
 
+@by_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual", "hundreds"])
-def test_any_order_gives_the_whole(dtype: torch.dtype, size: float) -> None:
+def test_any_order_gives_the_whole(by: str, dtype: torch.dtype, size: float) -> None:
+    if by == "triton" and dtype == torch.float64:
+        pytest.skip("it has no float64")
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(1, 2, 9, 12, generator=generator, dtype=torch.float64) * size
     scores[:, :, 3] = -torch.inf
     scores[:, 0, 4, :8] = -torch.inf
     values = torch.randn(1, 2, 12, 5, generator=generator, dtype=torch.float64)
-    expected_out, expected_lse = statistics(scores, values)
-    parts = [
-        statistics(s, v)
-        for s, v in zip(scores.split(3, dim=-1), values.split(3, dim=-2), strict=True)
-    ]
-    for order in itertools.permutations(range(4)):
-        out = torch.empty(1, 2, 9, 5, dtype=dtype)
-        lse = torch.empty(1, 2, 9, dtype=dtype)
-        empty_(out, lse)
-        for i in order:
-            merge_(out, lse, parts[i][0].to(dtype), parts[i][1].to(dtype))
-        tolerance = 1e-6 * size if dtype == torch.float32 else 1e-13 * size
-        torch.testing.assert_close(out.double(), expected_out, atol=tolerance, rtol=0)
-        torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=1e-6)
+    expected = softmax(scores, values)
+    parts = map(softmax, scores.split(3, dim=-1), values.split(3, dim=-2))
+    parts = [(out.to(dtype), lse) for out, lse in parts]
+    tolerance = (1e-6 if dtype == torch.float32 else 1e-13) * size
+    for order in itertools.permutations(parts):
+        for found, wanted in zip(merged(by, order, dtype), expected, strict=True):
+            torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=1e-6)
 
 
+@by_each
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_into_16_bits_it_is_rounded_once(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    out, part = (torch.randn(1, 3, 50, 8, generator=generator).to(dtype) for _ in range(2))
-    lse, lse_i = (torch.randn(1, 3, 50, generator=generator) for _ in range(2))
-    wide, same = out.float(), lse.clone()
-    merge_(wide, same, part, lse_i)
-    merge_(out, lse, part, lse_i)
-    assert torch.equal(out, wide.to(dtype))
-    assert torch.equal(lse, same)
-
-
-def test_empty_rows_stay_empty_and_weigh_nothing() -> None:
-    out, lse = torch.empty(1, 1, 3, 2), torch.empty(1, 1, 3)
-    empty_(out, lse)
-    merge_(out, lse, torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -torch.inf))
-    assert torch.equal(out, torch.zeros(1, 1, 3, 2))
-    assert torch.equal(lse, torch.full((1, 1, 3), -torch.inf))
-    some = torch.tensor([[[[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]]])
-    some_lse = torch.tensor([[[700.0, -700.0, -torch.inf]]])
-    merge_(out, lse, some, some_lse)
-    assert torch.equal(out, some)
-    assert torch.equal(lse, some_lse)
-    merge_(out, lse, torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -torch.inf))
-    assert torch.equal(out, some)
-    assert torch.equal(lse, some_lse)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("block_bytes", [1, 1000, 10**7])
-@pytest.mark.parametrize("shape", [(2, 3, 37, 5), (1, 1, 1, 1), (3, 1, 8, 4), (0, 2, 3, 4)])
-def test_blocks_cover_every_row_once(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int, shape: tuple[int, ...]
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_row_once_rounded_once_and_nothing_beside_them(
+    by: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    torch.manual_seed(0)
+    """Of strided states and parts, some without keys; into fp32, and into 16 bits."""
+    merge, device = MERGES[by]
     b, h, n, d = shape
-    out, lse = torch.randn(b, h, n + 3, d)[:, :, 1 : n + 1], torch.randn(b, n, h).transpose(1, 2)
-    out_i, lse_i = torch.randn(b, n, h, d).transpose(1, 2).to(dtype), torch.randn(b, h, n)
-    w = torch.sigmoid(lse_i - lse).unsqueeze(-1)
-    expected = out + w * (out_i.float() - out)
-    expected_lse = torch.logaddexp(lse, lse_i)
-    grad = torch.randn(shape)
-    expected_grad = grad + 0.25 * out_i.float()
+    base = torch.randn(b, h, n + 7, d, device=device)
+    out, lse = base[:, :, 3 : 3 + n], (torch.randn(b, h, n + 2) * 100).to(device)[:, :, 1 : 1 + n]
+    part = torch.randn(b, n, h, d).to(device, dtype).transpose(1, 2)
+    of_part = (torch.randn(b, n, h, device=device) * 100).transpose(1, 2)
+    for t, own, step in ((out, lse, 3), (part, of_part, 2)):
+        t[:, :, ::step] = 0
+        own[..., ::step] = -torch.inf
+    before, expected, its_lse, w = base.clone(), out.double(), lse.clone(), of_part.double() - lse
+    w = w.masked_fill(of_part == -torch.inf, -torch.inf).sigmoid().unsqueeze(-1)
+    expected += w * (part.double() - expected)
+    own = torch.float16 if by == "triton" else dtype  # its interpreter cuts bfloat16 off
+    narrow, wide, twice = out.to(own), out.to(own).float(), lse.clone()
+    merge(wide, twice.clone(), part, of_part)
+    merge(narrow, twice, part, of_part)
+    assert torch.equal(narrow, wide.to(own))
+    merge(out, lse, part, of_part)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse, torch.logaddexp(its_lse, of_part), atol=1e-4, rtol=1e-6)
+    assert torch.equal(twice, lse)
+    out.copy_(before[:, :, 3 : 3 + n])
+    assert torch.equal(base, before)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1000, 10**7])
+def test_blocks_cover_every_row_once(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
     monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
-    merge_(out, lse, out_i, lse_i)
-    add_(grad, out_i, 0.25)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
-    torch.testing.assert_close(grad, expected_grad)
+    for shape in (*SHAPES, (3, 1, 8, 4), (0, 2, 3, 4)):
+        test_every_row_once_rounded_once_and_nothing_beside_them("torch", torch.float16, shape)
+        test_additions_and_what_is_not_finite_among_them("torch", shape)
 
 
+@by_each
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_additions_and_what_is_not_finite_among_them(by: str, shape: tuple[int, ...]) -> None:
+    add, device = launch_add if by == "triton" else add_, MERGES[by][1]
+    b, h, n, d = shape
+    part = torch.randn(b, n, h, d).to(device, torch.float16).transpose(1, 2)
+    target = torch.randn(b, h, n + 5, d, device=device)[:, :, 2 : 2 + n]
+    factor = 2.0 ** torch.randint(-9, 9, (1, h), device=device).float()
+    wanted = target.double() + 0.25 * factor[:, :, None, None].double() * part.double()
+    flags = torch.zeros(3, h, dtype=torch.int32, device=device)
+    add(target, part, 0.25, factor, flags[1:2])
+    torch.testing.assert_close(target.double(), wanted, atol=1e-5, rtol=1e-5)
+    assert not flags.any()
+    for broken in (torch.inf, -torch.inf, torch.nan) if part.numel() else ():
+        part[-1, -1, -1, -1] = broken
+        add(target, part, 0.25, None, flags.zero_()[1:2])
+        # Of the head at fault alone, and nothing beside the flags.
+        assert flags.nonzero().tolist() == [[1, h - 1]]
+
+
+@by_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype_i", [torch.float16, None], ids=["16 bits", "alike"])
-@pytest.mark.parametrize("order", [1, -1], ids=["large first", "small first"])
-def test_large_values_of_hardly_any_weight_leave_no_rounding(dtype, dtype_i, order) -> None:
+def test_large_values_of_hardly_any_weight_leave_no_rounding(by, dtype, dtype_i) -> None:
     """What an addend of a small weight costs is a rounding of its share, not of its size."""
+    if by == "triton" and dtype == torch.float64:
+        pytest.skip("it has no float64")
     parts = [
-        (torch.full((1, 1, 1, 4), value, dtype=dtype), torch.tensor([[[lse]]], dtype=dtype))
+        (torch.full((1, 1, 1, 4), value, dtype=dtype_i or dtype), torch.tensor([[[lse]]]))
         for value, lse in ((30_000.0, 0.0), (2.0**-10, 18.0))
     ]
-    out, lse = torch.empty(1, 1, 1, 4, dtype=dtype), torch.empty(1, 1, 1, dtype=dtype)
-    empty_(out, lse)
-    for out_i, lse_i in parts[::order]:
-        merge_(out, lse, out_i.to(dtype_i or dtype), lse_i)
     weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
     exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
-    assert ((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
+    for order in (parts, parts[::-1]):
+        out, _ = merged(by, order, dtype)
+        assert ((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+def test_more_rows_than_a_grid_has_programs_in_a_dimension() -> None:
+    test_every_row_once_rounded_once_and_nothing_beside_them(
+        "triton", torch.float16, (1, 1, 70_000 * 64, 64)
+    )
 
 
 def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:
