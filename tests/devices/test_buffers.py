@@ -1,9 +1,11 @@
-"""Memory that other processes have: one memory, no copy, nothing left when it is gone."""
+"""Memory that other processes have: one memory, no copy, nothing left when it is gone. It is mapped
+once, and locked as a whole."""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from quorum_attention.devices.buffers import (
     share,
     shared_memory,
 )
+from quorum_attention.execution.device.page_locks import Locker, addresses
 
 
 def files() -> set[str]:
@@ -151,3 +154,53 @@ def test_used_again_when_it_is_freed() -> None:
     assert handle_of(again).path == path
     again.fill_(3)
     assert (torch.from_file(path, True, 1 << 20, dtype=torch.float16) == 3).all()
+
+
+class Driver:
+    """Locks and unlocks, made up."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def lock(self, address: int, n_bytes: int) -> bool:
+        assert n_bytes > 0
+        assert not any(a < address + n_bytes and address < a + n for a, n in self.locked.items())
+        self.locked[address] = n_bytes
+        return True
+
+    def unlock(self, address: int) -> None:
+        del self.locked[address]
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether it is in a locked range, all of it."""
+        start, stop = addresses(tensor)
+        return any(a <= start and stop <= a + n for a, n in self.locked.items())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_memory_is_locked_once_within_a_bound_and_unlocked(seed: int) -> None:
+    draw = random.Random(seed)
+    driver = Driver()
+    most_bytes, locked = draw.choice([1 << 40, 12 << 20]), 0
+    openings = MappedBuffers(Locker(driver.lock, driver.unlock, lambda: None), most_bytes)
+    shape = (4, 6, draw.choice([1000, 2048, 3333]), 64)
+    every = [room(shape, torch.uint8) for _ in range(4)]
+    for _ in range(40):
+        if draw.random() < 0.1:
+            every[draw.randrange(4)] = room(shape, torch.uint8)
+        openings.begin_pass()
+        for tensor in draw.sample(every, draw.randint(1, 4)):
+            low, high = sorted(draw.sample(range(7), 2))
+            rows = draw.choice([slice(None), slice(draw.randint(0, 500), None)])
+            handle = handle_of(draw.choice([tensor, tensor[draw.randrange(4)][low:high, rows]]))
+            there = openings.open(handle)
+            result = draw.random() < 0.5
+            openings.lock(handle, result=result)
+            locked += driver.covers(there)
+            assert sum(driver.locked.values()) <= most_bytes
+    assert locked
+    del tensor, there
+    every.clear()
+    gc.collect()
+    openings.forget_gone()
+    assert not driver.locked

@@ -26,16 +26,14 @@ def _all_of_it(rank: int) -> None:
     for ranks, group in groups.items():
         assert group is not None
         if rank < ranks:
-            assert not random_calls(1000 * ranks, 10, group)
+            assert not random_calls(1000 * ranks, 16, group)
         if rank < ranks < 5:
             _in_turns(rank, group)
             _decoding(rank, group)
-            _biases_learn(rank, group)
-            _dropout_under_masks(rank, group)
     if rank < 2:
         for check in (
             _what_a_rank_computes_is_cut, _strided_and_without_batch, _one_rank_alone, _twice,
-            _no_second_derivative, _recomputed, _under_autocast, _refusals,
+            _dropout_without_a_seed, _no_second_derivative, _recomputed, _under_autocast, _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
             check(rank, groups[2])
@@ -142,64 +140,10 @@ def _in_turns(rank: int, group: dist.ProcessGroup) -> None:
     partition.turns_of = turns_of
 
 
-def _biases_learn(rank: int, group: dist.ProcessGroup) -> None:
-    """Of heads that divide and of heads that do not, the sums over the ranks are the gradient; also
-    of a bias that all heads share, with several batch dimensions, with dropout."""
-    ranks = dist.get_world_size(group)
-    n, rows = 11 * ranks, slice(11 * rank, 11 * rank + 11)
-    for heads, kv_heads, *sizes in (
-        (2 * ranks, ranks, n, n),
-        (5, 1, 5, 1, n),
-        (1, 1, 2, 1, 1, n, n),
-        (5, 1, 3, 5, n, n),
-    ):
-        torch.manual_seed(heads)
-        q, upstream = (torch.randn(2, 3, heads, n, 8, dtype=torch.float64) for _ in range(2))
-        k, v = (torch.randn(2, 3, kv_heads, n, 8, dtype=torch.float64) for _ in range(2))
-        bias = torch.randn(sizes, dtype=torch.float64)
-        options = {"is_causal": True, "dropout_p": 0.2, "dropout_seed": 5, "enable_gqa": True}
-        found = []
-        for call, part in ((qa.attention, slice(n)), (sharded.attention, rows)):
-            learns = bias.clone().requires_grad_()
-            named = {} if call is qa.attention else {"group": group}
-            out = call(*(t[..., part, :] for t in (q, k, v)), learns, **options, **named)
-            out.backward(upstream[..., part, :])
-            found.append(learns.grad)
-        dist.all_reduce(found[1], group=group)
-        assert found[1].shape == bias.shape
-        assert off(found[1], found[0]) < 1e-11, (heads, sizes)
-
-
-def _dropout_under_masks(rank: int, group: dist.ProcessGroup) -> None:
-    """The same pairs are dropped as on one device, heads that divide or not."""
-    ranks = dist.get_world_size(group)
-    for heads, kv_heads, mask in (
-        (2 * ranks, 2 * ranks, Mask(window=(7, 0), sinks=torch.linspace(-1, 1, 2 * ranks))),
-        (5, 1, Mask(causal=True, offset=4)),
-        (1, 1, Mask(causal="lower_right", offset=-3)),
-    ):
-        torch.manual_seed(heads)
-        tensors = inputs_of(heads, kv_heads, 20 * ranks, 8, 8, torch.float64, 2)
-        if mask.sinks is not None:
-            mask = replace(mask, sinks=mask.sinks.double())
-        options = {
-            "dropout_p": 0.4, "dropout_seed": 11, "enable_gqa": True,
-            "is_causal": mask.offset is None,
-        }  # fmt: skip
-        one = [t.clone().requires_grad_() for t in tensors[:3]]
-        whole = qa.attention(*one, mask, **options)
-        whole.backward(tensors[3])
-        rows = slice(20 * rank, 20 * rank + 20)
-        mine = [t[:, :, rows].clone().requires_grad_() for t in tensors[:3]]
-        out = sharded.attention(*mine, mask, group=group, **options)
-        out.backward(tensors[3][:, :, rows])
-        assert off(out, whole[:, :, rows]) < 1e-11
-        for got, true in zip(mine, one, strict=True):
-            assert off(got.grad, true.grad[:, :, rows]) < 1e-11
-    q, k, v = (torch.randn(1, ranks, 8, 8, requires_grad=True) for _ in range(3))
-    out = sharded.attention(q, k, v, dropout_p=0.5, group=group)
-    out.sum().backward()
-    assert not torch.equal(out, sharded.attention(q, k, v, dropout_p=0.5, group=group))
+def _dropout_without_a_seed(rank: int, group: dist.ProcessGroup) -> None:
+    q = torch.randn(1, 2, 8, 8)
+    first, second = (sharded.attention(q, q, q, dropout_p=0.5, group=group) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def _recomputed(rank: int, group: dist.ProcessGroup) -> None:

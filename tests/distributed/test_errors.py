@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import quorum_attention as qa
-from quorum_attention import Mask
+from quorum_attention import Mask, attention
 from quorum_attention import distributed as sharded
 from quorum_attention.distributed.run import Sharded
 from quorum_attention.kernels.native import NativeKernel
@@ -216,12 +217,13 @@ def _three(heads: int) -> list[torch.Tensor]:
 
 def _a_kernel_by_its_name(rank: int, group: dist.ProcessGroup) -> None:
     """The backward has the forward's, though there is another of that name by then."""
-    for heads, causal in ((2, False), (1, True)):
+    ranks = partial(sharded.attention, group=group)
+    for heads, causal, call in ((2, False, ranks), (1, True, ranks), (2, True, attention)):
         found = []
         for anew in (False, True):
             qa.register_kernel(_named(1.0))
             given = _three(heads)
-            out = sharded.attention(*given, is_causal=causal, kernel="over ranks", group=group)
+            out = call(*given, is_causal=causal, kernel="over ranks")
             if anew:
                 qa.register_kernel(_named(4.0))
             out.sum().backward()
@@ -231,16 +233,7 @@ def _a_kernel_by_its_name(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _kernels_that_are_refused(rank: int, group: dist.ProcessGroup) -> None:
-    slopes = torch.rand(2, requires_grad=True)
-
-    def function(query: Any, key: Any, value: Any, *, is_causal: bool, scale: float) -> Any:
-        scores = slopes[0] * scale * (query @ key.mT)
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-    for given in (_three(2), [t.detach() for t in _three(2)]):
-        with pytest.raises(NotImplementedError, match="no gradient"):
-            sharded.attention(*given, kernel=qa.from_lse_function(function), group=group)
-    # Parts of a call have positions of their own, so results were of another attention.
+    """Parts of a call have positions of their own, so results were of another attention."""
     for kernel in (
         qa.from_score_mod(lambda s, b, h, q, k: s - (q - k).abs(), compiled=False),
         qa.LongNetKernel([(16, 1)]),

@@ -61,29 +61,3 @@ def test_other_results_are_not_those_of_the_call(dtype: torch.dtype) -> None:
     for (changed, tensors), blocks in product(other, (1, 9)):
         with pytest.raises(ValueError, match="another forward"):
             check(changed, {**read, **tensors}, blocks=blocks)
-
-
-def test_a_kernel_registered_anew_is_not_the_forwards() -> None:
-    def kernel_of(factor: float) -> Any:
-        def function(query: Any, key: Any, value: Any, *, is_causal: bool, scale: float) -> Any:
-            scores = factor * scale * (query @ key.mT)
-            if is_causal:
-                later = torch.ones_like(scores).triu(1).bool()
-                scores = scores.masked_fill(later, -torch.inf)
-            return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-        return qa.from_lse_function(function, name="registered anew")
-
-    found = []
-    for anew in (False, True):
-        qa.register_kernel(kernel_of(1.0))
-        torch.manual_seed(0)
-        given = [
-            torch.randn(1, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
-        ]
-        out = qa.attention(*given, kernel="registered anew")
-        if anew:
-            qa.register_kernel(kernel_of(4.0))
-        out.sum().backward()
-        found.append(given[0].grad)
-    assert torch.equal(*found)  # type: ignore[arg-type]

@@ -21,28 +21,6 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     return str(path)
 
 
-def both_ways(
-    folder: Path, three: list[torch.Tensor], options: list[str], mask: Any, **call: Any
-) -> None:
-    """A forward and a backward from files, held against one call and its autograd."""
-    inputs = save(folder / "qkv", dict(zip("qkv", three, strict=True)))
-    assert main(["run", inputs, str(folder / "out"), "--lse", *CPU, *options]) == 0
-    given = [t.clone().requires_grad_() for t in three]
-    wanted, lse = qa.attention_with_lse(
-        *given, attn_mask=mask, enable_gqa=True, devices="cpu", **call
-    )
-    found = safetensors.torch.load_file(folder / "out")
-    torch.testing.assert_close(found["out"], wanted)
-    torch.testing.assert_close(found["lse"], lse)
-    upstream = torch.randn_like(wanted)
-    more = [str(folder / "out"), save(folder / "do", {"do": upstream}), str(folder / "grads")]
-    assert main(["run", "--backward", inputs, *more, *CPU, *options]) == 0
-    wanted.backward(upstream)
-    grads = safetensors.torch.load_file(folder / "grads")
-    for name, tensor in zip(("dq", "dk", "dv"), given, strict=True):
-        torch.testing.assert_close(grads[name], tensor.grad)
-
-
 DOCUMENTS = torch.tensor([[0] * 30 + [1] * 30, [5] * 59 + [7]])
 LENGTHS = torch.tensor([60, 17])
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -64,15 +42,18 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
     ],
 )
 def test_masks_by_options(tmp_path: Path, options: list[str], mask: Any, causal: bool) -> None:
-    np.save(tmp_path / "DOCUMENTS.npy", DOCUMENTS.numpy())
-    np.save(tmp_path / "FIRST.npy", DOCUMENTS[0].numpy())
-    np.save(tmp_path / "LENGTHS.npy", LENGTHS.numpy())
-    np.save(tmp_path / "SINKS.npy", SINKS.numpy())
-    options = [str(tmp_path / f"{o}.npy") if o.isupper() else o for o in options]
+    """Results are in tests/test_conformance.py: here, that options are read as this mask."""
+    named = {"DOCUMENTS": DOCUMENTS, "FIRST": DOCUMENTS[0], "LENGTHS": LENGTHS, "SINKS": SINKS}
+    for name, tensor in named.items():
+        np.save(tmp_path / f"{name}.npy", tensor.numpy())
+    options = [str(tmp_path / f"{o}.npy") if o in named else o for o in options]
     three = [torch.randn(2, h, 60, 8) for h in (4, 2, 2)]
     if mask is None:
         three = [torch.randn(60, 8) for _ in range(3)]  # without heads
-    both_ways(tmp_path, three, [*options, "--keep-every", "1"], mask, is_causal=causal)
+    inputs, out = save(tmp_path / "qkv", dict(zip("qkv", three, strict=True))), tmp_path / "out"
+    assert main(["run", inputs, str(out), *CPU, *options, "--keep-every", "1"]) == 0
+    wanted = qa.attention(*three, mask, is_causal=causal, enable_gqa=True, devices="cpu")
+    torch.testing.assert_close(safetensors.torch.load_file(out)["out"], wanted)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -101,6 +82,9 @@ def test_a_mask_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "one must go" in capsys.readouterr().err
 
 
+BY_NUMBERS = "out and lse are of another forward"
+
+
 @pytest.mark.parametrize(
     ("forward", "backward", "said"),
     [
@@ -108,6 +92,9 @@ def test_a_mask_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--scale", "0.5"], ["--scale", "2"], "--scale 0.5, and this is a backward with 2.0"),
         (["--window", "3"], ["--window=3,3"], "--window 3, and"),
         ([], ["--sinks", "SINKS"], "--sinks None, and"),
+        (["--causal"], [], BY_NUMBERS),
+        ([], ["--scale", "0.5"], BY_NUMBERS),
+        (["--causal"], ["--causal", "--window", "100"], BY_NUMBERS),
     ],
 )
 def test_a_backward_of_another_call_is_refused(
@@ -117,36 +104,20 @@ def test_a_backward_of_another_call_is_refused(
     said: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    np.save(tmp_path / "SINKS.npy", np.zeros(1, np.float32))
+    """By the options in the forward's file; by the numbers where a file does not have them."""
+    np.save(tmp_path / "SINKS.npy", np.zeros(4, np.float32))
     backward = [str(tmp_path / "SINKS.npy") if o == "SINKS" else o for o in backward]
-    tensors = {n: torch.randn(1, 1, 9, 4) for n in "qkv"}
-    inputs, out = save(tmp_path / "in", tensors), str(tmp_path / "out")
-    assert main(["run", inputs, out, "--lse", *CPU, *forward]) == 0
-    upstream = save(tmp_path / "do", {"grad_out": torch.randn(1, 1, 9, 4)})
-    command = ["run", "--backward", inputs, out, upstream, str(tmp_path / "grads"), *CPU]
-    assert main([*command, *backward]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "grads").exists()
-    assert main([*command, *forward]) == 0
-
-
-@pytest.mark.parametrize(("forward", "backward"), [
-    (["--causal"], []), ([], ["--causal"]), ([], ["--scale", "0.5"]),
-    (["--window", "30"], []), (["--causal"], ["--causal", "--window", "100"]),
-])  # fmt: skip
-def test_a_backward_that_does_not_say_of_which_call_it_is_is_found_out(
-    forward: list[str], backward: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the numbers: the file does not have the forward's options."""
     named = {n: torch.randn(2, 4, 300, 16) for n in ("query", "key", "value", "grad_out")}
-    given, out, grads = save(tmp_path / "in", named), tmp_path / "out", tmp_path / "grads"
-    assert main(["run", given, str(out), "--lse", *forward, *CPU]) == 0
-    given = save(tmp_path / "both", {**named, **safetensors.torch.load_file(out)})
-    assert main(["run", given, str(grads), "--backward", *backward, *CPU]) != 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "out and lse are of another forward" in said
+    inputs, out, grads = [save(tmp_path / "in", named)], str(tmp_path / "out"), tmp_path / "grads"
+    assert main(["run", *inputs, out, "--lse", *CPU, *forward]) == 0
+    inputs.append(out)
+    if said == BY_NUMBERS:
+        inputs = [save(tmp_path / "both", {**named, **safetensors.torch.load_file(out)})]
+    command = ["run", "--backward", *inputs, str(grads), *CPU]
+    assert main([*command, *backward]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
     assert not grads.exists()
-    assert main(["run", given, str(grads), "--backward", *forward, *CPU]) == 0
+    assert main([*command, *forward]) == 0
 
 
 def test_plans_and_estimates_take_masks(capsys: pytest.CaptureFixture[str]) -> None:
