@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from quorum_attention.ray import farm
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    made = FakeRay()
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    made, threads = FakeRay(), torch.get_num_threads()
     monkeypatch.setattr(farm, "ray_here", lambda: made)
-    return made
+    yield made
+    torch.set_num_threads(threads)  # tasks set those of their process, here this one
 
 
 @pytest.fixture

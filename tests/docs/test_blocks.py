@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,14 +93,6 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     left_out = [block for block in BLOCKS if block.not_run is not None]
     assert len(left_out) <= 2
     assert all(len(block.not_run or "") > 10 for block in left_out)
-
-
-def test_blocks_are_of_kinds_that_are_checked() -> None:
-    """Python is run, text is what was printed, console and commands are in test_commands.py."""
-    kinds = defaultdict(list)
-    for block in BLOCKS:
-        kinds[block.language].append(str(block))
-    assert set(kinds) <= {"python", "text", "console", ""}, kinds
 
 
 def test_a_call_of_the_readme_is_right() -> None:

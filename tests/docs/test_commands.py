@@ -148,9 +148,7 @@ def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[st
     assert Path("quorum-attention-out/recover.png").exists()
 
 
-def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command has --json, as docs/commands.md says."""
-    assert main(["plan", "--tokens", "4096", "--json", "--device", "cpu"]) == 0
-    assert json.loads(capsys.readouterr().out)["n_tasks"] >= 1
+def test_every_command_has_json() -> None:
+    """As docs/commands.md says."""
     for name, one in parser()._subparsers._group_actions[0].choices.items():
         assert "--json" in one._option_string_actions, name

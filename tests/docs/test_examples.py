@@ -18,8 +18,6 @@ import torch
 from helpers_docs import ROOT
 from safetensors.torch import load_file, save_file
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
 
 def loaded(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
@@ -28,14 +26,6 @@ def loaded(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_there_is_a_test_for_every_example() -> None:
-    assert [path.stem for path in EXAMPLES] == [
-        "quickstart", "real_activations", "train_long"
-    ]  # fmt: skip
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"examples/{path.name}" in readme for path in EXAMPLES)
 
 
 def test_quickstart() -> None:

@@ -338,21 +338,6 @@ def test_labels_of_another_number_of_tokens_are_refused() -> None:
                 model(ids, labels=labels)
 
 
-def test_second_derivatives_of_a_chunked_loss() -> None:
-    """A penalty on gradients."""
-    model, ids = tiny("llama").double(), torch.randint(VOCABULARY, (2, 30))
-    changed = copy.deepcopy(model)
-    long_context(changed, attention=False, checkpoints=None, mlp_tile=None)
-    seconds = []
-    for one in (model, changed):
-        one.set_attn_implementation("eager")
-        total = one(ids, labels=ids).loss
-        first = torch.autograd.grad(total, list(one.parameters()), create_graph=True)
-        (total + sum(grad.square().sum() for grad in first)).backward()
-        seconds.append([p.grad for p in one.parameters()])
-    torch.testing.assert_close(*seconds, rtol=1e-5, atol=1e-7)
-
-
 def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
     def options(model: Any) -> Any:
         names = transformers.AttentionInterface._global_mapping

@@ -80,19 +80,6 @@ def test_gradients(loss: str) -> None:
     same(*two(), lambda model: LOSSES[loss](model, X.clone().requires_grad_()).backward())
 
 
-def test_a_short_call_after_a_long_one_in_one_region_of_autocast() -> None:
-    """A cast made without gradients is not handed on: the short call's would be missing."""
-    x = X.float().requires_grad_()
-
-    def run(model: Gated) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            long, short = model(x), model(x[:1, :3])
-        assert long.dtype == torch.bfloat16
-        (long.float().square().sum() * 0.1 + short.float().square().sum()).backward()
-
-    same(*two(torch.float32), run, rtol=0.02, atol=0.02)
-
-
 def test_dropout_drops_the_same_in_the_backward() -> None:
     """Against a difference of the loss, drawn with one seed; the last tile is short."""
     model = Gated(0.5).double().train()

@@ -67,18 +67,6 @@ def test_what_is_missing_or_senseless_is_named(tmp_path: Path) -> None:
             read_shape(path)
 
 
-def test_a_quarter_million_tokens_of_qwen3_8b() -> None:
-    """GiB by hand: 262,144 tokens times width times two bytes."""
-    found = step_memory(SHAPE, Training(262_144, lora=16))
-    parts = {part.name: part.bytes / GIB for part in found.parts}
-    assert parts["logits and gradient"] == pytest.approx(2 * 74.19, abs=0.01)
-    assert parts["layer checkpoints"] == 72
-    assert parts["MLP intermediates of a layer"] == 18
-    assert parts["q, k, v, o of a layer"] == 5
-    assert parts["weights"] == pytest.approx(8.19 * 2 / 1.0737, rel=0.01)
-    assert found.peak_bytes == found.plain_bytes
-
-
 def test_all_weights_trained_are_summed_up_over_tiles_in_float32() -> None:
     """Of the MLP of one layer: 3 * 4096 * 12288 numbers, 4 + 4 + 2 bytes; in float32 nothing."""
     sums = []

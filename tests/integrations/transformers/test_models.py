@@ -89,18 +89,6 @@ def test_encoder_and_decoder_with_a_bias_for_every_pair() -> None:
     )
 
 
-def test_an_image() -> None:
-    """ViT: not causal, and no mask at all."""
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        image_size=24, patch_size=4,
-    )  # fmt: skip
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
-    pixels = torch.randn(2, 3, 24, 24)
-    ours, exact = (attended(model, name)(pixels).last_hidden_state for name in ("quorum", "eager"))
-    assert distance(ours, exact.double()) < 2e-6
-
-
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [("mistral", "static"), ("gpt_oss", "dynamic"), ("gemma2", "static"), ("llama4_text", "static"),
