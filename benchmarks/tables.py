@@ -213,9 +213,7 @@ def cost() -> str:
 
 
 def ratio_cell(cell: Any) -> str:
-    if cell is None:
-        return "oom"
-    return cell if isinstance(cell, str) else f"{cell[0]:.3g}, {cell[1]:.2f}"
+    return f"{cell[0]:.3g}, {cell[1]:.2f}" if isinstance(cell, list) else cell or "oom"
 
 
 def budgets() -> str:
@@ -230,12 +228,14 @@ def budgets() -> str:
     return section(source, PLAIN, columns, rows)
 
 
-def beside_fa4() -> str:
-    name = "h200-fa4-plain.json"
-    cases = {case: later(calls) for case, calls in loaded(name)["cases"].items()}
-    rows = [[*named(case), over(found, "fa4")] for case, found in cases.items()]
-    command = "python benchmarks/run.py plain --alone fa4"
+def ratios_to(other: str, name: str, command: str) -> str:
+    cases = loaded(name)["cases"].items()
+    rows = [[*named(case), over(later(calls), other)] for case, calls in cases]
     return section(name, command, ["call", "budget", "ratio"], rows)
+
+
+def beside_fa4() -> str:
+    return ratios_to("fa4", "h200-fa4-plain.json", "python benchmarks/run.py plain --alone fa4")
 
 
 def several() -> str:
@@ -277,9 +277,7 @@ exchange of heads around FlashAttention-4, and torch's context parallel around c
 def versions() -> str:
     """Plain calls of an earlier state of the code and of a later one, in turn."""
     name = "h200-versions.json"
-    found = loaded(name)
-    rows = [[*named(case), over(later(calls), "before")] for case, calls in found["cases"].items()]
-    return section(name, found["command"], ["call", "budget", "ratio"], rows)
+    return ratios_to("before", name, loaded(name)["command"])
 
 
 def steps() -> str:
@@ -353,10 +351,8 @@ def native() -> str:
     rows = []
     for width in (64, 128):
         mine = kernels[f"native, {width}"]
-        cells = (
-            " / ".join(f"{a / b:.2f}" for a, b in zip(mine, kernels[f"{o}, {width}"], strict=True))
-            for o in ("flash", "cudnn")
-        )
+        others = [kernels[f"{other}, {width}"] for other in ("flash", "cudnn")]
+        cells = (" / ".join(f"{a / b:.2f}" for a, b in zip(mine, o, strict=True)) for o in others)
         rows.append([str(width), *cells])
     columns = ["head dimension", "over FlashAttention-2", "over cuDNN"]
     command = "python benchmarks/run.py plain --kernel native --alone cudnn,fa2"
@@ -388,12 +384,9 @@ def census() -> str:
         )
         ours = [100 * share for share in (counted.masked, counted.clear, counted.mixed)]
         theirs = ["-" if p is None else f"{p:.3g}" for p in row["percent"]]
-        rows.append(
-            [
-                f"{row['tokens']:,}", " x ".join(map(str, levels)), " / ".join(theirs),
-                " / ".join(f"{p:.3g}" for p in ours), f"{100 * aligned.mixed:.3g}",
-            ]
-        )  # fmt: skip
+        shares = [" / ".join(theirs), " / ".join(f"{p:.3g}" for p in ours)]
+        mixed = f"{100 * aligned.mixed:.3g}"
+        rows.append([f"{row['tokens']:,}", " x ".join(map(str, levels)), *shares, mixed])
     columns = ["tokens", "chunks", "paper", "ours, the paper's layout", "mixed, our own layout"]
     return table(columns, rows)
 

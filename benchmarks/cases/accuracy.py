@@ -84,9 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", default="256MiB", help="of one head")
     parser.add_argument("--kernel", default="auto", help="our inner kernel")
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument(
-        "--beside", default="flash,cudnn", help="of flash, cudnn: kernels alone, by commas"
-    )
+    parser.add_argument("--beside", default="flash,cudnn", help="kernels alone, by commas")
 
 
 def run(args: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:

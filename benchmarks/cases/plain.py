@@ -156,7 +156,7 @@ def ours(case: Case, version: Version, tensors: list[torch.Tensor], peaks: list[
     return run
 
 
-def drawn(case: Case, device: str = "cuda") -> list[torch.Tensor]:
+def drawn(case: Case, device: str | torch.device) -> list[torch.Tensor]:
     """Query, key, value and the gradient of the output, on the device."""
     torch.manual_seed(0)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)

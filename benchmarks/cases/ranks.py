@@ -15,7 +15,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -77,10 +77,8 @@ def setting_of(case: Case, divide: int) -> Setting:
     tokens = case.tokens // divide * (ranks if case.each else 1)
     sizes = tuple(tokens // ranks + (n < tokens % ranks) for n in range(ranks))
     start, stop = [0, *accumulate(sizes)][rank : rank + 2]
-    torch.manual_seed(0)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     dtype = case.dtype if device.type == "cuda" else torch.float32
-    whole = [torch.randn((1, h, tokens, case.head_dim), device=device, dtype=dtype) for h in heads]
+    whole = plain.drawn(replace(case, tokens=tokens, dtype=dtype), device)
     return Setting(case, ranks, sizes, whole, [t[:, :, start:stop].contiguous() for t in whole])
 
 

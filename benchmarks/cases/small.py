@@ -83,14 +83,12 @@ def measure(
                 times[name].append((clock() - began) * 1e6)
             if time.monotonic() > ends:
                 break
-        beyond = {
-            name: statistics.median(map(operator.sub, mine, times["torch"]))
-            for name, mine in times.items()
-        }
-        middle = {name: statistics.median(times[name]) for name in ("torch", "quorum")}
+        median, theirs = statistics.median, times["torch"]
+        beyond = {name: median(map(operator.sub, mine, theirs)) for name, mine in times.items()}
+        middle = {name: median(times[name]) for name in ("torch", "quorum")}
         result[label] = {
             **middle, "beyond": beyond["quorum"], "ratio": middle["quorum"] / middle["torch"],
-            "itself": beyond["torch again"], "turns": len(times["torch"]),
+            "itself": beyond["torch again"], "turns": len(theirs),
         }  # fmt: skip
     return result
 
@@ -99,7 +97,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each case")
     parser.add_argument("--cpu-time", action="store_true", help="of the thread, with one thread")
-    parser.add_argument("--case", default="", help="only those that this is a part of")
 
 
 def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -112,8 +109,6 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
         for dtype in dtypes.split():
             grouped = f"{heads}/{kv_heads}" if heads != kv_heads else str(heads)
             name = f"{batch} x {grouped} x {queries} x {keys} {dtype}" + " causal" * causal
-            if options.case not in name:
-                continue
             sizes = (batch, heads, kv_heads, queries, keys)
             found = measure(sizes, getattr(torch, dtype), causal, options.seconds, clock)
             rows.append({"case": name, **found})

@@ -132,8 +132,7 @@ def weight_bytes(model: Any) -> int:
 
 def gradients(model: Any) -> torch.Tensor:
     """Of all adapters, in one row, float32."""
-    found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(found)
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
 
 
 def equal(options: argparse.Namespace) -> dict[str, Any]:
