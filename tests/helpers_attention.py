@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,10 @@ class Exact:
     lse: Tensor
     grads: tuple[Tensor, ...] | None = None
 
+    def of(self, backward: bool) -> tuple[torch.Tensor, ...]:
+        """Of one pass."""
+        return self.grads if backward else (self.out, self.lse)
+
 
 def exact(
     given: Inputs, *, mask: Tensor | None = None, is_causal: bool = False,
@@ -175,6 +180,15 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return difference.max().item() / max(size, 1.0)
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def assert_close(
+    actual: torch.Tensor | Iterable[torch.Tensor],
+    expected: torch.Tensor | Iterable[torch.Tensor],
+    tolerance: float,
+) -> None:
+    """Of two tensors, or of as many on either side."""
+    if not isinstance(actual, torch.Tensor):
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other, tolerance)
+        return
     found = error(actual, expected)
     assert found <= tolerance, f"off by {found:.2e} of the largest element, allowed {tolerance}"

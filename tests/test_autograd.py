@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers_attention import Inputs, assert_close, exact, inputs
+from helpers_passes import pass_of
 
 import quorum_attention as qa
 from quorum_attention.execution.device.mover import Mover
@@ -93,8 +94,7 @@ def test_hooks_on_saved_tensors_see_all_that_is_read() -> None:
     reference = exact(plain, mask=mask.clone(), gradients=True)
     mask.zero_()
     out.backward(plain.grad_out)  # of the copies
-    for leaf, expected in zip(given.three, reference.grads, strict=True):
-        assert_close(leaf.grad, expected, 5e-5)
+    assert_close((leaf.grad for leaf in given.three), reference.grads, 5e-5)
 
 
 @pytest.mark.parametrize("what", ["out", "mask", "lse"])
@@ -104,8 +104,7 @@ def test_create_graph_works_and_a_second_derivative_is_refused_in_words(what: st
     out, lse = qa.attention_with_lse(*given.three, mask if what == "mask" else None)
     grads = torch.autograd.grad(out, given.three, plain.grad_out, create_graph=True)
     wanted = exact(plain, mask=mask.detach() if what == "mask" else None, gradients=True)
-    for actual, expected in zip(grads, wanted.grads, strict=True):
-        assert_close(actual, expected, 5e-5)
+    assert_close(grads, wanted.grads, 5e-5)
     result, leaf = (lse if what == "lse" else out), (mask if what == "mask" else given.query)
     first = torch.autograd.grad(result.square().sum(), leaf, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match=r"second derivatives .* not supported"):
@@ -131,7 +130,7 @@ def test_a_preallocated_output_serves_step_after_step() -> None:
     room = torch.empty(1, 2, 300, 8)
     for _ in range(3):
         plain = inputs(300)
-        given = leaves(plain)
+        given, wanted = leaves(plain), exact(plain, gradients=True)
         assert qa.attention(*plain.three, out=room) is room
         with torch.no_grad():
             assert qa.attention(*given.three, out=room) is room
@@ -140,9 +139,8 @@ def test_a_preallocated_output_serves_step_after_step() -> None:
         assert not room.requires_grad
         assert room.is_leaf
         out.backward(plain.grad_out)
-        assert_close(room, exact(plain).out, 5e-5)
-        for leaf, expected in zip(given.three, exact(plain, gradients=True).grads, strict=True):
-            assert_close(leaf.grad, expected, 5e-5)
+        grads = (leaf.grad for leaf in given.three)
+        assert_close((room, *grads), (wanted.out, *wanted.grads), 5e-5)
 
 
 @pytest.mark.parametrize("how", ["the next call", "its owner", "the returned one"])
@@ -159,31 +157,29 @@ def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(h
         out.backward(plain.grad_out)
 
 
-@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}])
-@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 24)])
+@pytest.mark.parametrize(
+    ("call", "kv_heads", "value_dim"),
+    [({}, 4, 8), ({}, 2, 24), ({"depth": 1}, 2, 8), ({"kernel": "dense"}, 4, 24)],
+)
 def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
     """As torch's: a step further in the graph, or torch's error where the backward needs them."""
     plain = inputs(60, heads=4, kv_heads=kv_heads, value_dim=value_dim)
-    given = leaves(plain)
-    out = qa.attention(*given.three, enable_gqa=True, **call)
+    given, call = leaves(plain), {"enable_gqa": True, **call}
+    out = qa.attention(*given.three, **call)
     before = out.detach().clone()
     out.mul_(2.0)
     assert torch.equal(out, 2 * before)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(plain.grad_out)
-    out = qa.attention(*given.three, enable_gqa=True, **call)
+    out = qa.attention(*given.three, **call)
     out[:, :, ::2].zero_()
     out[0][1, 3] = 1.0
     assert out.grad_fn is not None
     more = torch.ones((), requires_grad=True)
-    for made in qa.attention_with_lse(*plain.three, enable_gqa=True, **call):
+    results = pass_of(plain, False, **call)()
+    for made in (*results, *pass_of(plain, True, tuple(t.clone() for t in results), **call)()):
         made += more
         made.sum().backward()
-    found = qa.attention_with_lse(*plain.three, enable_gqa=True, **call)
-    for grad in qa.attention_backward(
-        plain.grad_out, *plain.three, *found, enable_gqa=True, **call
-    ):
-        grad += more
     assert more.grad is not None
 
 
@@ -203,15 +199,11 @@ def test_results_used_again(backward: bool, monkeypatch: pytest.MonkeyPatch) -> 
     )  # fmt: skip
     given, weight = inputs(64), torch.randn(8, 8, requires_grad=True)
     results = tuple(torch.empty(t.shape) for t in given.three[: 3 if backward else 1])
-    saved = qa.attention_with_lse(*given.three)
-    losses: list[torch.Tensor] = []
-    for _ in range(2):
-        if backward:
-            call = (given.grad_out, *given.three, *saved)
-            qa.attention_backward(*call, plan=plan, grads=results)
-        else:
-            qa.attention(*given.three, plan=plan, out=results[0])
-        losses = losses or [(result @ weight).sum() for result in results]
+    room = {"grads": results} if backward else {"out": results[0]}
+    call = pass_of(given, backward, plan=plan, **room)
+    call()
+    losses = [(result @ weight).sum() for result in results]
+    call()
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()

@@ -1,4 +1,5 @@
-"""What torch's own function takes besides the usual: autocast, two dimensions, broadcasting."""
+"""What torch's own function takes besides the usual: autocast, two dimensions, broadcasting.
+(What does not broadcast is refused: tests/test_nonsense.py.)"""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import itertools
 
 import pytest
 import torch
-from helpers_attention import TOLERANCE, assert_close, exact, inputs
+from helpers_attention import TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_passes import both_passes, pass_of, smallest_budget
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
-from quorum_attention.kernels import DenseKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,63 +34,41 @@ def both(shapes, mask=None, **call):
 
 _TORCHS = ("is_causal", "scale", "enable_gqa")
 
-SHAPES = [
-    ((N, D), (M, D), (M, 3)),
-    ((2, 3, N, D), (1, 3, M, D), (2, 3, M, D)),
-    ((2, 1, N, D), (1, 4, M, D), (1, 1, M, D)),
-    ((5, 1, 2, N, D), (3, 1, M, D), (1, 1, M, 2)),
-]
+
+def check(shapes, mask=None, **call) -> None:
+    for mine, torchs in zip(*both(shapes, mask, **call), strict=True):
+        assert mine.shape == torchs.shape, shapes
+        assert_close(mine, torchs.detach(), 1e-12)
 
 
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
-@pytest.mark.parametrize("call", [{"is_causal": True}, {"depth": 1}, {"kernel": "dense"}])
+SHAPES = {
+    ((N, D), (M, D), (M, 3)): {"is_causal": True},
+    ((2, 1, N, D), (1, 4, M, D), (1, 1, M, D)): {"depth": 1},
+    ((5, 1, 2, N, D), (3, 1, M, D), (1, 1, M, 2)): {"kernel": "dense"},
+    ((2, 4, N, D), (1, 2, M, D), (2, 2, M, D)): {"enable_gqa": True},
+    ((2, 4, N, D), (2, M, D), (2, M, D)): {"enable_gqa": True},
+    ((2, 4, N, D), (2, 2, M, D), (2, 1, M, D)): {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize(("shapes", "call"), SHAPES.items(), ids=str)
 def test_dimensions_that_broadcast(shapes, call) -> None:
     """Shapes of the result as torch's; gradients are summed over what was broadcast."""
-    for mine, torchs in zip(*both(shapes, **call), strict=True):
-        assert mine.shape == torchs.shape
-        assert_close(mine, torchs.detach(), 1e-12)
+    check(shapes, **call)
 
 
 def test_dimensions_that_broadcast_in_every_combination() -> None:
     """Every way of leaving out or shrinking a batch dimension or the heads of each input."""
     kinds = [(), (1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3)]
     for q, k, v in itertools.product(kinds, repeat=3):
-        shapes = ((*q, N, D), (*k, M, D), (*v, M, D))
-        for one, other in zip(*both(shapes), strict=True):
-            assert one.shape == other.shape, shapes
-            assert_close(one, other.detach(), 1e-12)
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        ((2, 4, N, D), (1, 2, M, D), (2, 2, M, D)),
-        ((2, 4, N, D), (2, M, D), (2, M, D)),
-        ((2, 4, N, D), (2, 2, M, D), (2, 1, M, D)),
-        ((2, 4, N, D), (M, D), (M, D)),
-    ],
-    ids=str,
-)
-def test_heads_that_are_shared_and_broadcast(shapes) -> None:
-    if len(shapes[1]) == 2:  # torch wants heads there
-        mine, _ = both(shapes, enable_gqa=False)
-        other, _ = both((shapes[0], (1, *shapes[1]), (1, *shapes[2])), enable_gqa=True)
-        assert mine[0].shape == other[0].shape
-        return
-    for mine, torchs in zip(*both(shapes, enable_gqa=True), strict=True):
-        assert mine.shape == torchs.shape
-        assert_close(mine, torchs.detach(), 1e-12)
+        check(((*q, N, D), (*k, M, D), (*v, M, D)))
 
 
 @pytest.mark.parametrize("shape", [(N, M), (M,), (1, M), (N, 1), (1, 1)], ids=str)
-@pytest.mark.parametrize("boolean", [False, True])
-def test_two_dimensions_under_a_mask(shape, boolean) -> None:
+def test_two_dimensions_under_a_mask(shape) -> None:
     mask = torch.randn(shape, dtype=torch.float64)
-    mask = mask > -1.0 if boolean else mask
-    for mine, torchs in zip(*both(((N, D), (M, D), (M, D)), mask), strict=True):
-        assert mine.shape == torchs.shape
-        if not (boolean and not mask.any(-1).all()):
-            assert_close(mine, torchs.detach(), 1e-12)
+    for one in (mask, mask > mask.max(-1, keepdim=True).values - 1):  # every row keeps a key
+        check(((N, D), (M, D), (M, D)), one)
 
 
 def test_two_dimensions_everywhere() -> None:
@@ -116,21 +95,6 @@ def test_two_dimensions_everywhere() -> None:
         qa.attention_backward(
             torch.ones(N, 3), q, k, v, out, lse, grads=tuple(map(torch.empty_like, (q, k, v)))
         )
-
-
-@pytest.mark.parametrize(
-    ("shapes", "says"),
-    [
-        (((N,), (M, D), (M, D)), r"query must have at least 2 dimensions"),
-        (((2, 3, N, D), (3, 3, M, D), (2, 3, M, D)), "key and value must have batch dimensions"),
-        (((2, 3, N, D), (2, 2, M, D), (2, 2, M, D)), r"key has 2 heads and query 3"),
-        (((2, 4, N, D), (2, 2, M, D), (2, 4, M, D)), r"value must have the key's heads"),
-    ],
-    ids=str,
-)
-def test_what_does_not_broadcast_is_refused_by_name(shapes, says) -> None:
-    with pytest.raises(ValueError, match=says):
-        qa.attention(*(torch.randn(s) for s in shapes))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -178,29 +142,10 @@ def test_nothing_is_cast_on_the_way(kernel: str) -> None:
     """An output asked for in fp32 is as exact as without autocast: statistics stay in fp32."""
     plain = inputs(300, dtype=torch.bfloat16)
     plan = qa.plan(300, heads=2, head_dim=8, dtype=torch.bfloat16, levels=(7,), kernel=kernel)
-    usual = qa.attention_with_lse(*plain.three, plan=plan, out_dtype=torch.float32)
-    back = qa.attention_backward(plain.grad_out, *plain.three, *usual)
+    each = {"plan": plan, "out_dtype": torch.float32}, {}
+    usual = both_passes(plain, each)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = qa.attention_with_lse(*plain.three, plan=plan, out_dtype=torch.float32)
-        again = qa.attention_backward(plain.grad_out, *plain.three, *found)
-    for one, other in zip((*usual, *back), (*found, *again), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_kernels_see_no_autocast() -> None:
-    seen = []
-
-    class Looking(DenseKernel):
-        name = "looking"
-
-        def forward(self, task, state):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            super().forward(task, state)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        qa.attention(*inputs(60).three, kernel=Looking())
-    assert seen
-    assert not any(seen)
+        assert all(map(torch.equal, usual, both_passes(plain, each)))
 
 
 @pytest.mark.parametrize("depth", ["auto", 1])
@@ -208,22 +153,12 @@ def test_kernels_see_no_autocast() -> None:
 def test_casts_are_within_the_budget(depth, backward) -> None:
     """What autocast makes of the inputs is memory that the call takes."""
     wide = inputs(1000, heads=4, head_dim=64)
-    half = [t.bfloat16() for t in wide.three]
-    made = qa.attention_with_lse(*half)
-
-    def call(three, budget: int, autocast: bool) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            if backward:
-                qa.attention_backward(made[0], *three, *made, budget=budget, depth=depth)
-            else:
-                qa.attention(*three, budget=budget, depth=depth)
-
+    half = Inputs(*(t.bfloat16() for t in wide.three), wide.grad_out)
+    results = qa.attention_with_lse(*half.three)
+    wide.grad_out = half.grad_out = results[0]
     smallest = []
-    for three, autocast in ((half, False), (wide.three, True)):
-        with pytest.raises(qa.BudgetError) as caught:
-            call(three, 100_000, autocast)
-        smallest.append(caught.value.smallest_bytes)
-        call(three, smallest[-1], autocast)
-        with pytest.raises(qa.BudgetError):
-            call(three, smallest[-1] - 1, autocast)
-    assert smallest[1] == smallest[0] + sum(t.nbytes for t in half)
+    for given, autocast in ((half, False), (wide, True)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            call = pass_of(given, backward, results, depth=depth)
+            smallest.append(smallest_budget(lambda most, call=call: call(budget=most)))
+    assert smallest[1] == smallest[0] + sum(t.nbytes for t in half.three)
