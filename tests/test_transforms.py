@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,31 +32,24 @@ def loss(attention: Attention, **call) -> Attention:
      ({"kernel": "dense"}, (1, 0, None))],
     ids=str,
 )  # fmt: skip
-def test_vmap(call: dict[str, object], in_dims: tuple[int | None, ...]) -> None:
-    """One more batch dimension, wherever it is; what has none is shared."""
-    whole = three()
+@pytest.mark.parametrize("mask", [None, (20, 20), (2, 1, 20), (2, 2, 1, 20), (1,)], ids=str)
+def test_vmap(call: dict[str, object], in_dims: tuple[int | None, ...], mask: Any) -> None:
+    """One more batch dimension, wherever it is; what has none is shared. A mask may have it."""
+    whole, dims, wide = three(), in_dims, None
     given = [
         t[0] if dim is None else t.movedim(0, dim) for t, dim in zip(whole, in_dims, strict=True)
     ]
     shared = [
         t[:1].expand_as(t) if dim is None else t for t, dim in zip(whole, in_dims, strict=True)
     ]
-    found = vmap(lambda *t: qa.attention(*t, **call), in_dims)(*given)
-    assert_close(found, sdpa(*shared, is_causal=bool(call.get("is_causal"))), 1e-12)
-
-
-@pytest.mark.parametrize("shape", [(20, 20), (2, 1, 20), (2, 2, 1, 20), (1,)], ids=str)
-@pytest.mark.parametrize("inputs_too", [True, False])
-def test_vmap_of_a_mask(shape: tuple[int, ...], inputs_too: bool) -> None:
-    q, k, v = three()
-    mask = torch.randn(3, *shape, dtype=torch.float64)
-    dims = (0, 0, 0, 0) if inputs_too else (None, None, None, 0)
-    given = (q, k, v) if inputs_too else (q[0], k[0], v[0])
-    found = vmap(qa.attention, dims)(*given, mask)
-    wide = mask.reshape(3, *(1,) * (4 - len(shape)), *shape)
-    if not inputs_too:
-        q, k, v = (t[:1].expand_as(t) for t in (q, k, v))
-    assert_close(found, sdpa(q, k, v, wide), 1e-12)
+    if mask is not None:
+        given.append(torch.randn(3, *mask, dtype=torch.float64))
+        dims, wide = (*in_dims, 0), given[3].reshape(3, *(1,) * (4 - len(mask)), *mask)
+        if call.get("is_causal"):
+            wide = wide.masked_fill(torch.ones(20, 20).triu(1) > 0, -torch.inf)
+    found = vmap(lambda *t: qa.attention(*t, **call), dims)(*given)
+    plain = {"is_causal": bool(call.get("is_causal"))} if mask is None else {"attn_mask": wide}
+    assert_close(found, sdpa(*shared, **plain), 1e-12)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -80,28 +74,15 @@ def test_gradients_of_each_and_of_all(depth: int, shape: tuple[int, ...]) -> Non
             (q, k, v, mask),
         ),
     ):
-        for found, wanted in zip(transform(mine)(*given), transform(torchs)(*given), strict=True):
-            assert found.shape == wanted.shape
-            assert_close(found, wanted, 1e-11)
+        assert_close(transform(mine)(*given), transform(torchs)(*given), 1e-11)
 
 
 def test_jacobians_backwards() -> None:
     q, k, v = (t[0, 0, :, :5, :3] for t in three())
-    for found, wanted in zip(
-        jacrev(qa.attention, (0, 1, 2))(q, k, v), jacrev(sdpa, (0, 1, 2))(q, k, v), strict=True
-    ):
-        assert_close(found, wanted, 1e-12)
+    found, wanted = (jacrev(f, (0, 1, 2))(q, k, v) for f in (qa.attention, sdpa))
+    assert_close(found, wanted, 1e-12)
     out, back = vjp(qa.attention, q, k, v)
     assert_close(back(out)[1], vjp(sdpa, q, k, v)[1](out)[1], 1e-12)
-
-
-def dual(attention: Attention, which: int, needs_grad: bool) -> None:
-    q, k, v = (t.clone().requires_grad_(needs_grad) for t in three())
-    mask = torch.zeros(20, 20, dtype=q.dtype)
-    with forward_ad.dual_level():
-        given = [q, k, v, mask]
-        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
-        attention(*given)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["query", "key", "value", "mask"])
@@ -109,8 +90,12 @@ def dual(attention: Attention, which: int, needs_grad: bool) -> None:
 @pytest.mark.parametrize("attention", [qa.attention, qa.attention_with_lse])
 def test_dual_tensors_are_refused(which: int, needs_grad: bool, attention: Attention) -> None:
     """A tangent of zero would be a wrong one."""
-    with pytest.raises(NotImplementedError, match=r"forward-mode derivatives .* not supported"):
-        dual(attention, which, needs_grad)
+    given = [t.clone().requires_grad_(needs_grad) for t in three()]
+    given.append(torch.zeros(20, 20, dtype=given[0].dtype))
+    with forward_ad.dual_level():
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported"):
+            attention(*given)
 
 
 def one(t: torch.Tensor) -> torch.Tensor:
@@ -143,20 +128,14 @@ def test_a_dual_upstream_gradient_is_refused_and_an_open_level_alone_changes_not
             torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), out.detach()))
 
 
-def test_the_backward_as_a_function_is_none_of_autograds() -> None:
+def test_neither_the_backward_as_a_function_nor_given_results_can_be_transformed() -> None:
     q, k, v = three()
     out, lse = qa.attention_with_lse(q, k, v)
-    with pytest.raises(NotImplementedError, match="take the gradients of attention instead"):
+    instead = pytest.raises(NotImplementedError, match="take the gradients of attention instead")
+    with instead:
         vmap(qa.attention_backward)(q, q, k, v, out, lse)
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match="take the gradients of attention instead"),
-    ):
+    with forward_ad.dual_level(), instead:
         qa.attention_backward(q, forward_ad.make_dual(q, q), k, v, out, lse)
-
-
-def test_what_cannot_be_mapped_is_refused_by_name() -> None:
-    q, k, v = three()
     with pytest.raises(NotImplementedError, match=r"out cannot be given under torch.func"):
         vmap(lambda *t: qa.attention(*t, out=torch.empty_like(q[0])))(q, k, v)
 
@@ -176,11 +155,8 @@ def test_sinks_and_plans_may_be_mapped_over() -> None:
         scores = torch.cat([q @ k.mT * 8**-0.5, sinks[:, None, None].expand(2, 2, 20, 1)], -1)
         return (scores.softmax(-1)[..., :-1] @ v).square().sum()
 
-    for found, right in zip(
-        vmap(grad(mine, (0, 1, 3)))(sinks, q, k, v), vmap(grad(wanted, (0, 1, 3)))(sinks, q, k, v),
-        strict=True,
-    ):  # fmt: skip
-        assert_close(found, right, 1e-11)
+    found, right = (vmap(grad(f, (0, 1, 3)))(sinks, q, k, v) for f in (mine, wanted))
+    assert_close(found, right, 1e-11)
 
 
 def test_tensors_of_a_mask_cannot_be_mapped() -> None:

@@ -8,6 +8,7 @@ import torch
 from helpers_attention import Inputs, assert_close, exact, inputs, sink
 from helpers_kernels import Counted
 from helpers_memory import usage
+from helpers_passes import pass_of
 from helpers_plans import unpinned
 
 import quorum_attention as qa
@@ -31,11 +32,6 @@ def plan_of(made: Inputs, **more) -> qa.Plan:
     )  # fmt: skip
 
 
-def close(got, wanted) -> None:
-    for actual, right in zip(got, wanted, strict=True):
-        torch.testing.assert_close(actual.double(), right, atol=2e-3, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("n_cap", "is_causal", "levels"),
     [(1, False, (7,)), (2, True, (7,)), (2, False, (3,)), (3, True, (3,))],
@@ -53,8 +49,7 @@ def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ..
             made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
             is_causal=is_causal, plan=plan, report=report,
         )  # fmt: skip
-        for actual, right in zip(got, reference.grads, strict=True):
-            assert_close(actual, right, 2e-3)
+        assert_close(got, reference.grads, 2e-3)
         assert (report.backward.repeated_units > 0) == repeated
 
 
@@ -67,14 +62,8 @@ def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, mask
     made.grad_out = (made.grad_out.float() * 2**14).clamp(-6e4, 6e4).half()
     mask = torch.randn(3000, 2).half() if masked else None
     reference = exact(made, mask=mask, gradients=True)
-    out, lse = reference.out.half(), reference.lse.float()
-    report = qa.Report()
-
-    def call() -> tuple[torch.Tensor, ...]:
-        return qa.attention_backward(
-            made.grad_out, *made.three, out, lse, mask, depth=0, report=report
-        )
-
+    report, results = qa.Report(), (reference.out.half(), reference.lse.float())
+    call = pass_of(made, True, results, attn_mask=mask, depth=0, report=report)
     for actual, wanted in zip(call(), reference.grads, strict=True):
         fits = wanted.abs() < 65_000
         assert bool(actual[fits].isfinite().all())
@@ -93,20 +82,21 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
     plan = plan_of(made, levels=(7,), tile=8, over_inputs=False, n_cap=n_cap, heads_per_group=1,
                    **call)  # fmt: skip
 
-    def computed(fails: set[int]) -> qa.Report:
-        kernel.arm(fails)
+    run = pass_of(made, True, (reference.out.half(), reference.lse.float()), **call)
+
+    def computed(*fails: int) -> qa.PassReport:
+        kernel.arm(set(fails))
         report = qa.Report()
-        got = qa.attention_backward(
-            made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
-            plan=unpinned(plan), report=report, **call,
-        )  # fmt: skip
-        close(got, reference.grads)
-        return report
+        for actual, right in zip(
+            run(plan=unpinned(plan), report=report), reference.grads, strict=True
+        ):
+            torch.testing.assert_close(actual.double(), right, atol=2e-3, rtol=0)
+        return report.backward
 
     for _ in range(2):  # it is tried out once
-        assert computed(set()).backward.repeated_units > 0
+        assert computed().repeated_units > 0
     for number in range(n_cap, kernel.n_calls, 25):
-        assert computed({number, number + 4}).backward.recoveries
+        assert computed(number, number + 4).recoveries
 
 
 # --- Upstream gradients of a wider dtype than the inputs --------------------------------------
@@ -156,15 +146,3 @@ def test_small_rows_beside_large_ones_keep_their_digits(kernel: str, depth: int)
     wanted = exact(made, is_causal=True, gradients=True).grads[2][..., 1:, :]
     off = (found[2][..., 1:, :].double() - wanted).abs().max()
     assert off <= 2e-3 * wanted.abs().max()
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_the_copy_is_counted(depth: int) -> None:
-    made = inputs(3000, heads=2, head_dim=32, dtype=torch.float16)
-    out, lse = qa.attention_with_lse(*made.three)
-    report = qa.Report()
-    grad_out = made.grad_out.float() * 1e6
-    found = usage(
-        lambda: qa.attention_backward(grad_out, *made.three, out, lse, depth=depth, report=report)
-    )
-    assert found.peak <= report.backward.planned_peak_bytes
