@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers_attention import TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, exact, inputs
 from helpers_fake_device import FakeDevice, FakeMover, ignore_events
+from helpers_passes import both_passes, pass_of
 from helpers_plans import unpinned
 
 import quorum_attention as qa
@@ -34,11 +35,9 @@ def plans(n_cap: int, *, free: bool = False, **more) -> list[qa.Plan]:
 def both(
     given: Inputs, plans, device: FakeDevice | None = None, report: qa.Report | None = None
 ) -> tuple[torch.Tensor, ...]:
-    call = {**CALL, "report": report}
+    each = tuple({"plan": plan} for plan in plans)
     with device or nullcontext():
-        out, lse = qa.attention_with_lse(*given.three, **call, plan=plans[0])
-        grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call, plan=plans[1])
-    return out, lse, *grads
+        return both_passes(given, each, **CALL, report=report)
 
 
 @pytest.mark.parametrize(
@@ -107,28 +106,16 @@ def test_memory_that_runs_out_between_the_copies_of_a_unit_is_not_recovered_from
         store(self, *args)
 
     monkeypatch.setattr(FakeMover, "store", failing)
-    results = reference.out.float(), reference.lse.float()
+    run = pass_of(given, True, (reference.out.float(), reference.lse.float()), **CALL, plan=plan)
     with FakeDevice(), pytest.raises(StoringError, match="not known which of them"):
-        qa.attention_backward(given.grad_out, *given.three, *results, **CALL, plan=plan)
+        run()
     assert len(calls) == number + 1
-
-
-@pytest.mark.parametrize("n_cap", [1, 3])
-def test_made_up_failures_are_recovered_from(n_cap) -> None:
-    """A unit that fails runs again; those that are done do not."""
-    given, report = inputs(N, dtype=torch.float16, **SIZES), qa.Report()
-    device = FakeDevice(failing=lambda number: number == 5)
-    out = both(given, plans(n_cap, free=True), device, report)[0]
-    assert_close(out, exact(given, is_causal=True).out, TOLERANCE[torch.float16])
-    said = "depth 1 -> 2" if n_cap == 1 else f"n_cap {n_cap} -> {n_cap - 1}"
-    assert said in report.forward.recoveries[0]
-    assert n_cap == 1 or report.forward.units == 14
 
 
 @pytest.mark.parametrize("failures", [(), (3, 5)])
 @pytest.mark.parametrize("n_cap", [1, 2, 4])
 def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) -> None:
-    """A device may unlock it while other head groups compute."""
+    """A device may unlock it while other head groups compute; after a failure too."""
     left: list[tuple[int, int]] = []
     copied = [0]
 
@@ -165,9 +152,12 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
     def failing(unit: int) -> bool:
         return bool(remaining) and unit == remaining[0] and bool(remaining.pop(0))
 
-    plan = plans(n_cap, free=bool(failures))[1]
+    run = pass_of(given, True, (out, lse), **CALL, plan=plans(n_cap, free=bool(failures))[1])
     with FakeDevice(failing=failing):
-        qa.attention_backward(given.grad_out, *given.three, out, lse, **CALL, plan=plan)
+        found = run()
+    assert not remaining
+    wanted = exact(given, is_causal=True, gradients=True).grads
+    assert_close(found, wanted, GRADIENT_TOLERANCE[torch.float16])
     assert copied[0] > 100
     # One of the two head groups: query, out, its gradient, lse and dQ, of two heads each, and key,
     # value, dK and dV. After a failure a group may be the last of its attempt: until the end.

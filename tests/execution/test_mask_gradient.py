@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from helpers_attention import Inputs, assert_close, fresh_generator, inputs
 from helpers_masks import exact
 from helpers_memory import FailingAllocations, usage
+from helpers_passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
@@ -41,28 +43,22 @@ def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return mask.to(dtype)
 
 
-def a_job(
-    work: Workload,
-    three: tuple[torch.Tensor, ...],
-    mask: torch.Tensor | None,
-    scale: float,
-) -> Job:
-    """A forward on the CPU by kernel "dense"."""
-    place = Placement("cpu", True, False, work.dtype)
-    problem = Problem(work, get_kernel("dense"), FORWARD, place)
-    tensors = dict(zip(("query", "key", "value"), three, strict=True))
-    view = None if mask is None else MaskView(mask, len(work.batch_shape))
-    return Job(problem, tensors, scale, torch.device("cpu"), view)
-
-
 def a_call(
-    shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False
+    shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False, **sizes: Any
 ) -> tuple[Inputs, torch.Tensor, Job, Saved]:
-    given = inputs(N, M, batch=(BATCH,), heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
+    """Inputs, a mask of ``shape``, a forward on the CPU by kernel "dense" and what it saved."""
+    sizes = {"n_queries": N, "n_keys": M, "heads": HEADS, "kv_heads": KV_HEADS, **sizes}
+    given = inputs(batch=(BATCH,), dtype=dtype, **sizes)
     mask = a_mask(shape, dtype)
     out, lse = qa.attention_with_lse(*given.three, mask, is_causal=causal, enable_gqa=True)
-    work = Workload((BATCH,), HEADS, KV_HEADS, N, M, 8, 8, dtype, causal, mask_shape(mask, 1))
-    return given, mask, a_job(work, given.three, mask, 8**-0.5), Saved(given.grad_out, out, lse)
+    work = Workload(
+        batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
+        mask=mask_shape(mask, 1), **sizes,
+    )  # fmt: skip
+    problem = Problem(work, get_kernel("dense"), FORWARD, Placement("cpu", True, False, dtype))
+    tensors = dict(zip(("query", "key", "value"), given.three, strict=True))
+    job = Job(problem, tensors, 8**-0.5, torch.device("cpu"), MaskView(mask, 1))
+    return given, mask, job, Saved(given.grad_out, out, lse)
 
 
 SHAPES = list(itertools.product((1, BATCH), (1, HEADS), (1, N), (1, M)))
@@ -104,13 +100,9 @@ def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
 def test_tiles_stay_within_their_bytes(
     shape: tuple[int, ...], dtype: torch.dtype, limit: int
 ) -> None:
-    given = inputs(300, 400, batch=(2,), heads=8, kv_heads=4, head_dim=16, dtype=dtype)
-    mask = a_mask(shape, dtype)
-    out, lse = qa.attention_with_lse(*given.three, mask, enable_gqa=True)
-    work = Workload((2,), 8, 4, 300, 400, 16, 16, dtype, True, mask_shape(mask, 1))
-    job = a_job(work, given.three, mask, 0.25)
-    target = torch.empty_like(mask)
-    upstream = Saved(given.grad_out, out, lse)
+    sizes = {"n_queries": 300, "n_keys": 400, "heads": 8, "kv_heads": 4}
+    _, mask, job, upstream = a_call(shape, dtype, True, **sizes)
+    work, target = job.problem.work, torch.empty_like(mask)
     tile = fitting(work, job.device, limit, mask.element_size())
     assert tile_bytes(work, tile, mask.element_size()) <= limit
     used = usage(lambda: add_up_mask_gradient(job, upstream, target, limit))
@@ -143,32 +135,16 @@ def test_kernels_of_other_functions_are_refused_by_name() -> None:
 
 
 def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:
-    given = inputs(500, heads=4, head_dim=16)
-    mask = torch.randn(4, 500, 500)
-    made = qa.attention_with_lse(*given.three, mask)
-
-    def call(budget: int, wish: torch.Tensor | bool) -> None:
-        qa.attention_backward(
-            given.grad_out, *given.three, *made, mask, grad_mask=wish, budget=budget
-        )
-
-    smallest = []
-    for wish in (False, torch.empty_like(mask), True):
-        with pytest.raises(qa.BudgetError) as caught:
-            call(10_000, wish)
-        smallest.append(caught.value.smallest_bytes)
-        call(smallest[-1], wish)
-        with pytest.raises(qa.BudgetError):
-            call(smallest[-1] - 1, wish)
+    given, mask = inputs(500, heads=4, head_dim=16), torch.randn(4, 500, 500)
+    run = pass_of(given, True, attn_mask=mask)
+    smallest = [
+        smallest_budget(lambda most, wish=wish: run(grad_mask=wish, budget=most))
+        for wish in (False, torch.empty_like(mask), True)
+    ]
     assert smallest[1] == smallest[0]
     assert smallest[2] == smallest[0] + mask.nbytes
     leaf = mask.clone().requires_grad_()
     with pytest.raises(qa.BudgetError, match=r"beside 3\.81 MiB of the mask") as said:
         qa.attention(*given.three, leaf, budget=smallest[2] - 1)
     assert said.value.smallest_bytes == smallest[2]
-    used = usage(
-        lambda: qa.attention_backward(
-            given.grad_out, *given.three, *made, mask, grad_mask=True, budget=smallest[2]
-        )
-    )
-    assert used.peak <= smallest[2]
+    assert usage(lambda: run(grad_mask=True, budget=smallest[2])).peak <= smallest[2]
