@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
 from helpers_memory import usage
+from helpers_passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 
@@ -14,18 +15,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def wanted(
     given: Inputs, grad_lse: torch.Tensor, *, causal: bool = False, out_too: bool = True,
-    bias: torch.Tensor | float = 0.0,
+    bias: torch.Tensor | float = 0.0, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The textbook by autograd in float64."""
-    q, k, v = (t.detach().double().requires_grad_() for t in given.three)
+    """The textbook by autograd in float64: of query, key, value, and of sinks."""
+    q, k, v, *more = leaves = [
+        t.detach().double().requires_grad_() for t in (*given.three, sinks) if t is not None
+    ]
     shared = q.shape[-3] // k.shape[-3]
     keys, values = (t.repeat_interleave(shared, dim=-3) for t in (k, v))
     s = q @ keys.mT * q.shape[-1] ** -0.5 + bias
     if causal:
         s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    results = (s.softmax(dim=-1) @ values, s.logsumexp(dim=-1))
+    column = [t[:, None, None].expand(*s.shape[:-1], 1) for t in more]
+    lse = torch.cat([s, *column], dim=-1).logsumexp(dim=-1)
     upstream = (given.grad_out.double() * out_too, grad_lse.double())
-    return torch.autograd.grad(results, (q, k, v), upstream)
+    return torch.autograd.grad(((s - lse[..., None]).exp() @ values, lse), leaves, upstream)
 
 
 def upstream_of(given: Inputs, size: float = 1.0) -> torch.Tensor:
@@ -44,11 +48,9 @@ def check(
         found = torch.autograd.grad((out, lse), leaves, (given.grad_out, grad_lse))
     else:
         found = torch.autograd.grad(lse, leaves, grad_lse)
-    for mine, exact in zip(
-        found, wanted(given, grad_lse, causal=causal, out_too=out_too), strict=True
-    ):
-        assert mine.dtype == dtype
-        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+    assert {mine.dtype for mine in found} == {dtype}
+    exact = wanted(given, grad_lse, causal=causal, out_too=out_too)
+    assert_close(found, exact, GRADIENT_TOLERANCE[dtype])
     return found
 
 
@@ -91,42 +93,27 @@ def test_rows_without_keys_pass_nothing_on() -> None:
 def test_the_backward_as_a_function() -> None:
     given = inputs(60)
     grad_lse = upstream_of(given)
-    made = qa.attention_with_lse(*given.three)
-    read = (given.grad_out, *given.three, *made)
-    exact = wanted(given, grad_lse)
-    for found in (
-        qa.attention_backward(*read, grad_lse=grad_lse),
-        qa.attention_backward(*read, grad_lse=grad_lse.double().mT.contiguous().mT),
-    ):
-        for mine, true in zip(found, exact, strict=True):
-            assert mine.is_contiguous()
-            assert_close(mine, true, 5e-5)
+    run, exact = pass_of(given, True), wanted(given, grad_lse)
+    for upstream in (grad_lse, grad_lse.double().mT.contiguous().mT):
+        found = run(grad_lse=upstream)
+        assert all(mine.is_contiguous() for mine in found)
+        assert_close(found, exact, 5e-5)
     room = tuple(torch.empty_like(t, dtype=torch.float64) for t in given.three)
-    found = qa.attention_backward(*read, grad_lse=grad_lse, grads=room)
-    for mine, target, true in zip(found, room, exact, strict=True):
-        assert mine is target
-        assert_close(mine, true, 5e-5)
+    found = run(grad_lse=grad_lse, grads=room)
+    assert all(mine is target for mine, target in zip(found, room, strict=True))
+    assert_close(room, exact, 5e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_budget_counts_the_columns(dtype: torch.dtype) -> None:
     given = inputs(700, heads=4, head_dim=16, dtype=dtype)
     grad_lse = upstream_of(given)
-    made = qa.attention_with_lse(*given.three)
-
-    def call(budget: int) -> tuple[torch.Tensor, ...]:
-        return qa.attention_backward(
-            given.grad_out, *given.three, *made, grad_lse=grad_lse, budget=budget
-        )
-
-    with pytest.raises(qa.BudgetError, match="gradients of mask and log-sum-exp") as caught:
-        call(10_000)
-    smallest = caught.value.smallest_bytes
-    assert usage(lambda: call(smallest)).peak <= smallest
-    with pytest.raises(qa.BudgetError):
-        call(smallest - 1)
-    for mine, exact in zip(call(smallest), wanted(given, grad_lse), strict=True):
-        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+    call = pass_of(given, True, grad_lse=grad_lse)
+    smallest = smallest_budget(
+        lambda most: call(budget=most), match="gradients of mask and log-sum-exp"
+    )
+    assert usage(lambda: call(budget=smallest)).peak <= smallest
+    assert_close(call(budget=smallest), wanted(given, grad_lse), GRADIENT_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -140,16 +127,10 @@ def test_beside_sinks_and_a_window(dtype: torch.dtype, depth: int) -> None:
     mask = qa.Mask(causal=True, window=(9, 0), sinks=leaves[3])
     results = qa.attention_with_lse(*leaves[:3], mask, depth=depth)
     found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
-    q, k, v, s = (t.detach().double().requires_grad_() for t in leaves)
     apart = torch.arange(40)[:, None] - torch.arange(40)
-    scores = (q @ k.mT / 8**0.5).masked_fill((apart < 0) | (apart > 9), -torch.inf)
-    column = s[None, :, None, None].expand(1, 2, 40, 1)
-    lse = torch.cat([scores, column], dim=-1).logsumexp(dim=-1)
-    out = (scores - lse[..., None]).exp() @ v
-    upstream = (given.grad_out.double(), grad_lse.double())
-    exact = torch.autograd.grad((out, lse), (q, k, v, s), upstream)
-    for mine, true in zip(found, exact, strict=True):
-        assert_close(mine, true, GRADIENT_TOLERANCE[dtype])
+    bias = torch.zeros(40, 40).masked_fill((apart < 0) | (apart > 9), -torch.inf).double()
+    exact = wanted(given, grad_lse, bias=bias, sinks=sinks)
+    assert_close(found, exact, GRADIENT_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("wider", [torch.float32, torch.float64])
@@ -159,11 +140,8 @@ def test_small_upstream_gradients_are_not_lost_beside_it(wider: torch.dtype) -> 
     given.value.mul_(5000)
     given.grad_out = given.grad_out.to(wider) * 1e-6
     grad_lse = upstream_of(given, 1e-3)
-    made = qa.attention_with_lse(*given.three)
-    found = qa.attention_backward(
-        given.grad_out, *given.three, *made, grad_lse=grad_lse, depth=1,
-        grads=tuple(torch.empty_like(t, dtype=wider) for t in given.three),
-    )  # fmt: skip
+    room = tuple(torch.empty_like(t, dtype=wider) for t in given.three)
+    found = pass_of(given, True, grad_lse=grad_lse, depth=1, grads=room)()
     for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
         assert_close(mine / exact.abs().max(), exact / exact.abs().max(), 1e-2)
 
@@ -196,7 +174,6 @@ def test_small_values_under_a_mask_that_many_rows_share() -> None:
     report = qa.Report()
     results = qa.attention_with_lse(*leaves, attn_mask=mask, depth=1, report=report)
     found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
-    assert report.backward is not None
     assert report.backward.repeated_units == 0
     for mine, true in zip(found, wanted(given, grad_lse, bias=mask.double()), strict=True):
         off = float((mine.double() - true).abs().max())

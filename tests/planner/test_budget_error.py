@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
 from helpers_memory import usage
+from helpers_passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 
@@ -31,32 +32,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("backward", [False, True])
 def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     given = inputs(1100, **sizes)
-    out, lse = qa.attention_with_lse(*given.three, **call)
-
-    def run(budget: int):  # type: ignore[no-untyped-def]
-        if backward:
-            return qa.attention_backward(
-                given.grad_out, *given.three, out, lse, **call, budget=budget
-            )
-        return (qa.attention(*given.three, **call, budget=budget),)
-
-    with pytest.raises(qa.BudgetError) as refused:
-        run(1000)
-    smallest = refused.value.smallest_bytes
-    assert smallest is not None
-    text = str(refused.value)
-    assert f"({smallest} bytes)" in text
-    assert "(1000 bytes)" in text
-    with pytest.raises(qa.BudgetError):
-        run(smallest - 1)
-    results = run(smallest)
+    run = pass_of(given, backward, **call)
+    smallest = smallest_budget(lambda most: run(budget=most))
     reference = exact(
         given, mask=call.get("attn_mask"), is_causal=call.get("is_causal", False), gradients=True
     )
-    wanted = reference.grads if backward else (reference.out,)
-    for actual, expected in zip(results, wanted, strict=True):
-        assert_close(actual, expected, 1e-2 if sizes.get("dtype") else 5e-5)
-    assert usage(lambda: run(smallest)).peak <= smallest
+    tolerance = 1e-2 if sizes.get("dtype") else 5e-5
+    assert_close(run(budget=smallest), reference.of(backward), tolerance)
+    assert usage(lambda: run(budget=smallest)).peak <= smallest
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -70,16 +53,11 @@ def test_the_smallest_at_any_length_works_and_nothing_less_does(seed: int) -> No
         "heads": draw.choice([1, 3, 8]),
         "layout": draw.choice(["aligned", "balanced"]),
     }
-    with pytest.raises(qa.BudgetError) as refused:
-        qa.plan(n, budget=1, **call)
-    smallest = refused.value.smallest_bytes
-    assert smallest is not None
+    smallest = smallest_budget(lambda most: qa.plan(n, budget=most, **call))
     assert qa.plan(n, budget=smallest, **call).peak_bytes <= smallest
     for levels in ((7,), (13,), (7, 7), (31, 7)):
         through_slots = qa.plan(n, levels=levels, over_inputs=False, **call)
         assert through_slots.peak_bytes >= smallest
-    with pytest.raises(qa.BudgetError):
-        qa.plan(n, budget=smallest - 1, **call)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -100,14 +78,8 @@ def test_a_refused_call_lets_go_of_its_tensors_at_once(recorded: bool) -> None:
         gc.enable()
 
 
-def printed(said: str) -> str:
-    """The budget that a message names, as it prints it."""
-    named = re.search(r"smallest that works[^.]*? is ([0-9.]+[KMGT]?i?B)", said)
-    assert named is not None, said
-    return named[1]
-
-
 def test_an_estimate_names_the_pass_that_needs_more() -> None:
     with pytest.raises(qa.BudgetError, match=r"^backward pass: .* smallest that works") as refused:
         qa.estimate(16_384, budget="24MiB", device="cpu")
-    assert qa.estimate(16_384, budget=printed(str(refused.value)), device="cpu").backward
+    printed = re.search(r"smallest that works[^.]*? is ([0-9.]+[KMGT]?i?B)", str(refused.value))[1]
+    assert qa.estimate(16_384, budget=printed, device="cpu").backward

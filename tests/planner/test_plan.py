@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers_attention import inputs
 from helpers_memory import usage
+from helpers_passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
@@ -67,22 +68,12 @@ def test_a_plan_made_without_a_mask_counts_the_call_s(backward: bool) -> None:
     sizes = {"heads": 1, "head_dim": 8, "dtype": torch.float32, "levels": (7,), "device": "cpu",
              "tile": 16, "kernel": "dense", "backward": backward}  # fmt: skip
     plan, report = qa.plan(n, **sizes), qa.Report()
-    out, lse = qa.attention_with_lse(*made.three, mask, kernel="dense", depth=1)
-
-    def run(**more: object) -> object:
-        if backward:
-            return qa.attention_backward(
-                made.grad_out, *made.three, out, lse, mask, plan=plan, **more
-            )
-        return qa.attention(*made.three, mask, plan=plan, **more)
-
-    peak = usage(lambda: run(report=report)).peak
+    run = pass_of(made, backward, attn_mask=mask, plan=plan, report=report)
+    peak = usage(run).peak
     planned = (report.backward if backward else report.forward).planned_peak_bytes
     assert plan.peak_bytes < planned
     assert peak <= planned
-    with pytest.raises(qa.BudgetError):
-        run(budget=planned - 1)
-    run(budget=planned)
+    assert smallest_budget(lambda most: run(budget=most)) == planned
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -111,9 +102,8 @@ def test_what_fits_and_what_does_not() -> None:
     roomy = qa.estimate(20_000, budget="2GiB", **CALL)
     assert roomy.fits_monolithic
     assert roomy.forward.depth == 0
-    with pytest.raises(qa.BudgetError) as refused:
-        qa.plan(20000, budget=1, backward=True, **CALL)
-    tight = qa.estimate(20_000, budget=refused.value.smallest_bytes, **CALL)
+    least = smallest_budget(lambda most: qa.plan(20_000, budget=most, backward=True, **CALL))
+    tight = qa.estimate(20_000, budget=least, **CALL)
     assert tight.forward.peak_bytes <= tight.budget_bytes
     assert tight.backward.peak_bytes <= tight.budget_bytes
     assert tight.backward.backward
