@@ -1,13 +1,17 @@
-"""Dropout: the same pairs however a call is cut, wherever it runs, forward and backward."""
+"""Dropout: the same pairs however a call is cut, wherever it runs, forward and backward; seeds are
+drawn once in a call, from torch's generator."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers_attention import Inputs, assert_close, inputs
 from helpers_masks import exact as textbooks
+from torch.func import grad, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention.decomposition.intervals import Rows
@@ -34,16 +38,19 @@ def textbook(given: Inputs, p: float, mask: qa.Mask = NOTHING, **call: Any) -> A
     return textbooks(*given.three, given.grad_out, mask, scale, dropout=Dropout(p, SEED), **call)
 
 
-def forward_mask(sizes: tuple[int, ...], p: float, **call: Any) -> torch.Tensor:
-    """Which pairs a forward keeps: all weigh the same, and values are columns of the identity."""
-    batch, heads, kv_heads, n, m = sizes
-    dtype = call.pop("dtype", torch.float32)
-    query, key = torch.zeros(batch, heads, n, 4, dtype=dtype), torch.zeros(batch, kv_heads, m, 4)
-    value = torch.eye(m, dtype=dtype).expand(batch, kv_heads, m, m)
-    return qa.attention(query, key.to(dtype), value, dropout_p=p, enable_gqa=True, **call) != 0
+def shows(*batch: int, heads: int = 2, kv_heads: int = 2, n: int = 20, m: int = 20):  # type: ignore[no-untyped-def]
+    """Inputs whose output shows which pairs are kept: all weigh the same, and values are columns of
+    the identity."""
+    query, key = torch.zeros(*batch, heads, n, 4), torch.zeros(*batch, kv_heads, m, 4)
+    return query, key, torch.eye(m).expand(*batch, kv_heads, m, m)
 
 
-def backward_mask(sizes: tuple[int, ...], p: float, **call: Any) -> torch.Tensor:
+def kept_by(three: tuple[torch.Tensor, ...], **call: Any) -> torch.Tensor:
+    """Which pairs a forward keeps."""
+    return qa.attention(*three, enable_gqa=True, **{"dropout_p": 0.5, **call}) != 0
+
+
+def backward_mask(sizes: tuple[int, ...], **call: Any) -> torch.Tensor:
     """Which pairs a backward keeps: upstream gradients are columns of the identity, of one query
     head of each group at a time, because their dV are summed."""
     batch, heads, kv_heads, n, m = sizes
@@ -56,7 +63,7 @@ def backward_mask(sizes: tuple[int, ...], p: float, **call: Any) -> torch.Tensor
         upstream = torch.zeros(batch, heads, n, n)
         upstream[:, j::shared] = torch.eye(n)
         grads = qa.attention_backward(
-            upstream, query, key, value, out, lse, dropout_p=p, enable_gqa=True, **call
+            upstream, query, key, value, out, lse, enable_gqa=True, **call
         )
         found[:, j::shared] = grads[2].mT != 0
     return found
@@ -73,25 +80,19 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(kernel: str, cut: str, sizes: tuple[int, ...], value_dim: int, **more: Any) -> qa.Plan:
-    batch, heads, kv_heads, n, m = sizes
-    return qa.plan(
-        n, n_keys=m, heads=heads, kv_heads=kv_heads, head_dim=4, value_dim=value_dim, batch=batch,
-        kernel=kernel, dropout_p=0.5, **{"tile": 3, "dtype": torch.float32, **CUTS[cut], **more},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_same_pairs_however_a_call_is_cut(kernel: str, cut: str) -> None:
     """Bit for bit those of the definition, forward and backward."""
-    sizes, n, m = SIZES, SIZES[3], SIZES[4]
-    expected = kept(0.4, *SIZES[:2], n, m)
-    named = {"dropout_seed": SEED, "kernel": kernel}
-    plan = planned(kernel, cut, sizes, m)
-    assert torch.equal(forward_mask(sizes, 0.4, plan=plan, **named), expected)
-    plan = planned(kernel, cut, sizes, n, backward=True)
-    assert torch.equal(backward_mask(sizes, 0.4, plan=plan, **named), expected)
+    batch, heads, kv_heads, n, m = SIZES
+    expected = kept(0.4, batch, heads, n, m)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "n_keys": m, "head_dim": 4, "batch": batch}
+    sizes |= {"kernel": kernel, "dropout_p": 0.5, "tile": 3, "dtype": torch.float32, **CUTS[cut]}
+    call = {"dropout_p": 0.4, "dropout_seed": SEED, "kernel": kernel}
+    three = shows(batch, heads=heads, kv_heads=kv_heads, n=n, m=m)
+    assert torch.equal(kept_by(three, plan=qa.plan(n, value_dim=m, **sizes), **call), expected)
+    plan = qa.plan(n, value_dim=n, backward=True, **sizes)
+    assert torch.equal(backward_mask(SIZES, plan=plan, **call), expected)
 
 
 @pytest.mark.parametrize("kernel", ["auto", *KERNELS])
@@ -101,13 +102,11 @@ def test_none_and_all(kernel: str, depth: int) -> None:
     given = inputs(60)
     plain = qa.attention_with_lse(*given.three, kernel=kernel, depth=depth)
     same = qa.attention_with_lse(*given.three, kernel=kernel, depth=depth, dropout_p=0)
-    assert all(torch.equal(one, other) for one, other in zip(plain, same, strict=True))
+    assert all(map(torch.equal, plain, same))
     leaves = [t.clone().requires_grad_() for t in given.three]
     out, lse = qa.attention_with_lse(*leaves, kernel=kernel, depth=depth, dropout_p=1.0)
-    assert not out.any()
     assert_close(lse, plain[1], 1e-6)
-    for grad in torch.autograd.grad(out, leaves, given.grad_out):
-        assert not grad.any()
+    assert not any(t.any() for t in (out, *torch.autograd.grad(out, leaves, given.grad_out)))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 45, 38), (4, 1, 38), (2, 1, 45, 1), (38,)], ids=str)
@@ -139,8 +138,7 @@ def test_a_backward_needs_the_seed() -> None:
     )
     leaves = [t.clone().requires_grad_() for t in given.three]
     again = qa.attention(*leaves, dropout_p=0.25, dropout_seed=seed)
-    for one, other in zip(grads, torch.autograd.grad(again, leaves, given.grad_out), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, grads, torch.autograd.grad(again, leaves, given.grad_out)))
 
 
 def test_a_kernel_without_dropout_never_leaves_it_out() -> None:
@@ -155,3 +153,97 @@ def test_a_kernel_without_dropout_never_leaves_it_out() -> None:
         qa.attention(*three, dropout_p=0.5, kernel=qa.from_lse_function(function))
     with pytest.raises(NotImplementedError, match="it has no dropout by the position"):
         qa.plan(1000, dropout_p=0.5, device="cuda", kernel="cudnn")
+
+
+def test_another_seed_in_every_call_and_the_same_again_after_the_same_manual_seed() -> None:
+    torch.manual_seed(3)
+    first, second = kept_by(shows(1)), kept_by(shows(1))
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(first, kept_by(shows(1)))
+    assert torch.equal(second, kept_by(shows(1)))
+
+
+@pytest.mark.parametrize(
+    "call", [{}, {"dropout_p": 0}, {"dropout_p": 0.5, "dropout_seed": 4}, {"depth": 1}], ids=str
+)
+def test_nothing_is_drawn_where_no_seed_is_needed(call: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    qa.attention(*shows(1), **call)
+    with pytest.raises(ValueError, match="attn_mask must broadcast"):
+        qa.attention(*shows(1), torch.ones(3, 3), 0.5)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_drops_the_same_pairs_again(reentrant: bool) -> None:
+    given = inputs(20, dtype=torch.float64)
+    found = []
+    for again in (False, True):
+        leaves = [t.clone().requires_grad_() for t in given.three]
+        torch.manual_seed(8)
+
+        def call(*three: torch.Tensor) -> torch.Tensor:
+            return qa.attention(*three, dropout_p=0.5).square()
+
+        out = checkpoint(call, *leaves, use_reentrant=reentrant) if again else call(*leaves)
+        out.sum().backward()
+        found.append((out, *(t.grad for t in leaves)))
+    assert all(map(torch.equal, *found))
+
+
+def test_vmap_with_a_seed_drops_the_same_in_every_entry_and_asks_how_random_it_is_else() -> None:
+    found = vmap(lambda *t: kept_by(t, dropout_seed=SEED))(*shows(3, 2))
+    assert all(torch.equal(one, kept(0.5, 2, 2, 20, 20)) for one in found)
+    with pytest.raises(RuntimeError, match="in randomness error mode"):
+        vmap(lambda *t: kept_by(t))(*shows(3, 2))
+    different = partial(vmap, randomness="different")
+    same = partial(vmap, randomness="same")
+    found = different(lambda *t: kept_by(t))(*shows(3, 2))
+    assert len({tuple(one.flatten().tolist()) for one in found.flatten(0, 1)}) == 6
+    again = same(lambda *t: kept_by(t))(*shows(3, 2))
+    assert all(torch.equal(one, again[0]) for one in again)
+    nested = different(same(lambda *t: kept_by(t)))(*shows(3, 2, 1))
+    assert torch.equal(nested[:, 0], nested[:, 1])
+    assert not torch.equal(nested[0], nested[1])
+    three = shows(2)
+    unmapped = different(lambda x: kept_by(three).float() + x)(torch.zeros(3))
+    assert not torch.equal(unmapped[0], unmapped[1])
+
+
+def test_gradients_under_vmap_are_of_the_pairs_of_the_forward() -> None:
+    """Of both orders, and of a Jacobian, whose rows all belong to one forward."""
+    given = inputs(20, batch=(3, 2), dtype=torch.float64)
+
+    def mine(*three: torch.Tensor) -> torch.Tensor:
+        return qa.attention(*three, dropout_p=0.5, dropout_seed=SEED)
+
+    def each(*three: torch.Tensor) -> torch.Tensor:
+        return torch.stack([loss(*entry) for entry in zip(*three, strict=True)]).sum()
+
+    def loss(*three: torch.Tensor) -> torch.Tensor:
+        return mine(*three).square().sum()
+
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    wanted = torch.autograd.grad(each(*leaves), leaves)
+    for found in (
+        vmap(grad(loss, (0, 1, 2)))(*given.three),
+        grad(lambda *t: vmap(loss)(*t).sum(), (0, 1, 2))(*given.three),
+    ):
+        torch.testing.assert_close(found, wanted)
+    few = [t[0, 0, :, :5] for t in given.three]
+    jacobian = jacrev(mine)(*few)
+    by_hand = torch.autograd.functional.jacobian(lambda q: mine(q, *few[1:]), few[0])
+    torch.testing.assert_close(jacobian, by_hand)
+
+
+def test_compiled_functions_draw_outside_the_graph() -> None:
+    compiled = torch.compile(lambda *t: qa.attention(*t, dropout_p=0.5) * 1.0, backend="eager")
+    torch.manual_seed(9)
+    found = [compiled(*shows(1)) for _ in range(2)]
+    torch.manual_seed(9)
+    wanted = [qa.attention(*shows(1), dropout_p=0.5) for _ in range(2)]
+    assert torch.equal(torch.stack(found), torch.stack(wanted))
+    assert not torch.equal(*found)

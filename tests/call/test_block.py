@@ -3,97 +3,83 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers_conformance import NAMES, Case
 
-import quorum_attention as qa
+from quorum_attention import Mask
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.passes import compute_block
 
-BATCH, HEADS, KV, QUERIES, KEYS = 2, 4, 2, 29, 37
+pytestmark = pytest.mark.usefixtures("one_thread")
 ON_CPU = CallOptions(devices=torch.device("cpu"))
-IDS = torch.tensor([[0] * 20 + [1] * 17, [3] * 30 + [4] * 7])
-PADDING = torch.arange(KEYS) % 5 != 1
-MASKS: dict[str, Any] = {
-    "none": None,
-    "boolean": torch.rand(BATCH, 1, QUERIES, KEYS) < 0.7,
-    "bias": torch.randn(HEADS, 1, KEYS, dtype=torch.float64),
-    "window": qa.Mask(window=(5, 2)),
-    "lower right": qa.Mask(causal="lower_right", window=(9, -1)),
-    "offset": qa.Mask(causal=True, offset=3),
-    "chunk": qa.Mask(chunk=8, softcap=3.0),
-    "documents": qa.Mask(documents=(IDS[:, :QUERIES], IDS)),
-    "lengths": qa.Mask(key_lengths=torch.tensor([30, 9])),
-    "padding": qa.Mask(key_padding=PADDING, bias=torch.randn(QUERIES, 1, dtype=torch.float64)),
-    "keeps": qa.Mask(keeps=lambda b, h, q, k: (b + h + 2 * q + 3 * k) % 4 != 0),
-    "either": qa.Mask(window=3) | qa.Mask(key_lengths=torch.tensor([4, 11])),
-}
 
 
-def cuts(count: int, at: int) -> list[Interval]:
-    return [Interval(0, at), Interval(at, count)]
+@pytest.mark.parametrize("first", range(0, 100, 50))
+def test_blocks_together_are_the_call(first: int) -> None:
+    """Short random calls, cut anywhere along entries, heads, rows and keys."""
+    for seed in range(first, first + 50):
+        print("seed", seed)
+        case = Case(seed)
+        if max(t.shape[-2] for t in case.inputs) > 160:
+            continue
+        if seed % 5 == 0:  # seldom drawn
+            case.mask = replace(case.mask if isinstance(case.mask, Mask) else Mask(), chunk=7)
+        query, key, value, grad_out = case.inputs
+        (*batch, heads, n, _), (kv_heads, m, _) = query.shape, key.shape[-3:]
+        p, of = (case.options.get(name) for name in ("dropout_p", "dropout_seed"))
+        call = WholeCall(
+            tuple(batch), heads, kv_heads, n, m, case.mask, case.options["is_causal"],
+            case.options["scale"], dropout=None if p is None else Dropout(p, of),
+        )  # fmt: skip
 
+        def cuts(count: int, step: int = 1, case: Case = case) -> list[Interval]:
+            edges = {0, count * step, case.draw.randint(0, count) * step}
+            return [Interval(*pair) for pair in itertools.pairwise(sorted(edges))]
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", MASKS)
-def test_blocks_together_are_the_call(name: str, causal: bool) -> None:
-    shapes = ((HEADS, QUERIES), (KV, KEYS), (KV, KEYS))
-    query, key, value = (torch.randn(BATCH, *shape, 8, dtype=torch.float64) for shape in shapes)
-    wanted, wanted_lse = qa.attention_with_lse(
-        query, key, value, MASKS[name], is_causal=causal, enable_gqa=True
-    )
-    grad_out = torch.randn_like(wanted)
-    of_rows = {"query": query, "grad_out": grad_out, "out": wanted, "lse": wanted_lse}
-    grads = qa.attention_backward(
-        grad_out, query, key, value, wanted, wanted_lse, MASKS[name], is_causal=causal,
-        enable_gqa=True,
-    )  # fmt: skip
-    found = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    call = WholeCall((BATCH,), HEADS, KV, QUERIES, KEYS, MASKS[name], causal)
-    for entries, heads, rows in itertools.product(
-        cuts(BATCH, 1), cuts(HEADS, 2), cuts(QUERIES, 13)
-    ):
-        outs, lses = [], []
-        for keys in cuts(KEYS, 10):
-            block = Block(entries, heads, rows, keys)
-            inputs = {n: call.cut(t, block, of_keys=False) for n, t in of_rows.items()}
-            inputs |= {
-                n: call.cut(t, block, of_keys=True) for n, t in (("key", key), ("value", value))
-            }
-            three = {n: inputs[n] for n in ("query", "key", "value")}
-            out, lse = compute_block(call, block, three, ON_CPU)
-            outs.append(out)
-            lses.append(lse)
-            made = compute_block(call, block, inputs, ON_CPU)
-            for whole, part, of_keys in zip(found, made, (False, True, True), strict=True):
-                call.cut(whole, block, of_keys=of_keys).add_(part)
-        lse = torch.logsumexp(torch.stack(lses), 0)
-        weights = (torch.stack(lses) - lse).nan_to_num(nan=-torch.inf).exp()
-        out = (torch.stack(outs) * weights[..., None]).sum(0)
-        torch.testing.assert_close(out, call.cut(wanted, block, of_keys=False))
-        torch.testing.assert_close(lse, call.cut(wanted_lse, block, of_keys=False))
-    for mine, theirs in zip(found, grads, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_sinks_dropout_and_batch_dimensions() -> None:
-    query, key, value = (torch.randn(2, 3, HEADS, 20, 8) for _ in range(3))
-    mask = qa.Mask(sinks=torch.randn(HEADS), bias=torch.randn(3, 1, 1, 20))
-    asked: Any = {"dropout_p": 0.3, "dropout_seed": 5}
-    wanted = qa.attention(query, key, value, mask, **asked)
-    call = WholeCall((2, 3), HEADS, HEADS, 20, 20, mask, dropout=Dropout(0.3, 5))
-    for entry, head in itertools.product(range(6), range(HEADS)):
-        block = Block(
-            Interval(entry, entry + 1), Interval(head, head + 1), Interval(0, 20), Interval(0, 20)
-        )
-        three = {
-            n: call.cut(t, block, of_keys=n != "query")
-            for n, t in (("query", query), ("key", key), ("value", value))
-        }
-        out, _ = compute_block(call, block, three, ON_CPU)
-        torch.testing.assert_close(out, call.cut(wanted, block, of_keys=False))
+        entries = torch.Size(batch).numel()
+        ones = [Interval(i, i + 1) for i in range(entries)]
+        # A sink is one more key, of the keys of one block.
+        whole = isinstance(case.mask, Mask) and case.mask.sinks is not None
+        of_keys = [Interval(0, m)] if whole or p else cuts(m)
+        of_rows = [Interval(0, n)] if p else cuts(n)  # dropout counts positions from 0
+        of_heads = cuts(kv_heads, heads // kv_heads)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        out, lse = torch.zeros(grad_out.shape), torch.zeros(grad_out.shape[:-1])
+        found = [out, lse, *(torch.zeros(t.shape) for t in (query, key, value))]
+        found = [t.to(wide) for t in found]
+        for rest in itertools.product(
+            cuts(entries) if len(batch) == 1 else ones, of_heads, of_rows
+        ):
+            blocks = [Block(*rest, keys) for keys in of_keys]
+            parts = []
+            for block in blocks:
+                three = {"query": call.cut(query, block, of_keys=False)}
+                three |= {
+                    name: call.cut(t, block, of_keys=True)
+                    for name, t in (("key", key), ("value", value))
+                }
+                parts.append((three, *compute_block(call, block, three, ON_CPU)))
+            states = torch.stack([part[2] for part in parts])
+            total = states.logsumexp(0)
+            weights = (states - total).nan_to_num(nan=-torch.inf).exp()[..., None]
+            merged = (torch.stack([part[1] for part in parts]) * weights).sum(0)
+            call.cut(found[0], blocks[0], of_keys=False).copy_(merged)
+            call.cut(found[1], blocks[0], of_keys=False).copy_(total)
+            for block, (three, *_) in zip(blocks, parts, strict=True):
+                given = three | {
+                    "grad_out": call.cut(grad_out, block, of_keys=False),
+                    "out": merged.to(case.dtype), "lse": total,
+                }  # fmt: skip
+                for grad, part, keys in zip(
+                    found[2:], compute_block(call, block, given, ON_CPU), (False, True, True),
+                    strict=True,
+                ):  # fmt: skip
+                    call.cut(grad, block, of_keys=keys).add_(part)
+        results = dict(zip(NAMES, found, strict=True))
+        case.check({n: t if n == "lse" else t.to(case.dtype) for n, t in results.items()})
