@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_attention import inputs
+from helpers_attention import Inputs, inputs
 from helpers_first_calls import MODES
+from helpers_passes import both_passes, pass_of
 from helpers_plans import passing
 from helpers_processes import run_python
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,33 +32,27 @@ import torch
 import quorum_attention as qa
 torch.set_num_threads(1)
 q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
-"""
 
-_THEN = """
-def refused(call, *says):
+def refused(call, *says, by=NotImplementedError):
     try:
         call()
-    except NotImplementedError as error:
+    except by as error:
         assert all(word in str(error) for word in says), error
     else:
         raise AssertionError("not refused")
 """
 
 _AFTER = """
-report = qa.Report()
-a, b, c = (t.clone().requires_grad_() for t in (q, k, v))
-out = qa.attention(a, b, c, is_causal=True, report=report)
-out.square().sum().backward()
-d, e, f = (t.clone().requires_grad_() for t in (q, k, v))
-ref = torch.nn.functional.scaled_dot_product_attention(d, e, f, is_causal=True)
-ref.square().sum().backward()
-torch.testing.assert_close(out, ref)
-for mine, wanted in ((a, d), (b, e), (c, f)):
-    torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+report, results = qa.Report(), []
+for attention, more in ((qa.attention, {"report": report}),
+                        (torch.nn.functional.scaled_dot_product_attention, {})):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = attention(*leaves, is_causal=True, **more)
+    results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 kernel = "cpu" if not torch.cuda.is_available() else report.forward.kernel
 assert report.forward.kernel == kernel != "dense", report.forward.kernel
 assert report.backward.kernel == kernel, report.backward.kernel
-print("right")
 """
 
 _CALLS = """
@@ -94,12 +89,29 @@ FIRST = {
             )
     """,
     "a traced module": """
-        try:
-            torch.jit.trace(lambda q, k, v: qa.attention(q, k, v), (q, k, v))
-        except NotImplementedError as error:
-            assert "torch.jit.trace" in str(error), error
-        else:
-            raise AssertionError("not refused")
+        refused(lambda: torch.jit.trace(lambda q, k, v: qa.attention(q, k, v), (q, k, v)),
+                "torch.jit.trace")
+    """,
+    "one graph of all": """
+        for call in (lambda q, k, v: qa.attention(q, k, v, out=torch.empty_like(q)),
+                     lambda q, k, v: qa.attention_backward(q, q, k, v, q, q[..., 0].float())):
+            made = torch.compile(call, fullgraph=True, backend="eager")
+            refused(lambda: made(q, k, v), "quorum_attention", by=torch._dynamo.exc.Unsupported)
+    """,
+    "compiled autograd": """
+        # It looks into the backward of every function; ours is one break there.
+        from torch._dynamo.utils import counters
+        torch._dynamo.config.compiled_autograd = True
+        leaf, wanted = (q.clone().requires_grad_() for _ in range(2))
+        @torch.compile(backend="eager")
+        def step(leaf):
+            qa.attention(leaf * 2, k, v).sum().backward()
+        step(leaf)
+        torch._dynamo.config.compiled_autograd = False
+        torch.nn.functional.scaled_dot_product_attention(wanted * 2, k, v).sum().backward()
+        torch.testing.assert_close(leaf.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+        ours = [why for why in counters["graph_break"] if "Tensor.backward()" not in why]
+        assert all("disable" in why for why in ours), ours
     """,
     "a function mode that refuses": """
         from torch.overrides import TorchFunctionMode
@@ -114,11 +126,14 @@ FIRST = {
 }
 
 
+def run(code: str, *arguments: object) -> None:
+    done = run_python(code, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("mode", list(FIRST))
 def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: str) -> None:
-    done = run_python(_BEGIN + _THEN + textwrap.dedent(FIRST[mode]) + _AFTER)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "right"
+    run(_BEGIN + textwrap.dedent(FIRST[mode]) + _AFTER)
 
 
 # Each mode once; inside checkpoints and hooks autograd, or what records it, takes part.
@@ -131,8 +146,7 @@ MADE_BY = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_first_call_and_the_next_are_right(mode: str) -> None:
-    done = run_python(_CALLS, Path(__file__).parent, mode, *MADE_BY.get(mode, ("auto", "float32")))
-    assert not done.returncode, done.stderr[-2000:]
+    run(_CALLS, Path(__file__).parent, mode, *MADE_BY.get(mode, ("auto", "float32")))
 
 
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")
@@ -167,45 +181,6 @@ def test_inductor_compiles_a_step_in_one_graph_and_says_nothing() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "right"
     assert done.stderr == ""
-
-
-def test_a_compiled_backward_steps_around_too() -> None:
-    """Compiled autograd looks into the backward of every function; ours is one break there."""
-    done = run_python(
-        _BEGIN
-        + textwrap.dedent("""
-        from torch._dynamo.utils import counters
-        torch._dynamo.config.compiled_autograd = True
-        leaf, wanted = (q.clone().requires_grad_() for _ in range(2))
-        @torch.compile(backend="eager")
-        def step(leaf):
-            qa.attention(leaf * 2, k, v).sum().backward()
-        step(leaf)
-        torch.nn.functional.scaled_dot_product_attention(wanted * 2, k, v).sum().backward()
-        torch.testing.assert_close(leaf.grad, wanted.grad, rtol=1e-4, atol=1e-5)
-        ours = [why for why in counters["graph_break"] if "Tensor.backward()" not in why]
-        assert all("disable" in why for why in ours), ours
-        """)
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_one_graph_of_all_is_refused_in_torchs_words() -> None:
-    done = run_python(
-        _BEGIN
-        + textwrap.dedent("""
-        for call in (lambda q, k, v: qa.attention(q, k, v, out=torch.empty_like(q)),
-                     lambda q, k, v: qa.attention_backward(q, q, k, v, q, q[..., 0].float())):
-            try:
-                torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
-            except torch._dynamo.exc.Unsupported as error:
-                assert "quorum_attention" in str(error), error
-            else:
-                raise AssertionError("not refused")
-        """)
-        + _AFTER
-    )
-    assert done.returncode == 0, done.stderr
 
 
 class _Passing(TorchDispatchMode):
@@ -253,22 +228,17 @@ KERNELS = {
 def test_work_goes_where_the_inputs_are_under_any_mode(place: str) -> None:
     """No tensor that is made on the way takes its device, its dtype or its kind from a mode."""
     q, mask = torch.randn(1, 2, 150, 16), torch.rand(150, 150) > 0.3
-
-    def results(kernel, depth, tensor):
-        own = mask if isinstance(kernel, str) else None
-        call = {"is_causal": True, "kernel": kernel, "depth": depth, "attn_mask": own}
-        out, lse = qa.attention_with_lse(tensor, tensor, tensor, **call)
-        return qa.attention_backward(out, tensor, tensor, tensor, out, lse, **call)
-
     for name, make in KERNELS.items():
+        own = mask if name in ("cpu", "dense") else None
         for depth, tensor in ((0, q.mT.contiguous().mT), (1, q)):
+            given, call = Inputs(*[tensor] * 3, q), {"is_causal": True, "depth": depth}
             with PLACES[place]():
                 kernel = make()
-                found = results(kernel, depth, tensor)
+                found = both_passes(given, kernel=kernel, attn_mask=own, **call)
             # With the same kernel and all that it kept, and with another.
             for other in (kernel, make()):
-                for one, two in zip(found, results(other, depth, tensor), strict=True):
-                    torch.testing.assert_close(one.clone(), two, msg=f"{name} {depth}")
+                wanted = both_passes(given, kernel=other, attn_mask=own, **call)
+                torch.testing.assert_close([t.clone() for t in found], list(wanted), msg=name)
             leaf = tensor.clone().requires_grad_()
             qa.attention(leaf, leaf, leaf, kernel=kernel, depth=depth).sum().backward()
 
@@ -290,5 +260,5 @@ def test_a_backward_under_a_default_device(route: str) -> None:
     for device in ("cpu", "meta"):
         with torch.device(device):
             saved = qa.attention_with_lse(*given.three, mask)
-            found.append(qa.attention_backward(given.grad_out, *given.three, *saved, **call))
+            found.append(pass_of(given, True, saved, **call)())
     assert all(map(torch.equal, *found))
