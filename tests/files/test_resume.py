@@ -21,7 +21,7 @@ import torch
 import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.cli import run as command
-from quorum_attention.cli.stopping import Stopped
+from quorum_attention.cli.process import Stopped
 from quorum_attention.files.compute import Work, compute_here
 
 HEADS = 4

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import quorum_attention
-from quorum_attention.cli.stopping import Stopped, stoppable
-from quorum_attention.cli.streams import complete_streams, nobody_reads
+from quorum_attention.cli.process import Stopped, complete_streams, nobody_reads, stoppable
 from quorum_attention.progress.lines import line
 
 FAILED, USER_ERROR = 1, 2

@@ -8,7 +8,6 @@ from importlib.metadata import distributions
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
 
 import quorum_attention
 from quorum_attention.cli import options as shared
@@ -17,7 +16,6 @@ from quorum_attention.execution.device.backend import cpu_name
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.cache import refusal
-from quorum_attention.kernels.torch_private import flash_implementation
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.sizes import counted, format_bytes
 
@@ -52,42 +50,21 @@ def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
     }
 
 
-def _torch_attention(device: torch.device) -> str | None:
-    """Which kernel torch's own function takes for 16-bit inputs, where that can be asked: another
-    one than cuDNN or flash means that it has fallen back, as beside a cuDNN that is not its own."""
-    ask = getattr(torch, "_fused_sdp_choice", None)
-    if device.type != "cuda" or ask is None:
-        return None
-    tiny = torch.zeros((1, 1, 256, 64), dtype=torch.float16, device=device)
-    chosen = SDPBackend(ask(tiny, tiny, tiny)).name.lower().removesuffix("_attention")
-    instead = flash_implementation()
-    return chosen if instead is None else f"{chosen}, flash replaced by {instead}"
-
-
 def _run(options: argparse.Namespace) -> int:
-    versions = {
-        "quorum-attention": quorum_attention.__version__,
-        "python": platform.python_version(),
+    versions: dict[str, str | None] = {
+        "quorum-attention": quorum_attention.__version__, "python": platform.python_version(),
         "torch": torch.__version__,
-        **{
-            name: next((found.version for found in distributions(name=name)), None)
-            for name in _OPTIONAL
-        },
-    }
+    }  # fmt: skip
+    for name in _OPTIONAL:
+        versions[name] = next((found.version for found in distributions(name=name)), None)
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    devices: list[dict[str, Any]] = [
-        {
-            "device": str(device),
-            "name": _name(device),
-            "free_bytes": backend_of(device).free_bytes(device),
-            "kernels": _verdicts(device),
-            "calibrated": [
-                n for n, d in shared.DTYPES.items() if hardware_of(device, d, 64).measured
-            ],
-            "torch_attention": _torch_attention(device),
-        }
-        for device in (*cuda, torch.device("cpu"))
-    ]
+    devices: list[dict[str, Any]] = []
+    for device in (*cuda, torch.device("cpu")):
+        known = [n for n, dtype in shared.DTYPES.items() if hardware_of(device, dtype, 64).measured]
+        devices.append({
+            "device": str(device), "name": _name(device), "calibrated": known,
+            "free_bytes": backend_of(device).free_bytes(device), "kernels": _verdicts(device),
+        })  # fmt: skip
     why = refusal()
     if options.json:
         print_json({"versions": versions, "cache_not_used": why, "devices": devices})
@@ -104,11 +81,9 @@ def _run(options: argparse.Namespace) -> int:
         free = format_bytes(entry["free_bytes"])
         title = f"{entry['device']}: {entry['name']}, {free} free"
         show_table(["kernel", *shared.DTYPES], rows, title=title, left=list(shared.DTYPES))
-        known = ", ".join(entry["calibrated"]) or "no dtype"
+        calibrated = ", ".join(entry["calibrated"]) or "no dtype"
         how = "assumed for others; quorum-attention calibrate --dtype DTYPE"
-        say(f"  rates the planner uses: calibrated for {known} ({how})")
-        if entry["torch_attention"] is not None:
-            say(f"  torch's own attention (float16): {entry['torch_attention']}")
+        say(f"  rates the planner uses: calibrated for {calibrated} ({how})")
         for reason in reasons:
             say(f"  {reason}")
     return 0

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quorum_attention.cli.streams import nobody_reads
+from quorum_attention.cli.process import nobody_reads
 from quorum_attention.progress.lines import environment, line
 
 # Of tables, where nobody says how wide the place is that they will be read in.

@@ -370,7 +370,7 @@ class Farm(AbstractContextManager["Farm"]):
                 after.callback(os.environ.pop, _REPORTS)
             handler = signal.getsignal(signal.SIGTERM)
             self._ray.init(address, **options)
-        # Ray puts its own in the place of a program's, such as that of ``cli/stopping.py``.
+        # Ray puts its own in the place of a program's, such as that of ``cli/process.py``.
         if callable(handler) and signal.getsignal(signal.SIGTERM) is not handler:
             signal.signal(signal.SIGTERM, handler)
         begun.callback(self._ray.shutdown)

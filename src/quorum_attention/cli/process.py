@@ -1,11 +1,16 @@
-"""Signals that end a process, as exceptions: what is unfinished is cleaned up on the way out."""
+"""The process of a command: signals that end it, as exceptions, so that what is unfinished is
+cleaned up on the way out; standard streams that are there, and able to print any name.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from types import FrameType
 from typing import Any
 
@@ -57,3 +62,29 @@ def stoppable(handler: Any = _stop) -> Iterator[None]:
     finally:
         for number, former in before.items():
             signal.signal(number, former)
+
+
+def complete_streams() -> None:
+    """Open what is missing of stdin, stdout and stderr on nothing, and have stdout print names that
+    its encoding does not know.
+
+    Who starts a command may close its streams. The next file that is opened gets such a number,
+    so whatever a library wrote to stderr would be written into a result. And a name that cannot be
+    printed is no reason to fail after its file is written.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def nobody_reads() -> None:
+    """Whoever read stdout has had enough (``| head``): what is still printed goes nowhere, and work
+    and exit status are what they would be."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
