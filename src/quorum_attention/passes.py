@@ -268,9 +268,9 @@ def check_forward(
         if bool(((now - lse.to(now)).abs() > 1e-3 + size * 2.0**-9).any()):
             how = "causal" if call.is_causal else "not causal"
             raise ValueError(
-                "out and lse are of another forward than this backward's: the log-sum-exp of some "
-                f"of their rows, computed again ({how}, scale {scale:.6g}), is another number; "
-                "give the backward the forward's inputs, mask and options"
+                "out and lse are from another forward: the lse of a few rows, computed again "
+                f"({how}, scale {scale:.6g}), differs; give the backward the forward's inputs, "
+                "mask and options"
             )
 
 

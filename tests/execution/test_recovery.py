@@ -45,8 +45,8 @@ def test_fewer_slots_first_then_one_level_deeper() -> None:
     depth = plan.depth
     done = run(kernel, plan)
     assert [line.split(": ", 1)[1] for line in done.recoveries] == [
-        "n_cap 3 -> 2",
-        "n_cap 2 -> 1",
+        "slots 3 -> 2",
+        "slots 2 -> 1",
         f"depth {depth} -> {depth + 1}",
     ]
     assert done.levels == (*plan.levels, 7)
@@ -63,7 +63,7 @@ def test_giving_up_tells_where_and_the_history() -> None:
         qa.attention(*inputs(N).three, plan=plan, kernel=pinned)
     plan = unpinned(hopeless, 2)
     hopeless.arm()
-    with pytest.raises(qa.OutOfMemoryError, match=r"finest(.|\n)*n_cap 2 -> 1(.|\n)*depth"):
+    with pytest.raises(qa.OutOfMemoryError, match=r"finest(.|\n)*slots 2 -> 1(.|\n)*depth"):
         qa.attention(*inputs(N).three, plan=plan, kernel=hopeless)
     assert not hopeless.completed
 

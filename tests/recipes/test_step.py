@@ -77,7 +77,7 @@ def test_all_weights_trained_are_summed_up_over_tiles_in_float32() -> None:
                 Training(262_144, dtype=dtype, lora=lora, on=("tiled MLP",)) for lora in (16, None)
             )
         ]
-        adapted, full = (one["MLP intermediates of a layer"] for one in parts)
+        adapted, full = (one["MLP intermediates"] for one in parts)
         sums.append(full - adapted)
     assert sums == [1440 << 20, 0]
 

@@ -35,11 +35,11 @@ _ROUNDED = 4e-3
 _OF_A_TASK = (
     (causes.NO_KEYS, "a task"),
     (causes.PAIRS, "a task computes pairs of another"),
-    (causes.POSITIONS, "a task has weights that the whole call has not"),
+    (causes.POSITIONS, "a task gives weight to pairs that the whole call does not keep"),
     (causes.PAIRS, "a task leaves pairs out"),
-    (causes.POSITIONS, "a task has other weights than the whole call"),
-    (causes.NO_KEYS, "rows of a task that keep no key have weights"),
-    (causes.PRECISION, "a task has about the weights of the whole call"),
+    (causes.POSITIONS, "the weights of a task differ from those of the whole call"),
+    (causes.NO_KEYS, "rows of a task without a kept key have weights"),
+    (causes.PRECISION, "the weights of a task are only close to those of the whole call"),
     (causes.LSE, "a task"),
 )
 # Of gradients, by dtype: the step as a share of the inputs, and how much slopes may differ: by the
@@ -169,7 +169,7 @@ class _Weights:
         if causal_is_off is not None:
             cause, _ = _OF_A_TASK[causal_is_off]
             cause = causes.PAIRS if cause == causes.POSITIONS else cause
-            where = "a causal call is not the plain one without the keys after each query"
+            where = "a causal call differs from a plain one without the later keys"
             found.append(Broken(cause, where))
         return found
 

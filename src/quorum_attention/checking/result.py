@@ -112,7 +112,7 @@ class CheckResult:
         lines += dict.fromkeys(f"{b.cause.partition(':')[0]}: {b.where}" for b in self.broken)
         wrong = [case for case in self.cases if case.verdict == "not exact"]
         if wrong:
-            lines.append(f"{len(wrong)} of {len(self.cases)} cuts differ; the worst of each:")
+            lines.append(f"{len(wrong)} of {len(self.cases)} cuts differ; the worst of each kind:")
         # Only the worst of each kind of cut is shown.
         shown: dict[tuple[bool, bool, str], CaseResult] = {}
         for case in wrong:
@@ -123,8 +123,8 @@ class CheckResult:
             name, error = case.worst()
             rows = ", ".join(f"{what}[{b}, {h}, {row}]" for what, b, h, row in case.rows)
             lines.append(
-                f"  {case}: {name} off by {error:.1e} of its size, rounding would be "
-                f"{case.limit:.1e}; first rows {rows}"
+                f"  {case}: {name} has a relative error of {error:.1e} (rounding: at most "
+                f"{case.limit:.1e}); first wrong rows {rows}"
             )
         for causal, seconds in self.monolithic_seconds.items():
             mine = [

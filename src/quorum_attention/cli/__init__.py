@@ -24,7 +24,7 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """
     top = argparse.ArgumentParser(
         prog="quorum-attention",
-        description="Exact attention inside a memory budget: what ran out of memory, comes back.",
+        description="Exact attention inside a memory budget, for calls that ran out of memory.",
     )
     top.add_argument("--version", action="version", version=quorum_attention.__version__)
     if "--version" in arguments[:1]:

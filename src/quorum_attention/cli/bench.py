@@ -1,5 +1,5 @@
-"""``bench``: the paper's experiments on this machine, side by side with torch's kernels. Calls are
-causal, as the paper's are.
+"""``bench``: the paper's experiments on this machine, beside torch's kernels. Calls are causal, as
+in the paper.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def add_to(commands: Any) -> None:
         shared.KV_HEADS,
         shared.HEAD_DIM,
         shared.DTYPE,
-        ("--tokens", n, "of the accuracy tables (default: 8K; 1K on a CPU)"),
+        ("--tokens", n, "length of the accuracy experiment (default: 8K; 1K on a CPU)"),
         ("--max-tokens", n, "longest call (default: 1M, or 64K with --quick; 16K, 4K on a CPU)"),
         ("--timeout S", shared.number_of("seconds, a number above 0", lambda number: number > 0),
-         "of one measurement, seconds", 1800.0),
-        ("--quick", None, "a few methods, lengths and passes: some minutes"),
-        ("--output FOLDER", shared.name_of, "for results.json and report.md, which are replaced",
+         "time limit of one measurement, in seconds", 1800.0),
+        ("--quick", None, "fewer methods, lengths and passes: some minutes"),
+        ("--output FOLDER", shared.name_of, "where results.json and report.md are written",
          "bench-results"),
         shared.DEVICE,
         shared.JSON,

@@ -1,6 +1,6 @@
-"""``calibrate``: measure this machine, so that predicted times are its own: everything three times,
-the median is kept. Best done while nothing else runs; measurements that disagree with each other
-are refused, and nothing is stored.
+"""``calibrate``: measure this machine, so that predicted times are its own. Each rate is measured
+three times and the median is kept. Run it while the machine is idle: if the three differ too much,
+nothing is stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quorum_attention.planner.calibration import Calibration, calibrate
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    summary = "measure this machine for the planner"
+    summary = "measure this machine, for better predictions"
     parser = shared.add_command(commands, "calibrate", summary, __doc__)
     shared.add(parser, shared.DEVICE, shared.DTYPE, shared.JSON)
     parser.set_defaults(run=_run)
@@ -28,10 +28,10 @@ def _run(options: argparse.Namespace) -> int:
         of_all = {name: getattr(found, name) for name in ("key", "seconds", "rounds", "spread")}
         print_json({**of_all, **found.figures})
         return 0
-    show_table(["figure", "median", "they differ by"], _rows(found), title=found.key)
+    show_table(["figure", "median", "spread"], _rows(found), title=found.key)
     say(
-        f"measured {found.rounds} times in {found.seconds:.1f} s; kept in {found.path}; plans use "
-        f"it from now on"
+        f"measured {found.rounds} times in {found.seconds:.1f} s; stored in {found.path}; plans "
+        f"use it from now on"
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""``check``: is a kernel of your own recovered exactly? Exit status 1 if not, 2 if it fails."""
+"""``check``: is a kernel of your own recovered exactly? Exit status: 1 if not, 2 on errors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from quorum_attention.cli.output import print_json, say, warn
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    summary = "run a kernel against itself, cut and uncut"
+    summary = "test whether a kernel of your own is recovered exactly"
     parser = shared.add_command(commands, "check", summary, __doc__)
     words = (
-        "a registered kernel, or module:name of a kernel or of a function that returns (out, lse)"
+        "a registered name; or module:name of a kernel, or of a function that returns (out, lse)"
     )
     parser.add_argument("kernel", help=words)
     usual = inspect.signature(check_kernel).parameters
     shared.add(
         parser,
-        ("--tokens", shared.count_of, "number of queries and of keys", usual["n_tokens"].default),
+        ("--tokens", shared.count_of, "queries, and as many keys", usual["n_tokens"].default),
         ("--heads", shared.count_of, "query heads", usual["heads"].default),
         shared.KV_HEADS,
-        ("--head-dim", shared.count_of, "numbers in a head", usual["head_dim"].default),
+        ("--head-dim", shared.count_of, "dimension of a head", usual["head_dim"].default),
         ("--dtype", shared.dtype_of, f"one of {', '.join(shared.DTYPES)}", "float32"),
-        ("--causal", bool, "only causal calls, or none (default: both kinds)"),
+        ("--causal", bool, "test causal calls only, or none (default: both kinds)"),
         ("--forward-only", None, "no gradients"),
         shared.DEVICE,
         shared.JSON,

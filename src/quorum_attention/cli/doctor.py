@@ -82,8 +82,8 @@ def _run(options: argparse.Namespace) -> int:
         title = f"{entry['device']}: {entry['name']}, {free} free"
         show_table(["kernel", *shared.DTYPES], rows, title=title, left=list(shared.DTYPES))
         calibrated = ", ".join(entry["calibrated"]) or "no dtype"
-        how = "assumed for others; quorum-attention calibrate --dtype DTYPE"
-        say(f"  rates the planner uses: calibrated for {calibrated} ({how})")
+        how = "assumed for others; see quorum-attention calibrate --help"
+        say(f"  the planner's rates: calibrated for {calibrated} ({how})")
         for reason in reasons:
             say(f"  {reason}")
     return 0

@@ -1,4 +1,4 @@
-"""``estimate``: whether a call fits; with ``--model`` what a training step needs, by part."""
+"""``estimate``: whether a call fits; with ``--model``, what a training step needs, by part."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said 
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    words = "does a call fit, which plan would it run, alternatives"
+    words = "whether a call or a training step fits, and in what time"
     parser = shared.add_command(commands, "estimate", words, __doc__)
     add_call(parser)
     shared.add(
         parser,
-        ("--model CONFIG.json", str, "what a training step of this model needs, by part, instead "
-         "of one call: a config.json as Hugging Face publishes it (default: one call)"),
-        ("--memory", shared.bytes_of, "with --model: the device's memory; says what to switch on "
-         "to fit (default: everything is switched on)"),
-        ("--optimizer", step.OPTIMIZERS, "with --model: adamw has two states in the weights' "
-         "dtype, adamw-fp32 two and the weights in float32 (default: adamw)", "adamw"),
+        ("--model CONFIG.json", str, "a model's config.json from Hugging Face: estimate a "
+         "training step of it (default: one attention call)"),
+        ("--memory", shared.bytes_of, "with --model: memory of the device; switches on only what "
+         "is needed to fit (default: everything on)"),
+        ("--optimizer", step.OPTIMIZERS, "with --model: adamw keeps two states in the weights' "
+         "dtype; adamw-fp32 two, and the weights, in float32 (default: adamw)", "adamw"),
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
          "layers, the rest frozen (default: all weights)"),
     )  # fmt: skip
@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.model is not None:
         return _of_model(options)
     if options.memory is not None or options.lora is not None:
-        raise ValueError("--memory and --lora are for a model's step: give --model CONFIG.json too")
+        raise ValueError("--memory and --lora go with --model CONFIG.json only")
     found = estimate(options.tokens, **sizes_of(options))
     if options.json:
         of_all = ("budget_bytes", "fits_monolithic", "monolithic_bytes")
@@ -96,19 +96,20 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory
         f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training step of "
         f"{options.batch} x {options.tokens:,} tokens"
     )
-    switched = "all switched on" if options.memory is None else "with these on"
+    switched = "all on" if options.memory is None else "these on"
     rows = [
         [p.name, format_bytes(p.plain_bytes), format_bytes(p.bytes),
          p.switch if p.switch in found.on else ""]
         for p in found.parts
     ]  # fmt: skip
     totals = [format_bytes(found.plain_bytes), format_bytes(found.peak_bytes)]
-    rows.append(["at once, at most", *totals, ""])
+    rows.append(["peak of the step", *totals, ""])
     columns = ["part", "as it comes", switched, "switched on"]
     show_table(columns, rows, title=title, left=("switched on",))
     if found.host_bytes:
         say(f"in host memory: {format_bytes(found.host_bytes)}")
     say(
-        "Tensors of a step, and attention's budget, which holds what the call returns; the "
-        "framework's own memory comes on top. docs/long-context.md says how to switch each on."
+        "Peak: what is always there, and the larger of one layer and the loss. CUDA's context and "
+        "what a trainer keeps come on top. A budget of attention includes its results. "
+        "docs/long-context.md has the switches."
     )

@@ -24,10 +24,10 @@ FILES = {
     "sinks": ("sinks",),
 }
 _OF_FILES = {
-    "mask": "boolean or additive, broadcasts (default: none)",
-    "documents": "ids, (tokens,) or (batch, tokens) (default: none)",
-    "lengths": "keys of each entry, (batch,) (default: all)",
-    "sinks": "a logit of each head, (heads,) (default: none)",
+    "mask": "boolean or additive mask; broadcasts (default: none)",
+    "documents": "document ids, (tokens,) or (batch, tokens) (default: none)",
+    "lengths": "number of keys of each batch entry, (batch,) (default: all)",
+    "sinks": "one logit for each head, (heads,) (default: none)",
 }
 # What the others are where they are not given.
 NOT_GIVEN = {"lower_right": False} | dict.fromkeys(("offset", "window", "chunk", "softcap"))
@@ -43,10 +43,10 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
     shared.add(
         parser,
         shared.CAUSAL,
-        ("--lower-right", None, "causal, and the last query sees the last key"),
+        ("--lower-right", None, "causal; the last query sees the last key"),
         ("--offset N", int, "position of the first query (default: 0)"),
         ("--window N", _window, "keys within N tokens, or LEFT,RIGHT; -1: no limit (default: all)"),
-        ("--chunk", shared.count_of, "only pairs in the same N tokens (default: all)"),
+        ("--chunk", shared.count_of, "pairs within one chunk of N tokens (default: all)"),
         ("--softcap", _positive, "scores become X tanh(score / X) (default: none)"),
     )  # fmt: skip
     for name, text in _OF_FILES.items() if files else ():

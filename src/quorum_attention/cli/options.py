@@ -16,8 +16,8 @@ from quorum_attention.sizes import parse_bytes, parse_count
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_BYTES}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 GLOSSARY = (
-    "levels: chunk counts per level of cutting (none: uncut); unit: one task of one head group, "
-    "loaded, computed and stored at once; n_cap: most units on the device at a time."
+    "levels: the number of chunks at each level of cutting (none: uncut). A unit is one task of "
+    "one head group: what is loaded, computed and stored at once."
 )
 
 
@@ -148,17 +148,17 @@ def refuse(options: argparse.Namespace, beside: str, **usual: Any) -> None:
 
 
 # Options of several commands.
-CAUSAL: Option = ("--causal", bool, "queries see no later keys (default: not causal)", False)
+CAUSAL: Option = ("--causal", bool, "a query sees no later keys (default: not causal)", False)
 HEADS: Option = ("--heads", count_of, "query heads (default: 8)")
 KV_HEADS: Option = ("--kv-heads", count_of, "key/value heads (default: as --heads)")
-HEAD_DIM: Option = ("--head-dim", count_of, "numbers in a head", 64)
+HEAD_DIM: Option = ("--head-dim", count_of, "dimension of a head", 64)
 DTYPE: Option = (
     "--dtype", dtype_of, f"one of {', '.join(DTYPES)} (default: float16; float32 on a CPU)"
 )  # fmt: skip
 DEVICE: Option = ("--device", str, "cuda, cuda:1 or cpu (default: a GPU if there is one)")
-JSON: Option = ("--json", None, "print JSON for machines")
+JSON: Option = ("--json", None, "print JSON")
 KERNEL: Option = ("--kernel", str, "inner kernel", "auto")
-TOKENS = "number of queries and of keys: 100000, 1e6, or 1M, which is 1,048,576"
+TOKENS = "queries, and as many keys: 100000, 1e6, or 1M (1,048,576)"
 
 
 def default_dtype(device: str) -> torch.dtype:

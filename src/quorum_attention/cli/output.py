@@ -58,18 +58,17 @@ def show_table(
         columns: their headings.
         rows: a text for every column.
         title: a line above it.
-        left: columns of words, which are aligned to the left like the first.
+        left: columns of words, which like the first are aligned to the left and may break.
     """
     out = console()
     if title:
         say(title)
     table, least = Table(), 3 * len(columns) + 1
     for column, *cells in zip(columns, *rows, strict=True):
-        # Lines of the first column break between words, others nowhere.
-        first, texts = column == columns[0], [column, *cells]
-        least += max(map(cell_len, " ".join(texts).split() if first else texts), default=0)
-        is_words = first or column in left
-        table.add_column(column, justify="left" if is_words else "right", no_wrap=not first)
+        # Columns of words break between words, columns of figures nowhere.
+        is_words, texts = column in (columns[0], *left), [column, *cells]
+        least += max(map(cell_len, " ".join(texts).split() if is_words else texts), default=0)
+        table.add_column(column, justify="left" if is_words else "right", no_wrap=not is_words)
     if least <= out.width:
         for row in rows:
             table.add_row(*map(Text, row))

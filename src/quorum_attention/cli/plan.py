@@ -1,4 +1,4 @@
-"""``plan``: what a call would do, without doing it."""
+"""``plan``: how a call would be cut and run. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def devices_of(text: str) -> list[tuple[str, float]]:
 
 def add_to(commands: Any) -> None:
     """Add the command ``plan``."""
-    parser = shared.add_command(commands, "plan", "describe and draw a plan", __doc__)
+    parser = shared.add_command(commands, "plan", "describe and draw the plan of a call", __doc__)
     add_call(parser)
     shared.add(
         parser,
-        ("--levels", shared.levels_of, "chunk counts, e.g. 7 or 7,7; none is monolithic (default: "
-         "the planner's choice)"),
-        ("--layout", ("aligned", "balanced"), "chunks of whole tiles, or as equal as can be",
+        ("--levels", shared.levels_of, "chunk counts, e.g. 7 or 7,7; none: uncut (default: the "
+         "planner's choice)"),
+        ("--layout", ("aligned", "balanced"), "chunks of whole tiles, or of equal size",
          "aligned"),
         ("--backward", None, "plan the backward pass"),
-        ("--census", None, "count tiles by verdict"),
+        ("--census", None, "count masked, clear and mixed tiles"),
         ("--draw FILE", str, "write a picture of the coverage (.png, .svg)"),
-        ("--devices LIST", devices_of, "what several devices would do together, e.g. "
-         "8xH200,4xA100 or 2xNAME:SPEED (default: one device)"),
+        ("--devices LIST", devices_of, "simulate several devices, e.g. 8xH200,4xA100 or "
+         "2xNAME:SPEED (default: one device)"),
     )  # fmt: skip
     parser.set_defaults(run=_run)
 
@@ -73,7 +73,7 @@ def add_call(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--batch", shared.count_of, "sequences", 1),
         ("--budget", shared.bytes_of, "device memory, e.g. 2GiB (default: what is free)"),
-        ("--device", str, "cuda or cpu, also one that is not here (default: the best that is)"),
+        ("--device", str, "cuda or cpu; need not be present (default: a GPU if there is one)"),
         shared.KERNEL,
         shared.JSON,
     )
@@ -162,9 +162,9 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if options.draw is not None:
         draw_gantt(options.draw, bars)
     said.append(
-        f"Predicted, not measured: {len(devices)} devices with the speed of {total:g} H200s, whose "
-        "assumed rates were measured; other speeds are published ones or yours. Each device has "
-        "the budget for itself, and all of them reach inputs and results at full speed."
+        f"Predicted, not measured: {len(devices)} devices, together as fast as {total:g} H200s. "
+        "The H200's rates were measured; other speeds are published ones, or yours. Each device "
+        "has the whole budget, and reaches inputs and results at full speed."
     )
     named = [{"name": name, "speed": speed} for name, speed in devices]
     return {"devices": named, "of_one_h200": total, "passes": passes}, said

@@ -1,8 +1,8 @@
-"""``recover``: an attention call that runs out of memory comes back, exact.
+"""``recover``: an attention call runs out of memory, and comes back exact.
 
-torch's call runs under an enforced memory limit and fails; the same inputs go through Quorum
-Attention under the same limit; output and gradients are checked against float64. Each method that
-works is called twice, because a first call prepares what later ones find prepared.
+torch's call runs under an enforced memory limit and fails. Quorum Attention computes the same call
+under the same limit. Output and gradients are compared with float64. Each method that works is
+called twice, because a first call compiles and plans.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ACCEPTED = {
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    summary = "watch a call that runs out of memory come back with the exact answer"
+    summary = "let a call run out of memory, and recover it"
     parser = shared.add_command(commands, "recover", summary, __doc__)
     shared.add(
         parser,
@@ -52,14 +52,14 @@ def add_to(commands: Any) -> None:
         shared.KV_HEADS,
         shared.HEAD_DIM,
         shared.DTYPE,
-        ("--budget", shared.bytes_of, "the memory limit for both methods, e.g. 64MiB (default: too "
+        ("--budget", shared.bytes_of, "memory limit of both methods, e.g. 64MiB (default: too "
          "little for torch)"),
         shared.DEVICE,
         ("--qkv", shared.name_of, "safetensors file with your own tensors (default: random ones)"),
         ("--forward-only", None, "no gradients"),
-        ("--draw FILE", str, "write a picture of it (.png, .svg)",
+        ("--draw FILE", str, "write a picture of the call (.png, .svg)",
          "quorum-attention-out/recover.png"),
-        ("--seed", int, "of random inputs", 0),
+        ("--seed", int, "seed of random inputs", 0),
         shared.JSON,
     )  # fmt: skip
     parser.epilog = shared.GLOSSARY
@@ -146,7 +146,7 @@ def _refuse_too_small(setting: _Setting) -> None:
         planned(False) if not setting.backward else both_passes(planned)
     except BudgetError as error:
         smallest = error.smallest_bytes or 0
-        parts = f" ({format_bytes(smallest)} for it, {format_bytes(process)} for its process)"
+        parts = f" ({format_bytes(smallest)} for the call, {format_bytes(process)} for its process)"
         raise ValueError(
             f"--budget {format_bytes(setting.budget_bytes)} is too small for this call; the "
             f"smallest that works is {format_least(smallest + process)}{parts if process else ''}"
@@ -252,7 +252,7 @@ def _print(
     if limited.ok:
         say(
             f"torch {within}: worked, with {format_bytes(limited.peak_bytes or 0)}. There was "
-            f"nothing to recover; try a smaller --budget."
+            f"nothing to recover. Try a smaller --budget."
         )
     else:
         say(f"torch {within}: failed in its {limited.stage}: {limited.reason}")
@@ -286,5 +286,5 @@ def _figures(answer: Answer) -> dict[str, str]:
     }
     for name, times in passes.items():
         for which, spent in zip_longest(("first", "second"), times) if times else ():
-            found[f"{name}, {which} call"] = "-" if spent is None else format_seconds(spent)
+            found[f"{which} {name}"] = "-" if spent is None else format_seconds(spent)
     return found

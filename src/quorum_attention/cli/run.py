@@ -1,5 +1,5 @@
-"""``run``: attention, or its gradients, from files to files, inside a memory budget. The output is
-whole or not there; what a stopped call has done is kept for --resume. docs/files.md says more.
+"""``run``: attention, or its gradients, from files to files, inside a memory budget. A stopped run
+leaves no incomplete output; --resume goes on with it. More in docs/files.md.
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ _ASIDE = (
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    summary = "compute attention file to file under a budget"
+    summary = "compute attention from files to files"
     parser = shared.add_command(commands, "run", summary, __doc__)
     files = "safetensors or .npy files, or folders of .npy files"
     parser.add_argument("input", nargs="+", help=files)
-    parser.add_argument("output", help="a safetensors or .npy file; with a slash a folder")
-    shared.add(parser, ("--backward", None, "gradients, from grad_out, out and lse besides"))
+    parser.add_argument("output", help="a safetensors or .npy file, or a folder (NAME/)")
+    shared.add(parser, ("--backward", None, "gradients; grad_out, out and lse are inputs too"))
     masks.add_to(parser, files=True)
     shared.add(
         parser,
-        ("--scale", shared.number_of("a finite number"), "of the scores (default: head_dim ** "
-         "-0.5)"),
-        ("--out-dtype", shared.dtype_of, "of out, or of the gradients (default: the query's)"),
+        ("--scale", shared.number_of("a finite number"), "factor of the scores (default: head_dim "
+         "** -0.5)"),
+        ("--out-dtype", shared.dtype_of, "dtype of out or of gradients (default: the query's)"),
         ("--lse", None, "write the log-sum-exp as well"),
         shared.KERNEL,
-        ("--depth", shared.depth_of, "levels of cutting; 0 is uncut", "auto"),
+        ("--depth", shared.depth_of, "levels of cutting; 0: uncut", "auto"),
         ("--budget", shared.bytes_of, "device memory, e.g. 2GiB or 1e9 (default: what is free)"),
         shared.DEVICE,
-        ("--keep-every N", shared.count_of, "key/value heads after which work is kept (default: "
-         "some seconds' work)"),
+        ("--keep-every N", shared.count_of, "save progress every N key/value heads (default: "
+         "about five seconds' work)"),
         ("--draw FILE", str, "write a picture of the report (.png, .svg)"),
         shared.JSON,
     )  # fmt: skip
     shared.add(
         parser.add_mutually_exclusive_group(),
-        ("--resume", None, "go on with what a stopped call has left, if any"),
-        ("--restart", None, "remove what a stopped call has left, if any"),
+        ("--resume", None, "go on with a stopped run, or begin one"),
+        ("--restart", None, "discard a stopped run, and begin anew"),
     )
     shared.add(
         parser.add_argument_group("on a Ray cluster"),
-        ("--ray ADDRESS", str, "local (a new cluster in this machine), HOST:PORT, or auto (the one "
-         "that runs here, whoever began it) (default: none)"),
-        ("--ray-workers", shared.count_of, "units at once (default: as many as it holds)"),
-        ("--ray-gpus", _amount, "GPUs of each (default: 1 if the cluster has any)"),
-        ("--ray-cpus", _amount, "CPUs of each", 1.0),
+        ("--ray ADDRESS", str, "local (a new cluster on this machine), HOST:PORT, or auto (one "
+         "that already runs here) (default: none)"),
+        ("--ray-workers", shared.count_of, "units at a time (default: as many as fit)"),
+        ("--ray-gpus", _amount, "GPUs for each unit (default: 1 if the cluster has any)"),
+        ("--ray-cpus", _amount, "CPUs for each unit", 1.0),
         ("--chunks", shared.count_of, "tasks of a head: 1, 7, 13, 21, ... (default: as many as "
          "keep all workers busy)"),
     )  # fmt: skip
@@ -158,7 +158,7 @@ def _run(options: argparse.Namespace) -> int:
     _check(options, [seen.path for seen in sources.values()], output)
     if inputs.unknown:
         files, has = ", ".join(options.input), "has" if len(options.input) == 1 else "have"
-        warn(f"{files} also {has} {', '.join(inputs.unknown)}, which nothing is done with")
+        warn(f"{files} also {has} {', '.join(inputs.unknown)}, which this command does not use")
     if not options.json:
         where = device if options.ray is None else f"Ray ({options.ray})"
         say(_headline(options, call, where))
@@ -189,7 +189,7 @@ def _tell(
             "accumulators_in_file": outcome.settings.in_file,
         })  # fmt: skip
     elif outcome.finished:
-        say(f"{options.output} is finished: nothing is computed (--restart begins anew)")
+        say(f"{options.output} is finished; --restart computes it again")
     else:
         if options.ray is None:
             if report.total.forwards + report.total.backwards > 1:

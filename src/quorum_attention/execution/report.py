@@ -89,7 +89,7 @@ class Total:
             lines.append(f"recoveries: {self.recoveries}, which cost {cost}")
         # A copy: another thread may meet another kernel meanwhile.
         for name, own in dict(self.kernels).items():
-            text = f"{own.passes} pass(es), {own.cut} cut, {format_seconds(own.seconds)}"
+            text = f"{own.passes} passes, {own.cut} cut, {format_seconds(own.seconds)}"
             lines.append(f"kernel {name}: {text}")
         return "\n".join(lines)
 
@@ -172,26 +172,26 @@ class PassReport:
         """The report by label, for people; nothing that does not apply."""
         moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
         stages = {stage: format_seconds(spent) for stage, spent in self.stages.items() if spent}
-        groups = f"{counted(self.n_groups, 'head group')} of {self.heads_per_group}"
+        groups = f"{counted(self.n_groups, 'group')} of {counted(self.heads_per_group, 'head')}"
         cells = {
             "kernel": self.kernel,
-            "levels": " x ".join(map(str, self.levels)) or "none (monolithic)",
-            "units": f"{self.units} ({groups}, n_cap {self.n_cap})",
+            "levels": " x ".join(map(str, self.levels)) or "none (uncut)",
+            "units": f"{self.units} ({groups}, {self.n_cap} at a time)",
             "accumulators": self.accumulator,
             "time": format_seconds(self.seconds),
             "planned peak": format_bytes(self.planned_peak_bytes),
             "measured peak": _bytes_or_nothing(self.peak_bytes),
             "budget": _bytes_or_nothing(self.budget_bytes),
-            "moved": moved,
+            "copied": moved,
             "stages": ", ".join(map(" ".join, stages.items())),
-            "transfers hidden": "" if self.overlap is None else f"{self.overlap:.0%}",
+            "copies hidden by compute": "" if self.overlap is None else f"{self.overlap:.0%}",
         }
         if self.dropout_p is not None:
-            cells["dropout"] = f"{self.dropout_p:g} of seed {self.dropout_seed}"
+            cells["dropout"] = f"{self.dropout_p:g}, seed {self.dropout_seed}"
         if self.left_out:
-            cells["tokens left out, without a partner in their task"] = f"{self.left_out:.0%}"
+            cells["tokens trimmed from tasks"] = f"{self.left_out:.0%}"
         if self.repeated_units:
-            cells["units run again after an overflow"] = str(self.repeated_units)
+            cells["units repeated after an overflow"] = str(self.repeated_units)
         if self.recoveries:
             cells["recovered"] = "; ".join(self.recoveries)
             cells["recoveries cost"] = format_seconds(self.recovery_seconds)

@@ -128,7 +128,7 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
             there = ", ".join([*(name for name, _, _ in found.values()), *unknown])
             has = "have" if len(named) > 1 else "has"
             raise ValueError(
-                f"{', '.join(named)} {has} no tensor named {' or '.join(NAMES[role])} ({role}); "
+                f"{', '.join(named)} {has} no tensor named {' or '.join(NAMES[role])}; "
                 f"there is {there or 'none'}"
             )
     tensors = {role: tensor for role, (_, _, tensor) in found.items()}

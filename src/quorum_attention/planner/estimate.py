@@ -309,7 +309,7 @@ class Estimate:
         """The estimate in words."""
         fits = "fits" if self.fits_monolithic else "does not fit"
         lines = [
-            f"monolithic call, forward: {format_bytes(self.monolithic_bytes)}, {fits}",
+            f"the uncut forward: {format_bytes(self.monolithic_bytes)}, {fits}",
             self.forward.describe(),
             self.backward.describe(),
             "alternatives (forward), with other levels:" if self.alternatives else _NO_OTHERS,
@@ -327,7 +327,7 @@ class Estimate:
     __str__ = describe
 
 
-_NO_OTHERS = "alternatives (forward): none of the other levels that were looked at fits"
+_NO_OTHERS = "alternatives (forward): no other levels that were tried fit"
 # Other levels that an estimate tries, and how many of those that fit it names.
 _OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
     *((), (7,), (13,), (31,), (57,), (133,), (307,), (553,), (993,)),

@@ -227,7 +227,7 @@ class Plan:
             f"{work.n_keys:,} keys, {work.batch} x {work.heads} heads ({work.kv_heads} key/value), "
             f"head_dim {work.head_dim}, {dtype}{f', {kept}' if kept else ''}"
         )
-        levels = "none, one monolithic task for each head group"
+        levels = "none, one uncut task for each head group"
         if cut.levels:
             share = 100 * schedule.largest_task / max(1, cut.n_tokens)
             levels = (
@@ -238,7 +238,7 @@ class Plan:
         units = (
             f"{counted(self.n_groups, 'head group')} of {schedule.group.batch} x "
             f"{schedule.group.kv_heads} key/value heads x {schedule.route.parts(schedule, work)}, "
-            f"{schedule.n_cap} resident at once, "
+            f"{schedule.n_cap} at a time, "
             f"{counted(schedule.streams, 'kernel call')} in flight"
         )
         within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
@@ -261,8 +261,8 @@ class Plan:
         ]
         if cost.preparation:
             more = f"at least {format_seconds(cost.preparation)} more"
-            lines.append(("first call", f"{more}, for the kernel to prepare its shapes"))
-        lines.append(("why", self.why or "the only one that was asked for"))
+            lines.append(("first call", f"{more}, while the kernel prepares its shapes"))
+        lines.append(("why", self.why or "no other was asked for"))
         return lines
 
     __str__ = describe

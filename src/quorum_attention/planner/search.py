@@ -36,8 +36,8 @@ from quorum_attention.planner.price import (
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
 from quorum_attention.sizes import format_bytes, format_least, format_seconds
 
-_SHORT = "the monolithic call fits, and is short: nothing else was looked at"
-_ON_A_CPU = "the monolithic call fits, and on a CPU no cut is faster: nothing else was looked at"
+_SHORT = "the uncut call fits and is short, so nothing else was tried"
+_ON_A_CPU = "the uncut call fits; on a CPU no cut is faster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +223,13 @@ class _Search:
         if self.monolithic is not None:
             spent = format_seconds(self.monolithic.predicted_seconds)
             if taken is self.monolithic:
-                return "the monolithic call fits, and nothing is clearly faster"
-            return f"predicted clearly faster than the monolithic call ({spent})"
-        reason = f"the fastest by prediction of {self.fitting} schedules that fit"
+                return "the uncut call fits, and no cut is clearly faster"
+            return f"predicted clearly faster than the uncut call ({spent})"
+        reason = f"predicted to be the fastest of {self.fitting} schedules that fit"
         if whole_bytes > self.constraints.budget_bytes:
-            reason += f"; uncut it would take {format_bytes(whole_bytes)}"
+            reason += f"; the uncut call needs {format_bytes(whole_bytes)}"
         if not taken.levels:
-            reason += "; cutting heads alone is enough"
+            reason += "; only heads are cut"
         return reason
 
 
@@ -488,7 +488,7 @@ def _or_streamed(taken: Plan, search: _Search) -> Plan:
     if best.predicted_seconds >= enough:
         return taken
     spent = format_seconds(taken.predicted_seconds)
-    why = f"predicted faster than tasks through slots ({spent}; {taken.why})"
+    why = f"predicted to be faster than tasks through slots ({spent}; {taken.why})"
     return replace(best, why=why, uncut_bytes=taken.uncut_bytes)
 
 

@@ -64,7 +64,7 @@ def quorum_size(c: int) -> int:
         return l
     nearest = _neighbours(l if chunk_count(l) > c else l + 1)
     names = " and ".join(str(chunk_count(n)) for n in nearest)
-    raise ValueError(f"no interest set has {c} chunks; the nearest chunk counts are {names}")
+    raise ValueError(f"{c} chunks are not possible; the nearest counts are {names}")
 
 
 @lru_cache(maxsize=None, typed=True)
@@ -88,8 +88,8 @@ def interest_set(l: int) -> tuple[int, ...]:
     if not has_interest_set(l):
         names = " and ".join(map(str, _neighbours(l)))
         raise ValueError(
-            f"l must be 1, 2 or one more than a prime power; there is no interest set of size "
-            f"{l}, the nearest sizes are {names}"
+            f"l must be 1, 2 or one more than a prime power; there is no interest set of size {l}, "
+            f"the nearest sizes are {names}"
         )
     return singer_set(l - 1)
 

@@ -292,14 +292,14 @@ def _parts(shape: ModelShape, training: Training) -> list[Part]:
     last = rows * shape.hidden * (3 * size + (0 if fused else 4))
     return [
         Part("weights", weights * size),
-        Part("gradients of weights", trained * size),
+        Part("weight gradients", trained * size),
         Part("optimizer", trained * state),
         *_layers(shape, training, rows, fused),
-        Part("attention's working memory", _attention(shape, training), "attention", ATTENTION),
+        Part("attention workspace", _attention(shape, training), "attention", ATTENTION),
         # In float32 the gradient is the loss's own.
         Part("logits and gradient", logits * (2 * size if size < 4 else size), "loss", LOSS),
-        Part("the loss in float32", logits * 8, "loss", LOSS),
-        Part("the last layer's output and its gradient", last, "loss", NORMS),
+        Part("loss in float32", logits * 8, "loss", LOSS),
+        Part("last hidden state and gradient", last, "loss", NORMS),
     ]
 
 
@@ -327,13 +327,12 @@ def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> li
     moved = min(held, 2 * sum(kept_bytes(shape, training))) if HOST in training.on else held
     return [
         Part("layer checkpoints", moved, switch=HOST),
-        Part("q, k, v, o of a layer", projected, "layer"),
-        Part("norms and residuals of a layer", lean if fused else kept, "layer", NORMS),
-        Part("MLP intermediates of a layer", mlp, "mlp", MLP),
-        Part("the MLP's norm, input and its gradient", 2 * hidden + (0 if fused else wide), "mlp",
-             NORMS),
+        Part("q, k, v, o", projected, "layer"),
+        Part("norms and residuals", lean if fused else kept, "layer", NORMS),
+        Part("MLP intermediates", mlp, "mlp", MLP),
+        Part("MLP input and gradient", 2 * hidden + (0 if fused else wide), "mlp", NORMS),
         # Its input, and five terms of its gradient, in float32; fused, its gradient alone.
-        Part("a norm's backward", 2 * hidden if fused else 6 * wide, "norm", NORMS),
+        Part("norm backward", 2 * hidden if fused else 6 * wide, "norm", NORMS),
         Part("gradients of q, k, v, o", projected + hidden, "attention"),
     ]  # fmt: skip
 
@@ -420,6 +419,6 @@ def advice(found: StepMemory, fits: bool, memory: int) -> str:
     if fits:
         return f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
     largest = max(found.parts, key=lambda part: part.bytes)
-    left = f"the largest part left is {largest.name} ({format_bytes(largest.bytes)})"
+    left = f"the largest part left: {largest.name} ({format_bytes(largest.bytes)})"
     helped = f"even with {switched}" if switched else "and no switch helps a step of this size"
     return f"does not fit in {format_bytes(memory)}, {helped}: {left}"

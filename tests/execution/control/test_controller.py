@@ -32,11 +32,11 @@ def happens(made: RecoveryController, memory: bool) -> str:
 @pytest.mark.parametrize(
     ("made", "memory", "change", "after"),
     [
-        pytest.param(controller(3), False, "n_cap 3 -> 2", (2, 1), id="several-slots"),
-        pytest.param(controller(2), False, "n_cap 2 -> 1", (1, 1), id="two-slots"),
+        pytest.param(controller(3), False, "slots 3 -> 2", (2, 1), id="several-slots"),
+        pytest.param(controller(2), False, "slots 2 -> 1", (1, 1), id="two-slots"),
         pytest.param(controller(1), False, "depth 1 -> 2", (1, 2), id="one-slot"),
         pytest.param(controller(1, depth=3), False, GIVES_UP, (1, 3), id="nothing-finer"),
-        pytest.param(controller(2, depth=3), False, "n_cap 2 -> 1", (1, 3), id="finest"),
+        pytest.param(controller(2, depth=3), False, "slots 2 -> 1", (1, 3), id="finest"),
         pytest.param(controller(3, pinned=True), False, GIVES_UP, (3, 1), id="pinned"),
         pytest.param(controller(1, depth=2), True, "depth 2 -> 1", (1, 1), id="headroom"),
         pytest.param(controller(1, depth=1), True, NOTHING, (1, 1), id="headroom-at-plan"),

@@ -250,14 +250,14 @@ class RecoveryController:
         elif self._cuts is None:
             self._fall_back(said)
         elif self.n_cap == 1 and self.depth >= self._cuts.deepest:
-            reason = f"one slot at depth {self.depth} is the finest decomposition there is"
+            reason = f"one slot at depth {self.depth} is the finest decomposition"
             self.given_up = f"{where} and no recovery: {reason}"
         else:
             for one in self.begun.values():
                 one.in_flight.clear()
             if self.n_cap > 1:
                 self.n_cap -= 1
-                change = f"n_cap {self.n_cap + 1} -> {self.n_cap}"
+                change = f"slots {self.n_cap + 1} -> {self.n_cap}"
             else:
                 self.depth += 1
                 self._cut_further()

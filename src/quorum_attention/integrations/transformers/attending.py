@@ -47,8 +47,8 @@ def refuse(others: Mapping[str, Any], module: Any) -> None:
             asked.append("output_attentions")
     if asked:
         raise NotImplementedError(
-            f"quorum attention does not honour {asked[0]!r}, which is asked of the attention of "
-            f"{type(module).__name__}: use attn_implementation='eager', or 'sdpa'"
+            f"quorum attention does not support {asked[0]!r}, asked by {type(module).__name__}: "
+            "use attn_implementation='eager', or 'sdpa'"
         )
 
 
@@ -151,14 +151,14 @@ def _mask(
         if given.dim() != 4 or given.shape[2] not in (1, queries) or given.shape[3] < keys:
             raise ValueError(
                 f"{type(module).__name__} was given a mask of shape {tuple(given.shape)} for "
-                f"{queries} queries and {keys} keys: (batch, heads, queries, keys) can be honoured"
+                f"{queries} queries and {keys} keys: it must be (batch, heads, queries, keys)"
             )
         return Mask(bias=given[..., :keys]), keys
     causal = causal_of(module, is_causal)
     if causal and queries != keys:
         raise ValueError(
             f"{type(module).__name__} asks for causal attention of {queries} queries over {keys} "
-            "keys without a mask: where the first query is among the keys is not known"
+            "keys without a mask: the position of the first query among the keys is unknown"
         )
     window = None
     if sliding_window is not None and sliding_window < max(queries, keys):
@@ -171,8 +171,8 @@ def causal_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:
         raise ValueError(
-            f"{type(module).__name__} gives its attention neither a mask nor is_causal: "
-            "whether it is causal is not known"
+            f"{type(module).__name__} gives its attention neither a mask nor is_causal, "
+            "so it is unknown whether it is causal"
         )
     return bool(causal)
 
@@ -187,7 +187,7 @@ def _packed(query: torch.Tensor, begin_q: Any, begin_k: Any) -> torch.Tensor:
         )
     if begin_q is not begin_k and not torch.equal(begin_q, begin_k):
         raise NotImplementedError(
-            "quorum attention does not honour cu_seq_lens_q unlike cu_seq_lens_k"
+            "quorum attention does not support cu_seq_lens_q unlike cu_seq_lens_k"
         )
     positions = torch.arange(query.shape[2], device=query.device)
     return torch.searchsorted(begin_q.to(positions), positions, right=True)

@@ -116,17 +116,17 @@ def _found(
     sizes, packed, refusals, positions, paddings = zip(*listed, strict=True)
     if any(refusals):
         raise NotImplementedError(
-            "attention over a group honours causal masks, windows, chunks, padding and documents "
+            "attention over a group supports causal masks, windows, chunks, padding and documents "
             "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
-            "left padding, positions of another shape, or a cache that holds keys already"
+            "left padding, positions of another shape, or a cache with keys"
         )
     padded = any(one is not None for one in paddings)
     causal = any(isinstance(part, reader.Near) and part.right == 0 for part in asked)
     if causal and not placed and not padded:
         raise NotImplementedError(
-            "this model does not hand position_ids to its attention, so whether documents are "
-            "packed over several ranks is not known: give attention_mask (batch, rows), of ones if "
-            "need be, which says that there are none"
+            "this model does not hand position_ids to its attention, so packed documents cannot be "
+            "told apart: give attention_mask (batch, rows), of ones if there is no padding, which "
+            "says that there are none"
         )
     kept = [
         torch.ones((batch, n), dtype=torch.bool) if one is None else one
@@ -165,10 +165,9 @@ def _documents(positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tenso
         if any(bool((shard.diff() != 1).any()) for shard in positions):
             return None
         raise ValueError(
-            "position_ids go up by one within each rank's rows and not from one rank to the next: "
-            "whether documents begin there is not known to this model's masks; give "
-            "attention_mask (batch, rows) of ones if there is one document, or cut the sequence "
-            "elsewhere"
+            "position_ids go up by one within each rank's rows, but not from one rank to the next, "
+            "so it is unknown whether documents begin there: give attention_mask (batch, rows) of "
+            "ones if there is one document, or cut the sequence elsewhere"
         )
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
@@ -188,7 +187,7 @@ def _check_places(positions: tuple[torch.Tensor, ...], real: list[torch.Tensor])
     ]
     if len(missing) > 1 and all(missing):
         raise ValueError(
-            "position_ids begin at 0 on every rank: give each rank those of its place in the "
+            "position_ids begin at 0 on every rank: give each rank its own positions in the "
             "sequence, or call sharded_positions(model, group=...) once (if each rank holds a "
             "document of its own, attention needs no group)"
         )
@@ -218,7 +217,7 @@ def attend_sharded(
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
             f"attention over a group takes as many queries as keys on each rank; {name} gives "
-            f"{query.shape[2]} and {key.shape[2]}, a cache's: generate on one process"
+            f"{query.shape[2]} and {key.shape[2]}, from a cache: generate in one process"
         )
     if attention_mask is None:
         side = None if sliding_window is None else sliding_window - 1
@@ -268,9 +267,8 @@ def _check_layers(module: torch.nn.Module) -> None:
     others = sorted({str(kind) for kind in kinds or ()} - _ATTENTION_ALONE)
     if others:
         raise NotImplementedError(
-            f"attention over a group is all that reaches other ranks; this model has layers of "
-            f"{', '.join(others)}, whose tokens meet elsewhere as well: each rank's rows would see "
-            "only each other there"
+            f"only attention reaches other ranks, and this model has layers {', '.join(others)}, "
+            "which mix tokens too: each rank's rows would see only each other there"
         )
 
 
@@ -320,8 +318,7 @@ def sharded_positions(
         rows = [n for (n,) in told(everyone, (ids.shape[1],))]
         if not all(rows):
             raise ValueError(
-                f"models of Transformers do not run on no rows, got {rows} on the ranks: give each "
-                "at least one"
+                f"models of Transformers need at least one row on each rank, got {rows}"
             )
         start = sum(rows[: everyone.rank()])
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
