@@ -82,7 +82,7 @@ def test_a_mask_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "one must go" in capsys.readouterr().err
 
 
-BY_NUMBERS = "out and lse are of another forward"
+BY_NUMBERS = "out and lse are from another forward"
 
 
 @pytest.mark.parametrize(
