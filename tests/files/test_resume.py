@@ -255,7 +255,7 @@ def test_a_finished_output_is_not_computed_again(
     before = contents(folder)
     assert parts_computed() == 0
     assert run(folder, "--resume", out=out) == 0
-    assert "is finished: nothing is computed" in capsys.readouterr().out
+    assert "is finished; --restart" in capsys.readouterr().out
     assert contents(folder) == before
     assert parts_computed("--causal") == HEADS
     os.utime(folder / "qkv", ns=(1, 1))
