@@ -26,9 +26,8 @@ _FORKS = f"""
 import sys, types
 if __name__ == "__main__":
     def fork_for_each_line():
-        import gc, importlib, json, os, threading
+        import gc, json, os, threading, torch
 
-        importlib.import_module(sys.argv[1])
         assert threading.active_count() == 1, "a fork has only the thread that forks"
         gc.collect()
         # A process that ends looks at all of it time and again.
@@ -58,15 +57,11 @@ if __name__ == "__main__":
         exec(compile(code, "<string>", "exec"), main.__dict__)
 """
 
-# By what has been imported there.
-_nests: dict[str, subprocess.Popen[str]] = {}
+_nests: list[subprocess.Popen[str]] = []
 
 
-def run_python(
-    code: str, *arguments: Any, imported: str = "torch"
-) -> subprocess.CompletedProcess[str]:
-    """``python -c code`` with ``arguments``, where torch has been imported already, or a module
-    that imports it.
+def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """``python -c code`` with ``arguments``, where torch has been imported already.
 
     With a GPU it is that, since a fork can use none. For programs of which it matters when torch is
     imported, or in which environment, call ``subprocess.run``.
@@ -82,7 +77,7 @@ def run_python(
             "code": code, "arguments": command[3:], "out": str(out), "err": str(err),
             "folder": os.getcwd(), "environment": dict(os.environ),
         }  # fmt: skip
-        nest = _started(imported)
+        nest = _started()
         assert nest.stdin is not None
         assert nest.stdout is not None
         nest.stdin.write(json.dumps(told) + "\n")
@@ -97,11 +92,11 @@ def run_python(
         return subprocess.CompletedProcess(command, int(said), out.read_text(), err.read_text())
 
 
-def _started(imported: str) -> subprocess.Popen[str]:
+def _started() -> subprocess.Popen[str]:
     """The process that forks; it ends when this one does, whose end of the pipe is closed then."""
-    if imported not in _nests or _nests[imported].poll() is not None:
-        _nests[imported] = subprocess.Popen(
-            [sys.executable, "-c", _FORKS, imported], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-    return _nests[imported]
+    if not _nests or _nests[-1].poll() is not None:
+        command, pipe = [sys.executable, "-c", _FORKS], subprocess.PIPE
+        _nests.append(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        )
+    return _nests[-1]

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import pickle
-import signal
-import sys
-import threading
 import weakref
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -20,7 +15,7 @@ import torch.multiprocessing as mp
 from helpers_attention import Inputs
 from helpers_attention import exact as textbook
 from helpers_conformance import NAMES, Case, Found, learning
-from helpers_processes import run_python
+from helpers_workers import warm_forks
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -35,59 +30,18 @@ TOLERANCES = {
 HOME = [torch.device("cpu")]
 
 
-def spawn(
-    work: Any, ranks: int, folder: Path, *args: Any, backend: str = "gloo", forked: bool = True
-) -> None:
+def spawn(work: Any, ranks: int, folder: Path, *args: Any, backend: str = "gloo") -> None:
     """Run ``work(rank, *args)`` on the ranks of a group; fails if one of them fails.
 
     Three and more are forks of one process, which has imported torch for all of them: importing it
     takes longer than most of what they do. Two have nothing in common, not even the order of their
-    sets; nor have any on a GPU, which no fork can use, or if ``forked`` is false.
+    sets; nor have any on a GPU, which no fork can use.
     """
     told = (ranks, str(folder / f"store-{ranks}"), work, args, backend)
-    if forked and ranks > 2 and not torch.cuda.is_available():
-        path = folder / f"told-{ranks}"
-        path.write_bytes(pickle.dumps(sys.path) + pickle.dumps(told))
-        done = run_python(_FORKS, path, imported="torch._dynamo")
-        print(done.stdout)
-        assert done.returncode == 0, done.stderr
-    else:
-        mp.spawn(_run, told, nprocs=ranks)
-
-
-_FORKS = """
-import pickle, sys
-with open(sys.argv[1], "rb") as told:
-    sys.path[:] = pickle.load(told)
-    from helpers_ranks import _forked
-    _forked(*pickle.load(told))
-"""
-
-
-def _forked(ranks: int, *told: Any) -> None:
-    """Run the ranks as forks of this process, each of which ends as a process of its own would."""
-    torch.set_num_threads(1)
-    assert threading.active_count() == 1, "a fork has only the thread that forks"
-    gc.collect()
-    gc.freeze()
-    children = {}
-    for rank in range(ranks):
-        number = os.fork()
-        if not number:
-            mp._prctl_pr_set_pdeathsig(signal.SIGTERM)
-            _run(rank, ranks, *told)
-            return
-        children[number] = rank
-    while children:
-        number, status = os.wait()
-        rank = children.pop(number)
-        if status:
-            for other in children:
-                os.kill(other, signal.SIGTERM)
-            if os.WIFSIGNALED(status):
-                raise RuntimeError(f"rank {rank} died of signal {os.WTERMSIG(status)}")
-            # It has said what was wrong.
-            sys.exit(os.WEXITSTATUS(status))
+    forks = ranks > 2 and not torch.cuda.is_available()
+    if forks:
+        warm_forks()
+    mp.start_processes(_run, told, nprocs=ranks, start_method="forkserver" if forks else "spawn")
 
 
 def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...], backend: str) -> None:

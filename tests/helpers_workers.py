@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.multiprocessing
 
-_WARM = ("torch", "quorum_attention.devices.worker")
+_WARM = ("torch", "torch._dynamo", "quorum_attention.devices.worker")
+
+
+def warm_forks() -> Any:
+    """A context of multiprocessing whose processes are forks of one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_WARM))
+    return context
 
 
 @contextmanager
@@ -28,11 +35,7 @@ def quick_workers() -> Iterator[None]:
     get_context = torch.multiprocessing.get_context
 
     def quick(method: str | None = None) -> Any:
-        if method != "spawn":
-            return get_context(method)
-        context = get_context("forkserver")
-        context.set_forkserver_preload(list(_WARM))
-        return context
+        return warm_forks() if method == "spawn" else get_context(method)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.multiprocessing, "get_context", quick)

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,31 +31,26 @@ from quorum_attention.ray import farm as ray_farm
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
-def running() -> dict[int, tuple[int, str]]:
-    """The parent and the command of each process."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if state != "Z":
-            found[int(folder.name)] = int(parent), command
-    return found
+def command_of(pid: int) -> str:
+    """The command of a process; nothing of one that has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
 
 
 def commands_below(pid: int) -> dict[int, str]:
     """The processes that one has begun, and these, and so on, with their commands."""
-    every, found = running(), {pid}
-    while more := {one for one, (parent, _) in every.items() if parent in found} - found:
-        found |= more
-    return {one: every[one][1] for one in found - {pid}}
+    found: dict[int, str] = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found |= {child: command_of(child), **commands_below(child)}
+    return found
 
 
 def wait_for_end(pids: Iterable[int]) -> None:
     limit, pids = time.monotonic() + 30, set(pids)
-    while pids & running().keys():
+    while any(map(command_of, pids)):
         assert time.monotonic() < limit, "a process is still there"
         time.sleep(0.1)
 
