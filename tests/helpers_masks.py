@@ -68,21 +68,19 @@ def exact(
 
 
 def check(
-    inputs: Sequence[torch.Tensor],
-    mask: Mask,
-    scale: float,
-    limits: tuple[float, float],
-    *,
-    dropout: Dropout | None = None,
-    device: str = "cpu",
-    **options: Any,
-) -> None:
+    inputs: Sequence[torch.Tensor], mask: Mask, scale: float, limits: tuple[float, float], *,
+    dropout: Dropout | None = None, device: str = "cpu", given: Mask | str | None = "mask",
+    alone: bool = False, **options: Any,
+) -> None:  # fmt: skip
     """A call and its gradients are those of the textbook.
 
     Args:
         inputs: query, key, value and the upstream gradient.
         limits: for results, and for gradients.
-    """  # fmt: skip
+        device: where the tensors are.
+        given: what the call is given for the mask, if that is another.
+        alone: the output and its gradients are those of ``attention``.
+    """
     is_causal = options.get("is_causal", False)
     if mask.sinks is not None:
         mask = replace(mask, sinks=mask.sinks.requires_grad_())
@@ -94,10 +92,13 @@ def check(
         options |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
     leaves = [t.detach().to(device).requires_grad_() for t in inputs[:3]]
     learned = [t for t in (mask.sinks, mask.bias) if t is not None and t.requires_grad]
-    placed = replace(mask, bias=None if mask.bias is None else mask.bias.to(device))
-    out, lse = qa.attention_with_lse(
-        *leaves, attn_mask=placed, scale=scale, enable_gqa=True, **options
-    )
+    if given == "mask":
+        given = replace(mask, bias=None if mask.bias is None else mask.bias.to(device))
+    options |= {"attn_mask": given, "scale": scale, "enable_gqa": True}
+    out, lse = qa.attention_with_lse(*leaves, **options)
+    if alone:
+        assert off(out, want.out) <= size * limits[0]
+        out = qa.attention(*leaves, **options)
     grads = torch.autograd.grad(out, [*leaves, *learned], inputs[3].to(device))
     assert off(out, want.out) <= size * limits[0]
     assert off(lse, want.lse) <= limits[0]
@@ -149,31 +150,31 @@ def random_mask(
     """A mask of a few fields, without bias, soft cap and sinks."""
     fields: dict[str, Any] = {}
     sizes = (batch, heads, n_queries, n_keys)
+    windows = [0, 1, 10, 40, (5, -1), (-1, 7), (20, 0), (100, 30), (257, 0)]
+
+    def documents() -> Any:
+        if n_queries == n_keys and draw.random() < 0.5:
+            return _documents(draw, batch, n_queries)
+        return _documents(draw, batch, n_queries), _documents(draw, batch, n_keys)
+
+    def two() -> tuple[Mask, ...]:
+        return tuple(random_mask(draw, *sizes, inner=True) for _ in range(2))
+
     chances: dict[str, tuple[float, Any]] = {
         "causal": (0.6, lambda: draw.choice([True, "upper_left", "lower_right", "lower_right"])),
         "offset": (0.2, lambda: draw.randint(-10, max(1, n_keys))),
-        "window": (
-            0.4,
-            lambda: draw.choice([0, 1, 10, 40, (5, -1), (-1, 7), (20, 0), (100, 30), (257, 0)]),
-        ),
+        "window": (0.4, lambda: draw.choice(windows)),
         "chunk": (0.15, lambda: draw.choice([1, 7, 32, 100, 1000])),
-        "documents": (
-            0.35,
-            lambda: _documents(draw, batch, n_queries)
-            if n_queries == n_keys and draw.random() < 0.5
-            else (_documents(draw, batch, n_queries), _documents(draw, batch, n_keys)),
-        ),
+        "documents": (0.35, documents),
         "key_lengths": (
-            0.15, lambda: torch.tensor([draw.randint(0, n_keys) for _ in range(batch)]),
+            0.15,
+            lambda: torch.tensor([draw.randint(0, n_keys) for _ in range(batch)]),
         ),
         "key_padding": (0.2, lambda: _padding(draw, batch, n_keys)),
         "keeps": (0.12, lambda: draw.choice(RULES)),
-    }  # fmt: skip
-    if not inner:
-        for name in ("either", "every"):
-            chances[name] = (
-                0.12, lambda: tuple(random_mask(draw, *sizes, inner=True) for _ in range(2)),
-            )  # fmt: skip
+        "either": (0 if inner else 0.12, two),
+        "every": (0 if inner else 0.12, two),
+    }
     for name, (chance, make) in chances.items():
         if draw.random() < chance:
             fields[name] = make()
@@ -182,5 +183,4 @@ def random_mask(
 
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
     """Room for the bits of so many partial blocks, and for evaluating one."""
-
     monkeypatch.setattr(runs, "_MOST", words * runs.BIT_BYTES)

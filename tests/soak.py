@@ -18,13 +18,13 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import combinations, cycle
 from pathlib import Path
 from statistics import median
@@ -42,35 +42,29 @@ LIMITS = {
 
 def prepare(device: str) -> None:
     """The environment of this process; before torch is imported."""
-    quiet = {
+    os.environ |= {
         "OMP_NUM_THREADS": "1",
         # cuBLAS sets its workspace up once for every thread.
         "CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0",
         # oneDNN keeps compiled code for 1,024 shapes of products in bf16, 0.6 MB each.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32",
     }  # fmt: skip
-    for name, value in quiet.items():
-        os.environ.setdefault(name, value)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-8, 1)  # M_ARENA_MAX: what threads free does not stay in pieces of arenas of theirs
+    with contextlib.suppress(AttributeError):
+        # M_ARENA_MAX: what threads free does not stay in pieces of arenas of theirs.
+        ctypes.CDLL(None).mallopt(-8, 1)
     os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="cache-")
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-@dataclass
 class Soak:
     """One run: what was called and found so far, and rows of what the process held."""
 
-    device: str
-    seed: int
-    rows: list[dict[str, float]] = field(default_factory=list)
-    calls: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.draw = random.Random(self.seed)
+    def __init__(self, device: str, seed: int) -> None:
+        self.device, self.draw = device, random.Random(seed)
+        self.rows: list[dict[str, float]] = []
+        self.calls: Counter[str] = Counter()
+        self.wrong: list[str] = []
 
     def run(self, seconds: float, every: float) -> bool:
         """Whether no call was wrong and nothing grew."""
@@ -79,17 +73,16 @@ class Soak:
         torch.set_num_threads(1)
         for kind in KINDS:  # the warm-up: what is made once is made
             self.step(kind)
-        began = shown = time.monotonic()
-        self._row(0.0)
+        began, passed = time.monotonic(), 0.0
+        self._row(passed)
         for kind in cycle(KINDS):
-            now = time.monotonic()
-            if now - began >= seconds:
+            passed = time.monotonic() - began
+            if passed >= seconds:
                 break
-            if now - shown > every:
-                shown = now
-                self._row(now - began)
+            if passed - self.rows[-1]["seconds"] > every:
+                self._row(passed)
             self.step(kind)
-        self._row(time.monotonic() - began)
+        self._row(passed)
         self.wrong += grown(self.rows)
         return not self.wrong
 
@@ -103,20 +96,19 @@ class Soak:
         for words in self.wrong[already:]:
             print(f"WRONG {kind.__name__}: {words}", flush=True)
 
-    def cases(self, count: int) -> Iterator[Any]:
+    def cases(self, count: int) -> list[Any]:
         """Neighbouring seeds of random_calls: on a GPU they share what has to be compiled."""
         from random_calls.draw import BLOCK, draw
 
         first = self.draw.randrange(1 << 40) // BLOCK * BLOCK
-        yield from (draw(seed, self.device) for seed in range(first, first + count))
+        return [draw(seed, self.device) for seed in range(first, first + count)]
 
     def judge(self, kind: str, verdict: Any) -> None:
         """Count a verdict; only a kernel asked for by name may refuse."""
         self.calls[kind] += 1
         refused = verdict.outcome == "refused"
-        if verdict.outcome == "wrong" or (
-            refused and not verdict.refusal.startswith("NotImplementedError: kernel '")
-        ):
+        allowed = verdict.refusal.startswith("NotImplementedError: kernel '")
+        if verdict.outcome == "wrong" or (refused and not allowed):
             self.wrong.append(f"seed {verdict.case.seed}: {verdict}")
 
     def _row(self, seconds: float) -> None:
@@ -134,26 +126,15 @@ def alone(soak: Soak) -> None:
 
 
 def at_once(soak: Soak) -> None:
-    """Calls of three threads at once."""
+    """Calls of three threads at once, without what changes the process for all of its threads."""
     from random_calls.run import check
 
-    # Without what changes the process for all of its threads.
-    three = [replace(case, failure=None) for case in soak.cases(3)]
-    found: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: check(three[i], soak.device)}))
-        for i in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for verdict in found.values():
-        # A device's allocator counts what all threads take.
-        if not all(words.startswith("more memory than") for words in verdict.wrong or [""]):
-            soak.judge("at once", verdict)
-    if len(found) < 3:
-        soak.wrong.append(f"a thread raised: {[str(case) for case in three]}")
+    cases = [replace(case, failure=None) for case in soak.cases(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for verdict in threads.map(lambda case: check(case, soak.device), cases):
+            # A device's allocator counts what all threads take.
+            if not all(words.startswith("more memory than") for words in verdict.wrong or [""]):
+                soak.judge("at once", verdict)
 
 
 class Interrupt(KeyboardInterrupt):
@@ -170,6 +151,7 @@ def interrupted(soak: Soak) -> None:
     def interrupt(*_: object) -> None:
         raise Interrupt
 
+    before = signal.signal(signal.SIGALRM, interrupt)
     for case in soak.cases(4):
         if "native" in case.kernel and soak.device == "cpu":
             continue  # Triton's interpreter swaps parts of Triton for others as it runs
@@ -179,7 +161,6 @@ def interrupted(soak: Soak) -> None:
         took = (time.perf_counter() - began) / 2
         lives = torch.device(soak.device if case.residency == "device" else "cpu")
         made, done = make(case, lives), Done()
-        before = signal.signal(signal.SIGALRM, interrupt)
         # A call that is refused is refused again.
         try:
             with contextlib.suppress(NotImplementedError), warnings.catch_warnings():
@@ -191,7 +172,6 @@ def interrupted(soak: Soak) -> None:
             soak.calls["interrupts"] += 1
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
         again = Verdict(case)
         if soak.device != "cpu":
             torch.cuda.synchronize()
@@ -199,6 +179,7 @@ def interrupted(soak: Soak) -> None:
             if memory.changed():
                 again.add("an interrupt changed memory of others", memory.name)
         soak.judge("interrupted", again if again.wrong else check(case, soak.device))
+    signal.signal(signal.SIGALRM, before)
 
 
 KINDS = (alone, at_once, interrupted)
@@ -213,30 +194,25 @@ def held() -> dict[str, float]:
     pool.close()
     torch._dynamo.reset()
     for found in gc.get_objects():
-        if (
-            type(found) is functools._lru_cache_wrapper
-            and (found.__module__ or "").startswith(("quorum_attention", "random_calls"))
-            and found.cache_parameters()["maxsize"] is not None
-        ):
-            found.cache_clear()
+        if type(found) is functools._lru_cache_wrapper:
+            ours = (found.__module__ or "").startswith(("quorum_attention", "random_calls"))
+            if ours and found.cache_parameters()["maxsize"] is not None:
+                found.cache_clear()
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     device = 0
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         device = torch.cuda.memory_allocated()
-    pages = list(map(int, Path("/proc/self/statm").read_text().split()))
-    shared = Path("/dev/shm")
-    own = [p for p in shared.iterdir() if str(os.getpid()) in p.name] if shared.is_dir() else []
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return {
-        "anonymous": (pages[1] - pages[2]) * os.sysconf("SC_PAGE_SIZE"),
+        "anonymous": (resident - shared) * os.sysconf("SC_PAGE_SIZE"),
         "device": device,
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "children": len(multiprocessing.active_children()),
-        "shared_files": len(own),
+        "shared_files": len(list(Path("/dev/shm").glob(f"*{os.getpid()}*"))),
         "temporary_files": len(os.listdir(tempfile.gettempdir())),
     }
 
@@ -248,12 +224,9 @@ def grown(rows: Sequence[dict[str, float]]) -> list[str]:
     jump move it little.
     """
     half, found = rows[len(rows) // 2 :], []
+    pairs = [(a, b) for a, b in combinations(half, 2) if b["seconds"] > a["seconds"]]
     for name, limit in LIMITS.items():
-        slopes = [
-            (b[name] - a[name]) / (b["seconds"] - a["seconds"])
-            for a, b in combinations(half, 2)
-            if b["seconds"] > a["seconds"]
-        ]
+        slopes = [(b[name] - a[name]) / (b["seconds"] - a["seconds"]) for a, b in pairs]
         added = median(slopes or [0.0]) * (half[-1]["seconds"] - half[0]["seconds"])
         if added > limit:
             found.append(f"{name} grew by {added:,.0f} in the second half; {limit:,} is allowed")

@@ -3,6 +3,7 @@ processes run at once, because each takes seconds to begin."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,12 +35,18 @@ helpers_first_calls.main(*sys.argv[2:4], "cuda", "float16", 300, 64)
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[dict[tuple[str, str], subprocess.Popen[str]]]:
+def running(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[tuple[str, str], subprocess.Popen[str]]]:
+    """Without anything that has been kept of earlier processes."""
+    empty = str(tmp_path_factory.mktemp("caches"))
+    caches = dict.fromkeys(("TRITON_CACHE_DIR", "QUORUM_ATTENTION_CACHE"), empty)
     tests = str(Path(__file__).parent.parent)
     started = {
         case: subprocess.Popen(
             [sys.executable, "-c", _RUN, tests, *case],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | caches,
         )
         for case in CASES
     }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_masks import RULES, exact, few_at_a_time, off, random_mask
+from helpers_masks import RULES, check, few_at_a_time, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask, direct
@@ -22,51 +22,26 @@ TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bfl
 
 
 class Drawn:
-    """Sizes and dtype of a random call."""
+    """A random call without its mask."""
 
     def __init__(
         self, draw: random.Random, queries: Sequence[int], keys: Sequence[int], dims: Any = (64,)
     ) -> None:
-        self.batch, self.kv_heads = draw.choice([1, 2]), draw.choice([1, 2])
-        self.heads = self.kv_heads * draw.choice([1, 3])
-        self.n_queries = draw.choice(queries)
-        self.n_keys = self.n_queries if draw.random() < 0.5 else draw.choice(keys)
-        self.dtype, self.dim = draw.choice(list(TOLERANCE)), draw.choice(dims)
-        self.of_mask = (self.batch, self.heads, self.n_queries, self.n_keys)
-        self.options: dict[str, Any] = {"enable_gqa": True, "scale": 0.125, "devices": "cuda"}
-        if draw.random() < 0.5 and max(self.n_queries, self.n_keys) >= 256:
+        batch, kv_heads = draw.choice([1, 2]), draw.choice([1, 2])
+        heads, n = kv_heads * draw.choice([1, 3]), draw.choice(queries)
+        m = n if draw.random() < 0.5 else draw.choice(keys)
+        self.dtype, dim = draw.choice(list(TOLERANCE)), draw.choice(dims)
+        self.of_mask = (batch, heads, n, m)
+        shapes = (heads, n), (kv_heads, m), (kv_heads, m), (heads, n)
+        self.inputs = [torch.randn(batch, *shape, dim).to(self.dtype) for shape in shapes]
+        self.options: dict[str, Any] = {"devices": "cuda"}
+        if draw.random() < 0.5 and max(n, m) >= 256:
             self.options["depth"] = draw.choice([1, 2])
-        print(vars(self))
 
-    def check(
-        self, home: str, rules: Mask, given: Mask | None, dropout: Any = None, even: bool = False
-    ) -> None:
-        """Results and gradients of ``given`` against those of ``rules`` in float64.
-
-        Args:
-            even: the gradient is one number, of stride 0.
-        """
-        heads, kv_heads, n, m = self.heads, self.kv_heads, self.n_queries, self.n_keys
-        q, k, v, grad_out = (
-            torch.randn(self.batch, h, length, self.dim).to(self.dtype)
-            for h, length in ((heads, n), (kv_heads, m), (kv_heads, m), (heads, n))
-        )
-        if even:
-            grad_out = torch.full((), 0.5, dtype=self.dtype).expand(grad_out.shape)
-        want = exact(q, k, v, grad_out, rules, 0.125, dropout=dropout)
-        learned = [t.to(home).requires_grad_() for t in (q, k, v)]
-        out = qa.attention(*learned, given, **self.options)
-        with torch.no_grad():
-            alone, lse = qa.attention_with_lse(*learned, given, **self.options)
-        if given is not None and given.sinks is not None:
-            learned.append(given.sinks)
-        grads = torch.autograd.grad(out, learned, grad_out.to(home))
-        of_results, of_grads = TOLERANCE[self.dtype]
-        size = 1.0 if dropout is None else dropout.rescale
-        assert max(off(out, want.out), off(alone, want.out)) <= size * of_results
-        assert off(lse, want.lse) <= of_results
-        for grad, wanted in zip(grads, want.grads, strict=True):
-            assert off(grad, wanted) <= size * of_grads
+    def check(self, home: str, rules: Mask, **more: Any) -> None:
+        """Results and gradients against those of ``rules`` in float64."""
+        limits = TOLERANCE[self.dtype]
+        check(self.inputs, rules, 0.125, limits, device=home, alone=True, **self.options, **more)
 
 
 PLAIN = (
@@ -86,11 +61,14 @@ def test_random_calls_again_and_again_against_float64(seed: int) -> None:
     drawn = Drawn(draw, [64, 300, 1024], [5, 200, 900], (64, 128, 40))
     mask = draw.choice(PLAIN)
     drawn.options.pop("depth", None)
-    rules = mask or Mask()
-    if mask is None and drawn.n_queries == drawn.n_keys and draw.random() < 0.7:
-        drawn.options["is_causal"], rules = True, Mask(causal=True)
+    rules, (_, _, n, m) = mask or Mask(), drawn.of_mask
+    if mask is None and n == m and draw.random() < 0.7:
+        drawn.options["is_causal"] = True
     for time in range(3):
-        drawn.check("cuda", rules, mask, even=time == 2)
+        if time == 2:  # one number, of stride 0
+            half = torch.full((), 0.5, dtype=drawn.dtype)
+            drawn.inputs[3] = half.expand(drawn.inputs[3].shape)
+        drawn.check("cuda", rules, given=mask)
 
 
 @pytest.mark.parametrize("home", ["cuda", "cpu"])
@@ -98,17 +76,16 @@ def test_random_calls_again_and_again_against_float64(seed: int) -> None:
 def test_random_masks_against_float64(seed: int, home: str) -> None:
     draw = random.Random(random.random() + seed)
     drawn = Drawn(draw, [5, 257, 700, 1500], [3, 128, 900])
-    sinks = draw.choice([None, torch.randn(drawn.heads, requires_grad=True)])
+    sinks = draw.choice([None, torch.randn(drawn.of_mask[1], requires_grad=True)])
     softcap = draw.choice([None, None, 5.0])
     mask = replace(random_mask(draw, *drawn.of_mask), softcap=softcap, sinks=sinks)
     dropout = None
     if seed % 3 == 0:
         dropout = Dropout(draw.choice([0.1, 0.5]), draw.randrange(2**63))
-        drawn.options |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
     plain = softcap is None and dropout is None
     if plain and drawn.dtype != torch.float32 and draw.random() < 0.4:
         drawn.options["kernel"] = draw.choice(["cudnn", "flash", *(["fa4"] if version() else [])])
-    drawn.check(home, mask, mask, dropout)
+    drawn.check(home, mask, dropout=dropout)
 
 
 @pytest.mark.parametrize("home", ["cuda", "cpu"])
@@ -127,13 +104,13 @@ def test_rules_that_are_tried_against_float64(
     elif seed % 4:
         rules = given = replace(rules, keeps=draw.choice(RULES))
     else:
-        table = torch.rand(drawn.n_keys + 1) < 0.7
+        table = torch.rand(drawn.of_mask[3] + 1) < 0.7
         there = table.cuda()
         given = replace(rules, keeps=lambda b, h, q, k: there[k] | (q == k))
         rules = replace(rules, keeps=lambda b, h, q, k: table[k] | (q == k))
     if draw.random() < 0.5:
         few_at_a_time(monkeypatch, draw.choice([1, 3]))
-    drawn.check(home, rules, given)
+    drawn.check(home, rules, given=given)
 
 
 @pytest.mark.parametrize("budget", [None, "256MiB"])
@@ -159,3 +136,18 @@ def test_neither_window_nor_rule_takes_a_mask_of_queries_times_keys(budget: str 
     kept = (rows[:, None] * 3 + torch.arange(n, device="cuda") * 5) % 7 < 3
     want = scores.masked_fill(~kept, -torch.inf).softmax(-1) @ v.double()
     assert off(out[:, :, rows], want.cpu()) <= 4e-2
+
+
+def test_a_long_window_is_remembered_and_a_second_derivative_is_refused() -> None:
+    direct._CACHE.clear()
+    q, k, v = (torch.randn(1, 8, 40_000, 64, device="cuda").bfloat16() for _ in range(3))
+    q.requires_grad_()
+    mask = qa.Mask(causal=True, window=512)
+    first = qa.attention(q, k, v, mask)
+    assert [len(request.decisions or ()) for request in direct._CACHE.values()] == [1]
+    second = qa.attention(q, k, v, mask)
+    assert torch.equal(first, second)
+    assert type(second.grad_fn).__name__ == "AttentionBackward"
+    (grad,) = torch.autograd.grad(second.float().square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(grad.float().sum(), q)

@@ -14,6 +14,7 @@ from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
 import quorum_attention as qa
+from quorum_attention import direct
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N = 4000
@@ -188,3 +189,16 @@ def test_a_mask_gradient_within_its_budget() -> None:
     p = s.softmax(dim=-1)
     dp = do[:, rows] @ v.mT
     assert_close(found[1, rows], (p * (dp - (p * dp).sum(-1, keepdim=True)))[0], 2e-3)
+
+
+def test_where_memory_has_run_out_since_the_call_is_planned_anew() -> None:
+    direct._CACHE.clear()
+    q, k, v = (torch.randn(1, 8, 262_144, 64, device="cuda").half() for _ in range(3))
+    want = qa.attention(q, k, v, is_causal=True)
+    assert torch.equal(want, qa.attention(q, k, v, is_causal=True))
+    limited(32 << 20)  # less than an output
+    with pytest.raises((qa.BudgetError, qa.OutOfMemoryError)):
+        qa.attention(q, k, v, is_causal=True)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    for _ in range(2):
+        assert torch.equal(want, qa.attention(q, k, v, is_causal=True))

@@ -170,33 +170,30 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
     return list(grads)
 
 
-def test_bad_arguments(device: str) -> None:
-    q, k = (torch.randn(1, 2, n, 16, device=device) for n in (90, 75))
-    with pytest.raises(NotImplementedError, match="3 alibi_slopes for 2 query heads"):
-        qa.attention(q, k, k, kernel=qa.NativeKernel(alibi_slopes=torch.ones(3)))
-    with pytest.raises(ValueError, match="alibi_slopes must be floating"):
-        qa.NativeKernel(alibi_slopes=torch.ones(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="go together"):
-        qa.native_attention(q, k, k, query_bits=torch.zeros(90, dtype=torch.int64))
-    with pytest.raises(ValueError, match="query_bits must be int64"):
-        qa.native_attention(q, k, k, query_bits=torch.zeros(9), key_bits=torch.zeros(75))
-
-
 def test_what_it_does_not_take_is_refused(device: str) -> None:
-    q = torch.randn(1, 2, 8, 16, dtype=torch.float64, device=device)
-    with pytest.raises(NotImplementedError, match="float16, bfloat16 and float32"):
-        qa.native_attention(q, q, q)
-    wide = torch.randn(1, 1, 8, 300, device=device, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="1 to 256 with gradients"):
-        qa.native_attention(wide, wide, wide)
+    q, k, wide = (torch.randn(1, 2, *at, device=device) for at in ((90, 16), (75, 16), (8, 300)))
+    zeros = torch.zeros(90)
+    for call, error, words in (
+        (lambda: qa.attention(q, k, k, kernel=qa.NativeKernel(alibi_slopes=torch.ones(3))),
+         NotImplementedError, "3 alibi_slopes for 2 query heads"),
+        (lambda: qa.NativeKernel(alibi_slopes=zeros.int()), ValueError, "must be floating"),
+        (lambda: qa.native_attention(q, k, k, query_bits=zeros.long()), ValueError, "go together"),
+        (lambda: qa.native_attention(q, k, k, query_bits=zeros, key_bits=zeros[:75]), ValueError,
+         "query_bits must be int64"),
+        (lambda: qa.native_attention(*[q.double()] * 3), NotImplementedError,
+         "float16, bfloat16 and float32"),
+        (lambda: qa.native_attention(*[wide.requires_grad_()] * 3), NotImplementedError,
+         "1 to 256 with gradients"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call()
 
 
 @pytest.mark.parametrize("widths", [(300, 300), (576, 512)])
 def test_wide_heads_forward(widths: tuple[int, int], device: str) -> None:
     g = fresh_generator()
-    q = torch.randn(1, 1, 40, widths[0], generator=g).half()
-    k = torch.randn(1, 1, 40, widths[0], generator=g).half()
-    v = torch.randn(1, 1, 40, widths[1], generator=g).half()
+    widths = (widths[0], *widths)
+    q, k, v = (torch.randn(1, 1, 40, width, generator=g).half() for width in widths)
     out, _ = qa.native_attention(*(t.to(device) for t in (q, k, v)), is_causal=True)
     wanted = textbook((q, k, v, torch.zeros(out.shape)), is_causal=True)
     assert relative(out, wanted.out) < 3e-3
@@ -311,19 +308,15 @@ def test_forward_mode_and_transformations_are_refused(device: str) -> None:
 def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(
     device: str, bad: float
 ) -> None:
-    g = torch.Generator().manual_seed(2)
-    given = [torch.randn(1, 2, 20, 16, generator=g).half() for _ in range(3)]
-    grad = torch.randn(1, 2, 20, 16, generator=g).half()
+    *given, grad = torch.randn(4, 1, 2, 20, 16, generator=torch.Generator().manual_seed(2)).half()
     grad[0, 1, 7] = bad
     leaves = [t.to(device).requires_grad_() for t in given]
     qa.native_attention(*leaves)[0].backward(grad.to(device))
-    right = [t.detach().double().requires_grad_() for t in given]
-    clean = grad.double().nan_to_num(0.0, 0.0, 0.0)
-    ((right[0] @ right[1].mT * 0.25).softmax(-1) @ right[2]).backward(clean)
+    right = textbook((*given, grad.nan_to_num(0.0, 0.0, 0.0))).grads[0]
     rows = torch.ones(1, 2, 20, dtype=torch.bool)
     rows[0, 1, 7] = False
     found = leaves[0].grad.cpu()
-    assert relative(found[rows], right[0].grad[rows]) < 5e-3
+    assert relative(found[rows], right[rows]) < 5e-3
     assert not found[~rows].isfinite().any()
 
 
@@ -343,23 +336,3 @@ def test_a_gradient_of_the_lse_by_columns_in_fp16(device: str, size: float, dept
     wanted = torch.autograd.grad(results, right, (grad.double(), grad_lse.double()))
     for mine, theirs in zip(found[:2], wanted[:2], strict=True):
         assert relative(mine, theirs) < 5e-3
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_small_rows_beside_large_ones_keep_their_digits(device: str, depth: int) -> None:
-    """fp32 upstream gradients of fp16 inputs: row 0 sees key 0 alone, others are of small numbers.
-
-    (tests/execution/test_upstream.py, for kernels that need no Triton.)
-    """
-    g = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 1, 14, 8, generator=g).half().to(device) for _ in range(3))
-    grad_out = 3e-7 * torch.randn(1, 1, 14, 8, generator=g).to(device)
-    grad_out[..., 0, :] = 1.0
-    call = {"is_causal": True, "kernel": "native"}
-    out, lse = qa.attention_with_lse(q, k, v, out_dtype=torch.float32, **call)
-    grads = tuple(torch.empty(t.shape, device=t.device) for t in (q, k, v))
-    found = qa.attention_backward(grad_out, q, k, v, out, lse, grads=grads, depth=depth, **call)
-    s = (q.double() @ k.double().mT * 8**-0.5).cpu()
-    s.masked_fill_(torch.ones(14, 14, dtype=torch.bool).triu(1), -torch.inf)
-    wanted = s.softmax(-1).mT @ grad_out.double().cpu()
-    assert relative(found[2][..., 1:, :], wanted[..., 1:, :]) < 2e-3
