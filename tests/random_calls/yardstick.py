@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -165,54 +166,101 @@ def neighbour(case: Case, made: Made, number: int) -> Made:
 
 def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
     """What others make of a case: what it costs little to ask first."""
+    ask = partial(_call, case, made)
     if number == _OTHERS:
-        yield _torch(case, made, fused=True, by=[SDPBackend.CUDNN_ATTENTION])
+        yield ask(_fused, by=[SDPBackend.CUDNN_ATTENTION])
         return
     if number != 1:
-        yield _torch(case, made, fused=False)
+        yield ask(_as_it_is)
         if case.kernel == "fa4":
-            yield _fa4(case, made)
+            yield ask(_fa4)
     if number != 0:
-        yield _torch(case, made, fused=True)
+        yield ask(_fused)
         if made.query.is_cuda:
             # The same operator: what it rounds, how small its scale may be.
-            yield _torch(case, made, fused=True, by=[SDPBackend.EFFICIENT_ATTENTION])
+            yield ask(_fused, by=[SDPBackend.EFFICIENT_ATTENTION])
         divided = _divided(made) if case.dtype == "float16" and case.route != "forward" else 0
         if divided > 0:
-            yield _torch(case, made, fused=True, divided=divided)
+            yield ask(_fused, divided=divided)
 
 
-def _fa4(case: Case, made: Made) -> Results:
-    """FlashAttention-4's own call: {} where it takes none."""
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError:
-        return {}
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    if not scale or 0 in made.query.shape or 0 in made.key.shape:
-        return {}
-    gradients = case.route != "forward"
+def _call(
+    case: Case, made: Made, attend: Callable[..., torch.Tensor], *, divided: int = 0,
+    by: Sequence[SDPBackend] = _QUICK,
+) -> Results:  # fmt: skip
+    """Output and gradients, or nothing where such a call is not taken.
+
+    Args:
+        divided: with grad_out by so many powers of two, which is undone.
+        by: on a GPU, by these kernels of torch's; default all but cuDNN's, which takes some tenths
+            of a second for each shape.
+    """
+    gradients, dense = case.route != "forward", torch.contiguous_format
     three = [
-        t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(gradients)
+        # Rows between words are more than torch's own kernels for GPUs can take.
+        t.detach().clone(memory_format=dense).requires_grad_(gradients)
         for t in (made.query, made.key, made.value)
     ]
-    rows = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2).cuda() for t in three]
-    # It counts diagonals from the last query and the last key.
-    latest = case.n_queries - case.n_keys if case.is_causal else None
+    only = sdpa_kernel(list(by)) if made.query.is_cuda else contextlib.nullcontext()
     try:
-        out = flash_attn_func(
-            rows[0] * math.copysign(1.0, scale), *rows[1:], softmax_scale=abs(scale),
-            window_size=(None, latest), return_lse=True,
-        )[0]  # fmt: skip
-        out = out.transpose(1, 2).reshape(made.grad_out.shape).to(made.query.device)
+        with warnings.catch_warnings(), only:
+            warnings.simplefilter("ignore")
+            out = attend(case, made, *three).reshape(made.grad_out.shape).to(made.query.device)
         found = {"out": out.detach()}
         if gradients:
-            upstream = made.grad_out.to(DTYPES[case.dtype])
-            grads = torch.autograd.grad(out, three, upstream)
-            found |= dict(zip(GRADIENTS, grads, strict=True))
-    except Exception:  # widths that it does not take
+            upstream = (made.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
+            grads = torch.autograd.grad(out, three, upstream.clone(memory_format=dense))
+            undone = (t.double() * 2.0**divided for t in grads)
+            found |= dict(zip(GRADIENTS, undone if divided else grads, strict=True))
+    except Exception:  # widths that it does not take, or no such library
         return {}
     return found
+
+
+def _as_it_is(case: Case, made: Made, *three: torch.Tensor) -> torch.Tensor:
+    """``scaled_dot_product_attention`` as it is called by default."""
+    call = {"scale": _scale(case), "enable_gqa": case.heads != case.kv_heads}
+    mask, is_causal = _mask(case, made)
+    return scaled_dot_product_attention(*three, mask, 0.0, is_causal, **call)
+
+
+def _fused(case: Case, made: Made, query: torch.Tensor, *two: torch.Tensor) -> torch.Tensor:
+    """With values as wide as queries, as many key heads, four dimensions and dense rows, as its
+    fused kernels ask for."""
+    shared = case.heads // case.kv_heads if case.kv_heads else 1
+    # Fused kernels take whole words of 16 bytes.
+    wide = -(-max(case.head_dim, case.value_dim) // 8) * 8
+    three = (
+        pad(t, (0, wide - t.shape[-1])).reshape(-1, *t.shape[-3:-1], wide).contiguous()
+        for t in (query, *(t.repeat_interleave(shared, -3) for t in two))
+    )
+    mask, is_causal = _mask(case, made)
+    if mask is not None:
+        mask = mask.expand(*query.shape[:-1], case.n_keys)
+        mask = mask.reshape(-1, *mask.shape[-3:])
+    out = scaled_dot_product_attention(*three, mask, 0.0, is_causal, scale=_scale(case))
+    return out[..., : case.value_dim]
+
+
+def _fa4(case: Case, made: Made, *three: torch.Tensor) -> torch.Tensor:
+    """FlashAttention-4's own call."""
+    from flash_attn.cute import flash_attn_func
+
+    scale = _scale(case)
+    if not scale or 0 in three[0].shape or 0 in three[1].shape:
+        raise NotImplementedError
+    q, k, v = (t.reshape(-1, *t.shape[-3:]).transpose(1, 2).cuda() for t in three)
+    # It counts diagonals from the last query and the last key.
+    latest = case.n_queries - case.n_keys if case.is_causal else None
+    out = flash_attn_func(
+        q * math.copysign(1.0, scale), k, v, softmax_scale=abs(scale), window_size=(None, latest),
+        return_lse=True,
+    )[0]  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _scale(case: Case) -> float:
+    return case.head_dim**-0.5 if case.scale is None else case.scale
 
 
 def _divided(made: Made) -> int:
@@ -221,55 +269,6 @@ def _divided(made: Made) -> int:
     gradient, value = (float(t.max()) if t.numel() else 0.0 for t in norms)
     largest = gradient * max(2 * value, 2.0)
     return math.ceil(math.log2(largest)) - 15 if largest > 0 else 0
-
-
-def _torch(
-    case: Case, made: Made, *, fused: bool, divided: int = 0, by: Sequence[SDPBackend] = ()
-) -> Results:
-    """``scaled_dot_product_attention`` as it is called by default; ``fused``: with values as wide
-    as queries, as many key heads, four dimensions and dense rows, as its fused kernels ask for.
-    ``divided``: with grad_out by so many powers of two, which is undone. ``by``: on a GPU, by these
-    kernels; default all but cuDNN's, which takes some tenths of a second for each shape."""
-    gradients = case.route != "forward"
-    q, k, v = (
-        # Rows between words are more than torch's own kernels for GPUs can take.
-        t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(gradients)
-        for t in (made.query, made.key, made.value)
-    )
-    shared = case.heads // case.kv_heads if case.kv_heads else 1
-    # Fused kernels take whole words of 16 bytes.
-    wide = -(-max(case.head_dim, case.value_dim) // 8) * 8
-    keys, values, queries = k, v, q
-    if fused:
-        keys, values = (t.repeat_interleave(shared, -3) for t in (k, v))
-        queries, keys, values = (
-            pad(t, (0, wide - t.shape[-1])).reshape(-1, *t.shape[-3:-1], wide).contiguous()
-            for t in (q, keys, values)
-        )
-    mask, is_causal = _mask(case, made)
-    if fused and mask is not None:
-        mask = mask.expand(*q.shape[:-1], case.n_keys)
-        mask = mask.reshape(-1, *mask.shape[-3:])
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    only = sdpa_kernel(list(by) or _QUICK) if made.query.is_cuda else contextlib.nullcontext()
-    try:
-        with warnings.catch_warnings(), only:
-            warnings.simplefilter("ignore")
-            out = scaled_dot_product_attention(
-                queries, keys, values, mask, 0.0, is_causal, scale=scale,
-                enable_gqa=case.heads != case.kv_heads and not fused,
-            )[..., : case.value_dim].reshape(made.grad_out.shape)  # fmt: skip
-            found = {"out": out.detach()}
-            if gradients:
-                upstream = (made.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
-                upstream = upstream.clone(memory_format=torch.contiguous_format)
-                grads = torch.autograd.grad(out, (q, k, v), upstream)
-                if divided:
-                    grads = tuple(t.double() * 2.0**divided for t in grads)
-                found |= dict(zip(GRADIENTS, grads, strict=True))
-    except RuntimeError:
-        return {}
-    return found
 
 
 def _mask(case: Case, made: Made) -> tuple[torch.Tensor | None, bool]:
