@@ -145,11 +145,10 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
     plain: Any = type(module).forward
 
     @wraps(plain)
-    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> Any:
         rows = x.numel() // x.shape[-1] if x.numel() else 0
         if rows <= tokens:
-            result: torch.Tensor = plain(self, x)
-            return result
+            return plain(self, x)
         length = -(-x.shape[-2] // -(-rows // tokens))  # of all texts: tiles of about one length
         return _tiles(plain, self, x.split(length, -2))
 
@@ -324,24 +323,23 @@ def _as_of_tensor(name: str) -> Callable[..., _Logits]:
     return method
 
 
-for _name in ("__mul__", "__rmul__", "__truediv__", "float", "tanh"):
+for _name in ("__mul__", "__rmul__", "__truediv__", "contiguous", "float", "tanh"):
     setattr(_Logits, _name, _as_of_tensor(_name))
 
 
 def _chunked(
     logits: torch.Tensor | _Logits, labels: Any, vocab_size: int, num_items_in_batch: Any = None,
     ignore_index: int = -100, shift_labels: torch.Tensor | None = None, **others: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Transformers' ``ForCausalLMLoss``; of logits that are not there, some tokens at a time."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    def loss(some: Any, wanted: Any) -> torch.Tensor:
+    def loss(some: Any, wanted: Any) -> Any:
         if isinstance(logits, _Logits):
             some = logits.of(some)
-        found: torch.Tensor = ForCausalLMLoss(
+        return ForCausalLMLoss(
             some, labels, vocab_size, num_items_in_batch, ignore_index, wanted, **others
         )
-        return found
 
     if not isinstance(logits, _Logits):
         return loss(logits, shift_labels)
