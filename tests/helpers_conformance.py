@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,19 @@ class Case:
             assert tensor.dtype == dtype, (name, tensor.dtype, str(self))
             apart = off(tensor.reshape(named[name].shape), named[name])
             assert apart <= GRADIENT_TOLERANCE[self.dtype], (name, apart, str(self))
+
+
+def wrong_calls(run: Callable[[Case], Found], first: int, count: int, **options: Any) -> int:
+    """How many of so many drawn calls are wrong."""
+    wrong = 0
+    for seed in range(first, first + count):
+        case = Case(seed, **options)
+        try:
+            case.check(run(case))
+        except Exception as error:
+            wrong += 1
+            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+    return wrong
 
 
 def learning(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:

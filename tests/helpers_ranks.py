@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers_attention import Inputs
 from helpers_attention import exact as textbook
-from helpers_conformance import NAMES, Case, Found, learning
+from helpers_conformance import NAMES, Case, Found, learning, wrong_calls
 from helpers_workers import warm_forks
 
 import quorum_attention as qa
@@ -155,19 +155,11 @@ def by_ranks(case: Case, group: dist.ProcessGroup | None) -> Found:
 
 def random_calls(first: int, count: int, group: dist.ProcessGroup | None = None) -> int:
     """Calls of drawn shapes and masks, the same on all ranks of a group; how many are wrong."""
-    wrong = 0
-    for seed in range(int(first), int(first) + int(count)):
-        case = Case(seed, alike=True)
-        try:
-            case.check(by_ranks(case, group))
-        except AssertionError as error:
-            wrong += 1
-            print(f"seed {seed} of {dist.get_world_size(group)} ranks: {error}", flush=True)
-    return wrong
+    return wrong_calls(lambda case: by_ranks(case, group), first, count, alike=True)
 
 
-def count_wrong(rank: int, first: str, count: str) -> None:
+def count_wrong(rank: int, first: int, count: int) -> None:
     """``random_calls``, and how many were wrong."""
-    wrong = random_calls(int(first), int(count))
+    wrong = random_calls(first, count)
     if rank == 0:
         print(f"{dist.get_world_size()} ranks: {count} calls, {wrong} wrong")

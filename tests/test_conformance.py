@@ -15,7 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_conformance import Case, Found, by_farm, by_files, on_devices, on_one_device
+from helpers_conformance import (
+    Case,
+    Found,
+    by_farm,
+    by_files,
+    on_devices,
+    on_one_device,
+    wrong_calls,
+)  # fmt: skip
 from helpers_ranks import count_wrong, spawn
 from helpers_ray import FakeRay, fake_farm
 from helpers_workers import quick_workers
@@ -43,34 +51,29 @@ WAYS: dict[str, tuple[Callable[[], AbstractContextManager[Run]], int]] = {
 }  # fmt: skip
 
 
+def wrong(way: str, first: int, count: int) -> int:
+    """How many of so many calls are wrong."""
+    with WAYS[way][0]() as run:
+
+        def in_a_folder(case: Case) -> Found:
+            with tempfile.TemporaryDirectory() as folder:
+                return run(case, Path(folder))
+
+        return wrong_calls(in_a_folder, first, count)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_a_call_gives_the_textbooks_results(way: str, tmp_path: Path) -> None:
-    how, count = WAYS[way]
-    with how() as run:
-        for seed in range(count):
-            print("seed", seed)
-            case = Case(seed)
-            case.check(run(case, tmp_path))
+def test_a_call_gives_the_textbooks_results(way: str) -> None:
+    assert not wrong(way, 0, WAYS[way][1])
 
 
 def main(way: str, first: str, count: str) -> None:
     torch.set_num_threads(1)
     if way.endswith("ranks"):  # "3 ranks"
         with tempfile.TemporaryDirectory() as folder:
-            spawn(count_wrong, int(way.split()[0]), Path(folder), first, count)
-        return
-    wrong = 0
-    with WAYS[way][0]() as run, tempfile.TemporaryDirectory() as folder:
-        for seed in range(int(first), int(first) + int(count)):
-            case = Case(seed)
-            try:
-                case.check(run(case, Path(folder)))
-            except Exception as error:
-                wrong += 1
-                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-                for path in Path(folder).iterdir():
-                    path.unlink()
-    print(f"{way}: {count} calls, {wrong} wrong")
+            spawn(count_wrong, int(way.split()[0]), Path(folder), int(first), int(count))
+    else:
+        print(f"{way}: {count} calls, {wrong(way, int(first), int(count))} wrong")
 
 
 if __name__ == "__main__":

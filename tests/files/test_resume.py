@@ -1,5 +1,6 @@
 """A stopped ``run`` loses the head group that it was at, and nothing else. What ``--resume`` makes
-of the rest is bit for bit what one run would have made, or it refuses by name."""
+of the rest is bit for bit what one run would have made, or it refuses by name. A folder that
+another user may have planted is never resumed from, nor written through."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,10 +21,12 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
+from quorum_attention import writing
 from quorum_attention.cli import main
 from quorum_attention.cli import run as command
 from quorum_attention.cli.process import Stopped
 from quorum_attention.files.compute import Work, compute_here
+from quorum_attention.files.run import RunFolder
 
 HEADS = 4
 # Head by head, cut at depth 1.
@@ -99,8 +103,11 @@ def test_a_resumed_run_gives_what_one_run_gives(
     assert not (folder / "out.run").exists()
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def contents(folder: Path) -> dict[str, object]:
+    return {
+        str(path): path.read_bytes() if path.is_file() else path.lstat().st_mode
+        for path in folder.rglob("*")
+    }
 
 
 def tensors(path: Path) -> dict[str, bytes]:
@@ -300,3 +307,134 @@ def test_what_lies_in_memory_is_computed_again(
 
 def raises(*_: object) -> None:
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def test_a_folder_that_another_process_has_just_removed_is_its(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(writing, "sync_directory", lambda _: (folder / "out.run").rmdir())
+    assert run(folder) == 2
+    assert "is being written by another process" in capsys.readouterr().err
+
+
+OTHER = 12345
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+
+@pytest.fixture
+def begun(folder: Path) -> Path:
+    """With a run that is unfinished, as another process left it."""
+    stopped(folder, 3)
+    return folder
+
+
+def given_away(path: Path) -> None:
+    os.lchown(path, OTHER, OTHER)
+
+
+def in_its_place(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def plant(path: Path) -> None:
+        path.rename(path.with_name("elsewhere"))
+        make(path)
+
+    return plant
+
+
+def somebodys(path: Path) -> None:
+    path.mkdir()
+    (path / "notes").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        pytest.param(given_away, f"belongs to user {OTHER}", marks=ROOT),
+        (lambda path: path.chmod(0o777), "may be written by other users"),
+        (in_its_place(lambda path: path.symlink_to("elsewhere")), "is no folder"),
+        (in_its_place(os.mkfifo), "is no folder"),
+        (in_its_place(somebodys), "is not the folder of a run"),
+    ],
+)
+def test_a_folder_that_is_not_ones_own_is_not_taken_over(
+    begun: Path, planted: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted(begun / "out.run")
+    before = contents(begun)
+    for options in (["--resume"], ["--restart"], []):
+        assert run(begun, *options) == 2
+        assert f"{begun}/out.run {said}" in capsys.readouterr().err
+        assert contents(begun) == before
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_nobody_else_may_look_into_the_folder(
+    folder: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+
+    def looked(self: RunFolder, part: int) -> None:
+        modes.append(stat.S_IMODE(self.output.run.stat().st_mode))
+
+    monkeypatch.setattr(RunFolder, "keep", looked)
+    before = os.umask(umask)
+    try:
+        assert run(folder) == 0
+    finally:
+        os.umask(before)
+    assert modes == [0o700] * HEADS
+
+
+def test_what_is_not_the_runs_stays_in_its_folder(begun: Path) -> None:
+    (begun / "out.run" / "notes").write_text("mine")
+    assert run(begun, "--restart") == 0
+    assert [path.name for path in (begun / "out.run").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("inside", ["out.run", "out.run/deeper"])
+def test_an_input_in_the_folder_of_the_run_is_refused(
+    begun: Path, inside: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (begun / inside).mkdir(exist_ok=True)
+    (begun / "qkv").rename(begun / inside / "qkv")
+    (begun / "qkv").symlink_to(f"{inside}/qkv")
+    before = contents(begun)
+    assert run(begun, "--restart") == 2
+    assert "where the run works" in capsys.readouterr().err
+    assert contents(begun) == before
+
+
+@ROOT
+def test_the_successor_of_another_users_file_becomes_his_when_it_is_whole(begun: Path) -> None:
+    (begun / "out").chmod(0o664)
+    given_away(begun / "out")
+    assert run(begun, "--resume") == 0
+    made = (begun / "out").stat()
+    assert (made.st_uid, made.st_mode & 0o777) == (OTHER, 0o664)
+
+
+@ROOT
+@pytest.mark.parametrize("planted", ["link", "file"])
+def test_what_is_planted_during_the_run_gives_the_output_nothing(
+    begun: Path, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its owner nor its permissions; and the file behind a link stays."""
+    begun.chmod(0o1777)
+    (begun / "out").rename(begun / "mine")
+    (begun / "mine").chmod(0o666)
+    mine, finish = (begun / "mine").read_bytes(), RunFolder.finish
+
+    def plant(self: RunFolder, *inputs: Any) -> None:
+        if planted == "link":
+            (begun / "out").symlink_to("mine")
+        else:
+            (begun / "out").write_bytes(mine)
+            (begun / "out").chmod(0o666)
+        given_away(begun / "out")
+        finish(self, *inputs)
+
+    monkeypatch.setattr(RunFolder, "finish", plant)
+    assert run(begun, "--resume") == 0
+    made = (begun / "out").lstat()
+    assert stat.S_ISREG(made.st_mode)
+    assert (made.st_uid, made.st_mode & 0o022) == (os.geteuid(), 0)
+    assert (begun / "mine").read_bytes() == mine
