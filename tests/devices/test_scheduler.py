@@ -1,4 +1,5 @@
-"""The coordinator with made-up workers: each part ends once, or the error says why not."""
+"""Blocks of a call cover it once, and each device has as much work as goes by its speed; with
+made-up workers each block ends once, or the error says why not."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quorum_attention.call.block import Block, WholeCall
-from quorum_attention.devices.partition import pairs, partition
+from quorum_attention.devices.partition import Buffers, Sums, is_whole, pairs, partition
 from quorum_attention.devices.report import PoolPass
 from quorum_attention.devices.scheduler import Coordinator, Schedule, simulate
 from quorum_attention.devices.worker import Answer, Compute, PassSpec, Worker
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.dropout import Dropout
 
 CALL = WholeCall((1,), 8, 8, 1024, 1024, is_causal=True)
 Behaviour = Callable[[Compute, int], Any]
@@ -85,7 +89,7 @@ def hanging(at: int, over: threading.Event) -> Behaviour:
     return behave
 
 
-class Sums:
+class Told:
     """Told which blocks begin and which are done."""
 
     def __init__(
@@ -101,7 +105,7 @@ class Sums:
         self.done(block)
 
 
-def coordinator(workers: list[Worker], sums: Sums) -> tuple[Coordinator, PoolPass, list[Block]]:
+def coordinator(workers: list[Worker], sums: Told) -> tuple[Coordinator, PoolPass, list[Block]]:
     report = PoolPass()
     for at, one in enumerate(workers):
         one.device = f"device {at}"
@@ -114,7 +118,7 @@ def coordinator(workers: list[Worker], sums: Sums) -> tuple[Coordinator, PoolPas
 
 def run(*behaviours: Behaviour) -> PoolPass:
     workers, ended = [worker(b) for b in behaviours], list[Block]()
-    made, report, units = coordinator(workers, Sums(ended.append))
+    made, report, units = coordinator(workers, Told(ended.append))
     try:
         made.run()
     finally:
@@ -151,7 +155,7 @@ def test_the_last_one(behaviours: list[Behaviour], kind: type[Exception], said: 
 def test_other_errors_come_through_and_workers_stay() -> None:
     workers = [worker(failing(1, False, ValueError("scale"))), worker(well)]
     with pytest.raises(ValueError, match="scale") as caught:
-        coordinator(workers, Sums(print))[0].run()
+        coordinator(workers, Told(print))[0].run()
     assert "there" in str(caught.value.__cause__)
     assert all(each.alive for each in workers)
 
@@ -167,7 +171,7 @@ def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
 
     began = time.perf_counter()
     with pytest.raises(OSError, match="no file is left"):
-        coordinator(workers, Sums(print, sums))[0].run()
+        coordinator(workers, Told(print, sums))[0].run()
     assert time.perf_counter() - began < 10
     assert all(one.alive for one in workers)
 
@@ -181,7 +185,7 @@ def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
     over = threading.Event()
     workers = [worker(hanging(1, over)), worker(well)]
     with pytest.raises(KeyboardInterrupt):
-        coordinator(workers, Sums(interrupted))[0].run()
+        coordinator(workers, Told(interrupted))[0].run()
     over.set()
     assert not workers[0].alive
 
@@ -225,3 +229,64 @@ def test_a_device_that_is_slower_than_was_expected_is_helped(seed: int) -> None:
         done.add(schedule.running.pop(device).block)
     assert len(done) == schedule.count
     assert now < 1.25 * ideal(call, speeds)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_row_of_every_head_is_in_one_block(seed: int) -> None:
+    draw = random.Random(seed)
+    kv_heads, share = draw.randint(1, 5), draw.choice([1, 1, 2, 5])
+    n = draw.choice([1, 7, 128, 129, 1000, 5000])
+    causal = draw.random() < 0.5
+    call = WholeCall(
+        (draw.randint(1, 3),), kv_heads * share, kv_heads, n,
+        n if causal else draw.randint(1, 900), is_causal=causal,
+        dropout=None if draw.random() < 0.8 else Dropout(0.5, 1),
+    )  # fmt: skip
+    speeds = [draw.choice([1.0, 1.0, 0.01, 7.0]) for _ in range(draw.randint(1, 9))]
+    homes = partition(call, speeds, draw.choice([1, 10]))
+    blocks = [block for home in homes for block in home]
+    assert len(homes) == len(speeds)
+    assert len(set(blocks)) == len(blocks)
+    seen = np.zeros((*call.batch_shape, call.heads, n), int)
+    for block in blocks:
+        seen[block.entries.start, slice(*block.heads), slice(*block.rows)] += 1
+        assert block.keys.stop >= (block.rows.stop if causal else call.n_keys)
+        assert block.heads.length == 1 or block.rows == (0, n)
+        assert is_whole(call, block) or call.key_heads(block).length == 1
+    assert (seen == 1).all()
+    if call.dropout is None and n == 5000 and min(speeds) == max(speeds):
+        work = [sum(pairs(call, one) for one in home) for home in homes]
+        assert max(work) - min(work) < 2 * 128 * call.n_keys
+
+
+def test_nothing_to_do() -> None:
+    assert partition(WholeCall((0,), 2, 2, 10, 10), [1.0, 1.0]) == [[], []]
+    assert partition(WholeCall((1,), 2, 2, 0, 10), [1.0, 1.0]) == [[], []]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> None:
+    draw = random.Random(seed)
+    call = WholeCall((2,), 6, 2, 1000, 1000, is_causal=True)
+    key = torch.randn(2, 2, 1000, 4).half()
+    homes = partition(call, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
+    made: list[tuple[Block, Buffers]] = []
+    for block in (block for home in homes for block in home):
+        buffers = Sums(call, key, key).buffers(block)
+        if buffers:
+            made.append((block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()}))
+    found = []
+    for _ in range(3):
+        sums, grads = Sums(call, key, key), torch.zeros(2, 2, 2, 1000, 4)
+        draw.shuffle(made)
+        for one in made:
+            sums.add(*one)
+        sums.store(*grads)
+        found.append(grads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    wanted = torch.zeros(2, 2, 1000, 4, dtype=torch.float64)
+    for block, buffers in made:
+        rows = wanted[block.entries.start, call.key_heads(block).start]
+        rows[: block.keys.length] += buffers["grad_key"][0, 0]
+    assert torch.allclose(found[0][0].double(), wanted, atol=1e-5)
