@@ -93,20 +93,3 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     left_out = [block for block in BLOCKS if block.not_run is not None]
     assert len(left_out) <= 2
     assert all(len(block.not_run or "") > 10 for block in left_out)
-
-
-def test_a_call_of_the_readme_is_right() -> None:
-    """What its first line promises: the same attention, backward as usual."""
-    names = prelude()
-    first = next(b for b in BLOCKS if b.page == "README.md" and b.language == "python")
-    for name in "qkv":
-        names[name] = names[name].double().requires_grad_()
-    exec(compile(first.text, str(first), "exec"), names)
-    names["out"].backward(names["grad_out"].double())
-    got = [names[name].grad.clone() for name in "qkv"]
-    three = [names[name].detach().requires_grad_() for name in "qkv"]
-    wanted = torch.nn.functional.scaled_dot_product_attention(*three, is_causal=True)
-    wanted.backward(names["grad_out"].double())
-    torch.testing.assert_close(names["out"], wanted)
-    for one, other in zip(got, three, strict=True):
-        torch.testing.assert_close(one, other.grad)

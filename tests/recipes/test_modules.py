@@ -165,22 +165,6 @@ def test_tied_weights_get_the_sum() -> None:
     assert tiled.mlp.up_proj.weight is tiled.head.weight
 
 
-def test_weights_of_the_call_are_those_of_the_backward() -> None:
-    """Not what the module holds by then: after ``functional_call`` those are others."""
-    plain, tiled = two()
-    base = {n: torch.randn_like(w).requires_grad_() for n, w in plain.named_parameters()}
-    base["up_proj.weight"].requires_grad_(False)
-    learning = [w for w in base.values() if w.requires_grad]
-    x, found = tokens(True), []
-    for model in (plain, tiled):
-        given = {n: w * 2 if w.requires_grad else w for n, w in base.items()}  # no leaves
-        out = torch.func.functional_call(model, given, (x,))
-        found.append(torch.autograd.grad(out.square().sum(), [x, *learning]))
-        assert all(w.requires_grad and w.is_leaf for w in model.parameters())
-    for own, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, own)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_over_tiles_lose_no_digits(dtype: torch.dtype) -> None:
     """128 tiles: added up in 16 bits, they were off 4 to 8 times as far as one product."""

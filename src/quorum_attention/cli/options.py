@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,20 +20,6 @@ GLOSSARY = (
     "levels: the number of chunks at each level of cutting (none: uncut). A unit is one task of "
     "one head group: what is loaded, computed and stored at once."
 )
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that names every default, once, and none where there is nothing to say."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        said = action.help or ""
-        silent = (None, False, argparse.SUPPRESS)
-        if any(action.default is value for value in silent) or "default" in said:
-            return action.help
-        return super()._get_help_string(action) if said else "default: %(default)s"
 
 
 def name_of(text: str) -> str:
@@ -111,7 +98,8 @@ def add_command(commands: Any, name: str, summary: str, description: str) -> Any
     usage = {"run": "INPUT [INPUT ...] OUTPUT ", "check": "KERNEL "}.get(name, "")
     return commands.add_parser(
         name, help=summary, description=description.replace("``", ""),
-        formatter_class=HelpFormatter, usage=f"quorum-attention {name} {usage}[options]",
+        usage=f"quorum-attention {name} {usage}[options]",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=28),
     )  # fmt: skip
 
 
@@ -133,6 +121,8 @@ def add(parser: Any, *options: Option) -> None:
             more |= {"type": kind, "metavar": metavar or _METAVARS.get(kind, "X")}
         if default:
             more["default"] = default[0]
+            if default[0] is not False and "default" not in text:
+                more["help"] += " (default: %(default)s)"
         parser.add_argument(name, **more)
 
 
