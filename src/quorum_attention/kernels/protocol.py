@@ -18,6 +18,7 @@ import torch
 from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.masked.functions import tensors
 from quorum_attention.kernels.merge import empty_
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick, positions
@@ -420,15 +421,11 @@ class Kernel(ABC):
 
     # --- Monolithic calls --------------------------------------------------------------------
 
-    def takes_whole(
-        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
-    ) -> bool:
+    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Whether it takes such a call by ``whole_forward`` and ``whole_backward``.
 
         Args:
-            query_heads, key_heads: heads of the call.
             tokens: the larger of the numbers of queries and keys.
-            masked: whether the call has a mask.
             every: whether it is handed all heads and batch entries, in order; otherwise it is
                 handed some of them, and not told which.
         """
@@ -465,7 +462,7 @@ class Kernel(ABC):
         Autograd saves them with the inputs. So writing to one of them before the backward is an
         error, as for any saved tensor.
         """
-        return ()
+        return tensors(self.called_back())
 
     def called_back(self) -> Sequence[Callable[..., Any]]:
         """The users' functions that it calls in the forward and again in the backward."""

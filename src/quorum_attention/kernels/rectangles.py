@@ -1,4 +1,4 @@
-"""Turns a plain attention operator into an inner kernel: one call for one or a few rectangles.
+"""Kernels by calls, above all plain attention operators: one call for one or a few rectangles.
 
 The kept pairs of a task are a short list of rectangles, each plain or causal and with no mask
 inside (paper, section 4), so an operator that returns ``(out, lse)`` and whose backward takes an
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
     Three,
+    work_dtype,
 )
 from quorum_attention.kernels.tensors import (
     Pick,
@@ -41,7 +43,71 @@ from quorum_attention.kernels.tensors import (
 )
 
 
-class RectangleKernel(Kernel):
+class TaskCall(NamedTuple):
+    """A call of a task: what selects its query rows of (b, hq, nq, ...) and its key rows of
+    (b, hk, nk, ...), as views; ``forward() -> (out, lse)``; ``backward(saved)`` -> gradients, given
+    the whole rows' results, lse 0 in rows without keys."""
+
+    rows: Pick
+    keys: Pick
+    forward: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[[Saved], Three]
+
+
+class CallsKernel(Kernel):
+    """A kernel that computes a task by calls whose results are merged one after the other."""
+
+    @abstractmethod
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Iterable[TaskCall]]:
+        """The calls of a task; those of each turn share a stream, if there are several."""
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+
+        def merged(call: TaskCall, number: int) -> None:
+            out, lse = call.forward()
+            with _merging(task, number):
+                merge_(call.rows(state.out), call.rows(state.lse), out, lse)
+
+        self._run(task, merged, backward=False)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        scaling = grads.scaling
+        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
+        lse = shifted_lse(grads.lse, scaling.shift)
+
+        def added(call: TaskCall, number: int) -> None:
+            rows, keys, _, run = call
+            found = run(Saved(rows(grads.grad_out), rows(grads.out), rows(lse)))
+            targets = rows(grads.grad_query), keys(grads.grad_key), keys(grads.grad_value)
+            with _merging(task, number):
+                for target, parts in zip(targets, found, strict=True):
+                    for part in parts.chunk(parts.shape[0] // target.shape[0]):
+                        add_(target, part, *undo)
+
+        self._run(task, added, backward=True)
+
+    def _run(
+        self, task: TaskTensors, run: Callable[[TaskCall, int], None], *, backward: bool
+    ) -> None:
+        lanes = task.lanes
+        with nullcontext() if lanes is None else lanes.task():
+            for number, turn in enumerate(self.task_calls(task, backward=backward)):
+                with nullcontext() if lanes is None else lanes.call(number):
+                    for call in turn:
+                        run(call, number)
+                        del call  # its mask is freed before the next one is made
+
+
+@contextmanager
+def _merging(task: TaskTensors, number: int) -> Iterator[None]:
+    """Around merging the results of a call in a task's ``number``-th turn."""
+    with nullcontext() if task.lanes is None else task.lanes.merge(number), task.timed("merge"):
+        yield
+
+
+class RectangleKernel(CallsKernel):
     """Base class: implement the two ``rectangle_`` methods, ``refusal`` and the two bounds.
 
     If its operator is not ``grouped``, the query heads of a group are run one after the other on
@@ -87,12 +153,10 @@ class RectangleKernel(Kernel):
         """Gradients of query, key and value of one rectangle, given the *global* out and lse of its
         rows; lse is finite everywhere."""
 
-    def takes_whole(
-        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
-    ) -> bool:
+    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
-        limit = self.masked_limit if masked else None
-        heads_fit = self.grouped or query_heads == key_heads
+        limit = None if call.mask is None else self.masked_limit
+        heads_fit = self.grouped or call.query_heads == call.key_heads
         return heads_fit and (limit is None or tokens <= limit)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,80 +200,43 @@ class RectangleKernel(Kernel):
         """
         return 1
 
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        lanes = task.lanes
-        with nullcontext() if lanes is None else lanes.task():
-            for number, batch in enumerate(self._calls(task, backward=False)):
-                with nullcontext() if lanes is None else lanes.call(number):
-                    self._forward_batch(task, batch, state, number)
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Iterator[TaskCall]]:
+        """See ``CallsKernel``."""
+        for batch in self._calls(task, backward=backward):
+            parts = self._in_parts(task, batch) if backward else iter((batch,))
+            yield (call for part in parts for call in self._of_heads(task, part))
 
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        lanes = task.lanes
-        lse = shifted_lse(grads.lse, grads.scaling.shift)
-        with nullcontext() if lanes is None else lanes.task():
-            for number, batch in enumerate(self._calls(task, backward=True)):
-                with nullcontext() if lanes is None else lanes.call(number):
-                    for part in self._in_parts(task, batch):
-                        self._backward_batch(task, part, grads, lse, number)
-
-    def _forward_batch(
-        self, task: TaskTensors, batch: Batch, state: Statistics, number: int
-    ) -> None:
-        # One call in a function of its own: its mask is freed before the next one is made.
-        for pick, call in self._of_heads(task, batch):
-            out, lse = map(self._turned, self.whole_forward(call))
-            rows = (query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch))
-            with _merging(task, number):
-                merge_(*rows, out, lse)
-            del out, lse  # freed before the next call allocates its results
-
-    def _backward_batch(
-        self,
-        task: TaskTensors,
-        batch: Batch,
-        grads: Gradients,
-        lse: torch.Tensor,
-        number: int,
-    ) -> None:
-        dtype, scaling = task.query.dtype, grads.scaling
-        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
-        # Runs of rows with the same keys each return a part of these keys' gradients.
-        keys = batch if batch.key_step else Batch(batch.first)
-        for pick, call in self._of_heads(task, batch):
-            saved = Saved(
-                readable(query_rows(pick(grads.grad_out), batch), dtype),
-                readable(query_rows(pick(grads.out), batch), dtype),
-                query_rows(pick(lse), batch),
-            ).mapped(self._turned)
-            targets = (
-                query_rows(pick(grads.grad_query), batch),
-                key_rows(grads.grad_key, keys),
-                key_rows(grads.grad_value, keys),
-            )
-            if not self.turned:  # results are copied
-                call = replace(call, stored=grads.grad_query.dtype)
-            found = tuple(map(self._turned, self.whole_backward(call, saved)))
-            with _merging(task, number):
-                for target, parts in zip(targets, found, strict=True):
-                    for part in parts.chunk(parts.shape[0] // target.shape[0]):
-                        add_(target, part, *undo)
-            del found, saved
-
-    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.flip(2) if self.turned else rows
-
-    def _of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[tuple[Pick, Call]]:
-        """A call for the query heads that one call takes, with what selects them."""
+    def _of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[TaskCall]:
+        """A call for the query heads that one call takes."""
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
         key, value = (self._turned(key_rows(t, batch)) for t in (task.key, task.value))
+        # Runs of rows with the same keys each return a part of these keys' gradients.
+        keys = partial(key_rows, batch=batch if batch.key_step else Batch(batch.first))
         for pick in self._head_views(task):
             by_head = bias is not None and bias.shape[1] == task.query.shape[1] > 1
             mask = pick(bias) if by_head and bias is not None else bias
-            query = self._turned(query_rows(pick(task.query), batch))
-            yield pick, Call(query, key, value, batch.first.causal, task.scale, mask)
+            rows = partial(_rows_of, pick, batch)
+            query = self._turned(rows(task.query))
+            call = Call(query, key, value, batch.first.causal, task.scale, mask)
+            yield TaskCall(rows, keys, partial(self._forward, call), partial(self._backward, call))
+            del call
+
+    def _forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.whole_forward(call)
+        return self._turned(out), self._turned(lse)
+
+    def _backward(self, call: Call, saved: Saved) -> Three:
+        dtype = call.query.dtype
+        out, grad_out = readable(saved.out, dtype), readable(saved.grad_out, dtype)
+        saved = Saved(grad_out, out, saved.lse).mapped(self._turned)
+        if not self.turned:  # results are copied
+            call = replace(call, stored=work_dtype(call.query))
+        query, key, value = map(self._turned, self.whole_backward(call, saved))
+        return query, key, value
+
+    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.flip(2) if self.turned else rows
 
     def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
@@ -275,11 +302,8 @@ class RectangleKernel(Kernel):
             yield partial(jth_of_group, key_heads, j)
 
 
-@contextmanager
-def _merging(task: TaskTensors, number: int) -> Iterator[None]:
-    """Around merging the results of a task's ``number``-th call."""
-    with nullcontext() if task.lanes is None else task.lanes.merge(number), task.timed("merge"):
-        yield
+def _rows_of(pick: Pick, batch: Batch, tensor: torch.Tensor) -> torch.Tensor:
+    return query_rows(pick(tensor), batch)
 
 
 def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

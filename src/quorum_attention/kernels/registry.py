@@ -316,8 +316,8 @@ def _compare(
 ) -> str | None:
     """Compare the kernel with the reference: what is wrong with its results, or None."""
     one, grad_out = _random_call(call, is_causal, scale)
-    exact = _run(DenseKernel(), one, grad_out, call.needs_grad, torch.Tensor.double)
-    found = _run(kernel, one, grad_out, call.needs_grad, lambda tensor: tensor.to(device))
+    exact = _run(DenseKernel(), call, one, grad_out, torch.Tensor.double)
+    found = _run(kernel, call, one, grad_out, lambda tensor: tensor.to(device))
     tolerance = _TOLERANCES.get(call.dtype, 1e-1)
     for name, reference in exact.items():
         result = found[name].to("cpu", torch.float64)
@@ -358,7 +358,7 @@ def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, 
 
 
 def _run(
-    kernel: Kernel, call: Call, grad_out: torch.Tensor, needs_grad: bool, to: Pick
+    kernel: Kernel, shape: CallShape, call: Call, grad_out: torch.Tensor, to: Pick
 ) -> dict[str, torch.Tensor]:
     """The kernel's statistics, and gradients if needed, of one task that is the whole call.
 
@@ -368,13 +368,12 @@ def _run(
     call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
     # Results as they are computed, not rounded to what the inputs are.
     call = replace(call, stored=work_dtype(call.query))
-    heads, masked = (call.query.shape[1], call.key.shape[1]), call.bias is not None
     # By one call of an operator, if it takes that: Triton would have to compile what merges.
-    whole = isinstance(kernel, RectangleKernel) and kernel.takes_whole(*heads, _KEYS, masked, True)
+    whole = isinstance(kernel, RectangleKernel) and kernel.takes_whole(shape, _KEYS, every=True)
     how = type(kernel) if whole else Kernel
     out, lse = how.whole_forward(kernel, call)
     results = {"out": out, "lse": lse}
-    if needs_grad:
+    if shape.needs_grad:
         rows = lse.masked_fill(torch.isneginf(lse), 0.0) if whole else lse
         saved = Saved(to(grad_out), out.to(call.query.dtype), rows)
         names = ("the gradient of query", "the gradient of key", "the gradient of value")

@@ -488,9 +488,7 @@ class CpuKernel(RectangleKernel):
         """Add the task's gradients into ``grads``, in place; with dropout by the reference."""
         (super().backward if task.dropout is None else _TILES.backward)(task, grads)
 
-    def takes_whole(
-        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
-    ) -> bool:
+    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Any call: grouped heads go to the operator as views."""
         return True
 

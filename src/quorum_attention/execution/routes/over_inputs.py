@@ -106,9 +106,7 @@ class Whole(OverInputs):
             return False
         # With several batch dimensions a tensor may have no view (b, heads, n, d).
         every = schedule.is_all(work) and len(work.batch_shape) <= 1
-        if not problem.kernel.takes_whole(
-            work.heads, work.kv_heads, work.n_tokens, work.mask is not None, every
-        ):
+        if not problem.kernel.takes_whole(problem.call_shape, work.n_tokens, every):
             return False
         # One rectangle has to hold all queries and keys. With more keys than queries a causal one
         # leaves keys out, and operators differ on what they do with those.

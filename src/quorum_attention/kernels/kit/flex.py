@@ -29,8 +29,6 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.function import (
-    CallsKernel,
-    TaskCall,
     gradients_by_autograd,
     recordable,
 )
@@ -63,7 +61,7 @@ from quorum_attention.kernels.protocol import (
     Three,
     whole_task,
 )
-from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
+from quorum_attention.kernels.rectangles import UNSPLIT_BYTES, CallsKernel, TaskCall
 from quorum_attention.kernels.reference import Tiles
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import as_it_is, outside
@@ -415,7 +413,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             return blocks
         return min(blocks, (high - low) // BLOCK + 3)
 
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
         """See ``regions``; rows that keep nothing come back as out 0 and lse -inf."""
         for region, rectangles in regions(task):
             made = self._launch(task, region, rectangles)
@@ -424,7 +422,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
                     itemgetter((slice(None), slice(None), slice(*side))) for side in sides(region)
                 )
                 forward, backwards = self._run_forward, self._gradients
-                yield TaskCall(rows, keys, partial(forward, made), partial(backwards, made))
+                yield (TaskCall(rows, keys, partial(forward, made), partial(backwards, made)),)
 
     def _run_forward(self, made: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -433,11 +431,9 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             )
         return found
 
-    def takes_whole(
-        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
-    ) -> bool:
+    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """All heads and entries are needed, because the modifications are given their numbers."""
-        return every and not masked
+        return every and call.mask is None
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""

@@ -13,27 +13,23 @@ which autograd propagates through the function itself.
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from quorum_attention.counts import shown, switch
-from quorum_attention.kernels.masked.functions import tensors
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
-    Gradients,
     Indices,
-    Kernel,
     Saved,
-    Statistics,
     TaskTensors,
     Three,
 )
+from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
 from quorum_attention.kernels.tensors import Pick, jth_of_group, row_blocks
 from quorum_attention.kernels.torch_private import as_it_is
 
@@ -42,44 +38,6 @@ BackwardFunction = Callable[..., "Three"]
 WorkspaceBound = Callable[[CallShape, Extent], int]
 
 _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices")
-
-
-class TaskCall(NamedTuple):
-    """A call of a task: what selects its query rows of (b, hq, nq, ...) and its key rows of
-    (b, hk, nk, ...), as views; ``forward() -> (out, lse)``; ``backward(saved)`` -> gradients, given
-    the whole rows' results, lse 0 in rows without keys."""
-
-    rows: Pick
-    keys: Pick
-    forward: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[[Saved], Three]
-
-
-class CallsKernel(Kernel):
-    """A kernel that computes a task by calls whose results are merged one after the other."""
-
-    @abstractmethod
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
-        """The calls of a task."""
-
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        for call in self.task_calls(task, backward=False):
-            with torch.no_grad():
-                out, lse = call.forward()
-            with task.timed("merge"):
-                merge_(call.rows(state.out), call.rows(state.lse), out, lse)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        for rows, keys, _, run in self.task_calls(task, backward=True):
-            lse = rows(grads.lse)
-            finite = lse.masked_fill(lse == -torch.inf, 0.0)
-            found = run(Saved(rows(grads.grad_out), rows(grads.out), finite))
-            targets = rows(grads.grad_query), keys(grads.grad_key), keys(grads.grad_value)
-            with task.timed("merge"):
-                for target, part in zip(targets, found, strict=True):
-                    add_(target, part)
 
 
 class FunctionKernel(CallsKernel):
@@ -147,13 +105,10 @@ class FunctionKernel(CallsKernel):
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
         self.position_free = not (self._wants or self._backward_wants)
 
-    def captured(self) -> list[torch.Tensor]:
-        """See ``Kernel``."""
-        return tensors([self.function, self.explicit_backward])
-
     def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``Kernel``."""
-        return (self.function,)
+        own = self.explicit_backward
+        return (self.function,) if own is None else (self.function, own)
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
@@ -162,7 +117,7 @@ class FunctionKernel(CallsKernel):
         named = {"is_causal": False, "scale": 1.0, **_named(self._wants, at)}
         found: list[torch.Tensor] = []
         for pick, chosen in self._picks(query, key):
-            found += self._run(pick(query), key, value, **_for_heads(named, chosen))
+            found += self._called(pick(query), key, value, **_for_heads(named, chosen))
         return found
 
     def refusal(self, call: CallShape) -> str | None:
@@ -183,7 +138,7 @@ class FunctionKernel(CallsKernel):
         workspace = self.workspace or quadratic_workspace
         return 2 * workspace(call, extent) + MERGE_WORKSPACE_BYTES
 
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
         """See ``CallsKernel``."""
         if 0 in task.query.shape[:2]:
             return
@@ -199,20 +154,19 @@ class FunctionKernel(CallsKernel):
                 rows = partial(_rows, pick, slice(r.query_start, r.query_stop))
                 inputs = rows(task.query), columns(task.key), columns(task.value)
                 mine = _for_heads(named, chosen)
-                yield TaskCall(
-                    rows, columns, partial(self._forward, *inputs, **mine),
-                    partial(self._gradients, inputs, mine),
-                )  # fmt: skip
+                forward = partial(self._forward, *inputs, **mine)
+                yield (TaskCall(rows, columns, forward, partial(self._gradients, inputs, mine)),)
 
     def _forward(self, *inputs: torch.Tensor, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self._run(*inputs, **named)
+        with torch.no_grad():
+            out, lse = self._called(*inputs, **named)
         return out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse
 
     def _gradients(self, inputs: Three, named: dict[str, Any], saved: Saved) -> Three:
         if self.explicit_backward is not None:
             return self.explicit_backward(saved.grad_out, *inputs, saved.out, saved.lse, **named)
         plain = {name: recordable(value) for name, value in named.items()}
-        return gradients_by_autograd(partial(self._run, **plain), inputs, saved)
+        return gradients_by_autograd(partial(self._called, **plain), inputs, saved)
 
     def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
         """The query heads of each call: what selects them, and their numbers."""
@@ -224,7 +178,7 @@ class FunctionKernel(CallsKernel):
             (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
         ]
 
-    def _run(
+    def _called(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.function(query, key, value, **named)

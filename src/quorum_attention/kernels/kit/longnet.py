@@ -20,8 +20,8 @@ import torch
 
 from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
-from quorum_attention.kernels.kit.function import CallsKernel, TaskCall
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Kernel, TaskTensors
+from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
 from quorum_attention.kernels.reference import Tiles
 
 
@@ -118,7 +118,7 @@ class LongNetKernel(CallsKernel):
     def _inside(self, extent: Extent) -> Extent:
         return replace(extent, direct=extent.direct or self.full_precision)
 
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[TaskCall]:
+    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
         """The task as plain or causal calls of a kernel."""
         heads, inner = task.query.shape[1], self._operator(task.shape(is_causal=task.is_causal))
         assert inner is not None, "refused before"
@@ -143,7 +143,7 @@ class LongNetKernel(CallsKernel):
                     inputs = at(task.query), keys(task.key), keys(task.value)
                     call = Call(*inputs, causal, task.scale, stored=stored)
                     forward, backwards = inner.whole_forward, inner.whole_backward
-                    yield TaskCall(at, keys, partial(forward, call), partial(backwards, call))
+                    yield (TaskCall(at, keys, partial(forward, call), partial(backwards, call)),)
 
 
 def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:

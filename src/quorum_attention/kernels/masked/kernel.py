@@ -33,7 +33,7 @@ from quorum_attention.kernels.masked.block_table import (
     listed_blocks,
     whole_region,
 )
-from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, tensors
+from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, resolve
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
@@ -82,10 +82,6 @@ class ModsKernel(Kernel):
     sparse = True
     mask_mods: tuple[MaskMod, ...]
     score_mod: ScoreMod | None = None
-
-    def captured(self) -> list[torch.Tensor]:
-        """See ``Kernel``."""
-        return tensors(self.called_back())
 
     def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``Kernel``."""
@@ -137,7 +133,10 @@ class ByParts(Kernel):
     def __init__(self, geometry: Geometry, base: Kernel, scores: reference.Scores) -> None:
         self._geometry, self._operator = geometry, copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
-        self._operator.grouped = base.grouped or base.takes_whole(2, 1, 1, False, True)
+        shared = CallShape(
+            "cpu", torch.float32, query_heads=2, key_heads=1, head_dim=1, value_dim=1
+        )
+        self._operator.grouped = base.grouped or base.takes_whole(shared, 1, every=True)
         self._upper = copy.copy(self._operator)
         if isinstance(self._upper, RectangleKernel):
             self._upper.turned = True
@@ -422,9 +421,7 @@ class MaskedKernel(ModsKernel):
         n_heads = max(kept.shape[1] for _, kept in parts)
         return torch.cat([kept.expand(n, n_heads, -1, -1) for n, kept in parts])
 
-    def takes_whole(
-        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
-    ) -> bool:
+    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""
         return every or (self._uniform and not self.mask_mods)
 

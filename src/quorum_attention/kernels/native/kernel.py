@@ -183,9 +183,7 @@ class NativeKernel(Kernel):
         plain = plain and not call.dropout
         return plain and call.dtype.itemsize == 2 and dims in ({64}, {128})
 
-    def takes_whole(
-        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
-    ) -> bool:
+    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be run on the inputs as they are."""
         # Given only some heads, it cannot know which slopes are theirs.
         return every or self.slopes is None
