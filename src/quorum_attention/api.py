@@ -37,75 +37,70 @@ def attention(
     """Scaled dot-product attention inside a memory budget, exact, with gradients.
 
     The arguments up to ``enable_gqa`` are those of torch's ``scaled_dot_product_attention``. A call
-    that fits the budget runs as one kernel call; one that does not is cut into head groups and, by
-    cyclic quorum sets, into independent subsequence tasks whose statistics are merged exactly.
+    that fits the budget is one kernel call. A larger one is cut into head groups and, by cyclic
+    quorum sets, into independent tasks over parts of the sequence, whose results merge exactly.
 
     Args:
         query: (..., heads, n_queries, head_dim); fp16, bf16, fp32 or fp64; on a CUDA device, in
-            host memory, or memory-mapped. A NumPy array (np.memmap too) works as well. It may have
-            no heads, (n_queries, head_dim): then the result has none either.
+            host memory, or memory-mapped. NumPy arrays and np.memmap work too. The dimension of
+            heads may be missing: then it is missing in the result too.
         key: (..., kv_heads, n_keys, head_dim), dtype and device of the query.
         value: (..., kv_heads, n_keys, value_dim). Batch dimensions broadcast, and so does one
-            head, as in torch. Under ``torch.autocast`` all three are cast to its dtype (of their
-            own device), and kernels compute in that; gradients have the inputs' dtypes.
+            head, as in torch. Under ``torch.autocast`` all three are cast to its dtype; gradients
+            have the inputs' dtypes.
         attn_mask: boolean (True keeps) or additive, broadcastable to (..., heads, n_queries,
-            n_keys), on any device; never expanded beyond one rectangle of the decomposition. An
-            additive one gets its gradient, where it lies and in its dtype, summed over what it
-            broadcasts over (docs/gradients.md). Or a ``quorum_attention.Mask``: causal with an
-            offset, window, chunks, documents, padding, soft cap, sinks and more, of which nothing
-            of n_queries x n_keys is made (docs/masks.md).
-        dropout_p: chance of each probability to be dropped, after the softmax, from 0 to 1; the
-            others are divided by ``1 - dropout_p``. As in torch's function, whether a module trains
-            makes no difference. Which are dropped follows from the seed and from the positions of
-            query and key alone: however the call is cut, wherever it runs, in the backward too
-            (docs/dropout.md). "auto" takes a kernel that has it.
+            n_keys), on any device. It is never expanded as a whole. An additive mask gets a
+            gradient in its dtype and on its device (docs/gradients.md). Or a
+            ``quorum_attention.Mask`` for windows, documents, padding, soft caps, sinks and more,
+            without a tensor of n_queries x n_keys (docs/masks.md).
+        dropout_p: probability, from 0 to 1, that an attention weight is dropped; the others are
+            divided by ``1 - dropout_p``. As in torch's function, a module's training mode does not
+            matter. Seed and positions alone decide which are dropped, so the same pairs are
+            dropped however the call is cut, and in the backward (docs/dropout.md).
         is_causal: query i sees keys j <= i (top-left, as in torch); may be combined with a mask.
-        scale: of the scores; None is head_dim ** -0.5.
+        scale: factor of the scores; None is head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads; they are never expanded.
-        dropout_seed: from 0 to 2**63 - 1; the same seed drops the same pairs. None: drawn from
-            torch's generator of the CPU in each call that has dropout; the report says it.
-        out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
-            may be one of several interleaved views of a tensor, but must share no memory with the
-            inputs nor overlap itself. A read-only array or memory map is refused; a tensor over an
-            object that must not change (``torch.frombuffer`` of bytes) cannot be recognised. Where
-            gradients are recorded, the call returns another tensor over the same memory. That one
-            carries the graph; ``out`` does not, and can be given again once the backward is done
-            (earlier, the backward raises torch's error about a changed tensor).
-        out_dtype: of the result, None for the query's. Merging is in fp32 (fp64 for fp64 inputs)
-            in any case; torch.float32 leaves out the last rounding.
+        dropout_seed: from 0 to 2**63 - 1; the same seed drops the same pairs. None draws one from
+            torch's CPU generator in each call with dropout; the report has it.
+        out: preallocated result (..., heads, n_queries, value_dim) of any dtype, on the device, in
+            host memory or mapped. It must not overlap itself or the inputs, and must be writable
+            (this cannot be checked for ``torch.frombuffer`` of bytes). If gradients are recorded,
+            the call returns another tensor over the same memory, which carries the graph. ``out``
+            can be given again once the backward is done; before, the backward raises torch's error
+            about a changed tensor.
+        out_dtype: dtype of the result; None is the query's. Merging is in fp32 (fp64 for fp64
+            inputs) in any case; with torch.float32 the last rounding is left out.
 
     Options:
-        budget: device bytes the call may take beyond what is allocated when it begins, as a
-            number or "2GiB"; None: what is free now, less a tenth. On the CPU this is host
-            memory. Holds for the forward and, separately, for the backward. Where several devices
-            compute it holds for each; a list has one for each.
-        plan: from ``quorum_attention.plan``; pins the forward, and kernel and levels after it.
-        depth: levels of decomposition; 0 is the monolithic call. A number pins the depth: an
-            out-of-memory failure is then reported, not recovered from.
-        kernel: name of a registered inner kernel (``quorum_attention.kernels()``) or an
-            InnerKernel; "auto" takes the fastest that can run the call, in this budget.
+        budget: device memory the call may take beyond what is allocated when it begins: bytes, or
+            text such as "2GiB". None is nine tenths of the free memory. On a CPU this is host
+            memory. Forward and backward each have the whole budget, and so has each of several
+            devices; a list has one budget for each device.
+        plan: from ``quorum_attention.plan``; fixes the forward, and kernel and levels of the
+            backward.
+        depth: levels of cutting; 0 is the uncut call. With a number, a call that runs out of
+            memory raises, and is not recovered.
+        kernel: name of a registered kernel (``quorum_attention.kernels()``) or an InnerKernel;
+            "auto" takes the first that can run the call (docs/kernels.md).
         accumulator: where unfinished rows are kept between tasks: "device", "host" or "auto".
-        devices: where to compute; None: the inputs' device, or for host inputs the current CUDA
-            device if there is one. Several, ["cuda:0", "cuda:1"], or "all" CUDA devices of this
-            machine, share the call: a worker process for each, started by the first such call and
-            ended with the program (docs/devices.md). Or a ``pool.Pool`` of one's own.
-        progress: True for a progress bar (plain lines where none can be drawn), or a callable
+        devices: where to compute. None is the inputs' device, or for host inputs the current CUDA
+            device if there is one. A list such as ["cuda:0", "cuda:1"], or "all" CUDA devices of
+            this machine, share the call: the first such call starts a worker process for each
+            (docs/devices.md). Or a ``quorum_attention.devices.Pool``.
+        progress: True for a progress bar (plain lines in files), or a callable
             (done, total, label).
-        report: a ``Report`` to fill with what happened.
+        report: a ``Report``, to be filled with what the call did.
 
     Returns:
-        (..., heads, n_queries, value_dim), on the query's device; 0 in rows with no key to see
+        (..., heads, n_queries, value_dim), on the query's device; 0 in rows without a key
         (with NaN or infinity in the query, kernel "dense" gives NaN there, as torch does).
 
     Raises:
-        ValueError, TypeError: arguments that do not fit; before anything is allocated.
-        NotImplementedError: no kernel here supports the call; the message says what would. Also
-            under torch.jit.trace, and for forward-mode and second derivatives. torch.vmap and
-            torch.func.grad work. torch.compile, torch.export, make_fx and fake tensors see one
-            operator (docs/programs.md); with ``out``, arrays or objects torch.compile breaks its
-            graph.
-        BudgetError: the budget is too small; names the smallest that would do.
-        OutOfMemoryError: memory ran out and nothing finer was left to try.
+        ValueError, TypeError: an argument does not fit; before anything is allocated.
+        NotImplementedError: no kernel supports the call, or this is under torch.jit.trace, in
+            forward mode or a second derivative. The message says what works instead.
+        BudgetError: the budget is too small; names the smallest that works.
+        OutOfMemoryError: memory ran out, and no finer cut is possible.
 
     Examples:
         >>> q, k, v = (torch.randn(1, 8, 2048, 64, requires_grad=True) for _ in range(3))
@@ -141,8 +136,8 @@ def attention_with_lse(
 
     Returns:
         (out, lse): lse (..., heads, n_queries), natural log, fp32 (fp64 for fp64 inputs), -inf
-        for rows without keys; on the query's device, or in host memory where the accumulators
-        were there. Gradients flow through both.
+        for rows without keys; on the query's device, or in host memory if the accumulators were
+        there. Gradients flow through both.
 
     Examples:
         >>> q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
@@ -178,25 +173,25 @@ def attention_backward(
     grad_sinks: bool = False,
     **options: Unpack[RunOptions],
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of ``attention``, without autograd, into preallocated tensors if wished.
+    """The gradients of ``attention``, without autograd; into preallocated tensors if given.
 
     Args:
         grad_out: upstream gradient, shape of ``out``; fp16, bf16, fp32 or fp64.
         query, key, value, attn_mask, is_causal, scale, enable_gqa: as in the forward.
         out, lse: as ``attention_with_lse`` returned them.
-        dropout_p, dropout_seed: those of the forward; with dropout the seed has to be given.
-        grads: (grad_query, grad_key, grad_value) to fill, one dtype, any residency (so that
-            gradients larger than memory can go to memory-mapped files). They share no memory with
-            each other, nor with what is read; see ``out`` of ``attention``.
+        dropout_p, dropout_seed: those of the forward; with dropout the seed is required.
+        grads: (grad_query, grad_key, grad_value) to fill, of one dtype, on the device, in host
+            memory or mapped from files (for gradients larger than memory). They must not overlap
+            each other or the inputs; see ``out`` of ``attention``.
         grad_lse: the upstream gradient of ``lse``, of its shape, or None.
-        grad_mask: True: return the gradient of the additive ``attn_mask`` too. A tensor of its
-            shape, of any floating dtype, is filled with it (and shares no memory with others).
-        grad_sinks: True: return the gradient of a Mask's ``sinks`` too.
+        grad_mask: True also returns the gradient of the additive ``attn_mask``. A tensor of its
+            shape, of any floating dtype, is filled with it.
+        grad_sinks: True also returns the gradient of a Mask's ``sinks``.
 
-    Options, and errors, as of ``attention``.
+    Options and errors are those of ``attention``.
 
     Returns:
-        (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks, where asked
+        (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks, if asked
         for.
 
     Examples:

@@ -20,7 +20,7 @@ _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class OutOfMemoryError(torch.OutOfMemoryError):
-    """The call ran out of memory and no finer plan was left (or the plan was pinned)."""
+    """The call ran out of memory, and no finer cut was possible (or plan or depth was given)."""
 
 
 class CalibrationError(RuntimeError):
@@ -28,10 +28,10 @@ class CalibrationError(RuntimeError):
 
 
 class BudgetError(OutOfMemoryError):
-    """The budget is too small to work in; raised before any work.
+    """The budget is too small; raised before any work.
 
     Attributes:
-        smallest_bytes: the smallest budget, in bytes, that would do; None where none is known.
+        smallest_bytes: the smallest budget that works, in bytes; None if unknown.
 
     Examples:
         >>> q = torch.randn(1, 2, 5000, 16)

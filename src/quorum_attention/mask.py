@@ -25,42 +25,42 @@ _STRUCTURE = (
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which pairs of queries and keys a call keeps, and what becomes of their scores.
+    """Which pairs of queries and keys a call keeps, and what changes their scores.
 
-    Give it as ``attn_mask`` of ``attention`` and its companions. A pair is kept if every field that
-    is given keeps it. Nothing of the size of queries times keys is made of it (``bias`` is a tensor
-    already). Scores are scaled, then capped; then ``bias`` is added; then ``sinks``
-    join the softmax. A row without a kept key has output 0 and log-sum-exp -inf; with sinks, its
-    log-sum-exp is the sink.
+    Give it as ``attn_mask`` of ``attention`` and its companions. A pair is kept if every given
+    field keeps it. No tensor of queries times keys is made. Scores are scaled, then capped; then
+    ``bias`` is added; then ``sinks`` take part in the softmax. A row without a kept key has output
+    0 and log-sum-exp -inf; with sinks, its log-sum-exp is the sink.
 
-    Masks with ``key_padding``, ``documents`` and the like may be given to many calls; tensors are
-    read at each call that finds them changed.
+    A mask may be given to many calls. If one of its tensors was changed in place, the next call
+    reads it again.
 
     Attributes:
-        causal: keep keys at or before the query. True or "upper_left": positions are counted from
-            the first token, as by torch's ``is_causal``; "lower_right": the last query is at the
-            last key (queries that follow a cache of keys).
+        causal: keep keys at or before the query. True or "upper_left" aligns the first query with
+            the first key, as torch's ``is_causal`` does; "lower_right" aligns the last query with
+            the last key (queries that follow a cache of keys).
         offset: position of the first query relative to the first key, for ``causal``, ``window``
             and ``chunk``; None: 0, or n_keys - n_queries with "lower_right".
-        window: keep keys within so many tokens before and after the query, a number for both or
+        window: keep keys within this many tokens before and after the query: a number for both, or
             (left, right); -1 is no limit on that side.
-        chunk: keep pairs whose positions lie in the same chunk of so many tokens.
-        documents: keep pairs of equal ids: integers (N,) or (batch, N) for queries and keys alike,
-            or one such tensor for the queries and one for the keys. Ids may repeat and be in any
-            order; runs of equal ids are what is quick.
-        key_lengths: (batch,) integers: keep the first so many keys of each batch entry.
+        chunk: keep pairs within the same chunk of this many tokens.
+        documents: keep pairs with equal ids: integers (N,) or (batch, N) for queries and keys, or
+            one such tensor for the queries and one for the keys. Ids may be in any order; long runs
+            of equal ids are fastest.
+        key_lengths: (batch,) integers: keep the first ``key_lengths[b]`` keys of batch entry b.
         key_padding: (batch, n_keys) or (n_keys,) bool: keep keys where it is True.
-        keeps: any other rule: FlexAttention's ``mask_mod(batch, head, query, key)``, of numbers of
-            the whole call (queries and keys counted from 0 each), tried tile by tile; masks of
-            ``quorum_attention.kernels.kit`` are not tried where they know. Which blocks it keeps is
-            remembered on a GPU, as long as what it closes over stays the same (docs/masks.md).
+        keeps: any other rule, as FlexAttention's ``mask_mod(batch, head, query, key)``, in numbers
+            of the whole call (queries and keys each counted from 0). It is evaluated tile by tile,
+            unless it is a mask of ``quorum_attention.kernels.kit`` that knows its blocks. On a GPU
+            the table of blocks is kept while the tensors it closes over stay the same
+            (docs/masks.md).
         either: keep pairs that at least one of these masks keeps (``Mask | Mask``).
         every: keep pairs that all of these masks keep (``Mask & Mask``, where the two have the same
             field).
-        bias: additive, or boolean (True keeps), as a tensor ``attn_mask``.
+        bias: a tensor as for ``attn_mask``: additive, or boolean (True keeps).
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        sinks: (query heads,) a logit for each head that takes part in the softmax and has no value;
-            it may require a gradient.
+        sinks: (query heads,) one logit for each head, which takes part in the softmax without a
+            value; it may require a gradient.
 
     Raises:
         TypeError, ValueError: a field that makes no sense, by name.

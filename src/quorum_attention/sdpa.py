@@ -50,14 +50,14 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
     may end in any order, and threads that begin inside do not have it (``patch_sdpa`` is for all).
     Modules that imported the function by name before keep torch's own.
 
-    To torch's own go, as they came: calls of one query, of fewer tokens than
-    ``min_tokens``, of tensors that are none of torch's plain ones (subclasses, nested, sparse,
-    on other devices), in forward-mode, under nested derivatives of torch.func, with only the math
-    backend enabled (which has second derivatives), while a CUDA graph is captured, and whatever
-    ``attention`` refuses before it begins. A budget that is too small is an error, as ever.
+    torch's own function still computes calls of one query or of fewer tokens than ``min_tokens``,
+    of tensors that are not plain (subclasses, nested, sparse, on other devices), in forward mode,
+    under nested derivatives of torch.func, with only the math backend enabled (which has second
+    derivatives), while a CUDA graph is captured, and calls that ``attention`` does not support. A
+    budget that is too small raises.
 
     Args:
-        min_tokens: calls with fewer go to torch's own; of queries and keys the longer counts.
+        min_tokens: calls with fewer go to torch's own; the longer of queries and keys counts.
         enabled: False leaves all calls inside to torch's own.
 
     Other arguments, and errors, as in ``using``.
@@ -90,7 +90,7 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
 def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[Defaults]) -> None:
     """Have ``attention`` in place of ``scaled_dot_product_attention`` in all threads, from now on.
 
-    Its options lie below those of all blocks. Called again, it replaces them.
+    The options of any block win over these. Called again, it replaces them.
 
     Args, errors: as of ``patched_sdpa``.
 
@@ -102,7 +102,7 @@ def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[Defaults]) -> 
 
 
 def unpatch_sdpa() -> None:
-    """Undo ``patch_sdpa``; blocks that are open stay as they are. Nothing where there is none."""
+    """Undo ``patch_sdpa``, if there was one; open blocks of ``patched_sdpa`` stay."""
     _replace_permanent(None)
 
 

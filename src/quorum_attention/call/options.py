@@ -279,18 +279,17 @@ def layer_of(**fields: Any) -> Layer:
 class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     """Defaults for all calls within a ``with`` block, or a decorated function.
 
-    A call's own arguments win, and so does an inner block, field by field; what a block does not
-    name stays as it is outside of it. The backward of a call runs as its forward did, wherever it
-    runs. Settings belong to Python's context: threads begin without them, asyncio tasks with those
-    of where they were made. ``kernel`` has to be one of exact attention, since settings say how
-    calls are run, never what they compute.
+    A call's own arguments win, then the inner block, field by field. A field that a block does not
+    name keeps its outer value. The backward of a call has the settings of its forward. Settings are
+    context variables: a new thread begins without them, an asyncio task inherits them. ``kernel``
+    must compute plain attention: settings say how calls are run, never what they compute.
 
     Options:
         budget, depth, kernel, accumulator, progress: as in ``quorum_attention.attention``; their
             defaults there (None, "auto") undo an outer block's.
         devices: one device, or None.
-        report: a ``Report``, to whose ``total`` every pass of these calls is added. That costs
-            next to nothing: neither memory nor stages are measured, as for a call's own ``report``.
+        report: a ``Report``, to whose ``total`` every pass of these calls is added. Memory and
+            stages are measured only for a call's own ``report``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.

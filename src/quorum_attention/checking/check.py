@@ -69,11 +69,11 @@ def check_kernel(
 ) -> CheckResult:
     """Test whether a kernel's results are the same however the call is cut.
 
-    The kernel is compared with itself: the uncut call with depths 1 to 3, several chunk counts and
-    both layouts, with heads and batch entries together and one by one, at a prime length. Errors
-    that no cut shows are looked for as well: the same call is made twice, the backward is compared
-    with differences of the forward, and the scale has to count. Only rounding may differ, as much
-    as dtype and scores account for.
+    The kernel is compared with itself: the uncut call with calls at depths 1 to 3, in several chunk
+    counts and both layouts, with heads and batch entries together and one by one, at a prime
+    length. Errors that no cut shows are tested too: a call is repeated, the backward is compared
+    with differences of the forward, and the scale must have an effect. Results may differ only by
+    rounding, as much as dtype and scores explain.
 
     Args:
         kernel: name of a registered kernel, or an ``InnerKernel``.
@@ -82,8 +82,8 @@ def check_kernel(
         is_causal: causal calls (True) or plain calls (False) alone; default both.
         backward: whether to test gradients as well.
         levels: the decompositions to test.
-        other_sizes: whether to test fewer key heads, fewer keys or queries, and other widths, too,
-            as far as the kernel takes them.
+        other_sizes: whether to test fewer key heads, fewer keys or queries, and other widths too,
+            if the kernel takes them.
         scale_of_inputs: factor of the normally distributed inputs.
         seed: random seed of the inputs.
 

@@ -70,17 +70,16 @@ def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list
 class Pool(Several, AbstractContextManager["Pool"]):
     """Worker processes, one for each device, that share the work of an attention call.
 
-    A call is cut into parts that do not depend on each other: key/value heads first, then, where
-    they do not divide among the devices, rows. Each device has parts of its own, by its speed, and
-    then takes those of others, so devices of unequal speed end together. It computes a part as an
-    ordinary call, under its own budget, with its own recovery. A worker that is killed or runs
-    out of memory at every depth gives its part back and the others finish.
+    A call is cut into independent parts: by key/value heads, and by rows if the heads do not divide
+    among the devices. Each device has its own parts, by its speed, and takes over those of slower
+    devices at the end. A part is an ordinary call, with its own budget and recovery. If a worker is
+    killed, or runs out of memory at every depth, the others finish its parts.
 
-    Inputs in shared memory (``tensor.share_memory_()``) or mapped from files are handed over as
-    they are; others are copied into shared memory, and the report says how much.
+    Inputs in shared memory (``tensor.share_memory_()``) or mapped from files are not copied; others
+    are copied into shared memory, and the report counts the bytes.
 
     Give it to calls as ``devices=``, or use its own ``attention``. Use it as a context manager, or
-    ``close`` it; it also ends with the program. Calls of several threads follow one another.
+    ``close`` it; it also ends with the program. Calls from several threads run one after the other.
 
     Args:
         devices: as torch writes them, "cuda:0" or "cpu"; or "all" CUDA devices of this machine.

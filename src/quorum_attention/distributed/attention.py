@@ -65,47 +65,45 @@ def attention(
 ) -> torch.Tensor:
     """Exact attention over a sequence whose tokens are sharded over the ranks of a group.
 
-    All ranks call it together, in the same order, and call the backward of its result together.
-    Each gives its contiguous shard, in the order of the ranks; shards may have any lengths, also 0,
-    and the group any number of ranks. Which rank computes which pairs is decided by counted bytes
-    among ways that share the work evenly: heads are exchanged, keys and values are moved, or tasks
-    of a cyclic quorum set are computed (``distributed/partition.py``). Partial results travel and
-    are added up in fp32 (fp64 for fp64 inputs).
+    All ranks call it together, in the same order, and run the backward of its result together.
+    Each gives its contiguous shard, in the order of the ranks. Shards may have any lengths, also 0,
+    and the group any number of ranks. Heads are exchanged, or keys and values are moved, or tasks
+    of a cyclic quorum set are computed: of the ways that share the work evenly, the one that sends
+    fewest bytes (docs/distributed.md). Partial results are sent and added in fp32 (fp64 for fp64
+    inputs).
 
     Args:
         query: (..., heads, rows, head_dim): this rank's rows; fp16, bf16, fp32 or fp64, on the
             device of the group's backend (NCCL: CUDA; Gloo: CPU).
         key: (..., kv_heads, rows, head_dim), value: (..., kv_heads, rows, value_dim): the same
             rows. Batch dimensions, heads and dtype are the same on all ranks.
-        attn_mask: a ``Mask`` of the whole sequence, the same on all ranks. Ids of documents and
-            paddings may be of this rank's rows only; then they are gathered. Or a tensor that
-            broadcasts to (..., heads, tokens, tokens) of the whole call. Under a mask whole rows
-            are given to ranks, with all keys. The gradients of ``sinks`` and of an additive tensor
-            are of what this rank computes; the sum over the ranks is the whole.
+        attn_mask: a ``Mask`` of the whole sequence, the same on all ranks; ``documents`` and
+            ``key_padding`` may have this rank's rows only, and are then gathered. Or a tensor that
+            broadcasts to (..., heads, tokens, tokens) of the whole call. Under a mask a rank
+            computes whole rows, with all keys. Its gradients of ``sinks`` and of an additive tensor
+            are those of its own pairs: sum them over the ranks.
         group: the process group; None is the default one.
         is_causal: token i of the whole sequence sees tokens j <= i.
         scale: of the scores; None is head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads.
-        dropout_p, dropout_seed: as in ``quorum_attention.attention``: with the same seed on all
-            ranks the same pairs are dropped as on one device. None: each rank draws a seed for what
-            it computes. With dropout whole heads are given to ranks.
-        lengths: rows of every rank, if all ranks know them, or "equal" if all have as many as this
-            one: else they are gathered first. The ranks compare the call then, and where they do
-            not agree all raise. The host waits for that; on GPUs with ``lengths`` only the first
-            time that sizes and options are these.
-        budget, depth, kernel: as in ``quorum_attention.attention``, for each rank by itself: every
-        part that a rank computes recovers from a lack of memory on its own. What the rows of a part
-            take that are gathered from other ranks comes on top of the budget.
-        report: a ``ShardedReport`` to fill with what this rank did.
+        dropout_p, dropout_seed: as in ``quorum_attention.attention``. With the same seed on all
+            ranks the same pairs are dropped as on one device. None: each rank draws its own. With
+            dropout heads are not cut.
+        lengths: rows of every rank, or "equal" if all have as many as this one. None: they are
+            gathered. The ranks compare their calls, and all raise if these differ. The host waits
+            for that; on GPUs with ``lengths`` only in the first call of these sizes and options.
+        budget, depth, kernel: as in ``quorum_attention.attention``, for each part that this rank
+            computes. Rows gathered from other ranks come on top of the budget.
+        report: a ``ShardedReport``, to be filled with what this rank did.
 
     Returns:
         (..., heads, rows, value_dim): the result for this rank's rows.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, also among ranks.
-        RuntimeError: there is no process group, or a call over it has failed on this rank. Errors
-            of ``quorum_attention.attention`` come through on the rank that has them; others get an
-            error when the group's time limit ends or that rank's connection does.
+        TypeError, ValueError: arguments that do not fit, or differ between ranks.
+        RuntimeError: there is no process group, or an earlier call over it failed on this rank. An
+            error of ``quorum_attention.attention`` is raised on its own rank; the others raise when
+            the group's time limit ends, or that rank's connection.
     """
     group = agreement.member_of(group)
     written = CallOptions(budget, None, depth, kernel)

@@ -201,17 +201,15 @@ class ShardedReport:
     """Filled by ``distributed.attention``, on every rank for itself.
 
     Attributes:
-        way: how pairs were given to ranks; it moved the fewest bytes of those that share the work
-            evenly (distributed/partition.py).
+        way: how the pairs were shared among the ranks (distributed/partition.py).
         rank, ranks: of the group.
         pairs: query-key pairs that this rank computes.
         imbalance: the most pairs of any rank, over an equal share.
         forward_bytes, backward_bytes: received by this rank.
-        most_forward_bytes: received in a forward by the rank that receives most, as counted
-            beforehand.
-        stages: transfers that go on beside computation.
-        kept: whether the forward's inputs stay where they were computed with until the backward.
-        calls: what each attention call of this rank did, in the order of the calls.
+        most_forward_bytes: received in a forward by the busiest rank, as planned.
+        stages: number of transfers that overlap with computation.
+        kept: whether gathered inputs are kept for the backward.
+        calls: what each attention call of this rank did, in order.
     """
 
     way: str = ""

@@ -27,19 +27,18 @@ def context_parallel(
 ) -> Iterator[None]:
     """As ``torch.distributed.tensor.experimental.context_parallel``, by ``distributed.attention``.
 
-    Within the block each of ``buffers`` is of this rank's rows, in memory of its own (what shares
-    its memory outside stays whole), and
-    ``torch.nn.functional.scaled_dot_product_attention`` is over the rows of all ranks. Other than
-    torch's: shards are contiguous, in the order of the ranks, so results need not be put in order;
-    the length need not divide by anything; heads may be grouped; and dropout and masks that
-    broadcast to the queries and keys of the whole sequence are honoured. Modules that imported the
-    function by name before keep torch's own. Not for several threads at once.
+    Within the block each of ``buffers`` has this rank's rows only, in its own memory (other tensors
+    that shared its memory stay whole), and ``torch.nn.functional.scaled_dot_product_attention``
+    attends to the rows of all ranks. Unlike torch's: shards are contiguous, so results stay in
+    order; the length need not divide; heads may be grouped; and dropout, and masks that broadcast
+    to the queries and keys of the whole sequence, work. Modules that imported the function by name
+    before keep torch's own. Use it from one thread at a time.
 
     Args:
-        mesh: of one dimension; or a process group.
-        buffers: tensors that all ranks have whole, sharded in place and put back at the end.
+        mesh: a mesh of one dimension, or a process group.
+        buffers: tensors that all ranks hold whole; sharded in place, and restored at the end.
         buffer_seq_dims: the dimension of the tokens of each.
-        no_restore_buffers: those of them that are not put back.
+        no_restore_buffers: those buffers that are not restored.
         options: budget, depth, kernel and report of ``distributed.attention``, for every call.
 
     Raises:

@@ -31,18 +31,18 @@ class KernelTotal:
 
 @dataclass(slots=True)
 class Total:
-    """What all passes came to that a ``Report`` was given to. Any thread may add to it.
+    """The sum of all passes that had a ``Report``. Any thread may add to it.
 
     Attributes:
         forwards, backwards: passes of each kind. Recomputed forwards (checkpoints) count again.
         cut: passes that ran in more than one unit: head group after head group, or as tasks.
         seconds: host wall-clock time of all passes. On CUDA with results on the device this is
-            the time to issue their work, not the time that it takes.
-        peak_bytes: the largest peak of device memory of one pass: as measured where it was, else
-            as planned. Short calls, which run without a plan, have none.
-        recoveries: failures for lack of memory that were recovered from.
-        recovery_seconds: time that they cost.
-        kernels: the same by the kernel's name.
+            the time to launch their work, not to compute it.
+        peak_bytes: the largest peak of device memory of one pass, measured if possible, else
+            planned. Short calls, which run without a plan, have none.
+        recoveries: how often a pass ran out of memory and recovered.
+        recovery_seconds: the time that this cost.
+        kernels: the same for each kernel.
     """
 
     forwards: int = 0
@@ -104,17 +104,17 @@ class PassReport:
     Attributes:
         kernel: the inner kernel's name.
         levels: chunk counts per level at the end of the pass (deeper than planned after a
-            recovery); () is monolithic.
+            recovery); () is uncut.
         planned_levels: as planned.
         n_groups, heads_per_group: head groups, and query heads in each.
         n_cap: slots at the end of the pass.
         streams: kernel calls of a task in flight at once.
-        accumulator: "device", "host", or "none" where nothing had to be merged.
+        accumulator: "device", "host", or "none" if nothing had to be merged.
         units: (head group, task) units computed.
         seconds: host wall-clock time of the pass. On CUDA with results on the device, this is only
-            the time to issue its work.
-        left_out: share of the tokens that were trimmed from tasks because they have no partner
-            there (docs/architecture.md, "Trimmed tasks"), at the levels at the end of the pass.
+            the time to launch its work.
+        left_out: share of the tokens that were trimmed from tasks because no pair of theirs is
+            kept there (docs/architecture.md, "Trimmed tasks").
         loaded_bytes, stored_bytes: copied into and out of slots.
         planned_peak_bytes: most device bytes of the pass, as planned.
         budget_bytes: the budget it was planned for; None if none was given.
@@ -124,7 +124,7 @@ class PassReport:
             (execution/scaling.py).
         dropout_p, dropout_seed: chance and seed of the call's dropout; None without dropout.
         timed: whether ``stages`` are measured.
-        stages: device seconds by stage (execution/device/mover.py); empty for a monolithic call.
+        stages: device seconds by stage (execution/device/mover.py); empty for an uncut call.
         recoveries: one line for each recovery.
         recovery_seconds: time lost to failures: from the last unit done before each failure until
             the next attempt began.
@@ -208,17 +208,16 @@ def _bytes_or_nothing(n_bytes: int | None) -> str:
 
 @dataclass
 class Report:
-    """Pass an empty one as ``report=`` and read it afterwards.
+    """What a call did. Pass an empty one as ``report=`` and print it afterwards.
 
-    ``forward`` is filled by the call, ``backward`` when its gradients have been computed; of
-    several calls, the last. ``mask_gradient`` has a line that says how the gradient of
-    ``attn_mask`` was computed, if it was, and one for each recovery of it. On CUDA, measuring the
-    peak resets torch's peak-memory counter of the device.
+    The call fills ``forward``, and its backward ``backward``; with several calls the last one
+    counts. ``mask_gradient`` has a line that says how the gradient of ``attn_mask`` was computed,
+    and one for each recovery of it. On CUDA, measuring the peak resets torch's peak-memory counter.
 
-    ``pool`` says which of several devices did what (``pool.PoolReport``); None where one computed.
+    ``pool`` says what each of several devices did (``devices.PoolReport``); None for one device.
 
-    ``total`` adds up all passes of all calls that the report was given to, be it by ``report=`` or
-    by ``quorum_attention.using(report=...)``, which fills nothing else.
+    ``total`` adds up all passes of all calls that had this report, by ``report=`` or by
+    ``quorum_attention.using(report=...)``, which fills nothing else.
 
     Examples:
         >>> report = qa.Report()

@@ -144,15 +144,15 @@ def calibrate(
     Everything is measured three times; the median is kept.
 
     Args:
-        device: None is the current CUDA device where there is one, else the CPU.
-        dtype: each has a calibration of its own; on a GPU fp16 and bf16 share one.
-        progress: called with a text that says what is being done.
+        device: None is the current CUDA device if there is one, else the CPU.
+        dtype: each dtype has its own calibration; on a GPU fp16 and bf16 share one.
+        progress: called with a text that says what is being measured.
 
     Raises:
         NotImplementedError: no kernel that works on rectangles runs there in this dtype.
         ValueError, TypeError: ``device`` is not available; attention does not take ``dtype``.
-        CalibrationError: measurements disagree with each other; nothing has been stored.
-        OSError: the file cannot be written, or its folder is not to be trusted.
+        CalibrationError: measurements differ too much; nothing has been stored.
+        OSError: the file cannot be written, or other users may write to its folder.
     """
     started = time.perf_counter()
     where = best_device() if device is None else present(device, "device")

@@ -84,27 +84,27 @@ def plan(
         n_tokens: queries (and keys, unless ``n_keys`` is given).
         heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal: sizes of the call;
             ``kv_heads`` and ``value_dim`` default to ``heads`` and ``head_dim``.
-        dropout_p: of the call; kernels without dropout are then not looked at.
-        budget: device bytes, as a number or "2GiB"; None is what is free now.
-        levels: chunk counts per level, e.g. (7, 7) or (57,); () is monolithic; None is the
-            planner's choice.
-        depth: number of levels, their chunk counts left to the planner.
+        dropout_p: of the call; above 0 only kernels with dropout are considered.
+        budget: device bytes, as a number or "2GiB"; None is the free memory.
+        levels: chunk counts per level, e.g. (7, 7) or (57,); () is uncut; None is the planner's
+            choice.
+        depth: number of levels; the planner chooses their chunk counts.
         layout: "aligned" puts chunk boundaries on multiples of ``tile``; "balanced" is the
             paper's.
-        device: what computes; None is CUDA where there is one, else the CPU.
+        device: what computes; None is CUDA if there is a GPU, else the CPU.
         inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
-        results_given: whether the call will get ``out=`` or ``grads=``, which its budget does not
+        results_given: whether the call will have ``out=`` or ``grads=``, which its budget does not
             count.
         accumulator: where unfinished rows are kept between tasks.
         heads_per_group: query heads of a head group.
         n_cap: most tasks on the device at once.
         streams: kernel calls in flight at once, 1 or 2.
-        over_inputs: True runs the tasks of a head group on inputs on the computing device as they
-            lie (at depth 1; the route ``Blockwise``); False runs them through slots. None leaves
-            each of these choices to the planner.
+        over_inputs: True runs the tasks of a head group directly on the inputs, which must be on
+            the device (at depth 1; the route ``Blockwise``); False runs them through slots. For
+            this and the other choices, None leaves it to the planner.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
-        attn_mask: of the call; its tensors have to fit the sizes given. A tensor is given as
+        attn_mask: the call's ``Mask``; its tensors must fit the sizes. Give a tensor as
             ``Mask(bias=tensor)``.
         mask: the earlier name of ``attn_mask``, deprecated.
 

@@ -56,27 +56,26 @@ def ray_here() -> Any:
 class Farm(AbstractContextManager["Farm"]):
     """A Ray cluster that computes attention calls from files to files.
 
-    A call's key/value heads, or where there are few of them their cyclic quorum tasks, are units
-    that do not depend on each other, and each is a Ray task. It maps the rows that it needs,
-    computes them as ordinary calls under its own budget, and writes its results, or partial states
-    that are merged exactly when all those of a chunk exist. A worker or a machine that dies costs
-    the units that it was at, which Ray begins again.
+    A call is cut into independent units, each a Ray task: key/value heads, or cyclic quorum tasks
+    if there are few heads. A unit maps the rows that it needs, computes them as ordinary calls
+    under its own budget, and writes its results. Quorum tasks write partial states; a chunk is
+    merged, exactly, when all its states exist. If a worker or a machine dies, Ray runs its units
+    again.
 
-    Inputs and results are tensors that are mapped from files, as those of
-    ``quorum_attention.files``, on a file system that all machines have under the same path.
+    Inputs and results are tensors mapped from files, as by ``quorum_attention.files``, on a file
+    system that all machines have under the same path.
 
     Use it as a context manager, or ``close`` it.
 
     Args:
-        address: HOST:PORT of a cluster, or "auto" for the one that ``RAY_ADDRESS`` names or that
-            runs on this machine, whoever began it: whoever can reach a cluster runs code as those
-            who use it (docs/ray.md). None or "local": a new one in this machine, ended with the
-            farm. A program that is connected to Ray already stays where it is.
-        workers: how many units are computed at once, at most; None: as many as the cluster holds
-            at any time.
-        num_cpus, num_gpus: what each gets of its machine. With (part of) a GPU it computes on that,
-            otherwise on as many threads as it has CPUs. None: one GPU if the cluster has any.
-        budget: device bytes of each, as in ``quorum_attention.attention``.
+        address: HOST:PORT of a cluster; "auto" for the one that ``RAY_ADDRESS`` names, or that any
+            user started on this machine (join only clusters that you trust: docs/ray.md); None or
+            "local" for a new one on this machine, which ends with the farm. A program that is
+            already connected to Ray keeps its cluster.
+        workers: the most units that run at a time; None: as many as the cluster holds.
+        num_cpus, num_gpus: CPUs and GPUs of a unit. With a GPU, or a part of one, it computes on
+            that, otherwise on as many threads as it has CPUs. None: one GPU if the cluster has any.
+        budget: device bytes of a unit, as in ``quorum_attention.attention``.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.

@@ -50,30 +50,30 @@ def long_context(
 ) -> Summary:
     """Change a decoder of Transformers in place so that long texts fit; its results stay the same.
 
-    Checkpoints and the chunked loss are torch's, a layer and some tokens at a time. What does not
-    suit the model is left out, and the summary says so.
+    A change that does not suit the model is left out, and the summary says why.
 
     Args:
         model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
             weights loaded.
-        attention: set ``attn_implementation="quorum"``, with the options that ``register`` was
-            given for that name, if it was called.
-        budget: of attention; see ``quorum_attention.integrations.transformers.register``. It is of
-            this model alone, which gets a name of its own then (``quorum_2147483648``).
-        checkpoints: keep only the layers' inputs and attention's results: "auto" on the device
-            while there is room and then in page-locked host memory, "host" or "device" there
-            alone; None does not. Results that fit nowhere are computed again.
-        mlp_tile: tokens of an MLP at a time; None leaves it as it is.
-        chunked_loss: a call with labels computes its loss some tokens at a time and returns no
+        attention: set ``attn_implementation="quorum"``, with the options of an earlier
+            ``register``, if there was one.
+        budget: of each attention call, for this model alone; see
+            ``quorum_attention.integrations.transformers.register``. The model's implementation then
+            gets its own name (``quorum_2147483648``).
+        checkpoints: keep only the layers' inputs and attention's results. "auto" keeps them on the
+            device while there is room, and then in page-locked host memory; "host" and "device"
+            name one place; None switches this off. Results without room are computed again.
+        mlp_tile: tokens of an MLP at a time; None leaves MLPs as they are.
+        chunked_loss: a call with labels computes its loss for some tokens at a time, and returns no
             logits.
-        fused_norms: RMS norms by torch's kernel, where it has one for the model's device.
+        fused_norms: compute RMS norms by torch's kernel, if it has one for the model's device.
 
     Returns:
-        What was done and what was left out, with reasons; print it.
+        What was changed and what was left out, with reasons; print it.
 
     Raises:
-        ImportError: Transformers is not installed, or of a version that is not known.
-        TypeError, ValueError: arguments that make no sense.
+        ImportError: Transformers is not installed, or its version is not supported.
+        TypeError, ValueError: an argument is wrong.
     """
     from quorum_attention.integrations.transformers import name_for
     from quorum_attention.integrations.transformers.options import names_of

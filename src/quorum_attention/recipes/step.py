@@ -52,8 +52,8 @@ class ModelShape:
     Attributes:
         kind: ``model_type`` of its configuration.
         layers, hidden, heads, kv_heads, head_dim, vocabulary: counts and widths.
-        intermediate: width of an MLP (of one expert, where there are experts).
-        experts, experts_per_token: 0 and 1 where the MLP is a plain one.
+        intermediate: width of an MLP, or of one expert.
+        experts, experts_per_token: 0 and 1 if the MLP has no experts.
         parameters: how many, all together, counted as Llama's: without biases, which are less than
             a thousandth.
     """
@@ -85,11 +85,11 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
     """The shape of a model from its configuration.
 
     Args:
-        config: the path of a ``config.json`` or of its folder, or what it holds. A model of several
-            parts (images and text) is read as its ``text_config``.
+        config: the path of a ``config.json`` or of its folder, or its contents as a mapping. Of a
+            model with images and text the ``text_config`` is read.
 
     Raises:
-        ValueError: it is no such file, or lacks a size: named.
+        ValueError: it is not such a file, or lacks a size; the message names it.
         OSError: the file cannot be read.
     """
     found: Any = config
@@ -210,9 +210,9 @@ class Training:
         optimizer: "none", "adamw" (two states in the weights' dtype), "adamw-fp32" (two states and
             the weights in float32).
         lora: rank of low-rank adapters of all linear layers, the rest frozen; None trains all.
-        budget: of quorum attention, for one call, with its output or its gradients in it, as
-            ``register`` takes it; None: what it asks without a limit.
-        device: that attention is planned for.
+        budget: of one call of quorum attention, including its output or its gradients, as for
+            ``register``; None: no limit.
+        device: the kind of device that attention is planned for.
     """
 
     tokens: int
@@ -372,13 +372,13 @@ def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> 
 def switch_until_it_fits(
     shape: ModelShape, training: Training, memory: int | str
 ) -> tuple[StepMemory, bool]:
-    """Switches on what is needed, the cheapest first, until a step fits.
+    """Switch on as few changes as are needed for a step to fit, the cheapest first.
 
     Args:
         memory: of the device, bytes or "80GiB".
 
     Returns:
-        The step with as few switches on as do it, or with all; and whether it fits.
+        The step with these changes, or with all if none suffice; and whether it fits.
     """
     limit = parse_bytes(memory, "memory")
     on: tuple[str, ...] = SWITCHES

@@ -38,32 +38,33 @@ def register(
 ) -> str:
     """Make this attention known to Transformers, for ``attn_implementation=name``.
 
-    Any model that takes its attention by name runs on it: in training, ``generate``, under
-    gradient checkpointing. Its masks become descriptions (``quorum_attention.Mask``): no tensor of
-    queries times keys is made for causal masks, windows, chunks, padding, packed documents and what
-    is joined of them. What a model asks for that cannot be honoured is refused by name.
+    Any model that takes its attention by name can use it: in training, in ``generate``, with
+    gradient checkpointing. No tensor of queries times keys is made for causal masks, windows,
+    chunks, padding, packed documents and their combinations: they become a
+    ``quorum_attention.Mask``. If a model asks for something that is not supported, the error names
+    it.
 
-    May be called again, to change the options of a name, or with another name for other options.
+    Call it again to change the options of a name, or with another name for other options.
 
     Args:
         name: how models ask for it.
-        budget, kernel, depth, accumulator, report: of ``attention``, for every call of a model. A
-            budget is of one attention call, forward and backward each.
-        min_tokens: calls of fewer queries go to SDPA if their mask is none or a causal square;
-            None: 1,024, or 0 where budget, kernel or depth is given. One query (decoding) always
-            does.
-        group: make the model's attention sequence-parallel over this process group: each rank runs
-            the model on its contiguous rows, by ``distributed.attention``, with ``position_ids`` of
-            their places (its own, or ``sharded_positions``). ``report`` is a ``ShardedReport``
-            then; accumulator and min_tokens cannot be given (docs/distributed.md). It is not kept
-            alive: after ``destroy_process_group`` the model's attention raises ``RuntimeError``.
+        budget, kernel, depth, accumulator, report: of ``attention``, for every call of a model. The
+            budget covers one attention call, forward and backward each.
+        min_tokens: calls with fewer queries go to SDPA if they have no mask or a causal square;
+            None is 1,024, or 0 if budget, kernel or depth is given. One query (decoding) always
+            goes to SDPA.
+        group: make the model's attention sequence-parallel over this process group. Each rank runs
+            the model on its contiguous rows, by ``distributed.attention``, with ``position_ids`` in
+            the whole sequence (your own, or from ``sharded_positions``). ``report`` is then a
+            ``ShardedReport``; accumulator and min_tokens cannot be given (docs/distributed.md).
+            After ``destroy_process_group`` the model's attention raises ``RuntimeError``.
 
     Returns:
         ``name``.
 
     Raises:
-        ImportError: Transformers is not installed, or not a version this was written for.
-        ValueError, TypeError: a name of Transformers' own, or options that make no sense.
+        ImportError: Transformers is not installed, or its version is not supported.
+        ValueError, TypeError: the name is one of Transformers' own, or an option is wrong.
     """
     from transformers import AttentionInterface
 

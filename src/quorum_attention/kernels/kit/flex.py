@@ -618,9 +618,9 @@ def from_score_mod(
         mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
             A mask from ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
             ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks it keeps.
-            Any other mask is evaluated for every pair of a task. Both functions must stay what
-            they are as long as the kernel lives (docs/kit.md says how that is checked): make
-            another kernel to change what they read, which costs next to nothing.
+            Any other mask is evaluated for every pair of a task. Neither function may change while
+            the kernel lives (docs/kit.md): to change a value that they read, make another kernel,
+            which compiles nothing again.
         name: for messages and reports.
         compiled: whether to use FlexAttention with torch.compile, one call for a task; default
             True if there is CUDA. Otherwise torch's operators compute it tile by tile, on any

@@ -48,20 +48,20 @@ class FunctionKernel(CallsKernel):
             plain rectangle, or with ``is_causal`` a square whose keys after the query are masked.
             query (b, h, lq, d), key (b, h, lk, d), value (b, h, lk, dv) are strided views. out
             (b, h, lq, dv) is normalised; lse (b, h, lq) is the natural log of the sum of
-            exponentials, -inf (with any out) in rows without keys. If it has parameters of these
-            names, it also gets ``query_positions`` (lq,) and ``key_positions`` (lk,), int64,
-            *global*; ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). It must
-            stay what it is as long as the kernel lives, and runs without autocast.
+            exponentials, -inf (with any out) in rows without keys. If it has parameters with these
+            names, it also gets ``query_positions`` (lq,), ``key_positions`` (lk,), ``head_indices``
+            (h,) of the query heads and ``batch_indices`` (b,): int64, counted in the whole call. It
+            must not change while the kernel lives, and runs without autocast.
         name: for messages and reports; default the function's.
         backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale, ...)``
             -> gradients of query, key and value, given the whole row's out and lse (as in
-            FlashAttention). Default: autograd through ``function``, whose out and lse then have to
-            be differentiable.
+            FlashAttention). Default: autograd through ``function``, whose out and lse must then be
+            differentiable.
         grouped: whether the function takes fewer key heads than query heads.
         workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call allocates.
             Default: four score matrices in fp32, enough for a function that materialises scores.
-        positive_scale: whether the function is right for scales above 0 only, as torch's own
-            operator for CPUs is in causal calls; calls with others are refused then.
+        positive_scale: True if the function needs a scale above 0, as torch's operator for CPUs
+            does in causal calls; calls with other scales are then refused.
 
     Raises:
         TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
