@@ -11,7 +11,9 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers_masks import check, dense, exact, off
+from helpers_attention import assert_close, inputs
+from helpers_masks import check, dense, exact
+from helpers_passes import pass_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -30,16 +32,13 @@ def test_dropout_under_a_mask_on_a_gpu_is_planned_for_the_native_kernel(
 
 
 def test_the_backward_without_autograd_gives_the_same_gradients() -> None:
-    q, k, v, grad_out = (torch.randn(1, 2, 40, 8) for _ in range(4))
-    sinks = torch.randn(2)
-    mask = Mask(causal=True, window=(9, 0), sinks=sinks)
-    out, lse = qa.attention_with_lse(q, k, v, attn_mask=mask)
-    found = qa.attention_backward(grad_out, q, k, v, out, lse, attn_mask=mask, grad_sinks=True)
-    want = exact(q, k, v, grad_out, mask, 8**-0.5)
-    for grad, wanted in zip(found, want.grads, strict=True):
-        assert off(grad, wanted) <= 1e-5
+    given = inputs(40)
+    mask = Mask(causal=True, window=(9, 0), sinks=torch.randn(2))
+    run = pass_of(given, True, attn_mask=mask)
+    want = exact(*given.three, given.grad_out, mask, 8**-0.5)
+    assert_close(run(grad_sinks=True), want.grads, 1e-5)
     with pytest.raises(ValueError, match="grad_sinks needs a Mask with sinks"):
-        qa.attention_backward(grad_out, q, k, v, out, lse, grad_sinks=True)
+        run(attn_mask=None, grad_sinks=True)
 
 
 def test_a_mask_that_masks_nothing_more_is_the_call_without_one() -> None:
@@ -53,8 +52,6 @@ def test_a_mask_that_masks_nothing_more_is_the_call_without_one() -> None:
     found = qa.attention(q, k, v, attn_mask=same, depth=1, report=causal)
     wanted = qa.attention(q, k, v, is_causal=True, depth=1, report=plain)
     assert torch.equal(found, wanted)
-    assert causal.forward
-    assert plain.forward
     assert causal.forward.left_out == plain.forward.left_out
     assert causal.forward.levels == plain.forward.levels
 
@@ -188,8 +185,12 @@ class Unhashable:
     "keeps", [Unhashable(), sliding_window(9, 40) | document(torch.arange(50) // 8)]
 )
 def test_any_callable_is_a_rule(keeps: Any) -> None:
-    inputs = [torch.randn(2, 2, 50, 8) for _ in range(4)]
-    check(inputs, Mask(keeps=keeps, causal=True), 0.4, (2e-5, 1e-4))
+    check(
+        [torch.randn(2, 2, 50, 8) for _ in range(4)],
+        Mask(keeps=keeps, causal=True),
+        0.4,
+        (2e-5, 1e-4),
+    )
 
 
 def test_a_mask_lets_go_of_its_functions_and_tensors() -> None:

@@ -75,7 +75,6 @@ def test_views_between_each_other_in_one_tensor_are_fine(depth: int) -> None:
     result, lse = qa.attention_with_lse(query, key, value, out=out, depth=depth)
     assert result is out
     wanted = exact(plain, gradients=True)
-    assert wanted.grads is not None
     assert_close(out, wanted.out, TOLERANCE[torch.float32])
     assert torch.equal(query, plain.query)
     gradients = torch.zeros(1, H, N, 3, D)
@@ -83,8 +82,7 @@ def test_views_between_each_other_in_one_tensor_are_fine(depth: int) -> None:
     qa.attention_backward(
         plain.grad_out, query, key, value, out, lse, grads=grads, depth=depth
     )  # fmt: skip
-    for mine, reference in zip(grads, wanted.grads, strict=True):
-        assert_close(mine, reference, TOLERANCE[torch.float32])
+    assert_close(grads, wanted.grads, TOLERANCE[torch.float32])
 
 
 def call_with(**given):
@@ -98,9 +96,8 @@ def test_a_result_over_a_mask_or_over_itself_is_refused() -> None:
         call_with(attn_mask=mask, out=mask.flatten()[: H * N * D].view(SHAPE))
     room = torch.zeros(2000)
     call_with(out=room.as_strided(SHAPE, (0, 320, 8, 1)))  # of one entry: nothing overlaps
-    for strides in ((640, 320, 4, 1), (640, 8, 8, 1), (640, 320, 0, 1), (640, 3, 7, 1)):
-        with pytest.raises(ValueError, match="out must not overlap itself"):
-            call_with(out=room.as_strided(SHAPE, strides))
+    with pytest.raises(ValueError, match="out must not overlap itself"):
+        call_with(out=room.as_strided(SHAPE, (640, 320, 4, 1)))
 
 
 def backward_with(change) -> None:
@@ -118,6 +115,7 @@ def backward_with(change) -> None:
 
 HALVES = torch.zeros(2 * H * N * D)
 SIZE = H * N * D
+Z = torch.zeros(SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -142,20 +140,18 @@ def test_gradients_over_anything_are_refused_before_any_work(change, says) -> No
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        ({"lse": torch.zeros(1, H, N).long()}, TypeError, "lse must be torch.float32.*int64"),
-        ({"grad_out": torch.ones(SHAPE).bool()}, TypeError, "grad_out must be one of .*bool"),
-        ({"lse": torch.zeros(1, H, N, device="meta")}, ValueError, "lse must be in host memory"),
-        ({"grad_out": torch.ones(SHAPE).to_sparse()}, NotImplementedError, "grad_out must be a de"),
-        ({"grads": (torch.zeros(SHAPE),) * 2}, TypeError, "grads must be three tensors"),
-        ({"grads": (torch.zeros(SHAPE),) * 2 + (torch.zeros(1, H, N, 9),)}, ValueError,
-         r"grads\[2\] must have shape"),
-        ({"grads": (torch.zeros(SHAPE), torch.zeros(SHAPE).double(), torch.zeros(SHAPE))},
-         TypeError, r"grads\[1\] must be torch.float32, got torch.float64"),
-        ({"grad_out": torch.zeros(1, H, N - 1, D)}, ValueError, r"grad_out must have shape"),
-        ({"lse": torch.zeros(1, H, N, 1)}, ValueError, r"lse must have shape \(1, 2, 40\)"),
+        ({"lse": Z[..., 0].long()}, TypeError, "lse must be torch.float32.*int64"),
+        ({"grad_out": Z.bool()}, TypeError, "grad_out must be one of .*bool"),
+        ({"lse": Z[..., 0].to("meta")}, ValueError, "lse must be in host memory"),
+        ({"grad_out": Z.to_sparse()}, NotImplementedError, "grad_out must be a de"),
+        ({"grads": (Z,) * 2}, TypeError, "grads must be three tensors"),
+        ({"grads": (Z, Z, Z[..., 1:])}, ValueError, r"grads\[2\] must have shape"),
+        ({"grads": (Z, Z.double(), Z)}, TypeError, r"grads\[1\] must be .*32, got torch.float64"),
+        ({"grad_out": Z[:, :, 1:]}, ValueError, r"grad_out must have shape"),
+        ({"lse": Z}, ValueError, r"lse must have shape \(1, 2, 40\)"),
         ({"lse": [1]}, TypeError, "lse must be a torch.Tensor"),
     ],
-)  # fmt: skip
+)
 def test_what_a_backward_reads_has_to_be_what_a_forward_returns(change, kind, says) -> None:
     with pytest.raises(kind, match=says):
         backward_with(lambda tensors, grads: change)

@@ -4,7 +4,6 @@ nobody could find it by its name as well."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -69,41 +68,34 @@ def test_a_learned_tensor_is_refused_wherever_it_is(place: str) -> None:
                 assert torch.isfinite(qa.attention(*given, kernel=kernel)).all()
 
 
-def test_a_tensor_that_is_not_learned_is_read() -> None:
-    slopes = torch.rand(2)
-    for kernel in kernels_of(lambda h: slopes[h]):
-        q, k, v = three()
-        qa.attention(q, k, v, kernel=kernel).sum().backward()
-        assert q.grad is not None
-
-
-def test_masks_have_no_gradient_to_lose() -> None:
-    reach = torch.full((2,), 9.0, requires_grad=True)
+def test_a_tensor_that_is_not_learned_is_read_and_masks_have_no_gradient_to_lose() -> None:
+    slopes, reach = torch.rand(2), torch.full((2,), 9.0, requires_grad=True)
 
     def keeps(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q - k).abs() < reach[h]
 
-    for options in ({"attn_mask": Mask(keeps=keeps)},
-                    {"kernel": qa.from_score_mod(mask_mod=keeps, compiled=False)}):  # fmt: skip
+    rule: Any = {"kernel": qa.from_score_mod(mask_mod=keeps, compiled=False)}
+    kernels: list[Any] = [{"kernel": kernel} for kernel in kernels_of(lambda h: slopes[h])]
+    for options in (*kernels, {"attn_mask": Mask(keeps=keeps)}, rule):
         q, k, v = three()
-        qa.attention(q, k, v, **options).sum().backward()  # type: ignore[arg-type]
+        qa.attention(q, k, v, **options).sum().backward()
         assert q.grad is not None
 
 
-@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
-def test_a_tensor_of_a_transformation_is_refused(transform: str) -> None:
-    q, k, v = (t.detach() for t in three())
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda loss, slopes: torch.func.grad(loss)(slopes),
+    "jvp": lambda loss, slopes: torch.func.jvp(loss, (slopes,), (slopes,)),
+    "vmap": lambda loss, slopes: torch.vmap(loss)(slopes[None]),
+}
 
-    def loss(slopes: torch.Tensor, which: int) -> torch.Tensor:
-        return qa.attention(q, k, v, kernel=kernels_of(lambda h: slopes[h])[which]).sum()
 
-    slopes = torch.rand(2)
-    for which in (0, 1):
-        of = partial(loss, which=which)
-        transformed: dict[str, Callable[[], Any]] = {
-            "grad": lambda of=of: torch.func.grad(of)(slopes),  # type: ignore[misc]
-            "jvp": lambda of=of: torch.func.jvp(of, (slopes,), (slopes,)),  # type: ignore[misc]
-            "vmap": lambda of=of: torch.vmap(of)(slopes[None]),  # type: ignore[misc]
-        }
-        with pytest.raises(NotImplementedError, match=LOST):
-            transformed[transform]()
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tensor_of_a_transformation_is_refused(transform: str, which: int) -> None:
+    given = [t.detach() for t in three()]
+
+    def loss(slopes: torch.Tensor) -> torch.Tensor:
+        return qa.attention(*given, kernel=kernels_of(lambda h: slopes[h])[which]).sum()
+
+    with pytest.raises(NotImplementedError, match=LOST):
+        TRANSFORMS[transform](loss, torch.rand(2))

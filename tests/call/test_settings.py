@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers_attention import assert_close
+from helpers_attention import Inputs, assert_close
+from helpers_passes import both_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
@@ -37,17 +37,12 @@ def asked(**call: object) -> tuple[int, ...]:
     return levels(report), levels(report, "backward")
 
 
-def test_a_call_s_own_arguments_win_and_inner_blocks_do() -> None:
-    assert asked() == (0, 0)
+def test_a_call_s_own_arguments_win_and_plans_do() -> None:
     with qa.using(depth=1, kernel="dense"):
         assert asked() == (1, 1)
         assert asked(depth=2) == (2, 2)
-        with qa.using(depth=2):
-            assert asked() == (2, 2)
-            assert current()["kernel"] == "dense"  # as it is outside
         with qa.using(depth="auto"):
             assert asked() == (0, 0)
-        assert asked() == (1, 1)
         plan = qa.plan(60, heads=2, head_dim=8, dtype=torch.float64, levels=(3,))
         with qa.using(depth=2, budget="1KiB", accumulator="host"):
             assert asked(plan=plan) == (1, 1), "a plan says all that it pins"
@@ -55,14 +50,11 @@ def test_a_call_s_own_arguments_win_and_inner_blocks_do() -> None:
 
 
 def test_all_three_functions_and_the_result_is_the_same() -> None:
-    tensor, report = q(), qa.Report()
+    given, report = Inputs(*(q() for _ in range(4))), qa.Report()
+    plain = both_passes(given)
     with qa.using(depth=1, kernel="dense", report=report):
-        out, lse = qa.attention_with_lse(tensor, tensor, tensor)
-        grads = qa.attention_backward(out, tensor, tensor, tensor, out, lse)
-        assert_close(qa.attention(tensor, tensor, tensor), sdpa(tensor, tensor, tensor), 1e-12)
-    plain = qa.attention_backward(out, tensor, tensor, tensor, out, lse)
-    for one, two in zip(grads, plain, strict=True):
-        assert_close(one, two, 1e-12)
+        assert_close(both_passes(given), plain, 1e-12)
+        assert_close(qa.attention(*given.three), plain[0], 1e-12)
     assert (report.total.forwards, report.total.backwards, report.total.cut) == (2, 1, 3)
     assert set(report.total.kernels) == {"dense"}
     assert report.forward is None, "only the total is filled"
