@@ -67,22 +67,28 @@ class Driver:
     cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)  # noqa: N815
     cudaMemcpyAttributes = SimpleNamespace  # noqa: N815
 
-    def __init__(self, refused: Callable[[int], bool]) -> None:
+    def __init__(self, refused: Callable[[int], bool] = lambda start: False) -> None:
         self.refused = refused
         self.locked: dict[int, int] = {}
         self.copied = self.status = 0
         self.batches = True
 
-    def in_one(self, start: int, size: int) -> bool:
-        """Whether memory is locked, in one piece: a driver refuses to copy a part of it."""
-        touched = [(a, b) for a, b in list(self.locked.items()) if a < start + size and start < b]
-        assert not touched or (touched[0][0] <= start and start + size <= touched[0][1])
-        return bool(touched)
+    def within(self, start: int, size: int) -> list[tuple[int, int]]:
+        """What is locked of some memory."""
+        stop = start + size
+        locked = list(self.locked.items())
+        return [(max(a, start), min(b, stop)) for a, b in locked if a < stop and start < b]
+
+    def locked_bytes(self, tensor: torch.Tensor | None = None) -> int:
+        """Of ``tensor``, or of all there is."""
+        place = (0, 1 << 62) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
+        return sum(stop - start for start, stop in self.within(*place))
 
     def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
         time.sleep(random.choice([0, 1e-5, 1e-3]))
         if self.refused(start):
             return 1
+        assert not self.within(start, n_bytes), "locked twice"
         self.locked[start] = start + n_bytes
         return 0
 
@@ -99,7 +105,8 @@ class Driver:
 
     def cudaMemcpyAsync(self, target, source, size, kind, stream):
         self.copied += size
-        self.in_one(target, size), self.in_one(source, size)
+        for start in (target, source):  # a driver refuses to copy a part of what is locked
+            assert self.within(start, size) in ([], [(start, start + size)])
         if not self.status:
             stream.give(lambda: ctypes.memmove(target, source, size))
         return (self.status,)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_late_cuda import Driver
 
 from quorum_attention.execution.device import page_locks
 from quorum_attention.execution.device.page_locks import PAGE_BYTES, Copied, PageLocks
@@ -29,13 +30,12 @@ def locking(  # type: ignore[no-untyped-def]
     return PageLocks(copied, late=late)
 
 
-class Runtime:
+class Runtime(Driver):
     """Registers and unregisters; ``hold`` keeps it from beginning, ``begun`` says that it would."""
 
     def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
+        super().__init__()
         self.order: list[int] = []
-        self.refused: set[int] = set()
         self.only_read: set[int] = set()
         self.hold = threading.Event()
         self.hold.set()
@@ -44,20 +44,10 @@ class Runtime:
     def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
         self.begun.set()
         assert self.hold.wait(20)
-        assert not any(
-            low < start + n_bytes and start < low + size for low, size in self.registered.items()
-        ), "locked twice"
         if start in self.only_read and flags != 8:
             return 1
         self.order.append(start)
-        if len(self.order) in self.refused:
-            return 1
-        self.registered[start] = n_bytes
-        return 0
-
-    def cudaHostUnregister(self, start: int) -> int:
-        del self.registered[start]
-        return 0
+        return super().cudaHostRegister(start, n_bytes, flags)
 
 
 @pytest.fixture
@@ -69,7 +59,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(page_locks, "WORTH_LOCKING_BYTES", WORTH)
     monkeypatch.setattr(page_locks, "PIECE_BYTES", PIECE)
     yield found
-    assert not found.registered, "left locked"
+    assert not found.locked, "left locked"
 
 
 def made(n_bytes: int, value: int = 7) -> torch.Tensor:
@@ -90,21 +80,13 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
     tensor = result(200_000 // rows + 3, rows)
     with locking([tensor], made=[tensor]) as locks:
         assert locks.covers(tensor)
-        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
-        assert sum(stop - start for start, stop in pieces) == tensor.nbytes
+        pieces = sorted(runtime.locked.items())
+        assert runtime.locked_bytes() == tensor.nbytes
         for head in tensor[0]:
             first, last = head.data_ptr(), head.data_ptr() + head.nbytes
             assert any(start <= first and last <= stop for start, stop in pieces)
     if rows % 64 == 0:
         assert len(pieces) > 5
-
-
-def within(tensor: torch.Tensor, runtime: Runtime) -> int:
-    """Locked bytes of ``tensor``."""
-    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    return sum(
-        max(0, min(stop, low + size) - max(start, low)) for low, size in runtime.registered.items()
-    )
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -124,16 +106,16 @@ def test_what_is_left_is_unlocked_once_its_copies_are_made(runtime: Runtime, row
         happened = threading.Event()
         locks.release([query[0, :7], output[0, :7]], happened.is_set)
         time.sleep(5e-3)
-        assert within(query, runtime) == within(output, runtime) == query.nbytes
+        assert runtime.locked_bytes(query) == runtime.locked_bytes(output) == query.nbytes
         happened.set()
         if rows % 64 == 0:
-            until(lambda: within(query, runtime) < query.nbytes)
-            until(lambda: within(output, runtime) < output.nbytes)
+            until(lambda: runtime.locked_bytes(query) < query.nbytes)
+            until(lambda: runtime.locked_bytes(output) < output.nbytes)
         for tensor in (query, output):
-            assert within(tensor[:, 7:], runtime) == tensor[:, 7:].nbytes
+            assert runtime.locked_bytes(tensor[:, 7:]) == tensor[:, 7:].nbytes
             assert locks.covers(tensor[:, 7:])
         locks.release([query[0, 7:], output[0, 7:]], happened.is_set)
-        until(lambda: not runtime.registered)
+        until(lambda: not runtime.locked)
 
 
 def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> None:
@@ -145,7 +127,7 @@ def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> No
         assert locks.covers(packed)
         locks.release([query[0, :4], shared[0, :1]], lambda: True)
         time.sleep(5e-3)
-        assert sum(runtime.registered.values()) == packed.nbytes + wide.nbytes
+        assert runtime.locked_bytes() == packed.nbytes + wide.nbytes
     # A result that shares memory with an input is not written to.
     with locking([packed, query], made=[query]) as locks:
         assert locks.covers(query)
@@ -219,4 +201,4 @@ def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) ->
         signal.signal(signal.SIGALRM, before)
     assert len(interrupts) == 3
     assert len(runtime.order) == 1
-    assert not runtime.registered
+    assert not runtime.locked

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from helpers_late_cuda import Driver
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device import residency
@@ -20,40 +21,27 @@ from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Lo
 MIB = 1 << 20
 
 
-class Driver:
-    """Locks and unlocks, made up.
-
-    Attributes:
-        locked: bytes by address.
-        waits: how often the host waited for the devices.
-    """
+class Pooled(Driver):
+    """``waits``: how often the host waited for the devices."""
 
     def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
+        super().__init__()
         self.waits, self.now = 0, 0.0
-        self.one_at_a_time = threading.Lock()
 
     def lock(self, address: int, n_bytes: int) -> bool:
-        with self.one_at_a_time:
-            others = self.locked.items()
-            assert not any(a < address + n_bytes and address < a + n for a, n in others)
-            self.locked[address] = n_bytes
-        return True
-
-    def unlock(self, address: int) -> None:
-        with self.one_at_a_time:
-            del self.locked[address]
+        return self.cudaHostRegister(address, n_bytes, 0) == 0
 
     def wait(self) -> None:
         self.waits += 1
 
     def kept(self, most_bytes: int = 64 * MIB) -> PinnedPool:
-        return PinnedPool(Locker(self.lock, self.unlock, self.wait), most_bytes, lambda: self.now)
+        locker = Locker(self.lock, self.cudaHostUnregister, self.wait)
+        return PinnedPool(locker, most_bytes, lambda: self.now)
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
-    yield Driver()
+def driver() -> Iterator[Pooled]:
+    yield Pooled()
     gc.collect()
 
 
@@ -61,7 +49,7 @@ def fresh(n_bytes: int) -> torch.Tensor:
     return torch.zeros(n_bytes, dtype=torch.uint8)
 
 
-def test_what_is_free_is_locked_once_and_used_again(driver: Driver) -> None:
+def test_what_is_free_is_locked_once_and_used_again(driver: Pooled) -> None:
     kept = driver.kept()
     assert kept.take(MIB) is None
     lent = kept.lend(fresh(MIB))
@@ -73,7 +61,7 @@ def test_what_is_free_is_locked_once_and_used_again(driver: Driver) -> None:
         assert again is not None
         assert again.data_ptr() == address
         assert again.nbytes == MIB - 4096 * round_
-        assert driver.locked == {address: MIB}
+        assert driver.locked == {address: address + MIB}
         # Memory that was never locked has no copies under way.
         assert driver.waits == round_
         del again
@@ -82,7 +70,7 @@ def test_what_is_free_is_locked_once_and_used_again(driver: Driver) -> None:
     assert kept.take(MIB) is None
 
 
-def test_what_is_used_is_never_lent_again_nor_given_back(driver: Driver) -> None:
+def test_what_is_used_is_never_lent_again_nor_given_back(driver: Pooled) -> None:
     kept = driver.kept()
     lent = kept.lend(fresh(MIB)).fill_(3)
     others = [lent.numpy(), lent.view(torch.float16), torch.utils.dlpack.from_dlpack(lent)]
@@ -98,7 +86,7 @@ def test_what_is_used_is_never_lent_again_nor_given_back(driver: Driver) -> None
     kept.give_back()
 
 
-def test_it_is_given_back_when_unused_or_too_much(driver: Driver) -> None:
+def test_it_is_given_back_when_unused_or_too_much(driver: Pooled) -> None:
     kept = driver.kept(16 * MIB)
     large = fresh(17 * MIB)
     assert kept.lend(large) is large, "more than is kept"
@@ -123,15 +111,15 @@ def test_it_is_given_back_when_unused_or_too_much(driver: Driver) -> None:
         held = [kept.lend(fresh(4 * MIB)) for _ in range(4)]
         del held
         used += [kept.take(4 * MIB) for _ in range(4)]
-    assert sum(driver.locked.values()) >= 24 * MIB
+    assert driver.locked_bytes() >= 24 * MIB
     used.clear()
     assert kept.take(30 * MIB) is None, "only to look for what is too much"
-    assert sum(driver.locked.values()) <= 16 * MIB
+    assert driver.locked_bytes() <= 16 * MIB
     kept.give_back()
     assert not driver.locked
 
 
-def test_threads_never_share_memory(driver: Driver) -> None:
+def test_threads_never_share_memory(driver: Pooled) -> None:
     """Random sizes by several threads; each writes its own number, and reads it."""
     kept, wrong = driver.kept(4 * MIB), []
 
@@ -156,7 +144,7 @@ def test_threads_never_share_memory(driver: Driver) -> None:
     assert not driver.locked
 
 
-def test_results_beside_a_gpu_lie_in_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_beside_a_gpu_lie_in_it(driver: Pooled, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Cuda()
     backend.pinned = driver.kept()
     monkeypatch.setitem(BACKENDS, "cuda", backend)
@@ -175,7 +163,7 @@ def test_results_beside_a_gpu_lie_in_it(driver: Driver, monkeypatch: pytest.Monk
     del first
     second = result(rows)
     assert second.data_ptr() == address
-    assert driver.locked == {address: second.nbytes}
+    assert driver.locked == {address: address + second.nbytes}
     # Where host memory is short, what is kept is given back first.
     del second
     tried: list[int] = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
 from helpers_late_cuda import LateCuda, LateEvent, LateStream, stand_in
+from helpers_passes import both_passes
 from helpers_plans import passing
 
 import quorum_attention as qa
@@ -19,43 +20,6 @@ from quorum_attention.execution.device.cuda_mover import Copies, Staging
 from quorum_attention.files import create_tensors, open_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize("buffer_bytes", [256, 1024])
-def test_random_copies_are_as_if_made_at_once(buffer_bytes: int, monkeypatch) -> None:
-    """Up and down, of any length and alignment, over the same memory; copies of the device happen
-    as late as events allow."""
-    driver = stand_in(monkeypatch, buffer_bytes=buffer_bytes)
-    draw = random.Random(torch.initial_seed())
-    for _ in range(80):
-        near = torch.randint(0, 255, (4000,), dtype=torch.uint8)
-        far = torch.randint(0, 255, (3000,), dtype=torch.uint8)
-        wanted_near, wanted_far = near.clone(), far.clone()
-        copies = Copies(driver)
-        ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
-        streams = LateStream(), LateStream()
-        for _ in range(draw.randint(1, 12)):
-            up = draw.random() < 0.5
-            stream, other = streams if up else streams[::-1]
-            stream.wait_stream(other)
-            for _ in range(draw.randint(1, 4)):
-                n = draw.choice([1, 7, 255, 256, 257, draw.randint(1, 2900)])
-                here, there = draw.randint(0, 4000 - n), draw.randint(0, 3000 - n)
-                at = near.data_ptr() + here, far.data_ptr() + there
-                if up:
-                    ring.settle(at[1], n)
-                    ring.up(*at, n, stream)
-                    wanted_near[here : here + n] = wanted_far[there : there + n]
-                else:
-                    ring.down(*at, n, stream)
-                    wanted_far[there : there + n] = wanted_near[here : here + n]
-            copies.flush(stream)
-            ring.ended(stream, given_up=False)
-        for stream in streams:
-            stream.synchronize()
-        ring.finish()
-        assert torch.equal(near, wanted_near)
-        assert torch.equal(far, wanted_far)
 
 
 def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
@@ -115,16 +79,12 @@ def a_call(draw: random.Random, n: int, dtype: torch.dtype):  # type: ignore[no-
     return given, plans, causal
 
 
-def both(given: Inputs, plans, causal: bool, **more):  # type: ignore[no-untyped-def]
-    call = {"is_causal": causal, "enable_gqa": True, "devices": "cpu", **more}
-    grads = call.pop("grads", None)
+def both(given: Inputs, plans, causal: bool, rooms=({}, {})):  # type: ignore[no-untyped-def]
+    """Output and gradients."""
+    each = tuple({"plan": plan, **room} for plan, room in zip(plans, rooms, strict=True))
     with LateCuda():
-        out, lse = qa.attention_with_lse(*given.three, **call, plan=plans[0])
-        call.pop("out", None)
-        found = qa.attention_backward(
-            given.grad_out, *given.three, out, lse, **call, plan=plans[1], grads=grads
-        )
-    return out, *found
+        out, _, *grads = both_passes(given, each, is_causal=causal, enable_gqa=True, devices="cpu")
+    return out, *grads
 
 
 @pytest.mark.parametrize("locked", ["nothing", "some", "no buffers"])
@@ -150,18 +110,17 @@ def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> Non
             given = Inputs(given.query if same is given.key else same, same, same, given.grad_out)
         else:
             given = Inputs(*(laid_out(t, draw) for t in (*given.three, given.grad_out)))
-        more = {}
+        rooms = {}, {}
         if draw.random() < 0.5:
             out, *grads = (
                 laid_out(torch.zeros(t.shape, dtype=t.dtype), draw)
                 for t in (given.grad_out, *given.three)
             )
-            more = {"out": out, "grads": tuple(grads)}
+            rooms = {"out": out}, {"grads": tuple(grads)}
         copied = driver.copied
-        found = both(given, plans, causal, **more)
+        found = both(given, plans, causal, rooms)
         wanted = exact(given, is_causal=causal, gradients=True)
-        for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
-            assert_close(mine, right, GRADIENT_TOLERANCE[dtype])
+        assert_close(found, (wanted.out, *wanted.grads), GRADIENT_TOLERANCE[dtype])
         assert driver.copied > copied or locked == "no buffers" or kind == "memory"
         assert not driver.locked
 
