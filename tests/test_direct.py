@@ -80,8 +80,15 @@ def test_it_is_right_and_is_not_checked_again(
         torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
         grads = torch.autograd.grad(out, leaves, grad_out)
         wanted = torch.autograd.grad(want, leaves, grad_out.double())
-        for one, other in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
+
+
+def both(
+    three: list[torch.Tensor], grad_out: torch.Tensor, *args: Any, **call: Any
+) -> list[torch.Tensor]:
+    """The output, and gradients."""
+    out = qa.attention(*three, *args, **call, **GROUPED)
+    return [out.detach(), *torch.autograd.grad(out, three, grad_out)]
 
 
 @ON_CPU
@@ -103,14 +110,13 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
     else:
         grad_out[0, 0, 0, 0] = upstream
     for is_causal in (False, True):
-        results = []
-        for written in ({}, {}, {"out_dtype": dtype}):  # first, remembered, planned
-            out = qa.attention(*three, is_causal=is_causal, **written, **GROUPED)
-            results.append((out.detach(), *torch.autograd.grad(out, three, grad_out)))
+        _, again, planned = (
+            both(three, grad_out, is_causal=is_causal, **written)
+            for written in ({}, {}, {"out_dtype": dtype})
+        )
         assert remembered()
-        for one, other in zip(*results[1:], strict=True):
-            assert (one.dtype, one.stride()) == (dtype, other.stride())
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert [(t.dtype, t.stride()) for t in again] == [(dtype, t.stride()) for t in planned]
+        torch.testing.assert_close(again, planned, rtol=0, atol=0, equal_nan=True)
 
 
 @ON_CPU
@@ -132,13 +138,10 @@ def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int
             grad_out = torch.randn(1, 4, n, 16, dtype=dtype)
             if time == 2:
                 grad_out[0, 1, 3, 5] = torch.inf
-            results = []
-            for written in ({}, {"report": qa.Report()}):
-                out = qa.attention(*three, mask, **written, **GROUPED)
-                results.append((out.detach(), *torch.autograd.grad(out, three, grad_out)))
+            found = both(three, grad_out, mask)
+            wanted = both(three, grad_out, mask, report=qa.Report())
             bound = {"rtol": 2e-2, "atol": 3e-2} if dtype.itemsize == 2 else {}
-            for one, other in zip(*results, strict=True):
-                torch.testing.assert_close(one, other, equal_nan=True, **bound)
+            torch.testing.assert_close(found, wanted, equal_nan=True, **bound)
         assert len(direct._CACHE) <= names + 1
     assert remembered()
 
@@ -154,19 +157,16 @@ def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(bef
     if before:
         call(*inputs())
     out = checkpoint(call, q, k, v, use_reentrant=False)
-    for got, wanted in zip(torch.autograd.grad(out.sum(), (q, k, v)), want, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
     q, k, v = inputs()
     qa.attention(q, k, v, enable_gqa=True)
-    with pytest.raises(ValueError, match="enable_gqa"):
-        qa.attention(q, k, v)
-    with pytest.raises(ValueError, match="tokens"):
-        qa.attention(q, k, v[:, :, 1:], enable_gqa=True)
-    with pytest.raises(TypeError, match="is_causal"):
-        qa.attention(q, k, v, is_causal=0, enable_gqa=True)
+    for options in ({}, {"value": v[:, :, 1:], **GROUPED}, {"is_causal": 0, **GROUPED}):
+        with pytest.raises((ValueError, TypeError), match=r"enable_gqa|tokens|is_causal"):
+            qa.attention(q, k, **{"value": v, **options})
 
 
 # --- By what --------------------------------------------------------------------------------------
@@ -187,9 +187,9 @@ def changed(which: int, change: Callable[[torch.Tensor], Any]) -> list[Any]:
 
 
 @contextmanager
-def another_kernel(kernel: CpuKernel) -> Iterator[None]:
+def another_kernel() -> Iterator[None]:
     before = registry._KERNELS["cpu"]
-    registry.register_kernel(kernel)
+    registry.register_kernel(CpuKernel())
     try:
         yield
     finally:
@@ -227,7 +227,7 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "grouped": lambda: key_of(small(), enable_gqa=True),
     "learned": lambda: key_of(changed(1, torch.Tensor.requires_grad_)),
     "deterministic": lambda: within(deterministic()),
-    "kernels": lambda: within(another_kernel(CpuKernel())),
+    "kernels": lambda: within(another_kernel()),
 }
 
 

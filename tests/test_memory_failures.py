@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from itertools import chain
 from itertools import count as count_from
-from typing import Any
 
 import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
 from helpers_memory import FailingAllocations
+from helpers_passes import pass_of
 from helpers_plans import unpinned
 
 import quorum_attention as qa
@@ -33,15 +33,8 @@ def test_one_failure_anywhere_is_recovered_from(backward, levels, n_cap, accumul
         100, heads=2, head_dim=4, dtype=torch.float16, tile=8, is_causal=True, levels=levels,
         n_cap=n_cap, accumulator=accumulator, backward=backward,
     )  # fmt: skip
-    call: dict[str, Any] = {"is_causal": True, "plan": unpinned(plan)}
-    results = qa.attention_with_lse(*given.three, is_causal=True)
-    reference = exact(given, is_causal=True, gradients=True)
-
-    def run() -> tuple[torch.Tensor, ...]:
-        if backward:
-            return qa.attention_backward(given.grad_out, *given.three, *results, **call)
-        return (qa.attention(*given.three, **call),)
-
+    run = pass_of(given, backward, is_causal=True, plan=unpinned(plan))
+    wanted = exact(given, is_causal=True, gradients=True).of(backward)
     run()
     succeeded = []
     # A backward allocates three times as often.
@@ -57,9 +50,7 @@ def test_one_failure_anywhere_is_recovered_from(backward, levels, n_cap, accumul
         succeeded.append(not said)
         assert not said or "sabotaged" in said
         if not said:
-            wanted = reference.grads if backward else (reference.out,)
-            for actual, expected in zip(found, wanted, strict=True):
-                assert_close(actual, expected, 1e-2)
+            assert_close(found, wanted, 1e-2)
     first = succeeded.index(True)
     assert first <= 10, "before the arena: results, log-sum-exp, accumulators"
     assert all(succeeded[first:]) or not levels
