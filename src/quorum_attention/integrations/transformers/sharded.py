@@ -110,7 +110,7 @@ def _found(
     asked = mask.asked or ()
     refused = mask.asked is None or (not placed and positions is not None)
     same = {"call": "a mask", "conditions": repr(asked), "batch": batch, "placed": placed}
-    numbers = (positions if placed else None, mask.padding)
+    numbers = (positions if placed else None, None if refused else mask.padding)
     mine = [None if one is None else one.expand(batch, rows).cpu() for one in numbers]
     listed = compare(group, same, rows, mask.packed, refused, *mine)
     sizes, packed, refusals, positions, paddings = zip(*listed, strict=True)
