@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers_attention import softmax
 
 from quorum_attention.kernels import CallShape, fa4
 from quorum_attention.kernels.fa4 import version
@@ -17,30 +18,21 @@ FA4 = pytest.param(
 )
 
 
-def kept_pairs(
-    n_queries: int, n_keys: int, causal: bool, left: int | None, right: int | None
-) -> torch.Tensor:
-    """As flash-attn-4 documents them: diagonals are counted from the last query and key."""
-    apart = torch.arange(n_keys)[None] - torch.arange(n_queries)[:, None] - (n_keys - n_queries)
-    kept = torch.ones(n_queries, n_keys, dtype=torch.bool)
-    if causal:
-        kept &= apart <= 0
-    if left is not None:
-        kept &= apart >= -left
-    if right is not None:
-        kept &= apart <= right
-    return kept
+def scores_of(query, key, scale, causal, left, right, softcap):  # type: ignore[no-untyped-def]
+    """Of (b, h, n, d) in float64, as flash-attn-4 documents them: diagonals are counted from the
+    last query and key."""
+    scores = scale * (query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT)
+    n, m = scores.shape[-2:]
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    apart = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
+    left, right = n + m if left is None else left, n + m if right is None else right
+    kept = (apart >= -left) & (apart <= (min(right, 0) if causal else right))
+    return scores.masked_fill(~kept, -math.inf)
 
 
-def scores_of(query, key, scale, kept, softcap):
-    shared = query.shape[2] // key.shape[2]
-    q, k = query.transpose(1, 2).double(), key.transpose(1, 2).double()
-    scores = scale * (q @ k.repeat_interleave(shared, 1).mT)
-    slope = 1.0
-    if softcap:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1 - bent * bent
-    return scores.masked_fill(~kept, -math.inf), slope, shared
+def double(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """(b, n, h, d) as (b, h, n, d)."""
+    return [t.detach().transpose(1, 2).double() for t in tensors]
 
 
 def forward(
@@ -49,11 +41,10 @@ def forward(
 ):  # fmt: skip
     """(b, n, h, d) in and out, lse (b, h, n) in fp32; a row that is not finite has lse -inf."""
     assert return_lse
-    kept = kept_pairs(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    scores, _, shared = scores_of(q, k, softmax_scale, kept, softcap)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
-    out = p @ v.transpose(1, 2).double().repeat_interleave(shared, 1)
+    query, key, value = double(q, k, v)
+    how = softmax_scale, causal, window_size_left, window_size_right, softcap
+    shared = query.shape[1] // key.shape[1]
+    out, lse = softmax(scores_of(query, key, *how), value.repeat_interleave(shared, 1))
     lse = lse.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     return out.to(q.dtype).transpose(1, 2).contiguous(), lse.float(), None, None, None
 
@@ -64,19 +55,18 @@ def backward(
 ):  # fmt: skip
     """Gradients (b, n, h, d), for an lse of whole rows."""
     assert lse.is_contiguous()
-    kept = kept_pairs(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    scores, slope, shared = scores_of(q, k, softmax_scale, kept, softcap)
+    query, key, value, o, do = double(q, k, v, out, dout)
+    how = softmax_scale, causal, window_size_left, window_size_right, softcap
+    with torch.enable_grad():
+        leaves = query.requires_grad_(), key.requires_grad_()
+        scores = scores_of(*leaves, *how)
+    shared = query.shape[1] // key.shape[1]
     # A row without keys has an lse of -inf, and no pair.
-    p = torch.exp(scores - lse.double().masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
-    do, o = (t.transpose(1, 2).double() for t in (dout, out))
-    values = v.transpose(1, 2).double().repeat_interleave(shared, 1)
-    ds = slope * softmax_scale * p * (do @ values.mT - (do * o).sum(-1, keepdim=True))
-    keys = k.transpose(1, 2).double().repeat_interleave(shared, 1)
-
-    def of_group(grad: torch.Tensor) -> torch.Tensor:
-        return grad.unflatten(1, (-1, shared)).sum(2)
-
-    found = ds @ keys, of_group(ds.mT @ q.transpose(1, 2).double()), of_group(p.mT @ do)
+    lse = lse.double().masked_fill(lse == -math.inf, 0.0)
+    p = torch.exp(scores.detach() - lse.unsqueeze(-1))
+    dp = do @ value.repeat_interleave(shared, 1).mT
+    grads = torch.autograd.grad(scores, leaves, p * (dp - (do * o).sum(-1, keepdim=True)))
+    found = *grads, (p.mT @ do).unflatten(1, (-1, shared)).sum(2)
     return tuple(t.to(q.dtype).transpose(1, 2).contiguous() for t in found)
 
 

@@ -6,41 +6,24 @@ import random
 
 import pytest
 import torch
+from helpers_memory import usage
 
 from quorum_attention.decomposition.intervals import Rows
-from quorum_attention.kernels.dropout import (
-    LARGEST_SEED,
-    Dropout,
-    dropped,
-    dropped_bytes,
-    philox,
-)
+from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout, dropped, dropped_bytes, philox
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def drop(dropout: Dropout, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor:
-    """Of the first queries and keys."""
-    return dropped(dropout, batch, heads, torch.arange(queries), [Rows(0, keys, 0)])
 
 
 @pytest.mark.parametrize(
     ("counter", "seed", "words"),
     [
         ((0,) * 4, 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
-        (
-            (0xFFFFFFFF,) * 4,
-            2**64 - 1,
-            (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
-        ),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            0xA4093822 | 0x299F31D0 << 32,
-            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
-        ),
+        ((0xFFFFFFFF,) * 4, 2**64 - 1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0xA4093822 | 0x299F31D0 << 32,
+         (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
     ],
     ids=["zeros", "ones", "pi"],
-)
+)  # fmt: skip
 def test_the_published_words(counter, seed, words) -> None:
     """The known answers of Random123, by the authors of Philox (philox4x32, 7 rounds)."""
     found = philox(tuple(torch.tensor([word]) for word in counter), seed)
@@ -85,7 +68,7 @@ def test_every_pair_is_as_defined_wherever_its_run_begins() -> None:
 
 def test_parts_are_parts_of_the_whole() -> None:
     one = Dropout(0.4, 12345)
-    whole = drop(one, 3, 4, 50, 70)
+    whole = dropped(one, 3, 4, torch.arange(50), [Rows(0, 70, 0)])
     part = dropped(one.at(2, 1), 2, 2, torch.arange(7, 31), [Rows(5, 66, 0)])
     assert torch.equal(part, whole[1:, 2:, 7:31, 5:66])
 
@@ -94,10 +77,6 @@ def test_parts_are_parts_of_the_whole() -> None:
     "sizes", [(1, 1, 1, 1), (2, 3, 500, 700), (1, 1, 4000, 3), (1, 2, 3, 9000)]
 )
 def test_memory_is_bounded(sizes: tuple[int, int, int, int]) -> None:
-    from helpers_memory import usage
-
-    queries = torch.arange(sizes[2])
-    peak = usage(
-        lambda: dropped(Dropout(0.5, 3), *sizes[:2], queries, [Rows(2, sizes[3] + 2, 0)])
-    ).peak
-    assert peak <= dropped_bytes(*sizes)
+    queries, keys = torch.arange(sizes[2]), [Rows(2, sizes[3] + 2, 0)]
+    found = usage(lambda: dropped(Dropout(0.5, 3), *sizes[:2], queries, keys))
+    assert found.peak <= dropped_bytes(*sizes)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import quorum_attention as qa
-import quorum_attention.kernels.registry as registry
 from quorum_attention.kernels import (
     CallShape,
     CpuKernel,
@@ -24,16 +23,10 @@ from quorum_attention.kernels import (
 from quorum_attention.kernels.registry import registrations, select_kernel
 
 
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
-
-
 def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> CallShape:
     return CallShape(device, dtype, 4, 2, 16, 16, **more)
 
 
-@pytest.mark.usefixtures("own_registry")
 def test_registering() -> None:
     class Mine(CpuKernel):
         name = "mine"
@@ -60,9 +53,7 @@ def test_registering() -> None:
     ],
 )
 def test_refusals_say_why(name: str, shape: CallShape, word: str) -> None:
-    reason = get_kernel(name).refusal(shape)
-    assert reason is not None
-    assert word in reason
+    assert word in str(get_kernel(name).refusal(shape))
 
 
 class Broken(CpuKernel):
@@ -88,16 +79,11 @@ class Broken(CpuKernel):
 
 @pytest.mark.parametrize(
     ("how", "word"),
-    [
-        ("raises", "no plan for this shape"),
-        ("nan", "NaN"),
-        ("lse", "lse"),
-        ("gradient", "gradient of key"),
-    ],
-)
+    [("raises", "no plan for this shape"), ("nan", "NaN"), ("lse", "lse"),
+     ("gradient", "gradient of key")],
+)  # fmt: skip
 def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
-    reason = probe(Broken(how), call(needs_grad=True))
-    assert reason is not None
+    reason = str(probe(Broken(how), call(needs_grad=True)))
     assert word in reason
     assert "\n" not in reason
 
@@ -138,12 +124,9 @@ def test_what_is_no_kernel_is_refused() -> None:
     assert not is_kernel(object)
 
 
-CPU = torch.device("cpu")
-
-
 def test_a_kernel_asked_for_is_not_replaced() -> None:
     with pytest.raises(NotImplementedError, match=r"'flash' cannot run this call: .*cpu"):
-        select_kernel("flash", call(), CPU)
+        select_kernel("flash", call(), torch.device("cpu"))
 
 
 def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
