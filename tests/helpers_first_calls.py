@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,30 +55,21 @@ def check(x: torch.Tensor, out: torch.Tensor, grad: torch.Tensor | None, dtype: 
         assert_close(grad, right.grads[0], TOLERANCES[dtype or x.dtype])
 
 
-def twice(attend: Attend, x: torch.Tensor, mode: Callable[[], Any], dtype: Any = None) -> None:
+def twice(
+    attend: Attend, x: torch.Tensor, mode: Callable[[], Any] = nullcontext, dtype: Any = None, *,
+    gradients: bool = True,
+) -> None:  # fmt: skip
     """Two calls and their backwards inside ``mode``: both see the same of it."""
     seen = []
     for _ in range(2):
-        leaf = x.detach().clone().requires_grad_()
+        leaf = x.detach().clone().requires_grad_(gradients)
         with mode() as found:
             out = attend(leaf)
-            out.sum().backward()
-        check(x, out, leaf.grad, dtype)
+            if gradients:
+                out.sum().backward()
+        check(x, out.clone(), leaf.grad, dtype)
         seen.append(list(found) if isinstance(found, list) else None)
     assert seen[0] == seen[1], f"the first call showed {seen[0]}, the second {seen[1]}"
-
-
-def without_gradients(attend: Attend, x: torch.Tensor, mode: Callable[[], Any]) -> None:
-    with mode():
-        out = attend(x.detach())
-    check(x, out.clone(), None)
-
-
-def plainly(attend: Attend, x: torch.Tensor) -> None:
-    leaf = x.detach().clone().requires_grad_()
-    out = attend(leaf)
-    out.sum().backward()
-    check(x, out, leaf.grad)
 
 
 def mapped(attend: Attend, x: torch.Tensor) -> None:
@@ -128,36 +119,42 @@ def autocast() -> Iterator[None]:
         yield
 
 
+def _checkpointed(attend: Attend, x: torch.Tensor, reentrant: bool) -> None:
+    twice(functools.partial(checkpoint, attend, use_reentrant=reentrant), x)
+
+
+def _narrow() -> Any:
+    return setting(torch.set_default_dtype, torch.bfloat16, torch.float32)
+
+
+def _deterministic() -> Any:
+    return setting(torch.use_deterministic_algorithms, True, False)
+
+
 MODES: dict[str, Callable[[Attend, torch.Tensor], None]] = {
-    "checkpoint": lambda f, x: plainly(functools.partial(checkpoint, f, use_reentrant=False), x),
-    "reentrant checkpoint": lambda f, x: plainly(
-        functools.partial(checkpoint, f, use_reentrant=True), x
-    ),
+    "checkpoint": lambda f, x: _checkpointed(f, x, False),
+    "reentrant checkpoint": lambda f, x: _checkpointed(f, x, True),
     "hooks that count": lambda f, x: twice(f, x, packing),
-    "hooks that raise": lambda f, x: without_gradients(f, x, lambda: packing(refuse=True)),
+    "hooks that raise": lambda f, x: twice(f, x, lambda: packing(refuse=True), gradients=False),
     "save_on_cpu": lambda f, x: twice(f, x, torch.autograd.graph.save_on_cpu),
-    "inference_mode": lambda f, x: without_gradients(f, x, torch.inference_mode),
+    "inference_mode": lambda f, x: twice(f, x, torch.inference_mode, gradients=False),
     "autocast": lambda f, x: twice(f, x, autocast, torch.bfloat16),
     "vmap": mapped,
-    "compile": lambda f, x: plainly(torch.compile(lambda t: f(t * 1), backend="aot_eager"), x),
+    "compile": lambda f, x: twice(torch.compile(lambda t: f(t * 1), backend="aot_eager"), x),
     "a dispatch mode": lambda f, x: twice(f, x, Watching),
     "anomaly mode": lambda f, x: twice(f, x, torch.autograd.detect_anomaly),
     "a default device": lambda f, x: twice(f, x, lambda: torch.device("meta")),
-    "a narrow default dtype": lambda f, x: twice(
-        f, x, lambda: setting(torch.set_default_dtype, torch.bfloat16, torch.float32)
-    ),
-    "deterministic": lambda f, x: twice(
-        f, x, lambda: setting(torch.use_deterministic_algorithms, True, False)
-    ),
+    "a narrow default dtype": lambda f, x: twice(f, x, _narrow),
+    "deterministic": lambda f, x: twice(f, x, _deterministic),
 }
 
 
 def main(mode: str, kernel: str, device: str, dtype: str, tokens: int, width: int) -> None:
-    """A first call inside ``mode``, and a plain one: both are right."""
+    """A first call inside ``mode``, and plain ones: all are right."""
     torch.manual_seed(1)
     x = torch.randn(1, 4, tokens, width).to(device, getattr(torch, dtype))
     state = torch.get_rng_state()
     attend = attend_with(kernel)
     MODES[mode](attend, x)
     assert torch.equal(torch.get_rng_state(), state), "random numbers of the caller's were drawn"
-    plainly(attend, x)
+    twice(attend, x)

@@ -14,25 +14,11 @@ from helpers_flex import EagerFlexKernel, check_lists, eager_flex, kept_pairs
 from helpers_score_mods import cases, check, random, reference, run
 
 import quorum_attention as qa
-from quorum_attention.decomposition import (
-    EMPTY,
-    FULL,
-    PARTIAL,
-    Decomposition,
-    Pairs,
-    Ranges,
-)
+from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.execution.call import no_bias
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
-from quorum_attention.kernels.kit import (
-    causal,
-    document,
-    flex,
-    from_score_mod,
-    prefix_lm,
-    sliding_window,
-)
+from quorum_attention.kernels.kit import document, flex, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.masked import functions
 from quorum_attention.kernels.masked.block_table import sides
 
@@ -225,24 +211,6 @@ def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None
     monkeypatch.setattr(torch, "compile", compile_)
     call = COMPILED_FLEX(in_blocks=True)
     assert [call() for _ in range(5)] == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
-
-
-@pytest.mark.parametrize("mask", [
-    causal(), sliding_window(9, 3), prefix_lm(11), document(torch.arange(60) // 13),
-    sliding_window(9, 3) & document(torch.arange(60) // 13), prefix_lm(7) | sliding_window(4, 4),
-], ids=["causal", "window", "prefix", "document", "and", "or"])  # fmt: skip
-def test_verdicts_are_never_wrong(mask) -> None:  # type: ignore[no-untyped-def]
-    """EMPTY means no pair, FULL means all; PARTIAL is allowed. Shares of them are predicted."""
-    at, sure = torch.arange(60), 0
-    kept = mask(0, 0, at[:, None], at).expand(60, 60)
-    for q0 in range(0, 60, 7):
-        for k0 in range(0, 60, 5):
-            r = Ranges.of(q0, min(60, q0 + 9), k0, min(60, k0 + 7))
-            part, verdict = kept[slice(*r.queries), slice(*r.keys)], mask.geometry.verdict(r)
-            assert not (verdict is EMPTY and part.any())
-            assert not (verdict is FULL and not part.all())
-            sure += verdict is not PARTIAL
-    assert sure > 10
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

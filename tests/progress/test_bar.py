@@ -3,11 +3,13 @@ leave nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -23,28 +25,28 @@ START = (
 )
 
 
-def in_a_terminal(code: str) -> str:
-    """What a program shows in a terminal."""
+def in_a_terminal(code: str, **streams: Any) -> tuple[int, subprocess.Popen[str]]:
+    """A program whose output goes to a terminal, and that terminal."""
     above, below = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
-    environment |= {"TERM": "xterm", "LINES": "40"}
-    shell = 'stty cols 80 rows 40; exec "$@"'
-    done = subprocess.Popen(
-        ["bash", "-c", shell, "-", sys.executable, "-c", code],
-        stdin=below, stdout=below, stderr=below, env=environment,
+    shell = 'stty cols 80 rows 40 <&2; exec "$@"'
+    program = subprocess.Popen(
+        ["bash", "-c", shell, "-", sys.executable, "-c", START + code],
+        env=environment | {"TERM": "xterm", "LINES": "40"}, text=True,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), below) | streams,
     )  # fmt: skip
     os.close(below)
+    return above, program
+
+
+def shown_in_a_terminal(code: str) -> str:
+    above, program = in_a_terminal(code)
     shown = b""
-    while True:
-        try:
-            part = os.read(above, 4096)
-        except OSError:  # nobody writes any more
-            break
-        if not part:
-            break
-        shown += part
+    with contextlib.suppress(OSError):  # nobody writes any more
+        while part := os.read(above, 4096):
+            shown += part
     os.close(above)
-    assert done.wait(timeout=60) == 0, shown
+    assert program.wait(timeout=60) == 0, shown
     return shown.decode()
 
 
@@ -57,9 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_work_goes_on_when_the_terminal_is_gone() -> None:
     """An ssh connection that ends, a closed window: writing to such a terminal is an error."""
-    above, below = pty.openpty()
-    code = (
-        f"{START}"
+    above, program = in_a_terminal(
         "with progress_bar() as update:\n"
         "    for done in range(100):\n"
         "        update(done, 100, 'forward'); time.sleep(0.001)\n"
@@ -67,14 +67,9 @@ def test_work_goes_on_when_the_terminal_is_gone() -> None:
         "    print('drawn', flush=True)\n"
         "    input()\n"
         "    update(99, 100, 'another')\n"
-        "print('done')\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | {"TERM": "xterm"}
-    program = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=below, env=environment, text=True,
+        "print('done')\n",
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
-    os.close(below)
     assert program.stdout is not None
     assert program.stdout.readline() == "drawn\n"
     assert os.read(above, 4096)
@@ -88,7 +83,6 @@ def test_a_terminal_shows_a_bar_and_keeps_nothing_of_it(fails: bool) -> None:
     """Neither of one whose work ends in the middle. rich tells its thread to end, and does not wait
     for it."""
     code = (
-        f"{START}print('before')\n"
         "try:\n"
         "    with progress_bar() as update:\n"
         "        for done in range(5):\n"
@@ -102,7 +96,7 @@ def test_a_terminal_shows_a_bar_and_keeps_nothing_of_it(fails: bool) -> None:
         "while threading.active_count() > 1 and time.monotonic() < limit: time.sleep(0.01)\n"
         "assert threading.active_count() == 1\n"
     )
-    shown = in_a_terminal(code)
+    shown = shown_in_a_terminal(code)
     assert "━" in shown
     assert "5/5" in shown
     assert "[b]forward" in shown, "a label is no markup"
