@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from helpers_attention import softmax
 
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.flex import FlexKernel, assume_stride_multiple, layout, sixteenth
@@ -45,10 +46,9 @@ class _Listed(torch.autograd.Function):
     def forward(ctx, query, key, value, counts, full_counts, block_mask, score_mod, scale):
         ctx.call = block_mask, score_mod, scale
         scores, _ = _scores(query, key, counts, full_counts, *ctx.call)
-        lse = torch.logsumexp(scores, dim=-1)
-        p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
         shared = query.shape[1] // value.shape[1]
-        out = (p @ value.repeat_interleave(shared, 1).to(p.dtype)).to(query.dtype)
+        out, lse = softmax(scores, value.repeat_interleave(shared, 1).to(scores.dtype))
+        out = out.to(query.dtype)
         raw = lse * LOG2_E
         ctx.save_for_backward(query, key, value, out, raw, counts, full_counts)
         return out, lse

@@ -14,13 +14,8 @@ from torch.nn import functional
 
 import quorum_attention as qa
 from quorum_attention.checking import causes
-from quorum_attention.kernels import InnerKernel, merge_
-from quorum_attention.kernels.kit import (
-    document,
-    from_lse_function,
-    from_score_mod,
-    sliding_window,
-)
+from quorum_attention.kernels import Gradients, InnerKernel, Statistics, empty_, merge_
+from quorum_attention.kernels.kit import document, from_lse_function, from_score_mod, sliding_window
 
 # Functions, right but for one thing.
 
@@ -67,14 +62,6 @@ def in_fp16(tensor):
     return tensor + (tensor.half().to(tensor.dtype) - tensor).detach()
 
 
-def strides_ignored(query, key, value, scale):
-    flat = torch.empty(0, dtype=key.dtype).set_(key.untyped_storage())
-    read = flat[key.storage_offset() :][: key.numel()]
-    if read.numel() == key.numel() and not key.requires_grad:
-        key = read.reshape(key.shape)
-    return query, key, value, scale
-
-
 def sums_in_fp16(query, key, value, *, is_causal, scale):
     call = {"is_causal": is_causal, "scale": scale}
     out, _ = plain(*(t.half() for t in (query, key, value)), **call)
@@ -92,10 +79,7 @@ def window(query, key, value, *, is_causal, scale, query_positions, key_position
     apart = query_positions[:, None] - key_positions[None]
     keep = apart.abs() < 9
     keep = keep & (apart >= 0) if is_causal else keep
-    none = ~keep.any(-1)
-    scores = (scale * (query @ key.mT)).masked_fill(~keep, -torch.inf)
-    out, lse = softmax(scores.masked_fill(none[:, None], 0.0), value)
-    return out, lse.masked_fill(none, -torch.inf)
+    return softmax((scale * (query @ key.mT)).masked_fill(~keep, -torch.inf), value)
 
 
 def nan_in_rows_without_a_key(query, key, value, *, is_causal, scale, query_positions,
@@ -237,17 +221,15 @@ class WholeTask(InnerKernel):
 
 def forget_state(state):
     """What was merged before is lost."""
-    if hasattr(state, "grad_query"):
-        return
-    state.out.zero_()
-    state.lse.fill_(-torch.inf)
+    if isinstance(state, Statistics):
+        empty_(state.out, state.lse)
 
 
-def forget_gradients(grads):
+def forget_gradients(state):
     """Those of other tasks are lost."""
-    for name in ("grad_query", "grad_key", "grad_value"):
-        if hasattr(grads, name):
-            getattr(grads, name).zero_()
+    if isinstance(state, Gradients):
+        for tensor in (state.grad_query, state.grad_key, state.grad_value):
+            tensor.zero_()
 
 
 def nan_without_keys(grads, none):

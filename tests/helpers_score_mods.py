@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers_attention import fresh_generator
+from helpers_attention import fresh_generator, masked, softmax
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
@@ -65,15 +65,9 @@ def reference(query, key, value, case: Case):
     at = b[:, None, None, None], h[:, None, None], q[:, None], k
     if score_mod is not None:
         scores = score_mod(scores, *at)
-    keep = torch.ones(scores.shape, dtype=torch.bool, device=device)
     if mask_mod is not None:
-        keep = keep & mask_mod(*at)
-    if is_causal:
-        keep = keep & (at[2] >= k)
-    scores = scores.masked_fill(~keep, -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    return torch.exp(scores - finite.unsqueeze(-1)) @ value, lse
+        scores = scores.masked_fill(~mask_mod(*at), -torch.inf)
+    return softmax(masked(scores, is_causal), value)
 
 
 def random(n: int, heads: int = 2, kv_heads: int | None = None, **sizes: int):

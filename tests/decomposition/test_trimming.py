@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_decomposition import bits, decompositions, positions
+from helpers_decomposition import bits, decompositions, kept_pairs, positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,14 +43,10 @@ def by_looking(mask):  # type: ignore[no-untyped-def]
 
 def kept(task: Task, pairs: Pairs, mask) -> set[tuple[int, int]]:  # type: ignore[no-untyped-def]
     """Every pair of global positions that a task has to compute."""
-    where, groups = positions(task), bits(task)
-    q, k = where[:, None], where[None]
-    found = (groups[:, None] & groups[None]) == 0
-    found &= (q < pairs.n_queries) & (k < pairs.n_keys)
-    if pairs.is_causal:
-        found &= q >= k
+    where = positions(task)
+    found = kept_pairs(task, pairs.is_causal, pairs.n_queries, pairs.n_keys)
     if mask is not None:
-        found &= mask(q, k)
+        found &= mask(where[:, None], where[None])
     rows, columns = np.nonzero(found)
     return set(zip(where[rows].tolist(), where[columns].tolist(), strict=True))
 
