@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,17 +11,15 @@ import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from helpers_memory import usage
-from kernel_harness import random_case, run
+from kernel_harness import Case, random_case, run
 
 import quorum_attention as qa
 from quorum_attention.kernels import (
-    CallShape,
     CpuKernel,
     DenseKernel,
     Extent,
     Gradients,
     InnerKernel,
-    MaskShape,
     Statistics,
     reference,
 )
@@ -73,27 +72,25 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
     for _ in range(6):
         batch, shared, key_heads = r.choice([1, 3]), r.choice([1, 4]), r.choice([1, 5, 30])
         n, m = (r.choice([1, 3, 70, 600, 1500]) for _ in range(2))
-        heads = shared * key_heads
+        heads, whole = shared * key_heads, kind == "cpu"
         if batch * heads * n * m > 4e6:
             continue
-        d, dv = r.choice([1, 16, 64]), r.choice([1, 16, 64])
         dtype = r.choice([torch.float16, torch.float32, torch.float64])
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        query, key, value, grad_out = (
-            torch.zeros(batch, h, rows, width, dtype=dtype)
-            for h, rows, width in ((heads, n, d), (key_heads, m, d), (key_heads, m, dv),
-                                   (heads, n, dv))
-        )  # fmt: skip
-        query[0, 0, 0] = r.choice([0.0, torch.nan])
-        mask = bias = None
+        widths = r.choice([1, 16, 64]), r.choice([1, 16, 64])
+        case = Case(n, m, dtype, batch, heads, key_heads, *widths)
+        case.query[0, 0, 0] = r.choice([0.0, torch.nan])
         if kind != "score_mod" and r.random() < 0.5:
-            spans = tuple(r.random() < 0.5 for _ in range(4))
-            mask = MaskShape(False, *spans)
             sizes = (batch, heads, n, m)
-            bias = torch.zeros([s if yes else 1 for s, yes in zip(sizes, spans, strict=True)],
-                               dtype=dtype)  # fmt: skip
-        whole = kind == "cpu"
-        call = CallShape("cpu", dtype, heads, key_heads, d, dv, False, True, mask, dropout=whole)
+            case.mask = torch.zeros([r.choice([1, size]) for size in sizes], dtype=dtype)
+        query, key, value, grad_out, bias = (
+            case.query,
+            case.key,
+            case.value,
+            case.grad_out,
+            case.mask,
+        )
+        call = replace(case.call("cpu"), dropout=whole)
         extent = Extent(batch, heads, key_heads, max(n, m), n, m, direct=whole)
         lse = torch.zeros(batch, heads, n, dtype=work)
         kernel = KERNELS[kind]

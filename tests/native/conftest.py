@@ -1,14 +1,8 @@
-import os
 from typing import Any
 
 import pytest
 import torch
 from helpers_kernels import taken_as_tried
-
-# Triton decides whether to interpret when its kernels are first imported; without a GPU it has to,
-# and nothing else on the CPU runs Triton.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import argparse
 import gc
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
@@ -14,12 +13,14 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 # A call takes milliseconds (in Triton's interpreter a minute); longer without a word is a hang.
 _PATIENCE = 300.0
+# Calls of one process.
+_AT_ONCE = 200
 # What cuBLAS sets up once for every thread would be taken for the call's.
 _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
@@ -31,7 +32,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="seeds (default 1000)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--json", help="file for the summary")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--failing", action="store_true", help="an allocation of every call fails")
     parser.add_argument("--kernel", help="on a GPU: draw calls of this kernel alone")
@@ -42,24 +42,17 @@ def main() -> int:
     if given.serve:
         return _serve(given)
     began, outcomes = time.monotonic(), Counter[str]()
-    # By what is wrong, or refused: the seeds; and of the wrong ones everything.
-    seeds: dict[str, list[int]] = defaultdict(list)
-    texts: dict[int, str] = {}
+    seeds: dict[str, list[int]] = defaultdict(list)  # by what is wrong, or refused
     for row in rows(given.first, given.count, given.jobs, sys.argv[1:]):
         outcomes[row["outcome"]] += 1
         for name in row["said"]:
             seeds[name].append(row["seed"])
         if row["outcome"] == "wrong":
-            texts[row["seed"]] = row["text"]
             print(f"seed {row['seed']}: {row['text']}", flush=True)
-    spent = time.monotonic() - began
-    print(f"{outcomes.total()} calls in {spent:.0f} s: {dict(outcomes)}")
+    print(f"{outcomes.total()} calls in {time.monotonic() - began:.0f} s: {dict(outcomes)}")
     for name, some in seeds.items():
         print(f"{name}: {len(some)}, seeds {sorted(some)[:8]}")
-    if given.json:
-        found = {"first": given.first, "seconds": spent, "outcomes": outcomes, "seeds": seeds}
-        Path(given.json).write_text(json.dumps(found | {"wrong": texts}, indent=1))
-    return 1 if texts else 0
+    return 1 if outcomes["wrong"] else 0
 
 
 def _serve(given: argparse.Namespace) -> int:
@@ -86,45 +79,40 @@ def _serve(given: argparse.Namespace) -> int:
 def rows(first: int, count: int, jobs: int, arguments: list[str]) -> Iterator[dict[str, Any]]:
     """What became of each seed, from processes that may crash or hang: of a seed whose process did,
     that."""
-    heard: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    at_work: list[subprocess.Popen[str]] = []
+    stop = first + count
+    blocks = [(seed, min(seed + _AT_ONCE, stop)) for seed in range(first, stop, _AT_ONCE)]
+    with ThreadPoolExecutor(jobs) as threads:
+        for some in threads.map(partial(_run, arguments), blocks):
+            yield from some
 
-    def run(seed: int, stop: int) -> None:
-        """One process after the other, until all seeds are done."""
-        while seed < stop:
-            # Each has a cache of its own, where no calibration is.
-            with tempfile.TemporaryDirectory(prefix="random-calls-") as cache:
-                command = [sys.executable, "-m", "random_calls", *arguments, "--serve"]
-                process = subprocess.Popen(
-                    [*command, "--first", str(seed), "--count", str(stop - seed)],
-                    stdout=subprocess.PIPE, text=True,
-                    env=os.environ | _NO_WORKSPACE | {"QUORUM_ATTENTION_CACHE": cache},
-                )  # fmt: skip
-                at_work.append(process)
-                line = "first"
-                while line:
-                    clock = threading.Timer(_PATIENCE, process.kill)
-                    clock.start()
-                    line = process.stdout.readline()
-                    clock.cancel()
-                    if line.startswith("{"):
-                        heard.put(json.loads(line))
-                        seed += 1
-                code = process.wait()
-            if code != 1 and seed < stop:  # killed by itself, or a hang
-                what = f"ends the process ({code})"
-                heard.put({"seed": seed, "outcome": "wrong", "said": [what], "text": what})
-                seed += 1
-        heard.put(None)
 
-    for edge in pairwise(first + count * n // jobs for n in range(jobs + 1)):
-        threading.Thread(target=run, args=edge, daemon=True).start()
-    try:
-        for _ in range(jobs):
-            yield from iter(heard.get, None)
-    finally:
-        for process in at_work:
-            process.kill()
+def _run(arguments: list[str], block: tuple[int, int]) -> list[dict[str, Any]]:
+    """One process after the other, until all seeds of a block are done."""
+    (seed, stop), heard = block, []
+    while seed < stop:
+        # Each has a cache of its own, where no calibration is.
+        with tempfile.TemporaryDirectory(prefix="random-calls-") as cache:
+            command = [sys.executable, "-m", "random_calls", *arguments, "--serve"]
+            process = subprocess.Popen(
+                [*command, "--first", str(seed), "--count", str(stop - seed)],
+                stdout=subprocess.PIPE, text=True,
+                env=os.environ | _NO_WORKSPACE | {"QUORUM_ATTENTION_CACHE": cache},
+            )  # fmt: skip
+            line = "first"
+            while line:
+                clock = threading.Timer(_PATIENCE, process.kill)
+                clock.start()
+                line = process.stdout.readline()
+                clock.cancel()
+                if line.startswith("{"):
+                    heard.append(json.loads(line))
+                    seed += 1
+            code = process.wait()
+        if code != 1 and seed < stop:  # killed by itself, or a hang
+            what = f"ends the process ({code})"
+            heard.append({"seed": seed, "outcome": "wrong", "said": [what], "text": what})
+            seed += 1
+    return heard
 
 
 if __name__ == "__main__":

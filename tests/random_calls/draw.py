@@ -211,11 +211,9 @@ class _Drawing:
 
     def scale(self, head_dim: int) -> float | None:
         found = self.one_of(_SCALES)
-        return (
-            found
-            if found is None
-            else float(found) * (1.0 if isinstance(found, str) else head_dim**-0.5)
-        )
+        if found is None or isinstance(found, str):
+            return None if found is None else float(found)
+        return found * head_dim**-0.5
 
     def scores(self, kernel: str) -> Scores:
         if "scores" not in kernel:

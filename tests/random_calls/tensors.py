@@ -96,7 +96,7 @@ def make(case: Case, device: torch.device) -> Made:
         views[3] = grad.new_ones(()).to(device).expand(views[3].shape)
     if mask is not None:
         assert case.mask is not None
-        base, mask = _mask_laid_out(mask.to(device), case.mask.layout)
+        base, mask = laid_out(mask.to(device), case.mask.layout)
         kept.append(Memory("attn_mask", base))
     grad_lse = None
     if case.lse_grad is not None:
@@ -109,7 +109,7 @@ def make(case: Case, device: torch.device) -> Made:
 
 def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(memory, view of it that equals ``tensor``); expanded ones equal its first entry."""
-    lead, (h, n, d) = tensor.shape[:-3], tensor.shape[-3:]
+    *lead, n, d = tensor.shape
     # Within larger rows and columns: how many, and where.
     within = {
         "sliced": (n + 5, d + 3, slice(2, n + 2), slice(1, d + 1)),
@@ -120,7 +120,7 @@ def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
     }
     if layout in within:
         rows, columns, *at = within[layout]
-        base = tensor.new_full((*lead, h, rows, columns), 7.0)
+        base = tensor.new_full((*lead, rows, columns), 7.0)
         view = base[(..., *at)]
         view.copy_(tensor)
         return base, view
@@ -133,14 +133,15 @@ def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
     if layout == "overlapping" and tensor.numel():
         # Rows that begin within the row before, as windows over a signal do.
         step = min(3, d)
-        base = tensor.flatten()[: (h * n - 1) * step + d].clone()
-        return base, base.as_strided(tensor.shape, (*(0 for _ in lead), n * step, step, 1))
+        base = tensor.flatten()[: (lead[-1] * n - 1) * step + d].clone()
+        return base, base.as_strided(tensor.shape, (*(0 for _ in lead[1:]), n * step, step, 1))
     firsts = {
         "expanded heads": (..., slice(0, 1), slice(None), slice(None)),
         "expanded rows": (..., slice(0, 1), slice(None)),
-        "expanded batch": (slice(0, 1),) * len(lead),
+        "expanded batch": (slice(0, 1),) * len(lead[:-1]),
+        "expanded": slice(0, 1),
     }
-    if layout in firsts and 0 not in tensor.shape and (lead or layout != "expanded batch"):
+    if layout in firsts and 0 not in tensor.shape:
         base = tensor[firsts[layout]].contiguous()
         return base, base.expand(tensor.shape)
     base = tensor.contiguous().clone()
@@ -249,19 +250,6 @@ def _mask(case: Case, mask: Mask, g: torch.Generator) -> torch.Tensor:
     while made.dim() > max(mask.dims, 1) and made.shape[0] == 1:
         made = made[0]
     return made
-
-
-def _mask_laid_out(mask: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if layout == "transposed" and mask.dim() >= 2:
-        base = mask.mT.contiguous()
-        return base, base.mT
-    if layout == "sliced":
-        base = mask.new_ones((*mask.shape[:-1], mask.shape[-1] + 3))
-        base[..., 2:-1] = mask
-        return base, base[..., 2:-1]
-    first = mask[:1] if layout == "expanded" and mask.dim() >= 2 else mask
-    base = first.contiguous().clone()
-    return base, base.expand(mask.shape)
 
 
 def target(
