@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall, request_of_block
+from quorum_attention.call.block import Block, BlockResults, Masked, WholeCall, request_of_block
 from quorum_attention.call.gradients import (
     BackwardInputs,
     backward_place,
@@ -188,7 +188,7 @@ def compute_block(
     inputs: Mapping[str, torch.Tensor],
     written: CallOptions,
     results: BlockResults | None = None,
-    masked: tuple[AttnMask, bool] | None = None,
+    masked: Masked | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Compute a block in this process, on ``written.devices``.
 

@@ -32,6 +32,8 @@ def test_blocks_together_are_the_call(first: int) -> None:
             case.mask = replace(case.mask if isinstance(case.mask, Mask) else Mask(), chunk=7)
         query, key, value, grad_out = case.inputs
         (*batch, heads, n, _), (kv_heads, m, _) = query.shape, key.shape[-3:]
+        if isinstance(case.mask, torch.Tensor):
+            case.mask = Mask(bias=case.mask)
         p, of = (case.options.get(name) for name in ("dropout_p", "dropout_seed"))
         call = WholeCall(
             tuple(batch), heads, kv_heads, n, m, case.mask, case.options["is_causal"],

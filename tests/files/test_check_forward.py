@@ -25,7 +25,7 @@ def a_call(
     dtype: torch.dtype, *, causal: bool = False, masked: bool = False, spread: float = 1.0
 ) -> tuple[WholeCall, dict[str, torch.Tensor]]:
     given = inputs(N, M, batch=(2,), heads=4, kv_heads=2, dtype=dtype, spread=spread)
-    mask = torch.rand(4, N, M) > 0.5 if masked else None
+    mask = qa.Mask(bias=torch.rand(4, N, M) > 0.5) if masked else None
     out, lse = qa.attention_with_lse(
         *given.three, mask, is_causal=causal, enable_gqa=True, kernel="cpu"
     )
@@ -50,12 +50,13 @@ def test_rows_of_the_same_call_are_the_same(dtype: torch.dtype, spread: float) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_results_are_not_those_of_the_call(dtype: torch.dtype) -> None:
     call, read = a_call(dtype, masked=True)
-    assert isinstance(call.mask, torch.Tensor)
+    assert call.mask is not None
+    assert call.mask.bias is not None
     other = [
         (call, {"lse": read["lse"] + 0.1}),
         (replace(call, scale=2 * 8**-0.5), {}),
         (replace(call, is_causal=True), {}),
-        (replace(call, mask=~call.mask), {}),
+        (replace(call, mask=qa.Mask(bias=~call.mask.bias)), {}),
         (call, {"query": read["query"].flip(-1)}),
     ]
     for (changed, tensors), blocks in product(other, (1, 9)):

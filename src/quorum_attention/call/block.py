@@ -20,7 +20,8 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Keeps, Mask
 
-AttnMask = Mask | torch.Tensor | None
+Masked = tuple[Mask | None, bool]
+"""``attn_mask`` and ``is_causal`` of a block."""
 
 
 class Block(NamedTuple):
@@ -39,8 +40,8 @@ class WholeCall:
 
     Attributes:
         batch_shape, heads, kv_heads, n_queries, n_keys: its sizes.
-        mask: its ``attn_mask``, for all of it; a bias broadcasts to (*batch_shape, heads,
-            n_queries, n_keys).
+        mask: its ``attn_mask``, for all of it, a tensor as ``Mask.bias``; that broadcasts to
+            (*batch_shape, heads, n_queries, n_keys).
         is_causal, scale: as for ``attention``.
         dropout: None: none.
         records: whether a gradient may follow, which the forward's kernel then has to have.
@@ -52,7 +53,7 @@ class WholeCall:
     kv_heads: int
     n_queries: int
     n_keys: int
-    mask: AttnMask = None
+    mask: Mask | None = None
     is_causal: bool = False
     scale: float | None = None
     dropout: Dropout | None = None
@@ -79,12 +80,10 @@ class WholeCall:
             entries = tensor[self._index(block)][None]
         return entries[:, slice(*heads), slice(*tokens)]
 
-    def mask_of(self, block: Block) -> tuple[AttnMask, bool]:
+    def mask_of(self, block: Block) -> Masked:
         """``attn_mask`` and ``is_causal`` of the block."""
         mask, rows, keys = self.mask, block.rows, block.keys
-        if isinstance(mask, torch.Tensor):
-            mask = self.cut_bias(mask, block)
-        elif mask is not None:
+        if mask is not None:
             mask = self._cut_mask(mask, block)
         if not self.is_causal or keys.stop <= rows.start + 1:
             return mask, False  # no key is later than any query
@@ -92,8 +91,6 @@ class WholeCall:
             return mask, True
         # The block's first query does not stand at its first key.
         later = Mask(causal=True, offset=rows.start - keys.start)
-        if isinstance(mask, torch.Tensor):
-            mask = Mask(bias=mask)
         return later if mask is None else mask & later, False
 
     def cut_bias(self, bias: torch.Tensor, block: Block) -> torch.Tensor:
@@ -208,7 +205,7 @@ def request_of_block(
     inputs: Mapping[str, torch.Tensor],
     written: CallOptions,
     results: BlockResults,
-    masked: tuple[AttnMask, bool] | None = None,
+    masked: Masked | None = None,
 ) -> tuple[Tensors, Request, BackwardInputs | None]:
     """The block as a call of its own; ``BackwardInputs`` for a backward.
 
@@ -244,6 +241,3 @@ def request_of_block(
         results.grad_mask, results.grad_sinks, inputs.get("grad_lse"),
     )  # fmt: skip
     return tensors, request, check_backward_inputs(tensors, request, given, three)
-
-
-__all__ = ["AttnMask", "Block", "BlockResults", "WholeCall", "request_of_block"]

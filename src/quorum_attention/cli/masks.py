@@ -105,9 +105,9 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def words(options: argparse.Namespace, mask: torch.Tensor | Mask | None) -> str:
+def words(options: argparse.Namespace, mask: Mask | None) -> str:
     """The mask in words, for people."""
-    bias = mask.bias if isinstance(mask, Mask) else mask
+    bias = mask and mask.bias
     said = [] if bias is None else [f"mask {' x '.join(map(str, bias.shape))} of the file"]
     for name in ("lower_right", "offset", "window", "chunk", "softcap", *list(FILES)[1:]):
         value = getattr(options, name, None)

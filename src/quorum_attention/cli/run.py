@@ -32,7 +32,6 @@ from quorum_attention.files.run import (
     run_call,
 )
 from quorum_attention.kernels import get_kernel
-from quorum_attention.mask import Mask
 from quorum_attention.pictures import check_drawable
 from quorum_attention.progress import progress_bar
 
@@ -178,7 +177,7 @@ def _tell(
     options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, outcome: Outcome
 ) -> None:
     mask = call.whole.mask
-    bias = mask.bias if isinstance(mask, Mask) else mask
+    bias = mask and mask.bias
     if options.json:
         print_json({
             "output": options.output, "is_causal": options.causal,

@@ -100,13 +100,12 @@ class FileCall:
         work = self.work
         batch, kv_heads, share = work.batch, work.kv_heads, work.heads // max(1, work.kv_heads)
         entries = max(1, heads // max(1, kv_heads))
-        rows, keys = Interval(0, work.n_queries), Interval(0, work.n_keys)
+        rest = Interval(0, work.n_queries), Interval(0, work.n_keys)
         return [
             Block(
                 Interval(entry, min(entry + entries, batch)),
                 Interval(head * share, min(head + heads, kv_heads) * share),
-                rows,
-                keys,
+                *rest,
             )
             for entry in range(0, batch, entries)
             for head in range(0, kv_heads, heads)
@@ -169,6 +168,8 @@ def file_call(
         rest = BackwardInputs(tensors["grad_out"], tensors["out"], tensors["lse"])
         rest = check_backward_inputs(checked, request, rest, three)
         inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
+    if mask is not None and not isinstance(mask, Mask):
+        mask = Mask(bias=checked.mask)
     work = request.work
     whole = WholeCall(
         work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
@@ -292,7 +293,8 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
 def _unlike(call: FileCall, parts: Sequence[Block]) -> list[Block]:
     """The first part of each batch entry where a mask may tell entries apart, else the first."""
     found = [part for part in parts if not part.heads.start]
-    return found if isinstance(call.whole.mask, Mask) else found[:1]
+    mask = call.whole.mask
+    return found if mask is not None and mask.is_structured else found[:1]
 
 
 def _decision(call: FileCall, part: Block, *, in_file: bool) -> Decision:
@@ -352,10 +354,9 @@ def _compute(work: Work, part: Block, written: CallOptions) -> None:
     if not lse_given(call, in_file=in_file):
         made.pop("lse", None)
     results = BlockResults(made.get("out"), made.get("lse"))
-    if call.backward:
-        results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
     block = call.whole, part, call.cut(call.tensors, part), written
     if call.backward:
+        results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
         passes.check_forward(*block, work.settings.parts)
     found = passes.compute_block(*block, results)
     for name, target in wanted.items():

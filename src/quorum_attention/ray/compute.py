@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from quorum_attention.call.block import AttnMask, Block, BlockResults, WholeCall
+from quorum_attention.call.block import Block, BlockResults, Masked, WholeCall
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import InFile
@@ -242,11 +242,11 @@ class _Work:
         inputs = {n: t.open() if isinstance(t, InFile) else t for n, t in job.inputs.items()}
         self._sinks, call = None, job.call.whole
         mask, bias = call.mask, inputs.pop("bias", None)
-        if isinstance(mask, Mask):
+        if mask is not None:
             # A row's sink is counted once: where the states of its chunk are merged.
             self._sinks = mask.sinks
             mask = replace(mask, bias=bias, sinks=mask.sinks if unit.kind == "head" else None)
-        self._inputs, self._call = inputs, replace(call, mask=bias if mask is None else mask)
+        self._inputs, self._call = inputs, replace(call, mask=mask)
         self._left: int | None = job.call.written.budget  # type: ignore[assignment]
         if self._left is None and not on_host(device):
             free = backend_of(device).free_bytes(device)
@@ -293,7 +293,7 @@ class _Work:
         }
 
     def computed(
-        self, block: Block, read: _Rows | None = None, masked: tuple[AttnMask, bool] | None = None
+        self, block: Block, read: _Rows | None = None, masked: Masked | None = None
     ) -> tuple[torch.Tensor, ...]:
         """A block's out and lse, or its gradients; in the state's dtype, if they are parts.
 
@@ -341,9 +341,9 @@ class _Work:
         return self._device
 
 
-def _keeps_nothing(block: Block, mask: AttnMask, is_causal: bool) -> bool:
+def _keeps_nothing(block: Block, mask: Mask | None, is_causal: bool) -> bool:
     """Whether a mask is known to keep no pair of a block."""
-    if not isinstance(mask, Mask):
+    if mask is None or not mask.is_structured:
         return False
     heads, n_queries, n_keys = (span.length for span in block[1:])
     sizes, every = Sizes(1, heads, n_queries, n_keys), Ranges.of(0, n_queries, 0, n_keys)

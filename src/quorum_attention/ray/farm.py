@@ -27,7 +27,7 @@ from quorum_attention.devices.pool import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.mask import Mask, map_tensors
+from quorum_attention.mask import map_tensors
 from quorum_attention.ray.compute import Head, Job, Unit, chunks_of, compute, quorum, tasks
 from quorum_attention.sizes import parse_bytes
 
@@ -211,9 +211,8 @@ class Farm(AbstractContextManager["Farm"]):
             setattr(report, "backward" if made.backward else "forward", ran)
         for name, (shape, dtype) in made.results(lse="lse" in found).items():
             check_tensor(found[name], shape, name, tensors["query"].device, dtype, written=True)
-        bias = made.whole.mask
-        bias = bias.bias if isinstance(bias, Mask) else bias
-        check_apart(found, {**made.tensors, "attn_mask": bias})
+        mask = made.whole.mask
+        check_apart(found, {**made.tensors, "attn_mask": mask and mask.bias})
         parts = dict(enumerate(made.parts(1)))
         for _ in self.by_parts(made, made.with_heads(found), parts, chunks=chunks, report=ran):
             pass
@@ -248,11 +247,10 @@ class Farm(AbstractContextManager["Farm"]):
             for name, tensor in call.tensors.items()
         }
         files = {n: _located(n, t, mappings, True) for n, t in results.items() if t.numel()}
-        bias = mask.bias if isinstance(mask, Mask) else mask
+        bias = mask and mask.bias
         if bias is not None:  # sent by itself: it may be in a file
             inputs["bias"] = in_file(bias, mappings, written=False) or bias.detach()
-        mask = replace(mask, bias=None) if isinstance(mask, Mask) else None
-        mask = mask and map_tensors(mask, lambda tensor, name: tensor.cpu())
+        mask = mask and map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
         torch.autograd.graph.increment_version(list(results.values()))
         if not parts or not files:
             yield from parts
