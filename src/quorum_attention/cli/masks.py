@@ -107,7 +107,7 @@ def option(name: str) -> str:
 
 def words(options: argparse.Namespace, mask: Mask | None) -> str:
     """The mask in words, for people."""
-    bias = mask and mask.bias
+    bias = None if mask is None else mask.bias
     said = [] if bias is None else [f"mask {' x '.join(map(str, bias.shape))} of the file"]
     for name in ("lower_right", "offset", "window", "chunk", "softcap", *list(FILES)[1:]):
         value = getattr(options, name, None)

@@ -177,7 +177,7 @@ def _tell(
     options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, outcome: Outcome
 ) -> None:
     mask = call.whole.mask
-    bias = mask and mask.bias
+    bias = None if mask is None else mask.bias
     if options.json:
         print_json({
             "output": options.output, "is_causal": options.causal,

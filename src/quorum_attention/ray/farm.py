@@ -212,7 +212,7 @@ class Farm(AbstractContextManager["Farm"]):
         for name, (shape, dtype) in made.results(lse="lse" in found).items():
             check_tensor(found[name], shape, name, tensors["query"].device, dtype, written=True)
         mask = made.whole.mask
-        check_apart(found, {**made.tensors, "attn_mask": mask and mask.bias})
+        check_apart(found, {**made.tensors, "attn_mask": None if mask is None else mask.bias})
         parts = dict(enumerate(made.parts(1)))
         for _ in self.by_parts(made, made.with_heads(found), parts, chunks=chunks, report=ran):
             pass
@@ -247,7 +247,7 @@ class Farm(AbstractContextManager["Farm"]):
             for name, tensor in call.tensors.items()
         }
         files = {n: _located(n, t, mappings, True) for n, t in results.items() if t.numel()}
-        bias = mask and mask.bias
+        bias = None if mask is None else mask.bias
         if bias is not None:  # sent by itself: it may be in a file
             inputs["bias"] = in_file(bias, mappings, written=False) or bias.detach()
         mask = mask and map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
