@@ -202,7 +202,7 @@ def test_causal_without_a_mask_and_with_other_lengths_is_refused() -> None:
     module = torch.nn.Module()
     with pytest.raises(ValueError, match="neither a mask nor is_causal"):
         function(module, query, key, key, None)
-    with pytest.raises(ValueError, match="where the first query is"):
+    with pytest.raises(ValueError, match="position of the first query"):
         function(module, query, key, key, None, is_causal=True)
     assert function(module, query, key, key, None, is_causal=False)[0].shape == (1, 5, 2, 8)
 

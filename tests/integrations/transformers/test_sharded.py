@@ -112,7 +112,7 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="'quorum' is not over this group"):
         alone(input_ids=ids)
     places = torch.arange(8)[None] + 8 * rank
-    with pytest.raises(ValueError, match="whether documents begin there is not known"):
+    with pytest.raises(ValueError, match="whether documents begin there"):
         model(input_ids=ids, position_ids=places + 2 * rank)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="makes its masks itself"):
@@ -151,7 +151,7 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
     )
     model = transformers.AutoModelForCausalLM.from_config(mixing, attn_implementation="sharded")
     places = torch.arange(8)[None] + 8 * rank
-    with pytest.raises(NotImplementedError, match="layers of conv"):
+    with pytest.raises(NotImplementedError, match="layers conv"):
         model(input_ids=ids, position_ids=places)
     counting = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**small))
     blind = transformers.BartForCausalLM(
@@ -165,7 +165,7 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
             sharded_positions(one, group=group)
     plain = attended(tiny("llama"), "sharded")
     sharded_positions(plain, group=group)
-    with pytest.raises(ValueError, match=r"got \[8, 0, 8\] on the ranks"):
+    with pytest.raises(ValueError, match=r"got \[8, 0, 8\]"):
         plain(input_ids=ids[:, : 8 * (rank != 1)])
 
 
