@@ -10,7 +10,7 @@ from helpers_attention import fresh_generator, masked, softmax
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
-from quorum_attention.kernels.masked.geometry import BlockMask, FunctionRule, Geometry
+from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 
 Case = tuple[Any, Any, bool]
 
@@ -24,10 +24,10 @@ def local_global(b, h, q, k):
     return (h >= 1) | ((q - k).abs() <= 20)
 
 
-def within(q0: int, q1: int, k0: int, k1: int) -> BlockMask:
+def within(q0: int, q1: int, k0: int, k1: int) -> Geometry:
     """Keep the pairs of some neighbouring queries and keys."""
     inside = FunctionRule(lambda b, h, q, k: (q >= q0) & (q < q1) & (k >= k0) & (k < k1))
-    return BlockMask(Geometry(blocks=np.array([[q0, q1, k0, k1]]), same=(inside,)))
+    return Geometry(blocks=np.array([[q0, q1, k0, k1]]), same=(inside,))
 
 
 def cases(n: int, device: str = "cpu") -> dict[str, Case]:

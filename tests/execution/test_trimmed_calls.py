@@ -145,7 +145,7 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
     at = torch.arange(N)
     keeps = None if mask is None else mask(0, 0, at[:, None], at).expand(N, N)
     assert_close(out, exact(made, mask=keeps, is_causal=True).out, 2e-5)
-    narrower = mask is not None and mask.geometry.band.low > -9
+    narrower = mask is not None and mask.band.low > -9
     assert (report.forward.planned_peak_bytes < plan.peak_bytes) == narrower
     tight = qa.plan(N, kernel=first, budget=plan.peak_bytes, **sizes)
     if not narrower:

@@ -224,7 +224,7 @@ def test_what_a_mask_leaves_is_predicted(mask, is_causal: bool) -> None:  # type
     q, k = torch.arange(n)[:, None], torch.arange(n)[None]
     there = (q >= k) if is_causal else torch.ones(n, n, dtype=torch.bool)
     kept = mask(0, 0, q, k) & there
-    share = kept_share(Pairs(n, n, is_causal, mask.geometry.verdict))
+    share = kept_share(Pairs(n, n, is_causal, mask.verdict))
     assert abs(share - float(kept.sum() / there.sum())) < 0.03
 
 

@@ -90,13 +90,13 @@ def test_a_document_has_ids_of_its_own() -> None:
     q, k = torch.tensor([0, 1, 4]), torch.tensor([1, 2, 5])
     assert mask(0, 0, q, k).tolist() == [True, False, True]
     with pytest.raises(ValueError, match="ids of 6 tokens"):
-        mask.geometry.verdict(Ranges.of(0, 10, 0, 10))
+        mask.verdict(Ranges.of(0, 10, 0, 10))
 
 
 def test_masks_made_again_have_the_same_code() -> None:
     cpu = torch.device("cpu")
     window, other, ids = (
-        codes(mask.geometry.mask_mod(cpu))
+        codes(mask.mask_mod(cpu))
         for mask in (sliding_window(4), sliding_window(5), document(torch.arange(3)))
     )
     assert window == other

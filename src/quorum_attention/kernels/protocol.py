@@ -488,11 +488,6 @@ class Kernel(ABC):
         that, and the gradient of a mask beside it is not computed as beside plain softmax."""
         return None
 
-    def keeps_pace(self, call: CallShape) -> bool:
-        """Whether its rates have been measured for such calls, so that a planner may choose it
-        instead of the preferred kernel."""
-        return False
-
 
 InnerKernel = Kernel
 """The public name."""

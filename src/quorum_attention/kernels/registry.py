@@ -202,17 +202,15 @@ def unrounded_kernel(
 def rivals(
     preferred: InnerKernel, call: CallShape, device: torch.device
 ) -> tuple[InnerKernel, ...]:
-    """Kernels that a planner may choose for "auto" instead of ``preferred``.
-
-    Their rates on such a device have been measured, and they do not refuse the call.
-    """
-    if device.type != "cuda" or not _is_hopper(device):
+    """Kernels that a planner may choose for "auto" instead of ``preferred``: the native one, if its
+    rates for such calls have been measured."""
+    native, plain = _KERNELS[_UNROUNDED], call.mask is None and not call.dropout
+    widths = {call.head_dim, call.value_dim}
+    measured = plain and call.dtype.itemsize == 2 and widths in ({64}, {128})
+    if not measured or device.type != "cuda" or not _is_hopper(device):
         return ()
-    return tuple(
-        kernel
-        for kernel in kernels().values()
-        if kernel is not preferred and kernel.keeps_pace(call) and refusal(kernel, call) is None
-    )
+    able = native is not preferred and native.probed_as is None and refusal(native, call) is None
+    return (native,) if able else ()
 
 
 def _is_hopper(device: torch.device) -> bool:

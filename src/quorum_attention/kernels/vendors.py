@@ -46,7 +46,7 @@ from quorum_attention.kernels.tensors import (
     token_major,
     zero_unit_strides,
 )
-from quorum_attention.kernels.torch_private import flash_implementation, outside
+from quorum_attention.kernels.torch_private import as_it_is, flash_implementation, outside
 
 _NARROW = (torch.float16, torch.bfloat16)
 _FLASH_BYTES = 256 * 1024
@@ -432,18 +432,15 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     odd = lse.isfinite().logical_not_().logical_or_(lse == 0.0).logical_and_(lse != -torch.inf)
     blocks = odd.flatten(0, 1).any(0).nonzero().flatten() // _MENDED.rows
     for start in (blocks.unique() * _MENDED.rows).tolist():
-        stop = min(start + _MENDED.rows, lse.shape[2])
-        r = Rectangle(start, stop, 0, stop if call.is_causal else call.key.shape[2])
-        at = (slice(None), slice(None), slice(start, stop))
+        r = Rectangle(start, min(start + _MENDED.rows, lse.shape[2]), 0, call.key.shape[2])
+        at = (slice(None), slice(None), slice(start, r.query_stop))
 
         def kept(block: reference.Block, keys: slice, start: int = start) -> torch.Tensor:
             queries = torch.arange(start + block.rows.start, start + block.rows.stop)
             return torch.arange(keys.start, keys.stop) <= queries.unsqueeze(-1)
 
-        some = Call(
-            call.query[at], call.key[:, :, : r.key_stop], call.value[:, :, : r.key_stop], False,
-            call.scale, part_of(call.bias, r), out.dtype,
-        )  # fmt: skip
+        changes = {"causal": False, "bias": part_of(call.bias, r), "stored": out.dtype}
+        some = call.mapped(itemgetter(at), as_it_is, **changes)
         how = reference.Scores(kept=kept if call.is_causal else None, tiles=_MENDED)
         right, its = reference.Tiles(how).whole_forward(some)
         wrong = odd[at].logical_and_(its.isfinite().logical_not_())

@@ -10,17 +10,18 @@ import numpy as np
 import torch
 
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.masked.geometry import BlockMask, EqualIds, FunctionRule, Geometry
+from quorum_attention.kernels.masked.geometry import EqualIds, FunctionRule, Geometry
 from quorum_attention.kernels.torch_private import outside
 
 __all__ = ["BlockMask", "causal", "document", "prefix_lm", "sliding_window"]
 
+BlockMask = Geometry
 _FAR = 1 << 62  # beyond every position
 
 
 def causal() -> BlockMask:
     """Keep keys at or before the query."""
-    return BlockMask(Geometry(Band(None, 0)))
+    return Geometry(Band(None, 0))
 
 
 def sliding_window(left: int, right: int = 0) -> BlockMask:
@@ -31,14 +32,14 @@ def sliding_window(left: int, right: int = 0) -> BlockMask:
     """
     if min(left, right) < 0:
         raise ValueError(f"left and right must be 0 or more, got {left} and {right}")
-    return BlockMask(Geometry(Band(-left, right)))
+    return Geometry(Band(-left, right))
 
 
 def prefix_lm(prefix: int) -> BlockMask:
     """Keep the first ``prefix`` keys for every query, and the others at or before it."""
     blocks = np.array([[0, _FAR, 0, prefix]], dtype=np.int64)
     within = FunctionRule(lambda b, h, q, k: k < prefix)
-    return BlockMask(Geometry(blocks=blocks, same=(within,))) | causal()
+    return Geometry(blocks=blocks, same=(within,)) | causal()
 
 
 def document(ids: torch.Tensor) -> BlockMask:
@@ -55,4 +56,4 @@ def document(ids: torch.Tensor) -> BlockMask:
         raise ValueError("ids must be one dimension of integers")
     with outside():
         own = ids.detach().cpu().numpy().astype(np.int64)  # a copy: verdicts on blocks stay right
-    return BlockMask(Geometry(rules=(EqualIds(own, own),)))
+    return Geometry(rules=(EqualIds(own, own),))

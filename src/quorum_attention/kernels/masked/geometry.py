@@ -51,7 +51,8 @@ class Rule(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The kept pairs of a batch entry.
+    """The kept pairs of a batch entry; as a ``mask_mod`` one that knows of a block of positions
+    whether it is empty or full.
 
     Attributes:
         band: pairs have to lie in it.
@@ -102,6 +103,14 @@ class Geometry:
             blocks = _meeting(self.blocks, other.blocks)
         rules, same = (*self.rules, *other.rules), (*self.same, *other.same)
         return Geometry(self.band & other.band, blocks, rules, same)
+
+    def __or__(self, other: Geometry) -> Geometry:
+        """Pairs that either keeps."""
+        return Geometry(rules=(AnyOf((self, other)),))
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        """Which pairs are kept: FlexAttention's ``mask_mod``."""
+        return self.mask_mod(query.device)(batch, head, query, key)
 
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions; PARTIAL for users' functions."""
@@ -297,29 +306,10 @@ class AnyOf(Rule):
         return reduce(_or, [one.mask_mod(device) for one in self.every])
 
 
-class BlockMask:
-    """A ``mask_mod`` that knows of a block of positions whether it is empty or full."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-
-    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        """Which pairs are kept."""
-        return self.geometry.mask_mod(query.device)(batch, head, query, key)
-
-    def __and__(self, other: BlockMask) -> BlockMask:
-        """Pairs that both keep."""
-        return BlockMask(self.geometry & other.geometry)
-
-    def __or__(self, other: BlockMask) -> BlockMask:
-        """Pairs that either keeps."""
-        return BlockMask(Geometry(rules=(AnyOf((self.geometry, other.geometry)),)))
-
-
 def geometry_of(mask_mod: MaskMod | None) -> Geometry:
     """What a ``mask_mod`` keeps; None keeps everything."""
-    if isinstance(mask_mod, BlockMask):
-        return mask_mod.geometry
+    if isinstance(mask_mod, Geometry):
+        return mask_mod
     return Geometry(rules=() if mask_mod is None else (FunctionRule(mask_mod),))
 
 

@@ -562,42 +562,36 @@ def kernel_for_mask(
     found = resolve(mask, sizes, call.is_causal)
     if found.keeps_all and mask.softcap is None:
         return found.is_causal, wanted
-    base = None
-    if wanted == "auto" and found.few_bands:
-        # The preferred kernel of a call that keeps so many pairs, if it takes bands.
-        pairs = found.kept_pairs * sizes.batch * sizes.heads
-        flops = 2.0 * (call.head_dim + call.value_dim) * pairs
-        with suppress(NotImplementedError):
-            kernel = select_kernel("auto", call, device, tried=tried, flops=flops)
-            if isinstance(kernel, RectangleKernel) and kernel.bands:
-                base = _capped(kernel.name, mask.softcap)
-    base = base or _base(wanted, call, device, mask.softcap, tried=tried)
+    base = _base(found, wanted, call, device, tried=tried)
     if id(base) not in found.kernels:
         found.kernels[id(base)] = MaskedKernel(found, base)
     return found.is_causal, found.kernels[id(base)]
 
 
 def _base(
-    wanted: str | Kernel,
-    call: CallShape,
-    device: torch.device,
-    softcap: float | None,
-    *,
-    tried: bool,
+    found: ResolvedMask, wanted: str | Kernel, call: CallShape, device: torch.device, *, tried: bool
 ) -> Kernel:
     """The kernel for the parts of a mask.
 
     Raises:
         NotImplementedError: the kernel asked for cannot run them.
     """
+    softcap, select = found.softcap, partial(select_kernel, call=call, device=device, tried=tried)
+    if wanted == "auto" and found.few_bands:
+        # The preferred kernel of a call that keeps so many pairs, if it takes bands.
+        pairs = found.kept_pairs * found.sizes.batch * found.sizes.heads
+        with suppress(NotImplementedError):
+            kernel = select("auto", flops=2.0 * (call.head_dim + call.value_dim) * pairs)
+            if isinstance(kernel, RectangleKernel) and kernel.bands:
+                return _capped(kernel.name, softcap)
     if wanted == "auto" and device.type == "cuda":
         # It runs a task in one launch, whatever its mask.
         with suppress(NotImplementedError):
-            return _capped(select_kernel("native", call, device, tried=tried).name, softcap)
+            return _capped(select("native").name, softcap)
     by_tiles = wanted in ("dense", "tiles") or wanted is get_kernel("dense")
     if by_tiles or (wanted == "auto" and softcap is not None):
         return _capped("tiles", softcap)
-    kernel = select_kernel(wanted, call, device, tried=tried)
+    kernel = select(wanted)
     if not kernel.operator or kernel.probed_as is not None:
         if wanted == "auto":
             return _capped("tiles", softcap)

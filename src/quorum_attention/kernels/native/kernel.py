@@ -176,13 +176,6 @@ class NativeKernel(Kernel):
             return f"it has {self.slopes.numel()} alibi_slopes for {call.query_heads} query heads"
         return None if triton_available() else "it needs Triton, which is not installed"
 
-    def keeps_pace(self, call: CallShape) -> bool:
-        """Plain attention in 16 bits with 64 or 128 columns."""
-        dims = {call.head_dim, call.value_dim}
-        plain = self._is_plain and not self.allow_tf32 and call.mask is None
-        plain = plain and not call.dropout
-        return plain and call.dtype.itemsize == 2 and dims in ({64}, {128})
-
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be run on the inputs as they are."""
         # Given only some heads, it cannot know which slopes are theirs.
