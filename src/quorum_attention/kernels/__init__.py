@@ -23,7 +23,6 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.registry import (
     get_kernel,
-    is_kernel,
     kernels,
     probe,
     register_kernel,
@@ -34,7 +33,7 @@ from quorum_attention.kernels.vendors import CpuKernel
 __all__ = [
     "Call", "CallShape", "CpuKernel", "DenseKernel", "Extent", "Gradients", "InnerKernel",
     "MaskShape", "RectangleKernel", "Saved", "Statistics", "TaskTensors", "add_", "empty_",
-    "get_kernel", "is_kernel", "kernels", "merge_", "probe", "register_kernel", "why_not",
+    "get_kernel", "kernels", "merge_", "probe", "register_kernel", "why_not",
 ]  # fmt: skip
 
 

@@ -70,12 +70,11 @@ class Cache(Generic[_Value]):
 
 
 _Params = ParamSpec("_Params")
-_Answer = TypeVar("_Answer")
 
 
 def remembered(
     most: int, size: Callable[[Any], int] = lambda answer: 1
-) -> Callable[[Callable[_Params, _Answer]], Callable[_Params, _Answer]]:
+) -> Callable[[Callable[_Params, _Value]], Callable[_Params, _Value]]:
     """Decorator for a function with a positional parameter ``kernel``, or ``problem`` that has one:
     caches its answers.
 
@@ -83,13 +82,13 @@ def remembered(
     kernel lives; they must not refer to it.
     """
 
-    def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
+    def decorate(function: Callable[_Params, _Value]) -> Callable[_Params, _Value]:
         names = list(inspect.signature(function).parameters)
         at = names.index("kernel" if "kernel" in names else "problem")
-        answers: WeakKeyDictionary[Any, Cache[_Answer]] = WeakKeyDictionary()
+        answers: WeakKeyDictionary[Any, Cache[_Value]] = WeakKeyDictionary()
 
         @wraps(function)
-        def ask(*args: _Params.args, **named: _Params.kwargs) -> _Answer:
+        def ask(*args: _Params.args, **named: _Params.kwargs) -> _Value:
             kernel: Any = getattr(args[at], "kernel", args[at])
             rest: tuple[Any, ...] = getattr(args[at], "without_kernel", ())
             known = answers.get(kernel)

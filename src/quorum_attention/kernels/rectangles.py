@@ -41,6 +41,7 @@ from quorum_attention.kernels.tensors import (
     key_rows,
     query_rows,
 )
+from quorum_attention.kernels.torch_private import as_it_is
 
 
 class TaskCall(NamedTuple):
@@ -87,6 +88,16 @@ class CallsKernel(Kernel):
                         add_(target, part, *undo)
 
         self._run(task, added, backward=True)
+
+    def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
+        """The query heads of each call: what selects them, and their numbers."""
+        key_heads = key.shape[1]
+        shared = query.shape[1] // key_heads
+        if shared == 1 or self.grouped:
+            return [(as_it_is, slice(None))]
+        return [
+            (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
+        ]
 
     def _run(
         self, task: TaskTensors, run: Callable[[TaskCall, int], None], *, backward: bool
@@ -213,7 +224,7 @@ class RectangleKernel(CallsKernel):
         key, value = (self._turned(key_rows(t, batch)) for t in (task.key, task.value))
         # Runs of rows with the same keys each return a part of these keys' gradients.
         keys = partial(key_rows, batch=batch if batch.key_step else Batch(batch.first))
-        for pick in self._head_views(task):
+        for pick, _ in self._picks(task.query, task.key):
             by_head = bias is not None and bias.shape[1] == task.query.shape[1] > 1
             mask = pick(bias) if by_head and bias is not None else bias
             rows = partial(_rows_of, pick, batch)
@@ -292,14 +303,6 @@ class RectangleKernel(CallsKernel):
             yield Batch(Rectangle(even, stop, k + even - q, r.key_stop, causal=True))
         for first, last in pairwise(edges[1:]):
             yield from self._in_parts(task, Batch(Rectangle(first, last, k, k + first - q)))
-
-    def _head_views(self, task: TaskTensors) -> Iterator[Pick]:
-        query_heads, key_heads = task.query.shape[1], task.key.shape[1]
-        if self.grouped or query_heads == key_heads:
-            yield lambda tensor: tensor
-            return
-        for j in range(query_heads // key_heads if key_heads else 0):
-            yield partial(jth_of_group, key_heads, j)
 
 
 def _rows_of(pick: Pick, batch: Batch, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TypeGuard
 
 import torch
 
@@ -69,11 +68,6 @@ def register_kernel(kernel: Kernel) -> None:
 def registrations() -> tuple[int, ...]:
     """A key that changes whenever a kernel is registered, or torch's operators are replaced."""
     return (_registered, hash(flash_implementation()), *map(id, _KERNELS.values()))
-
-
-def is_kernel(thing: object) -> TypeGuard[Kernel]:
-    """Whether ``thing`` is an ``InnerKernel``, or a class of them."""
-    return issubclass(thing if isinstance(thing, type) else type(thing), Kernel)
 
 
 def _check(kernel: object) -> None:

@@ -30,7 +30,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
-from quorum_attention.kernels.tensors import Pick, jth_of_group, row_blocks
+from quorum_attention.kernels.tensors import Pick, row_blocks
 from quorum_attention.kernels.torch_private import as_it_is
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -167,16 +167,6 @@ class FunctionKernel(CallsKernel):
             return self.explicit_backward(saved.grad_out, *inputs, saved.out, saved.lse, **named)
         plain = {name: recordable(value) for name, value in named.items()}
         return gradients_by_autograd(partial(self._called, **plain), inputs, saved)
-
-    def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
-        """The query heads of each call: what selects them, and their numbers."""
-        key_heads = key.shape[1]
-        shared = query.shape[1] // key_heads
-        if shared == 1 or self.grouped:
-            return [(as_it_is, slice(None))]
-        return [
-            (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
-        ]
 
     def _called(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any
