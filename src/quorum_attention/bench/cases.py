@@ -74,8 +74,8 @@ def cost(options: Namespace, measure: Measure) -> Section:
                 rows.append([*row, f"{spent:.4g}", f"{spent / other:.3g}", memory])
                 tokens *= 2
     text = (
-        f"Seconds (median of {repeats}), and over those of the first method that ran; peak of "
-        "memory beyond the inputs. oom: out of memory."
+        f"Seconds (median of {repeats}), ratio to the first method that ran, and peak memory "
+        "beyond the inputs. oom: out of memory."
     )
     columns = ["method", "tokens", "passes", "seconds", "ratio", "memory"]
     return ("Cost", text, columns, rows)

@@ -234,7 +234,7 @@ class ShardedReport:
             both += f" forward, {format_bytes(self.backward_bytes)} backward"
         return (
             f"rank {self.rank} of {self.ranks}: {self.way}, {self.pairs:,} pairs "
-            f"(the largest share is {self.imbalance:.3f} of an equal one), {both}"
+            f"(busiest rank: {self.imbalance:.3f} of an equal share), {both}"
         )
 
 

@@ -341,43 +341,43 @@ class Indices:
 
 
 class Kernel(ABC):
-    """What computes a task. A kernel is a subclass; register it, or pass it as ``kernel=``.
+    """Computes a task. Write a subclass; register it, or pass it as ``kernel=``.
 
-    Its name, ``refusal``, two bounds of memory, ``forward`` and ``backward`` are its own. All else
-    here says what more it can do, and by default it cannot.
+    A subclass defines ``name``, ``refusal``, two bounds of memory, ``forward`` and ``backward``.
+    The rest describes optional features, which are off by default.
 
     Attributes:
         name: short and unique; users write it as ``kernel=``.
-        own_attention: it computes other attention than that of query, key, scale and mask. So it is
-            not compared with the reference first, and gets no rows beyond the sequence's tokens.
-        position_free: that other attention depends on no positions, heads or batch entries, so that
-            parts of a call can be computed as calls of their own.
-        whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
-            calls in flight, or by running all tasks of a head group together.
+        own_attention: it is not plain attention of query, key, scale and mask. So it is not
+            compared with the reference first, and gets no rows beyond the sequence's tokens.
+        position_free: that other attention does not depend on positions, heads or batch entries, so
+            parts of a call can be computed as separate calls.
+        whole_tasks: a task is one launch, whatever its rectangles. So several calls in flight, or
+            all tasks of a head group together, are not faster.
         several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are
             any. Two calls in flight, or all tasks of a head group together, may be faster.
         launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
             tasks.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
-        pace: ``pace(machine, head_dim, backward)`` is a ``planner.hardware.HardwareModel`` with the
-            rates that this kernel reaches on it; None: they are the device's, by ``rates``.
-        scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
-            (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
-        wide_products: its backward may be handed an fp16 upstream gradient of up to 2**15: what it
-            multiplies that by is in fp32, or scaled by the kernel itself, and cannot overflow. A
-            gradient of a wider dtype then keeps more of its small numbers (execution/call.py).
-        dropout: it drops probabilities by position, as ``TaskTensors.dropout`` says
-            (kernels/dropout.py). Others are not asked to run a call with dropout.
-        probed_as: the kernel to compare with the reference instead of this one, because this one
-            has options that change the scores; None: this one.
+        pace: ``pace(machine, head_dim, backward)`` returns this kernel's rates as a
+            ``planner.hardware.HardwareModel``; None: the device's rates times ``rates``.
+        scaled_backward: dtypes for which a scaled backward is more exact; the kernel undoes the
+            scaling (kernels/scaling.py). With other dtypes, or dropout, nothing is scaled.
+        wide_products: its backward takes fp16 upstream gradients of up to 2**15 without overflow,
+            because its products are in fp32 or scaled by the kernel. A gradient of a wider dtype
+            then keeps more of its small numbers (execution/call.py).
+        dropout: it applies ``TaskTensors.dropout`` (kernels/dropout.py). Other kernels get no calls
+            with dropout.
+        probed_as: the kernel to compare with the reference instead of this one, if this one has
+            options that change the scores; None: this one.
         any_upstream: upstream gradient and output of its ``backward`` may have any dtype and
-            strides; it copies what an operator cannot read, for one operator call at a time.
+            strides; if needed they are copied, for one operator call at a time.
         heads_by_thread: on a CPU each thread computes whole heads of batch entries in the backward
             of an uncut call, and an equal part of all rows in its forward.
         empty_rows: its backward takes an lse of -inf, which rows without keys have.
         operator: ``whole_forward`` and ``whole_backward`` run a single rectangle.
         grouped: its operator takes fewer key/value heads than query heads.
-        sparse: it has a mask of its own and says which pairs that keeps (``kept_pairs``).
+        sparse: it has its own mask, and ``kept_pairs`` says which pairs that keeps.
     """
 
     name: str

@@ -194,7 +194,7 @@ def summary(shape: Decomposition, kept: str, n_tasks: int | None = None) -> str:
         chunks = " x ".join(map(str, shape.levels))
         parts += [f"{chunks} chunks", f"{n_tasks or shape.n_tasks:,} independent tasks"]
     else:
-        parts.append("one monolithic task")
+        parts.append("one uncut task")
     return ", ".join([*parts, kept] if kept else parts)
 
 
@@ -369,8 +369,8 @@ def draw_recovery(
     headed(right, f"Memory of the same call; budget {format_bytes(budget_bytes)}")
     explain(
         figure, 0.545, 0.098, 74,
-        "Most memory that each method had at once, beyond what was there before the call. "
-        "Green ran inside the budget (the dashed line), red did not, or would not.",
+        "Peak memory of each method, beyond what was allocated before the call. "
+        "Green: within the budget (the dashed line). Red: beyond it, or failed.",
     )  # fmt: skip
     save(figure, path)
 
@@ -405,7 +405,7 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
         clock = f"wall clock {format_seconds(part['seconds'])}"
         if part.get("overlap") is not None:
             clock += f"; {part['overlap']:.0%} of the transfers hidden"
-        note = "" if stages else "stages are not timed in a monolithic call or without events"
+        note = "" if stages else "stages are not timed in an uncut call or without events"
         bars: list[tuple[str, float, Colour | str, str]] = [(clock, part["seconds"], INK, note)]
         bars += [
             (f"{stage} {format_seconds(spent)}", spent, hue(number / 6, 0.7), "")
@@ -422,9 +422,9 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
     explain(
         figure, 0.03, 0.8 / inches, 160,
         "gather, h2d: a task's rows are collected and copied to the device. compute: calls of the "
-        "attention kernel. merge: their results are joined to those of other tasks. d2h, scatter: "
-        "results are copied back to their places. Stages run beside each other, so together they "
-        "may take longer than the clock on the wall. Memory is beyond what was there before.",
+        "attention kernel. merge: their results are merged with those of other tasks. d2h, scatter: "
+        "results are copied back to their places. Stages overlap, so their sum may exceed the "
+        "wall-clock time. Memory is beyond what was allocated before.",
     )  # fmt: skip
     save(figure, path)
 
@@ -472,8 +472,8 @@ def draw_gantt(
         text = f"{title}: {format_seconds(last)}"
         axes.set_title(text, loc="left", fontsize=10, color=INK, weight="bold")
     text = (
-        "Seconds. Each piece is one part of the call (some of its heads, or of their rows), on the "
-        "device that took it when it was free; colours tell parts apart. The line: all parts are "
+        "Seconds. Each bar is one part of the call (some of its heads, or of their rows), on the "
+        "device that computed it; colours only separate parts. The vertical line: all parts are "
         "done."
     )
     figure.supxlabel(textwrap.fill(text, 125), color=SOFT, size=9.5)

@@ -85,7 +85,7 @@ def long_context(
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
     name, budget = name_for(budget)  # with what ``register`` was given, if nothing is given here
-    none, how = "not asked for", f"budget {budget or 'of what is free'}"
+    none, how = "switched off", f"budget {budget or 'of the free memory'}"
     if attention:
         base.set_attn_implementation(name)
     takes = name in names_of(base.config)  # if not, Transformers only logs it
@@ -107,9 +107,9 @@ def long_context(
 def _checkpoint_layers(model: Any, where: str | None, training: step.Training) -> Change:
     """Keep of every layer its input and attention's results alone."""
     if where is None:
-        return Change(CHECKPOINTS, False, "not asked for")
+        return Change(CHECKPOINTS, False, "switched off")
     if not getattr(model, "supports_gradient_checkpointing", False):
-        return Change(CHECKPOINTS, False, f"{type(model).__name__} has none")
+        return Change(CHECKPOINTS, False, f"{type(model).__name__} does not support them")
     try:
         shape = step.read_shape(model.config.to_dict())
     except ValueError:  # sizes by other names: then all goes to host memory

@@ -111,12 +111,12 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
         if all(isinstance(getattr(module, part, None), torch.nn.Module) for part in parts)
     ]
     if not found:
-        return Change(MLP, False, "no MLP of gate_proj, up_proj, down_proj (experts stay whole)")
+        return Change(MLP, False, "no MLP has gate_proj, up_proj, down_proj (or it has experts)")
     if not all(map(_has_own_forward, found)):
         return Change(MLP, False, "an MLP was given another forward")
     for kind, one in {type(module): module for module in found}.items():
         if not _goes_token_by_token(one):
-            return Change(MLP, False, f"{kind.__name__} gives other results for some tokens alone")
+            return Change(MLP, False, f"{kind.__name__} has other results for parts of the tokens")
     for module in found:
         _tile(module, tokens)
     return Change(MLP, True, f"{counted(len(found), 'MLP')}, {tokens:,} tokens at a time")
@@ -181,7 +181,7 @@ def fuse_norms(model: torch.nn.Module) -> Change:
     right = {kind for kind, module in kinds.items() if _computes_the_same(module)}
     fused = [m for m in found if type(m) in right and _has_own_forward(m)]
     if not fused:
-        return Change(NORMS, False, "no norm that torch computes in one kernel here")
+        return Change(NORMS, False, "torch has no kernel for the norms of this model on its device")
     for module in fused:
         _fuse(module)
     return Change(NORMS, True, f"{counted(len(fused), 'norm')}, torch's rms_norm")
@@ -249,13 +249,13 @@ def chunk_loss(model: Any) -> Change:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kind = type(model).__name__
     if type(head) is not torch.nn.Linear:
-        return Change(LOSS, False, f"{kind} is no decoder with one linear layer to the vocabulary")
+        return Change(LOSS, False, f"{kind} is not a decoder with one linear output layer")
     if not _has_own_forward(model) or not _has_own_forward(head):
         return Change(LOSS, False, f"this {kind} was given another forward")
     if model.loss_function not in (ForCausalLMLoss, _chunked):
         return Change(LOSS, False, f"this {kind} has another loss than Transformers' cross entropy")
     if head.weight.device.type == "meta":
-        return Change(LOSS, False, "the weights are not there yet")
+        return Change(LOSS, False, "the weights are not loaded yet")
     _patch_forward(head, _head_forward)
     _patch_forward(model, _model_forward(model))
     model.loss_function = _chunked
