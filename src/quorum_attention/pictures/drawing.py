@@ -422,7 +422,7 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
     explain(
         figure, 0.03, 0.8 / inches, 160,
         "gather, h2d: a task's rows are collected and copied to the device. compute: calls of the "
-        "attention kernel. merge: their results are merged with those of other tasks. d2h, scatter: "
+        "attention kernel. merge: results are merged with those of other tasks. d2h, scatter: "
         "results are copied back to their places. Stages overlap, so their sum may exceed the "
         "wall-clock time. Memory is beyond what was allocated before.",
     )  # fmt: skip
