@@ -67,11 +67,12 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
         # It has no memory of its own: it belongs to a transformation, even to one that is over.
         return None
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    grows = not (BACKENDS[kind].own_memory or records or is_causal or mask)
-    grows = grows and 0 < key.shape[2] == value.shape[2] and best_device().type == "cpu"
+    best = best_device()
+    grows = not (best.type != "cpu" or records or is_causal or mask)
+    grows = grows and 0 < key.shape[2] == value.shape[2]
     return (
         _lies(query), _lies(key, grows), _lies(value, grows), *starts,
-        mask, is_causal, scale, enable_gqa, records, BACKENDS[kind], best_device(),
+        mask, is_causal, scale, enable_gqa, records, BACKENDS[kind], best,
         _deterministic(), registrations(), rates_known(),
     )  # fmt: skip
 

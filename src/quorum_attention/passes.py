@@ -43,6 +43,7 @@ from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
 _CASTS = "casts of the inputs"
+_NAMES = "query", "key", "value"
 # Rows of a forward that are computed again, each of one of so many equal parts; of a call in many
 # blocks one row of each, because each reads all keys of its block.
 _CHECKED_ROWS = 4
@@ -145,7 +146,7 @@ def _run_gradients(
         request, (*pass_key, *state), partial(decide_backward, tensors, request, given)
     )
     of_mask = _mask_gradient(tensors, request, given, decision.problem)
-    results = dict(zip(("query", "key", "value"), given.grads or (), strict=False))
+    results = dict(zip(_NAMES, given.grads or (), strict=False))
     return (*_run(tensors, request, decision, results, given), *of_mask)
 
 
@@ -380,7 +381,8 @@ def _run(
                 report.peak_bytes = counted()
     for sums in request.sums:
         sums.total.add(report, backward=given is not None)
-    return tuple([r if any(r is g for g in results.values()) else as_own(r) for r in made])
+    preallocated = [id(result) for result in results.values()]
+    return tuple([r if id(r) in preallocated else as_own(r) for r in made])
 
 
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
@@ -443,10 +445,9 @@ def _job(
         given: what a backward reads besides; None for a forward, or a backward without it.
     """
     device, work, mask, sinks = request.options.device, request.work, tensors.mask, tensors.sinks
-    names = ("query", "key", "value")
-    read = {name: t.detach() for name, t in zip(names, tensors[:3], strict=True)}
+    three = [t.detach() if t.requires_grad else t for t in tensors[:3]]
     job = Job(
-        problem, read, request.scale, device,
+        problem, dict(zip(_NAMES, three, strict=True)), request.scale, device,
         None if mask is None else MaskView(mask, len(work.batch_shape)),
         None if sinks is None else sinks.detach().to(device, work.state_dtype),
         request.dropout, dict(results or {}),

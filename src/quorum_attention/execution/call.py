@@ -79,11 +79,10 @@ class MaskView:
         several batch dimensions name them, because a mask may have to be copied there."""
         rest = self.mask.shape[-3:]
         mask = self.mask.expand(*batch_shape, *rest) if len(batch_shape) > 1 else self.mask
-        mask = mask.reshape(-1, *rest).to(device)
+        mask = (mask if mask.dim() == 4 else mask.reshape(-1, *rest)).to(device)
         if mask.dtype != torch.bool:
             return mask.to(dtype)
-        kept = torch.zeros((), dtype=dtype, device=device)
-        return torch.where(mask, kept, torch.full_like(kept, -torch.inf))
+        return torch.where(mask, torch.zeros((), dtype=dtype, device=device), -torch.inf)
 
     def _blocks(self, group: Group) -> list[torch.Tensor]:
         """Views (heads|1, rows|1, columns|1), one for each batch entry or one for all of them."""
@@ -393,16 +392,12 @@ class Job:
     def take_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
         that the caller gave tensors for, or that have another dtype."""
-        work = self.work
-        for state, part in zip(self.spec.states, parts, strict=True):
+        work, results, states = self.work, self.results, self.spec.states
+        for state, part in zip(states, parts, strict=True):
             result = part if len(work.batch_shape) == 1 else part.reshape(state.shape(work))
-            given = self.results.get(state.name)
-            if given is not None:
-                result = given.copy_(result)
-            elif result.dtype != (dtype := self.dtype_of(state)):
-                result = result.to(dtype)
-            self.results[state.name] = result
-        return tuple(self.results[state.name] for state in self.spec.states)
+            given, dtype = results.get(state.name), self.dtype_of(state)
+            results[state.name] = result.to(dtype) if given is None else given.copy_(result)
+        return tuple([results[state.name] for state in states])
 
     def targets(self, group: Group) -> list[torch.Tensor]:
         """A head group's part of each result, as views; of one batch entry."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import wraps
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
@@ -73,8 +73,11 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def without_autocast(*device_types: str) -> AbstractContextManager[object]:
     """Turns autocast off, so that kernels compute in the dtypes of their inputs."""
+    kinds = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
     off = ExitStack()
-    for kind in filter(torch.is_autocast_enabled, device_types):
+    for kind in kinds:
         off.enter_context(torch.autocast(kind, enabled=False))
     return off
 
@@ -101,13 +104,8 @@ def is_traced(*inputs: object) -> bool:
             "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
             "torch.compile or torch.export"
         )
-    return has_no_numbers(*inputs) or (
-        has_modes()
-        and any(
-            type(mode).__name__ in _SELECTIVE
-            for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        )
-    )
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return has_no_numbers(*inputs) or any(type(mode).__name__ in _SELECTIVE for mode in modes)
 
 
 # torch.utils.checkpoint's modes of create_selective_checkpoint_contexts.

@@ -216,27 +216,27 @@ def _of_call(
     Returns:
         None if gradients that may have to be scaled are not finite.
     """
-    work = job.work
-    given = {}
-    for item in job.spec.inputs:
+    problem, given = job.problem, {}
+    work, spec, kernel = problem.work, problem.spec, problem.kernel
+    for item in spec.inputs:
         tensor = job.tensors[item.name]
         part = flat(tensor, work) if group is None else group_part(tensor, group, item.axis)
         if item.name == "lse":
             part = part.to(job.device)
-            part = part if job.kernel.empty_rows else without_empty_rows(part)
+            part = part if kernel.empty_rows else without_empty_rows(part)
         given[item.name] = operand(part, work.dtype) if item.copied else part
     dropout = job.dropout if group is None else job.dropout_of(group)
-    joins = not job.spec.backward and job.sinks is not None
+    joins = not spec.backward and job.sinks is not None
     one = Call(
         given["query"], given["key"], given["value"], causal, job.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
-        work.state_dtype if joins else job.problem.place.result_dtype, dropout,
+        work.state_dtype if joins else problem.place.result_dtype, dropout,
     )  # fmt: skip
-    parts = job.spec.of_call(job.kernel, one, given)
+    parts = spec.of_call(kernel, one, given)
     if joins and job.sinks is not None:
         sinks = job.sinks if group is None else job.sinks[group.query_heads]
         join_sinks_(parts[0], parts[1], sinks)
-    if job.problem.scaled and not capturing(job.device) and not all_finite(parts):
+    if problem.scaled and not capturing(job.device) and not all_finite(parts):
         return None
     return parts
 
