@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import random
 from pathlib import Path
 
 import pytest
 
-from quorum_attention import writing
 from quorum_attention.writing import check_target, replacing, write_text
 
 EARLIER = b"what was there"
@@ -90,18 +87,14 @@ def link(path: Path, to: Path, owner: int) -> None:
 
 @ROOT
 @pytest.mark.parametrize("mode", [0o1777, 0o777])
-@pytest.mark.parametrize("where", ["last", "middle", "behind a link", "dangling"])
+@pytest.mark.parametrize("where", ["last", "behind a link", "dangling"])
 def test_another_users_link_is_not_followed_where_all_may_write(
     everybodys: Path, where: str, mode: int
 ) -> None:
     home = everybodys.parent / "home"
     everybodys.chmod(mode)
     path = everybodys / "x"
-    if where == "middle":
-        link(everybodys / "home", home, OTHER)
-        path = everybodys / "home" / "x"
-    else:
-        link(path, home / ("new" if where == "dangling" else "x"), OTHER)
+    link(path, home / ("new" if where == "dangling" else "x"), OTHER)
     if where == "behind a link":
         link(home / "mine", path, os.geteuid())
         path = home / "mine"
@@ -139,31 +132,8 @@ def test_another_users_file_is_not_replaced_where_only_its_owner_may(everybodys:
     assert (everybodys / "x").stat().st_uid == OTHER
 
 
-def test_links_are_followed_as_the_system_follows_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over random chains of links, relative and absolute, with ``..``, dangling, and in circles."""
-    draw = random.Random(0)
-    names = [f"n{number}" for number in range(12)]
-    monkeypatch.chdir(tmp_path)
-    for folder in ("a", "a/b", "c"):
-        (tmp_path / folder).mkdir()
-    for name in names:
-        place = tmp_path / draw.choice(["", "a", "a/b", "c"]) / name
-        parts = [draw.choice([*names, "..", ".", "a", "b", "c"]) for _ in range(draw.randint(1, 4))]
-        start = draw.choice(["", f"{tmp_path}/"])
-        place.symlink_to(start + "/".join(parts))
-    circles = 0
-    for _ in range(2_000):
-        path = "/".join(draw.choice([*names, "..", "", "a", "b", "c"]) for _ in range(3)) or "."
-        path = draw.choice(["", f"{tmp_path}/"]) + path
-        try:
-            os.stat(path)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                circles += 1
-                with pytest.raises(OSError, match="symbolic links"):
-                    writing.follow_links(path)
-                continue
-        assert str(writing.follow_links(path)) == os.path.realpath(path)
-    assert 0 < circles < 1_900
+def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to("y")
+    (tmp_path / "y").symlink_to("x")
+    with pytest.raises(OSError, match="symbolic links"):
+        check_target(tmp_path / "x")

@@ -20,6 +20,7 @@ from quorum_attention.sizes import format_bytes
 
 UNFINISHED = ".unfinished"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_MOST_LINKS = 40  # as Linux has it
 _LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 255 in all
 
 
@@ -55,35 +56,26 @@ def check_target(path: str | PathLike[str]) -> Path:
     return target
 
 
-def follow_links(path: str | PathLike[str], within: tuple[Path, ...] = ()) -> Path:
-    """``path`` with symbolic links followed, as ``os.path.realpath`` does, if they may be.
-
-    In a folder that all users may write to, another user could aim a link at this user's files: a
-    link is followed only if it belongs to this user or to the folder's owner. Linux itself has this
-    rule for sticky folders (``fs.protected_symlinks``), but not for a link in a path's middle.
-
-    Args:
-        within: the links that lead here.
+def follow_links(path: str | PathLike[str]) -> Path:
+    """``path`` with symbolic links followed, if its last name is no other user's link in a folder
+    that all users may write to: such a link could aim at this user's files. Linux itself has this
+    rule for sticky folders (``fs.protected_symlinks``).
 
     Raises:
         OSError: there is such a link; or links lead in a circle.
     """
-    absolute = os.path.isabs(path)
-    at = Path(os.sep) if absolute else Path.cwd()
-    for name in Path(path).parts[absolute:]:
-        here = at.parent if name == os.pardir else at / name
-        if os.path.islink(here):
-            seen = os.lstat(here)
-            if _is_planted(seen, at):
-                raise PermissionError(
-                    f"{path} cannot be written: {here} is a link of user {seen.st_uid}, in a "
-                    f"folder that all users may write to"
-                )
-            if here in within:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
-            here = follow_links(at / os.readlink(here), (*within, here))
-        at = here
-    return at
+    at = Path(path).absolute()
+    for _ in range(_MOST_LINKS):
+        if not at.is_symlink():
+            return Path(os.path.realpath(at))
+        seen = os.lstat(at)
+        if _is_planted(seen, at.parent):
+            raise PermissionError(
+                f"{path} cannot be written: {at} is a link of user {seen.st_uid}, in a folder that "
+                f"all users may write to"
+            )
+        at = at.parent / os.readlink(at)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
 
 
 def _is_planted(seen: os.stat_result, folder: Path) -> bool:
