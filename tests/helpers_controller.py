@@ -44,6 +44,7 @@ def check(controller: RecoveryController, *, groups: bool = False) -> None:
     """
     depth = controller.depth
     assert controller.n_cap >= 1, f"{controller.n_cap} slots"
+    assert controller.coarsenings <= 2, "memory that comes and goes makes no call swing for ever"
     if not controller.groups_are_whole:
         cuts = controller.cuts
         assert cuts.depth <= depth <= max(cuts.depth, cuts.deepest), f"depth {depth}"
@@ -110,18 +111,6 @@ def controller(
     made = RecoveryController(groups, cuts, n_cap, **more)
     made.depth, made.coarsenings = depth, coarsenings
     return made
-
-
-def through(made: RecoveryController, n: int | None = None) -> list[tuple[str, tuple[int, ...]]]:
-    """Run ``n`` units, or all there are, one after the other; which they were."""
-    units = []
-    while n is None or len(units) < n:
-        launch = made.next()
-        if launch is None:
-            break
-        units.append((launch.group, launch.visit.task.path))
-        made.done(*units[-1])
-    return units
 
 
 SHAPES = [

@@ -10,7 +10,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 import quorum_attention as qa
-from quorum_attention.cli import main
 
 Q = torch.randn(1, 2, 50, 8)
 
@@ -203,28 +202,3 @@ def test_other_public_functions(case: str) -> None:
     call, says = OTHERS[case]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=says):
         call()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("plan --tokens 1000 --device tpu", "device must be 'cpu' or 'cuda'"),
-        ("plan --tokens 1000 --levels 8", "8 chunks"),
-        ("plan --tokens 1000 --budget 1", "smallest that works"),
-        ("plan --tokens 1000 --budget ²", "budget must be"),
-        ("recover --tokens 100 --device tpu", "--device must be 'cpu' or 'cuda'"),
-    ],
-)
-def test_the_command_line_says_it_in_a_line(
-    words: str, says: str, capsys, monkeypatch, tmp_path
-) -> None:
-    """Exit status 2, and no traceback."""
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main(words.split())
-    except SystemExit as stop:  # argparse's own
-        status = stop.code
-    said = capsys.readouterr().err
-    assert status == 2, said
-    assert "Traceback" not in said
-    assert says in said.strip().splitlines()[-1]

@@ -260,9 +260,10 @@ def test_a_backward_of_a_backward_is_refused_in_compiled_code() -> None:
         torch.autograd.grad(out, q, create_graph=True)[0].sum().backward()
 
 
-def test_settings_are_those_of_the_moment_and_go_to_the_backward() -> None:
+@pytest.mark.parametrize("through", ["eager", "compiled"])
+def test_settings_are_those_of_the_moment_and_go_to_the_backward(through: str) -> None:
     inside, outside = qa.Report(), qa.Report()
-    call, given = compiled(ours), three()
+    call, given = (compiled(ours) if through == "compiled" else ours), three()
     call(*given)
     with qa.using(depth=1, report=inside):
         out = call(*given)
@@ -270,7 +271,7 @@ def test_settings_are_those_of_the_moment_and_go_to_the_backward() -> None:
         out.sum().backward()
     assert (inside.total.forwards, inside.total.backwards, inside.total.cut) == (1, 1, 2)
     assert outside.total.backwards == 0
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "no recompilation"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, "no recompilation"
 
 
 def test_a_block_of_settings_inside_of_compiled_code() -> None:

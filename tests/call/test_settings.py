@@ -60,18 +60,6 @@ def test_all_three_functions_and_the_result_is_the_same() -> None:
     assert report.forward is None, "only the total is filled"
 
 
-def test_the_backward_is_as_its_forward_wherever_it_runs() -> None:
-    inside, outside = qa.Report(), qa.Report()
-    leaf = q().requires_grad_()
-    with qa.using(depth=1, report=inside):
-        out = qa.attention(leaf, leaf, leaf)
-    with qa.using(depth=2, report=outside):
-        out.sum().backward()
-    assert inside.total.backwards == inside.total.forwards == 1
-    assert inside.total.cut == 2
-    assert outside.total.backwards == 0
-
-
 @pytest.mark.parametrize(
     ("bad", "says"),
     [

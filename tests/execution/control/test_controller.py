@@ -6,8 +6,6 @@ from collections import Counter
 
 import pytest
 from helpers_controller import History, controller
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quorum_attention.execution.control.controller import RecoveryController
 
@@ -54,30 +52,6 @@ def test_every_transition(made: RecoveryController, memory: bool, change: str, a
     assert state(made)[:2] == after
     if not memory:
         assert f"out of memory in {where}" in (made.given_up or made.history[-1])
-
-
-@given(
-    n_cap=st.integers(1, 5),
-    floor=st.integers(0, 3),
-    finer=st.integers(0, 4),
-    pinned=st.booleans(),
-    events=st.lists(st.booleans(), max_size=40),
-)
-def test_any_history_stays_within_its_limits(
-    n_cap: int, floor: int, finer: int, pinned: bool, events: list[bool]
-) -> None:
-    """Memory that comes and goes cannot make a call swing for ever either."""
-    made = controller(n_cap, floor, floor, floor + finer, pinned=pinned)
-    for memory in events:
-        change = happens(made, memory)
-        here = made
-        assert floor <= here.depth <= floor + finer
-        assert 1 <= here.n_cap <= n_cap
-        assert here.coarsenings <= 2
-        if change == GIVES_UP:
-            assert pinned or (here.n_cap == 1 and here.depth == floor + finer)
-            return
-        assert not pinned or change == NOTHING
 
 
 def test_ten_thousand_histories() -> None:
