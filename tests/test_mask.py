@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers_attention import assert_close, inputs
 from helpers_masks import check, dense, exact
-from helpers_passes import pass_of
+from helpers_passes import both_passes, pass_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -96,18 +96,16 @@ def test_a_mask_is_read_once_for_all_masks_of_the_same_tensors() -> None:
 
 
 def test_masks_are_combined() -> None:
-    window, causal, ids = Mask(window=5), Mask(causal=True), torch.arange(30) // 9
+    window, causal, lower = Mask(window=5), Mask(causal=True), Mask(causal="lower_right")
+    right, documents = Mask(window=(-1, 2)), Mask(documents=torch.arange(30) // 9)
 
     def kept(mask: Mask, n: int = 30) -> torch.Tensor:
         return dense(mask, 1, 1, n, 30)
 
-    assert torch.equal(kept(window & causal), kept(window) & kept(causal))
     assert torch.equal(kept(window | causal), kept(window) | kept(causal))
-    right, documents = Mask(window=(-1, 2)), Mask(documents=ids)
     every = kept(window) & kept(right) & kept(documents)
     assert torch.equal(kept(window & right & documents), every)
     # The window's own offset is 0, beside a causal mask that has another.
-    lower = Mask(causal="lower_right")
     assert torch.equal(kept(lower & window, 10), kept(lower, 10) & kept(window, 10))
 
 
@@ -154,22 +152,25 @@ def test_masks_that_do_not_fit_the_call_are_refused(mask: Mask, words: str) -> N
         qa.attention(q, k, v, attn_mask=mask)
 
 
+NONE = torch.zeros(0, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(key_lengths=NONE[:, 0]), Mask(key_padding=NONE > 0, causal=True),
+        Mask(documents=NONE, window=2) | Mask(documents=(NONE, NONE)),
+        Mask(chunk=3, key_lengths=NONE[:, 0], keeps=lambda b, h, q, k: k <= q) & Mask(window=1),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("depth", [0, "auto"])
-def test_a_batch_without_entries(depth: int | str) -> None:
+def test_a_batch_without_entries(mask: Mask, depth: int | str) -> None:
     """Tensors of a mask that are of each entry have no rows either."""
-    q, k, v = (torch.randn(0, 2, 8, 4, requires_grad=True) for _ in range(3))
-    none = torch.zeros(0, 8, dtype=torch.int64)
-    for mask in (
-        Mask(key_lengths=none[:, 0]),
-        Mask(key_padding=none > 0, causal=True),
-        Mask(documents=none, window=2) | Mask(documents=(none, none)),
-        Mask(chunk=3, key_lengths=none[:, 0], keeps=lambda b, h, q, k: k <= q) & Mask(window=1),
-    ):
-        out, lse = qa.attention_with_lse(q, k, v, attn_mask=mask, depth=depth)
-        assert (out.shape, lse.shape) == ((0, 2, 8, 4), (0, 2, 8))
-        assert [g.shape for g in torch.autograd.grad(out.sum() + lse.sum(), [q, k, v])] == [
-            q.shape
-        ] * 3
+    given = inputs(8, batch=(0,))
+    results = both_passes(given, attn_mask=mask, depth=depth)
+    assert [t.shape for t in results] == [
+        t.shape for t in (given.query, given.query[..., 0], *given.three)
+    ]
 
 
 class Unhashable:

@@ -273,18 +273,14 @@ def model(q, k, v):
     return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True) + 1
 
 def check(ours, n=50):
-    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
+    three = [torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3)]
     before = report.total.forwards, report.total.backwards
     with qa.using(report=report):
-        out = model(q, k, v)
-    out.square().sum().backward()
-    grads = [t.grad for t in (q, k, v)]
-    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
-    wanted = original(q * 2, k, v, is_causal=True) + 1
-    wanted.square().sum().backward()
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
-    for found, like in zip(grads, (q, k, v)):
-        torch.testing.assert_close(found, like.grad, rtol=1e-4, atol=1e-4)
+        out = model(*three)
+    grads = torch.autograd.grad(out.square().sum(), three)
+    wanted = original(three[0] * 2, *three[1:], is_causal=True) + 1
+    found, like = (out, *grads), (wanted, *torch.autograd.grad(wanted.square().sum(), three))
+    torch.testing.assert_close(found, like, rtol=1e-4, atol=1e-4)
     done = report.total.forwards - before[0], report.total.backwards - before[1]
     assert done == (ours, ours), (done, ours)
 
@@ -311,14 +307,12 @@ qa.patch_sdpa(min_tokens=0)
 check(True)
 qa.unpatch_sdpa()
 check(False)
-print("right")
 """
 
 
 def test_compiled_code() -> None:
     done = run_python(COMPILED)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "right"
 
 
 def test_other_traces() -> None:

@@ -56,14 +56,12 @@ def test_links_lead_where_they_led(tmp_path: Path) -> None:
     there, long = tmp_path / "far" / "x", tmp_path / ("x" * 255)
     long.symlink_to(there)
     write_text(long, "new")
-    assert there.read_text() == "new"
-    assert long.is_symlink()
     (tmp_path / "hard").hardlink_to(there)
     write_text(long, "newer")
+    assert there.read_text() == "newer"
+    assert long.is_symlink()
     assert (tmp_path / "hard").read_text() == "new"
-    for text in ("old", "new"):
-        write_text(tmp_path / ("y" * 255), text)
-    assert len(names(tmp_path)) == 4
+    assert len(names(tmp_path)) == 3
 
 
 OTHER = 12345
@@ -98,10 +96,9 @@ def test_another_users_link_is_not_followed_where_all_may_write(
     if where == "behind a link":
         link(home / "mine", path, os.geteuid())
         path = home / "mine"
-    with pytest.raises(PermissionError, match=f"is a link of user {OTHER}"):
-        check_target(path)
-    with pytest.raises(PermissionError, match=f"is a link of user {OTHER}"):
-        write_text(path, "new")
+    for write in (check_target, lambda path: write_text(path, "new")):
+        with pytest.raises(PermissionError, match=f"is a link of user {OTHER}"):
+            write(path)
     assert (home / "x").read_bytes() == EARLIER
     assert not (home / "new").exists()
 

@@ -37,17 +37,6 @@ def fast(seconds: float = 0.1) -> Answer:
     return found
 
 
-class Pretended:
-    """Answers from a rule instead of from a child process."""
-
-    def __init__(self, rule) -> None:
-        self.rule, self.asked = rule, []
-
-    def __call__(self, experiment: str, spec: Spec) -> Answer:
-        self.asked.append(spec)
-        return self.rule(spec)
-
-
 def test_a_measurement_in_this_process() -> None:
     asked = spec(options(), "quorum-depth-1", 300, backward=True, repeats=2)
     found = child.measure(asked)
@@ -75,6 +64,17 @@ def test_whatever_a_process_does_is_an_answer() -> None:
     assert "TypeError" in found.reason
 
 
+def run(experiment: str, chosen: Namespace, rule) -> tuple[tuple, list[Spec]]:
+    """The table of an experiment whose answers come from ``rule``, and what it asked for."""
+    asked: list[Spec] = []
+
+    def answer(experiment: str, spec: Spec) -> Answer:
+        asked.append(spec)
+        return rule(spec)
+
+    return EXPERIMENTS[experiment](chosen, answer), asked
+
+
 def test_a_sweep_ends_with_a_method() -> None:
     """At its first failure, or before it takes too long."""
 
@@ -83,8 +83,8 @@ def test_a_sweep_ends_with_a_method() -> None:
             return Answer(OUT_OF_MEMORY)
         return fast(spec.tokens / 1024)
 
-    pretended = Pretended(rule)
-    rows = [row for row in EXPERIMENTS["cost"](options(), pretended)[3] if "+" in row[2]]
+    (*_, rows), _ = run("cost", options(), rule)
+    rows = [row for row in rows if "+" in row[2]]
     assert rows[:4] == [
         ["sdpa", "1,024", "forward+backward", "2", "1", "1.00 MiB"],
         ["sdpa", "2,048", "forward+backward", "4", "1", "1.00 MiB"],
@@ -92,17 +92,17 @@ def test_a_sweep_ends_with_a_method() -> None:
         ["sdpa", "8,192", "forward+backward", "oom", "", ""],
     ]
     assert [row[1] for row in rows[4:]] == ["1,024", "2,048", "4,096", "8,192", "16,384"]
-    pretended = Pretended(lambda spec: fast(spec.tokens / 1024))
-    EXPERIMENTS["cost"](options(quick=True), pretended)
-    assert [s.tokens for s in pretended.asked if s.method == "sdpa"] == [1024, 2048]
+    _, asked = run("cost", options(quick=True), lambda spec: fast(spec.tokens / 1024))
+    assert [s.tokens for s in asked if s.method == "sdpa"] == [1024, 2048]
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_experiments_make_whole_tables(quick: bool) -> None:
-    pretended = Pretended(lambda spec: fast())
-    chosen = options(quick=quick, lengths=(1024, 4096))
-    found = {name: run(chosen, pretended) for name, run in EXPERIMENTS.items()}
-    for title, _, columns, rows in found.values():
+    every: list[Spec] = []
+    for name in EXPERIMENTS:
+        chosen = options(quick=quick, lengths=(1024, 4096))
+        (title, _, columns, rows), asked = run(name, chosen, lambda spec: fast())
         assert rows
         assert all(len(row) == len(columns) for row in rows), title
-    assert len(set(pretended.asked)) == len(pretended.asked)
+        every += asked
+    assert len(set(every)) == len(every)

@@ -46,23 +46,20 @@ def test_calls_take_them_for_what_they_say(make, lengths) -> None:
         torch.testing.assert_close(grads, plain)
 
 
-@pytest.mark.parametrize("min_tokens", [1, 30, 10_000])
+@pytest.mark.parametrize("min_tokens", [1, 10_000])
 @pytest.mark.parametrize("make", MAKES)
 def test_a_patched_function_takes_them_as_torchs_own_does(make, min_tokens: int) -> None:
     """Torch's own recognises them by the function's name, which is ours while it is patched."""
     query, key, value = tensors(20, 50)
     bias = made(make, 20, 50)
     expected = torchs(query, key, value, bias)
-    functional = torch.nn.functional
     for enabled in (True, False):
         with qa.patched_sdpa(min_tokens=min_tokens, enabled=enabled):
-            for found in (
-                functional.scaled_dot_product_attention(query, key, value, bias),
-                functional.scaled_dot_product_attention(query, key, value, attn_mask=bias),
-            ):
-                torch.testing.assert_close(found, expected)
+            patched = torch.nn.functional.scaled_dot_product_attention
+            torch.testing.assert_close(patched(query, key, value, bias), expected)
+            torch.testing.assert_close(patched(query, key, value, attn_mask=bias), expected)
             with pytest.raises(ValueError, match="CausalBias should not be used with causal"):
-                functional.scaled_dot_product_attention(query, key, value, bias, 0.0, True)
+                patched(query, key, value, bias, 0.0, True)
 
 
 def test_in_compiled_code_of_other_lengths_and_within_a_mask() -> None:

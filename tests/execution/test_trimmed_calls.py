@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
 from helpers_kernels import WatchedKernel
+from helpers_passes import pass_of
 from helpers_plans import unpinned
 from helpers_score_mods import within
 from hypothesis import given, settings
@@ -58,11 +59,6 @@ def kept(name: str) -> torch.Tensor:
     return torch.broadcast_to(MASKS[name](0, 0, at[:, None], at), (N, N))
 
 
-def close(found, wanted, tolerance: float = 1e-11) -> None:  # type: ignore[no-untyped-def]
-    for actual, expected in zip(found, wanted, strict=True):
-        assert_close(actual, expected, tolerance)
-
-
 @pytest.mark.parametrize(
     ("name", "fails", "backward", "late", "n_cap"),
     [("window", {0, 3, 4}, False, True, 1), ("window", {0, 3, 4}, True, False, 2),
@@ -80,16 +76,12 @@ def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ig
         )
     )  # fmt: skip
     wanted = exact(made, mask=kept(name), is_causal=True, gradients=True)
-    call = {"is_causal": True, "plan": plan, "kernel": kernel, "report": qa.Report()}
-    out, lse = wanted.out.half(), wanted.lse.float()
+    report, results = qa.Report(), (wanted.out.half(), wanted.lse.float())
+    call = {"is_causal": True, "plan": plan, "kernel": kernel, "report": report}
     kernel.arm()
-    if backward:
-        found = qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
-        expected, done = wanted.grads, call["report"].backward
-    else:
-        found = qa.attention_with_lse(*made.three, **call)
-        expected, done = (wanted.out, wanted.lse), call["report"].forward
-    close(found, expected, 1e-2)
+    found = pass_of(made, backward, results, **call)()
+    done = report.backward if backward else report.forward
+    assert_close(found, wanted.of(backward), 1e-2)
     assert len([line for line in done.recoveries if "out of memory" in line]) == len(fails)
     assert done.left_out > 0.2
     # Every pair that the mask keeps, once for each head group.

@@ -57,13 +57,10 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     found = calibrate("cpu", torch.float32)
     assert calibration.rates_known() is not before
     assert found.path == cache_file()
-    assert found.path.exists()
     machine = hardware_of(CPU, torch.float32, 64)
     assert machine.measured
     assert machine.flops == found.figures["flops"]["64"][0] > 1e8
-    assert machine.backward_flops > 1e8
-    assert machine.up_bytes_per_second > 1e6
-    assert found.seconds < 300  # some seconds on a quiet machine
+    assert min(machine.backward_flops, 100 * machine.up_bytes_per_second) > 1e8
     # Others are kept beside it.
     calibrate("cpu", torch.float16)
     assert hardware_of(CPU, torch.float32, 64).measured
@@ -71,12 +68,12 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("empty_cache")
 def test_plans_use_it() -> None:
-    sizes = {"device": "cpu", "dtype": torch.float32, "levels": (7,), "over_inputs": False}
-    write({device_key(CPU, torch.float32): figures(1e12)})
-    fast = qa.plan(65_536, **sizes).cost.arithmetic
-    write({device_key(CPU, torch.float32): figures(1e11)})
-    slow = qa.plan(65_536, **sizes).cost.arithmetic
-    assert slow == pytest.approx(10 * fast)
+    seconds = []
+    for rate in (1e12, 1e11):
+        write({device_key(CPU, torch.float32): figures(rate)})
+        plan = qa.plan(65_536, device="cpu", dtype=torch.float32, levels=(7,), over_inputs=False)
+        seconds.append(plan.cost.arithmetic)
+    assert seconds[1] == pytest.approx(10 * seconds[0])
 
 
 @pytest.mark.usefixtures("empty_cache")
@@ -103,15 +100,14 @@ QUIET = {
     "head_dim 128 forward": 7e10, "head_dim 128 backward": 6e10, "causal": 5e10,
     **dict.fromkeys(calibration._COMMON, 1e-4),
 }  # fmt: skip
+Noise = Callable[[int, str], float]
 
 
 @pytest.fixture
-def measured(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[int, str], float]], None]:
+def measured(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Noise], None]:
     """Takes by how much everything is slowed down, by round and figure."""
 
-    def set_noise(noise: Callable[[int, str], float]) -> None:
+    def set_noise(noise: Noise) -> None:
         def take(bench: object, number: int) -> dict[str, float]:
             return {
                 name: right * noise(number, name) ** (1 if name.endswith("_seconds") else -1)
