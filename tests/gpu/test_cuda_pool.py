@@ -62,11 +62,9 @@ def compare(devices: Any, three: list[torch.Tensor], **options: Any) -> qa.Repor
     return report
 
 
-def inputs(
-    kv_heads: int, share: int, n: int, where: str = "cpu", m: int | None = None, d: int = 64
-) -> list[torch.Tensor]:
-    shapes = (kv_heads * share, n, d), (kv_heads, m or n, d), (kv_heads, m or n, d)
-    made = [torch.randn(2, *shape, device="cuda:0").half().to(where) for shape in shapes]
+def inputs(kv_heads: int, share: int, n: int, where: str = "cpu") -> list[torch.Tensor]:
+    heads = kv_heads * share, kv_heads, kv_heads
+    made = [torch.randn(2, h, n, 64, device="cuda:0").half().to(where) for h in heads]
     return [t.share_memory_() for t in made] if where == "cpu" else made
 
 

@@ -36,15 +36,21 @@ def _given(n: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
     return torch.as_tensor(k < n)
 
 
-def test_a_tensor_that_is_written_to_is_another_key() -> None:
-    table, thing = torch.ones(5), Holder()
+def test_tensors_are_found_and_one_that_is_written_to_is_another_key() -> None:
+    table, thing, layer = torch.ones(5), Holder(), torch.nn.Module()
+    layer.slopes = torch.nn.Module()
+    layer.slopes.values = torch.nn.Parameter(torch.ones(5), requires_grad=False)
     within = (lambda f: lambda b, h, q, k: f(b, h, q, k))(lambda b, h, q, k: table[q] > 0)
     for function, tensor in (
         (within, table),
+        (partial(_given, table), table),
         (partial(_given, OrderedDict(n=deque([table]))), table),
+        (lambda b, h, q, k: layer.slopes.values[h] > 0, layer.slopes.values),
+        (lambda b, h, q, k, t=table: t[q] > 0, table),
         (thing, thing.ids),
         (thing.by_method, thing.ids),
     ):
+        assert [t is tensor for t in tensors([function])] == [True]
         before = versions(function)
         assert versions(function) == before
         assert hash(versions(function)) == hash(before)
@@ -53,20 +59,6 @@ def test_a_tensor_that_is_written_to_is_another_key() -> None:
     before = versions(within)
     table.data = torch.zeros(5)
     assert versions(within) != before
-
-
-def test_tensors_are_found_by_closures_and_attributes() -> None:
-    thing, layer, table = Holder(), torch.nn.Module(), torch.ones(3)
-    layer.slopes = torch.nn.Module()
-    layer.slopes.values = torch.nn.Parameter(torch.ones(5))
-    for function, found in (
-        (lambda b, h, q, k: layer.slopes.values[h] > 0, layer.slopes.values),
-        (thing, thing.ids),
-        (thing.by_method, thing.ids),
-        (partial(_given, table), table),
-        (lambda b, h, q, k, t=table: t[q] > 0, table),
-    ):
-        assert [t is found for t in tensors([function])] == [True]
 
 
 def test_tensors_are_not_kept_alive() -> None:

@@ -14,13 +14,13 @@ from helpers_masks import RULES, check, dense, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Rectangle
 from quorum_attention.kernels.masked import block_table
 from quorum_attention.kernels.masked.block_table import BlockEvaluator, listed_blocks
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.native import runs
 from quorum_attention.kernels.native.runs import bits_of
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.protocol import Call, whole_task
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -40,14 +40,8 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
         )
     keep = dense(mask, 1, 2, n, m)
     (geometry,) = resolve(mask, Sizes(1, 2, n, m), False).geometries
-    size = max(n, m)
-    whole = Decomposition(size).task(())
     rectangles = (Rectangle(0, n, 0, m),)
-    zeros = torch.zeros(1, 2, n, 4)
-    task = TaskTensors(
-        whole, rectangles, zeros, torch.zeros(1, 2, m, 4), torch.zeros(1, 2, m, 4), 1.0, False,
-        lambda r: None,
-    )  # fmt: skip
+    task = whole_task(Call(torch.zeros(1, 2, n, 4), *torch.zeros(2, 1, 2, m, 4)))
     codes = np.zeros((-(-n // 128), -(-m // 128)), dtype=np.int8)
     found = listed_blocks(geometry, task, *rectangles, rectangles, draw.choice([1, 16 << 20]))
     for code, nodes in zip((FULL, PARTIAL), found, strict=False):

@@ -12,7 +12,9 @@ import pytest
 import torch
 from kernel_harness import Case, check_nan_in_a_query, errors, exact, random_case, run
 
-from quorum_attention.kernels.native import NativeKernel
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.kernels import CallShape, Extent, TaskTensors
+from quorum_attention.kernels.native import NativeKernel, kernel
 from quorum_attention.kernels.native.config import Config
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -101,11 +103,9 @@ def test_a_large_table_goes_in_parts(
     device: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where runs are many, a task takes several launches and no more memory than was said."""
-    from quorum_attention.kernels.native import kernel as module
-
     check(device, Case(60, causal=True, levels=(3,)))
     whole = len(launched)
-    monkeypatch.setattr(module, "_RUNS_OF_A_BLOCK", 0)
+    monkeypatch.setattr(kernel, "_RUNS_OF_A_BLOCK", 0)
     check(device, Case(60, causal=True, levels=(3,)))
     assert len(launched) > 2 * whole
 
@@ -113,10 +113,7 @@ def test_a_large_table_goes_in_parts(
 @pytest.mark.parametrize("levels", [(7,), (57,), (13, 7), (7, 7, 3)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> None:
-    from quorum_attention.decomposition import Decomposition
-    from quorum_attention.kernels import CallShape, Extent, TaskTensors
-
-    kernel = NativeKernel()
+    native = NativeKernel()
     shape = Decomposition(1 << 17, levels)
     task = shape.task(tuple(c // 2 for c in levels))
     n = task.n_tokens
@@ -124,11 +121,11 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
     tensors = TaskTensors(
         task, task.rectangles(causal), empty, empty, empty, 1.0, causal, lambda r: None, n, n
     )
-    bound = kernel.forward_workspace_bytes(
+    bound = native.forward_workspace_bytes(
         CallShape("cuda", half, 1, 1, 64, 64, causal), Extent(1, 1, 1, n, n, n)
     )
     pairs, tiled = 0, Config(128, 64, 4, 1)
-    for part in kernel.parts(tensors, tensors.rectangles, (("query", tiled),)):
+    for part in native.parts(tensors, tensors.rectangles, (("query", tiled),)):
         (runs,) = part.tables
         assert 4 * (runs.starts.numel() + runs.entries.numel()) <= bound
         rows, columns = (runs.entries[:, b] - runs.entries[:, a] for a, b in ((0, 1), (2, 5)))

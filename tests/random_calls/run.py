@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,23 +140,34 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
             taken = None if one is None or one.recoveries else one.peak_bytes
             if taken is not None and taken > one.planned_peak_bytes:
                 verdict.add("more memory than planned", f"{taken}, {one.planned_peak_bytes}")
-    gradients = [name for name in results if name.startswith("grad")]
-    where = place(case, compute)
-    dtypes = (results["out"].dtype, results[(gradients or ["out"])[0]].dtype)
-    wanted = _wanted(case, made, dtypes, where)
-    yardstick = Yardstick(case, made, dtypes, compute, lambda: _cut(case, made, compute, done))
     given = case.results.given and case.route == "pair"
     asked = {
         "out": DTYPES[case.results.out or case.dtype],
         "grad_mask": None if made.mask is None else made.mask.dtype,
         **dict.fromkeys(GRADIENTS, DTYPES[(case.results.grads if given else None) or case.dtype]),
     }
-    for name, found in results.items():
-        if found.dtype != asked.get(name, found.dtype):
-            verdict.add("dtype", f"{name} is {found.dtype}, not {asked[name]}")
-        off = judge(name, found.detach().to(where), wanted[name], yardstick)
+    for name, off in _judged(case, made, done, compute):
+        dtype = results[name].dtype
+        if dtype != asked.get(name, dtype):
+            verdict.add("dtype", f"{name} is {dtype}, not {asked[name]}")
         if off and not (off.plausible and not _happens_again(case, made, name, compute)):
             verdict.add(f"{name} {off.kind}", off.words)
+
+
+def _judged(
+    case: Case, made: Made, done: Done, compute: torch.device, only: str = ""
+) -> Iterator[tuple[str, Off | None]]:
+    """Each result, or one, and what is wrong with it."""
+    results, where = done.results, place(case, compute)
+    gradients = [name for name in results if name.startswith("grad")]
+    dtypes = (results["out"].dtype, results[only or (gradients or ["out"])[0]].dtype)
+    reference = Reference(case, made, where)
+    wanted = reference.forward(dtypes[0])
+    if case.route != "forward":
+        wanted |= reference.backward(dtypes[1])
+    yardstick = Yardstick(case, made, dtypes, compute, lambda: _cut(case, made, compute, done))
+    for name in [only] if only else results:
+        yield name, judge(name, results[name].detach().to(where), wanted[name], yardstick)
 
 
 @dataclass(frozen=True)
@@ -226,14 +238,6 @@ def _where(
     return words if ratio is None else f"{words}, {float(ratio.max()):.3g} times the bound"
 
 
-def _wanted(
-    case: Case, made: Made, dtypes: tuple[torch.dtype, torch.dtype], where: torch.device
-) -> dict[str, Wanted]:
-    reference = Reference(case, made, where)
-    wanted = reference.forward(dtypes[0])
-    return wanted if case.route == "forward" else wanted | reference.backward(dtypes[1])
-
-
 def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> bool:
     """Whether a result is as far off in most of its neighbours, by their own references.
 
@@ -246,11 +250,8 @@ def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> 
     for number in range(_AGAIN):
         other = neighbour(case, made, 100 + number)
         done = _perform(case, other, compute, Done())
-        dtypes = (done.results["out"].dtype, done.results[name].dtype)
-        cut = _cut(case, other, compute, done)
-        yardstick = Yardstick(case, other, dtypes, compute, lambda cut=cut: cut)
-        wanted = _wanted(case, other, dtypes, place(case, compute))
-        found += judge(name, done.results[name], wanted[name], yardstick) is not None
+        ((_, off),) = _judged(case, other, done, compute, name)
+        found += off is not None
     return found > _AGAIN // 2
 
 

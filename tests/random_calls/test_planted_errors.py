@@ -14,6 +14,7 @@ import quorum_attention as qa
 from quorum_attention.kernels import rectangles
 from quorum_attention.kernels.kit import from_lse_function
 from random_calls import call, kernels
+from random_calls.call import GRADIENTS as GRADIENT_NAMES
 from random_calls.case import Case, Orders, Results
 from random_calls.run import check
 
@@ -79,26 +80,40 @@ PLAIN = Case(
 )
 
 
+# Upstream gradients at fp16's end: digits lost by dividing them are allowed, no more.
+DIVIDED = Case(
+    8, n_queries=60, n_keys=60, dtype="float16", content="tiny", grad="wide range",
+    is_causal=True, orders=Orders("plan", levels=(3,), tile=4),
+)  # fmt: skip
+# What the reference itself may be off by is far less: 1e-12 of 1.
+DOUBLE = replace(PLAIN, dtype="float64")
+
+
 @pytest.mark.parametrize(
-    ("kind", "harm"),
+    ("kind", "case", "harm"),
     [
-        ("input changed", lambda query, out: query[0, 0, 0].zero_()),
-        ("memory of others changed", lambda query, out: out._base[0, 0, 0].zero_()),
-        ("out not finite", lambda query, out: out[0, 0, 3].fill_(torch.nan)),
-        ("out off", lambda query, out: out[0, 0, 3, :1].add_(2e-5)),
+        ("input changed", PLAIN, lambda query, made: query[0, 0, 0].zero_()),
+        ("memory of others changed", PLAIN, lambda query, made: made[0]._base[0, 0, 0].zero_()),
+        ("out not finite", PLAIN, lambda query, made: made[0][0, 0, 3].fill_(torch.nan)),
+        ("out off", PLAIN, lambda query, made: made[0][0, 0, 3, :1].add_(2e-5)),
+        ("out", DOUBLE, lambda query, made: made[0].mul_(1 + 2e-12)),
+        *((name, case, lambda query, made, i=i, factor=factor: made[i].mul_(factor))
+          for case, factor in ((DOUBLE, 1 + 2e-12), (DIVIDED, 1.1))
+          for i, name in enumerate(GRADIENT_NAMES)),
     ],
-)
-def test_harm_around_a_call_is_found(kind, harm, monkeypatch) -> None:
-    assert not check(PLAIN).wrong
-    usual = qa.attention_with_lse
+)  # fmt: skip
+def test_harm_around_a_call_is_found(kind, case, harm, monkeypatch) -> None:
+    assert check(case).outcome == "right"
+    name = "attention_backward" if kind in GRADIENT_NAMES else "attention_with_lse"
+    usual = getattr(qa, name)
 
-    def harmful(query, key, value, *rest, **named):
-        results = usual(query, key, value, *rest, **named)
-        harm(query, results[0])
-        return results
+    def harmful(*given, **named):
+        made = usual(*given, **named)
+        harm(given[0], made)
+        return made
 
-    monkeypatch.setattr(call.qa, "attention_with_lse", harmful)
-    assert kind in check(PLAIN).kinds
+    monkeypatch.setattr(call.qa, name, harmful)
+    assert any(found.startswith(kind) for found in check(case).kinds)
 
 
 @pytest.mark.parametrize(
@@ -124,35 +139,3 @@ def test_what_is_less_exact_than_torch_is_so_again(dtype, bits, first, monkeypat
             orders=Orders("plan", levels=(3,), tile=8, over_inputs=False),
         )))  # fmt: skip
     assert [one.outcome for one in found] == ["wrong"] * 2, [str(one) for one in found]
-
-
-DIVIDED = Case(
-    8, n_queries=60, n_keys=60, dtype="float16", content="tiny", grad="wide range",
-    is_causal=True, orders=Orders("plan", levels=(3,), tile=4),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("case", "results", "factor"),
-    [
-        # What the reference itself may be off by is far less: 1e-12 of 1.
-        (replace(PLAIN, dtype="float64"), range(-1, 3), 1 + 2e-12),
-        # Upstream gradients at fp16's end: digits lost by dividing them are allowed, no more.
-        (DIVIDED, range(3), 1.1),
-    ],
-)
-def test_an_error_of_a_few_digits_is_found(case, results, factor, monkeypatch) -> None:
-    assert check(case).outcome == "right"
-    for result in results:
-        name = "attention_with_lse" if result < 0 else "attention_backward"
-        usual, place = getattr(qa, name), max(0, result)
-
-        def harmful(*given, usual=usual, at=place, **named):
-            made = usual(*given, **named)
-            made[at].mul_(factor)
-            return made
-
-        with monkeypatch.context() as patch:
-            patch.setattr(call.qa, name, harmful)
-            names = ("grad_query", "grad_key", "grad_value", "out")
-            assert any(kind.startswith(names[result]) for kind in check(case).kinds)
