@@ -72,45 +72,38 @@ def test_random_calls_again_and_again_against_float64(seed: int) -> None:
 
 
 @pytest.mark.parametrize("home", ["cuda", "cpu"])
-@pytest.mark.parametrize("seed", range(24))
-def test_random_masks_against_float64(seed: int, home: str) -> None:
-    draw = random.Random(random.random() + seed)
-    drawn = Drawn(draw, [5, 257, 700, 1500], [3, 128, 900])
-    sinks = draw.choice([None, torch.randn(drawn.of_mask[1], requires_grad=True)])
-    softcap = draw.choice([None, None, 5.0])
-    mask = replace(random_mask(draw, *drawn.of_mask), softcap=softcap, sinks=sinks)
-    dropout = None
-    if seed % 3 == 0:
-        dropout = Dropout(draw.choice([0.1, 0.5]), draw.randrange(2**63))
-    plain = softcap is None and dropout is None
-    if plain and drawn.dtype != torch.float32 and draw.random() < 0.4:
-        drawn.options["kernel"] = draw.choice(["cudnn", "flash", *(["fa4"] if version() else [])])
-    drawn.check(home, mask, dropout=dropout)
-
-
-@pytest.mark.parametrize("home", ["cuda", "cpu"])
-@pytest.mark.parametrize("seed", range(8))
-def test_rules_that_are_tried_against_float64(
+@pytest.mark.parametrize("seed", range(32))
+def test_random_masks_against_float64(
     seed: int, home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """User's functions and masks of which any may keep a pair, by a table of blocks; with room for
-    few blocks, in many launches."""
+    """In every fourth, users' functions and masks of which any may keep a pair: by a table of
+    blocks, with room for few of them, in many launches."""
     draw = random.Random(random.random() + seed)
-    drawn = Drawn(draw, [5, 257, 700, 1500], [3, 128, 900])
-    rules = random_mask(draw, *drawn.of_mask)
-    if seed % 2:
-        of_two = tuple(random_mask(draw, *drawn.of_mask, inner=True) for _ in range(2))
-        rules = given = replace(rules, either=of_two)
-    elif seed % 4:
-        rules = given = replace(rules, keeps=draw.choice(RULES))
+    drawn, more = Drawn(draw, [5, 257, 700, 1500], [3, 128, 900]), dict[str, Any]()
+    mask = random_mask(draw, *drawn.of_mask)
+    if seed % 4 == 0:
+        if seed % 3 == 0:
+            of_two = tuple(random_mask(draw, *drawn.of_mask, inner=True) for _ in range(2))
+            mask = replace(mask, either=of_two)
+        elif seed % 3 == 1:
+            mask = replace(mask, keeps=draw.choice(RULES))
+        else:
+            table = torch.rand(drawn.of_mask[3] + 1) < 0.7
+            there = table.cuda()
+            more["given"] = replace(mask, keeps=lambda b, h, q, k: there[k] | (q == k))
+            mask = replace(mask, keeps=lambda b, h, q, k: table[k] | (q == k))
+        if draw.random() < 0.5:
+            few_at_a_time(monkeypatch, draw.choice([1, 3]))
     else:
-        table = torch.rand(drawn.of_mask[3] + 1) < 0.7
-        there = table.cuda()
-        given = replace(rules, keeps=lambda b, h, q, k: there[k] | (q == k))
-        rules = replace(rules, keeps=lambda b, h, q, k: table[k] | (q == k))
-    if draw.random() < 0.5:
-        few_at_a_time(monkeypatch, draw.choice([1, 3]))
-    drawn.check(home, rules, given=given)
+        sinks = draw.choice([None, torch.randn(drawn.of_mask[1], requires_grad=True)])
+        mask = replace(mask, softcap=draw.choice([None, None, 5.0]), sinks=sinks)
+        if seed % 3 == 0:
+            more["dropout"] = Dropout(draw.choice([0.1, 0.5]), draw.randrange(2**63))
+        plain = mask.softcap is None and not more
+        if plain and drawn.dtype != torch.float32 and draw.random() < 0.4:
+            names = ["cudnn", "flash", *(["fa4"] if version() else [])]
+            drawn.options["kernel"] = draw.choice(names)
+    drawn.check(home, mask, **more)
 
 
 @pytest.mark.parametrize("budget", [None, "256MiB"])

@@ -6,7 +6,6 @@ them, and rows that far apart lie in a file that is nearly all holes, or in 18 G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,15 +103,6 @@ def apart(rows: list[torch.Tensor], stride: int, device: str, file: Path) -> lis
     ]
 
 
-@pytest.fixture
-def given_back() -> Iterator[None]:
-    """Of a GPU's memory as much as there was, for the tests after this one."""
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-@pytest.mark.usefixtures("given_back")
 @pytest.mark.parametrize("stride", [1 << 24, (1 << 26) + 9])
 def test_rows_far_apart(stride: int, tmp_path: Path, device: str) -> None:
     """Rows and heads a long way from each other, as in a slice of a huge tensor."""

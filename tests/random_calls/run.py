@@ -260,4 +260,4 @@ def _cut(case: Case, made: Made, compute: torch.device, done: Done) -> Cut | Non
     if done.report is None:
         done = _perform(replace(case, reported=True, failure=None), made, compute, Done())
     ran = done.report.forward
-    return None if ran is None else Cut(ran.kernel, ran.levels)
+    return None if ran is None else (ran.kernel, ran.levels)

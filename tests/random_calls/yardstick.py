@@ -13,7 +13,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,17 +36,8 @@ _ROUNDING = ("cpu", "fa4", "cudnn", "flash", "efficient")
 Results = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a forward was cut: its kernel's name and its levels."""
-
-    kernel: str
-    levels: tuple[int, ...]
-
-    def rounds(self, case: Case) -> bool:
-        """Whether parts are rounded to 16 bits."""
-        narrow = case.dtype in ("float16", "bfloat16") and not case.dropout
-        return narrow and bool(self.levels) and self.kernel in _ROUNDING
+# How a forward was cut: its kernel's name and its levels.
+Cut = tuple[str, tuple[int, ...]]
 
 
 def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
@@ -62,7 +53,7 @@ def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
     layout, tile = (orders.layout, orders.tile) if orders.how == "plan" else ("aligned", 128)
     n = max(case.n_queries, case.n_keys)
     found = torch.zeros_like(reference.out)
-    for task in Decomposition(n, cut.levels, layout, tile).tasks():
+    for task in Decomposition(n, cut[1], layout, tile).tasks():
         tokens = torch.cat([torch.arange(r.start, r.stop) for r in task.runs] or [torch.empty(0)])
         tokens = tokens.long().to(p.device)
         for r in task.rectangles(case.is_causal, case.n_queries, case.n_keys):
@@ -115,7 +106,9 @@ class Yardstick:
                 largest = torch.maximum(largest, found)
                 yield largest
         cut = None if self._cut is None or name not in GRADIENTS else self._cut()
-        if cut is not None and cut.rounds(self.case):
+        narrow = self.case.dtype in ("float16", "bfloat16")
+        # Parts are rounded to 16 bits.
+        if cut is not None and cut[1] and narrow and cut[0] in _ROUNDING:
             yield torch.maximum(largest, self._of_parts(name, wanted, cut))
 
     def _of_parts(self, name: str, wanted: Wanted, cut: Cut) -> torch.Tensor:
