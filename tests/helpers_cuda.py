@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from helpers_attention import Inputs, exact
-
-import quorum_attention as qa
+from helpers_passes import both_passes
 
 NAMES = ("out", "query", "key", "value")
 Results = Mapping[str, torch.Tensor]
@@ -19,8 +18,7 @@ def both(
 ) -> Results:
     """The output and the gradients; ``pins``: more options of either pass."""
     call = {"attn_mask": mask, "enable_gqa": True, "devices": "cuda", **call}
-    out, lse = qa.attention_with_lse(*given.three, **call, **pins[0])
-    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call, **pins[1])
+    out, _, *grads = both_passes(given, pins, **call)
     return dict(zip(NAMES, (out, *grads), strict=True))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers_attention import fresh_generator, masked, softmax
+from helpers_attention import Inputs, fresh_generator, masked, softmax
+from helpers_passes import both_passes
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
@@ -88,16 +89,18 @@ def run(kernel, tensors, is_causal: bool, **plan):
         "is_causal": is_causal, "kernel": kernel, "devices": device,
         "enable_gqa": q.shape[1] != k.shape[1],
     }  # fmt: skip
-    plans = [None, None]
+    pins: Any = ({}, {})
     if plan:
-        plans = [
-            qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
-                    n_keys=k.shape[2], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
-                    backward=backward, device=device, **plan)
+        pins = [
+            {"plan": qa.plan(
+                q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
+                n_keys=k.shape[2], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
+                backward=backward, device=device, **plan,
+            )}
             for backward in (False, True)
         ]  # fmt: skip
-    out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
-    return out, lse, qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
+    out, lse, *grads = both_passes(Inputs(q, k, v, grad), pins, **common)
+    return out, lse, tuple(grads)
 
 
 def check(kernel, tensors, exact, is_causal: bool, **plan) -> None:

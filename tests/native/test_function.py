@@ -35,9 +35,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     found, expected = found.detach().cpu().double(), expected.detach()
     assert not found.isnan().any()
     difference = torch.where(found == expected, 0.0, (found - expected).abs())
-    size = expected[expected.isfinite()].abs()
-    largest = float(size.max()) if size.numel() else 0.0
-    return float(difference.max()) / max(largest, 1e-9)
+    largest = expected.masked_fill(~expected.isfinite(), 0.0).abs().max()
+    return float(difference.max() / largest.clamp_min(1e-9))
 
 
 def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options) -> None:
@@ -51,10 +50,11 @@ def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options
         heads = options.pop("bias_heads")
         options["bias"] = torch.randn(1, heads, 1, M, generator=g).to(dtype).float()
     if bits is not None:
-        near = {
-            f"{name}_bits": t.to(device) for name, t in zip(("query", "key"), bits, strict=True)
-        }
-        out, lse = qa.native_attention(*given, out_dtype=torch.float32, is_causal=is_causal, **near)
+        query_bits, key_bits = (t.to(device) for t in bits)
+        out, lse = qa.native_attention(
+            *given, out_dtype=torch.float32, is_causal=is_causal, query_bits=query_bits,
+            key_bits=key_bits,
+        )  # fmt: skip
         assert not lse.requires_grad
         options["keeps"] = lambda b, h, q, k: (bits[0][q] & bits[1][k]) == 0
     else:
@@ -103,15 +103,13 @@ def test_against_float64(name: str, device: str) -> None:
 
 def bits(kind: str, n: int) -> torch.Tensor:
     where = torch.arange(n)
-    if kind == "none":
-        return torch.zeros(n, dtype=torch.int64)
-    if kind == "chunks":
-        return (where // 32 % 3 == 1).long() << 63
-    if kind == "random":
-        return torch.randint(0, 8, (n,))
-    if kind == "mixed":
-        return (where // 40 % 2).long() * 6 + (torch.rand(n) < 0.05).long()
-    return torch.full((n,), 1 << 40, dtype=torch.int64)  # everything masked
+    return {
+        "none": torch.zeros(n, dtype=torch.int64),
+        "chunks": (where // 32 % 3 == 1).long() << 63,
+        "random": torch.randint(0, 8, (n,)),
+        "mixed": (where // 40 % 2).long() * 6 + (torch.rand(n) < 0.05).long(),
+        "full": torch.full((n,), 1 << 40, dtype=torch.int64),  # everything masked
+    }[kind]
 
 
 @pytest.mark.parametrize(
