@@ -99,6 +99,9 @@ def test_a_value_may_vary_and_the_budget_is_that_of_the_graph() -> None:
             assert_close(call(q, budget), sdpa(q, q, q), 1e-10)
     with pytest.raises(qa.BudgetError):
         call(q, 1000)
+    call = compiled(lambda q, cap: qa.attention(q, q, q, qa.Mask(softcap=cap)))
+    for cap in (0.5, 2.0, 0.25):
+        assert_close(call(q, cap), qa.attention(q, q, q, qa.Mask(softcap=cap)), 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,18 @@ def real_number(value: Any, name: str) -> float:
         TypeError: it is not a real number (a bool or a tensor that requires a gradient is not).
         ValueError: it is NaN or infinite.
     """
-    no_number = isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__")
-    kind = str(getattr(value, "dtype", ""))
-    if no_number or "bool" in kind or "complex" in kind or getattr(value, "requires_grad", False):
-        raise TypeError(f"{name} must be a real number, got {shown(value)}")
+    if not isinstance(value, float):  # one that torch's compiler lets vary says nothing more
+        other = isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__")
+        kind = str(getattr(value, "dtype", ""))
+        if other or "bool" in kind or "complex" in kind or getattr(value, "requires_grad", False):
+            raise TypeError(f"{name} must be a real number, got {shown(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):  # of several elements
         raise TypeError(f"{name} must be a real number, got {shown(value)}") from None
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:
         raise ValueError(f"{name} must be finite, got {shown(value)}")
     return number
 
@@ -71,9 +72,8 @@ def switch(value: Any, name: str) -> bool:
     Raises:
         TypeError: it is not a Python or NumPy bool; the truth of other objects is not asked for.
     """
-    if isinstance(value, bool):
-        return value
-    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+    kind = type(value)
+    if kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {shown(value)}")
 

@@ -161,7 +161,8 @@ def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
         NotImplementedError: it has another object in it.
     """
     if value is None or isinstance(value, (str, bool, float)):
-        return value
+        # A key is a constant, also where torch's compiler would let a float vary.
+        return next(iter({value: None}))
     if isinstance(value, int):
         numbers.append(value)
         return ("number", len(numbers) - 1)
