@@ -1,4 +1,5 @@
-"""Memory of results that is kept between calls: who may use it when, and that it is given back."""
+"""Memory of results that is kept between calls: who may use it when, and that it is given back;
+where accumulators and results live."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from helpers_fake_device import FakeDevice
 from helpers_late_cuda import Driver
 
 from quorum_attention.errors import OutOfMemoryError
@@ -17,6 +19,7 @@ from quorum_attention.execution.device import residency
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Locker, PinnedPool
+from quorum_attention.execution.device.residency import empty, travelling
 
 MIB = 1 << 20
 
@@ -148,12 +151,9 @@ def test_results_beside_a_gpu_lie_in_it(driver: Pooled, monkeypatch: pytest.Monk
     backend = Cuda()
     backend.pinned = driver.kept()
     monkeypatch.setitem(BACKENDS, "cuda", backend)
-    gpu = torch.device("cuda", 0)
 
     def result(rows: int) -> torch.Tensor:
-        return residency.empty_result(
-            (1, 2, rows, 64), torch.float16, torch.device("cpu"), "it", gpu
-        )
+        return residency.empty_result((1, 2, rows, 64), torch.float16, HOST, "it", GPU)
 
     rows = WORTH_LOCKING_BYTES // 128
     first = result(rows)
@@ -167,7 +167,6 @@ def test_results_beside_a_gpu_lie_in_it(driver: Pooled, monkeypatch: pytest.Monk
     # Where host memory is short, what is kept is given back first.
     del second
     tried: list[int] = []
-    empty = residency.empty
 
     def short(*given):  # type: ignore[no-untyped-def]
         tried.append(len(driver.locked))
@@ -178,3 +177,36 @@ def test_results_beside_a_gpu_lie_in_it(driver: Pooled, monkeypatch: pytest.Monk
     monkeypatch.setattr(residency, "empty", short)
     assert result(4 * rows) is not None
     assert tried == [1, 0]
+
+
+# --- Where accumulators and results live, whatever device they are on --------------------------
+
+HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_host_memory_that_is_not_there_is_refused_with_what_is_missing() -> None:
+    with FakeDevice(memory_bytes=1000):
+        assert empty((10, 25), torch.float32, HOST, "the output").shape == (10, 25)
+        with pytest.raises(OutOfMemoryError) as raised:
+            empty((251,), torch.float32, HOST, "the output")
+    said = str(raised.value)
+    assert said.startswith("the output takes 1004 B of host memory and 4 B of that is missing")
+
+
+def test_accumulators_that_cannot_be_page_locked_are_pageable(monkeypatch) -> None:
+    """torch's own failure, beside a GPU: slower, and no failure of the call."""
+    asked = []
+    make = torch.empty
+
+    def refusing(*sizes, pin_memory=False, **more):  # type: ignore[no-untyped-def]
+        asked.append(pin_memory)
+        if pin_memory:
+            raise torch.OutOfMemoryError("no more page-locked memory")
+        return make(*sizes, **more)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    made = travelling((3, 4), torch.float32, HOST, GPU)
+    assert asked == [True, False]
+    assert made.shape == (3, 4)
+    assert travelling((2,), torch.float64, HOST, HOST).dtype == torch.float64
+    assert asked == [True, False, False]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_conformance import in_files
 from helpers_late_cuda import LateCuda, LateEvent, LateStream, stand_in
 from helpers_passes import both_passes
 from helpers_plans import passing
@@ -17,7 +18,6 @@ from helpers_plans import passing
 import quorum_attention as qa
 from quorum_attention.execution.device import cuda_mover as staging
 from quorum_attention.execution.device.cuda_mover import Copies, Staging
-from quorum_attention.files import create_tensors, open_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,15 +36,6 @@ def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
     stream.synchronize()
     ring.finish()
     assert far.tolist() == [1] * 100 + [7] * 200
-
-
-def in_files(given: Inputs, path: Path) -> Inputs:
-    """The same inputs in a file that is mapped to be read only."""
-    made = create_tensors(path, {n: (tuple(t.shape), t.dtype) for n, t in vars(given).items()})
-    for name, tensor in made.items():
-        tensor.copy_(getattr(given, name))
-    del made
-    return Inputs(**open_tensors(path))
 
 
 def laid_out(tensor: torch.Tensor, draw: random.Random) -> torch.Tensor:
@@ -103,7 +94,7 @@ def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> Non
         given, plans, causal = a_call(draw, draw.randint(20, 90), dtype)
         kind = draw.choice(["files", "memory", "one tensor"])
         if kind == "files":
-            given = in_files(given, tmp_path / str(number))
+            given = Inputs(**in_files(tmp_path / str(number), vars(given)))
         elif kind == "one tensor":
             # Keys are values, and where heads are as many, queries.
             same = given.query if given.query.shape == given.key.shape else given.key
