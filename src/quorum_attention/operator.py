@@ -16,8 +16,7 @@ backward.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -216,9 +215,8 @@ def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, query = current(), args[0]
-    with _mapping_dispatched():
-        tensors, request = _request(settings, *args)
-        out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
+    tensors, request = _request(settings, *args)
+    out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
     known = torch.tensor(_keep(settings), dtype=torch.int64, device="cpu")
     # As ``_fake_forward`` promises: in one piece, lse beside the output.
     return out.contiguous(), lse.to(query.device).contiguous(), known
@@ -231,9 +229,8 @@ def _backward(*args: Any) -> list[torch.Tensor]:
         grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
     )
     settings = _kept.get(int(known), current()) if known else None
-    with _mapping_dispatched():
-        tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
-        grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
+    tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
+    grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
     return grads
@@ -254,28 +251,6 @@ def _keep(settings: Layer | None) -> int:
     _kept[number] = settings
     _kept.pop(number - _MOST, None)
     return number
-
-
-_OF_MAPPING = [
-    key
-    for name, key in torch._C.DispatchKey.__members__.items()
-    if name.startswith("FuncTorch") or name in ("BatchedNestedTensor", "PythonTLSSnapshot")
-]
-
-
-@contextmanager
-def _mapping_dispatched() -> Iterator[None]:
-    """Has operators dispatched to torch.vmap again, by which masks are evaluated. Where an operator
-    is called below autograd, or by a dispatch mode (the first run of every graph is), torch passes
-    it by."""
-    off = torch._C._dispatch_tls_local_exclude_set()
-    if not any(off.has(key) for key in _OF_MAPPING):
-        yield
-        return
-    for key in _OF_MAPPING:
-        off = off.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
-        yield
 
 
 def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:

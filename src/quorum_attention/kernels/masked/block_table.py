@@ -188,14 +188,15 @@ class BlockEvaluator:
 
     def kept(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Which pairs of blocks are kept: (blocks, entries, heads, 128, 128) bool."""
-        queries, keys = self._queries[rows], self._keys[columns]
-        kept: torch.Tensor = torch.vmap(self._of_block)(queries, keys)
-        return kept
 
-    def _of_block(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which pairs are kept: bool, (entries, heads, queries, keys)."""
-        found = self._geometry.keeps(Indices(self._entries, self._heads, queries, keys))
-        return found.expand(*self.lanes, BLOCK, BLOCK).contiguous()
+        def of_block(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+            found = self._geometry.keeps(Indices(self._entries, self._heads, queries, keys))
+            return found.expand(*found.shape[:-4], *self.lanes, BLOCK, BLOCK).contiguous()
+
+        # Our own rules take blocks as they are.
+        mapped = torch.vmap(of_block) if self._geometry.functions else of_block
+        kept: torch.Tensor = mapped(self._queries[rows], self._keys[columns])
+        return kept
 
 
 def joined_along_rows(nodes: Nodes) -> Nodes:

@@ -177,10 +177,13 @@ class Geometry:
                 yield from self.band.parts(*sides)
 
     def keeps(self, at: Indices) -> torch.Tensor:
-        """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k)."""
-        mod, shape = self.mask_mod(at.keys.device), (1, 1, len(at.queries), len(at.keys))
+        """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k); of several tiles, without
+        functions, (tiles, 1, 1, q, k)."""
+        mod = self.mask_mod(at.keys.device)
         if not self.functions:  # our own rules broadcast, which takes less time than torch.vmap
-            return mod(at.entries[:1], at.heads[:1], at.queries[:, None], at.keys).expand(shape)
+            rows, columns = at.queries[..., None, None, :, None], at.keys[..., None, None, None, :]
+            kept = mod(at.entries[:1], at.heads[:1], rows, columns)
+            return kept.expand(torch.broadcast_shapes(rows.shape, columns.shape))
         found = over_pairs(mod)(at.entries, at.heads, at.queries, at.keys)
         # Where a dimension is expanded, one of its entries is enough.
         for dim in (0, 1):
