@@ -19,7 +19,7 @@ import run
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["small", "--case=1 x 8 x 16 x 16 float16", "--seconds=0.01"],
+        ["small", "--seconds=0.001"],
         ["plain", f"--before={ROOT / 'src'}", "--cases=small", "--rounds=2"],
         ["wrapped", "--tokens=64", "--draws=1"],
         ["devices", "--devices=cpu,cpu", "--tokens=600", "--rounds=2", "--budgets=1GiB"],
