@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -73,28 +74,22 @@ def test_two_dimensions_under_a_mask(shape) -> None:
 
 def test_two_dimensions_everywhere() -> None:
     """Results, lse, a given output, and the backward as a function."""
-    q, k, v = torch.randn(N, D), torch.randn(M, D), torch.randn(M, 3)
-    out, lse = qa.attention_with_lse(q, k, v)
-    assert out.shape == (N, 3)
-    assert lse.shape == (N,)
-    assert_close(out, sdpa(q, k, v), 1e-5)
-    room = torch.empty(N, 3)
-    assert qa.attention(q, k, v, out=room) is room
+    given = Inputs(torch.randn(N, D), torch.randn(M, D), torch.randn(M, 3), torch.ones(N, 3))
+    out, lse, *grads = both_passes(given)
+    assert (out.shape, lse.shape) == ((N, 3), (N,))
+    assert_close(out, sdpa(*given.three), 1e-5)
+    assert [g.shape for g in grads] == [t.shape for t in given.three]
+    room, leaf = torch.empty(N, 3), given.query.clone().requires_grad_()
+    assert qa.attention(*given.three, out=room) is room
     assert torch.equal(room, out)
-    leaf = q.clone().requires_grad_()
-    found = qa.attention(leaf, k, v, out=room)
-    assert found.shape == (N, 3)
+    found = qa.attention(leaf, *given.three[1:], out=room)
     assert found.data_ptr() == room.data_ptr()
     found.sum().backward()
-    grads = qa.attention_backward(torch.ones(N, 3), q, k, v, out, lse)
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert torch.equal(grads[0], leaf.grad)
     with pytest.raises(ValueError, match=r"out must have shape"):
-        qa.attention(q, k, v, out=torch.empty(N, 4))
+        qa.attention(*given.three, out=torch.empty(N, 4))
     with pytest.raises(NotImplementedError, match="grads cannot be given for inputs that are"):
-        qa.attention_backward(
-            torch.ones(N, 3), q, k, v, out, lse, grads=tuple(map(torch.empty_like, (q, k, v)))
-        )
+        pass_of(given, True, (out, lse), grads=tuple(map(torch.empty_like, given.three)))()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -111,18 +106,18 @@ def test_autocast(dtype, given, call) -> None:
     """Inputs are cast as torch casts them; gradients come back in their own dtypes."""
     plain = inputs(60)
     made = [t.to(kind) for t, kind in zip(plain.three, given, strict=True)]
-    mine = [t.clone().requires_grad_() for t in made]
-    other = [t.clone().requires_grad_() for t in made]
-    with torch.autocast("cpu", dtype=dtype):
-        out = qa.attention(*mine, **call)
-        wanted = sdpa(*other)
-    assert out.dtype == wanted.dtype == dtype
+    found = []
+    for attention in (partial(qa.attention, **call), sdpa):
+        leaves = [t.clone().requires_grad_() for t in made]
+        with torch.autocast("cpu", dtype=dtype):
+            out = attention(*leaves)
+        grads = torch.autograd.grad(out, leaves, plain.grad_out.to(dtype))
+        assert out.dtype == dtype
+        assert [t.dtype for t in grads] == list(given)
+        found.append((out, grads))
+    (out, grads), (wanted, wanted_grads) = found
     assert_close(out, wanted, TOLERANCE[dtype])
-    out.backward(plain.grad_out.to(dtype))
-    wanted.backward(plain.grad_out.to(dtype))
-    for one, two in zip(mine, other, strict=True):
-        assert one.grad.dtype == one.dtype
-        assert_close(one.grad, two.grad, 2 * TOLERANCE[torch.bfloat16])
+    assert_close(grads, wanted_grads, 2 * TOLERANCE[torch.bfloat16])
 
 
 def test_autocast_is_of_a_device_and_spares_float64() -> None:

@@ -4,6 +4,7 @@ it are right: tests/test_conformance.py."""
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from helpers_attention import assert_close, inputs
 from helpers_masks import check, dense, exact
 from helpers_passes import both_passes, pass_of
+from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -78,7 +81,7 @@ def test_a_tensor_that_changes_is_read_again(change: str, again: bool) -> None:
     mask = mask if again else Mask(documents=ids)
     for _ in range(2):  # the second time it is remembered
         after = qa.attention(q, k, v, attn_mask=mask)
-        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense(mask, 1, 1, 20, 20))
+        want = torchs(q, k, v, dense(mask, 1, 1, 20, 20))
         assert not torch.allclose(before, after)
         assert torch.allclose(after, want, atol=1e-5)
 
@@ -206,3 +209,66 @@ def test_a_mask_lets_go_of_its_functions_and_tensors() -> None:
     del mask, table
     gc.collect()
     assert [one() for one in held] == [None, None, None]
+
+
+# --- torch's own causal masks: tensors that nobody wrote, so they have to be recognised ---------
+
+LENGTHS = [(20, 50), (50, 20), (1, 7)]
+MAKES = [causal_lower_right, causal_upper_left]
+
+
+def made(make, n_queries: int, n_keys: int) -> CausalBias:  # type: ignore[no-untyped-def]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lower right with more queries than keys
+        bias: CausalBias = make(n_queries, n_keys)
+    bias.fill_(7.0)
+    return bias
+
+
+def tensors(n_queries: int, n_keys: int) -> list[torch.Tensor]:
+    return [torch.randn(2, 2, n, 16) for n in (n_queries, n_keys, n_keys)]
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_calls_take_them_for_what_they_say(make, lengths) -> None:
+    query, key, value = tensors(*lengths)
+    bias = made(make, *lengths)
+    kept = torch.ones(lengths, dtype=torch.bool)
+    kept = kept.tril(lengths[1] - lengths[0] if make is causal_lower_right else 0)
+    exact = torchs(query.double(), key.double(), value.double(), kept)
+    exact[:, :, ~kept.any(-1)] = 0
+    for more in ({}, {"depth": 1}):
+        out, lse = qa.attention_with_lse(query, key, value, bias, **more)
+        torch.testing.assert_close(out, exact.float())
+        torch.testing.assert_close(qa.attention(query, key, value, bias, **more), out)
+        grads = qa.attention_backward(out, query, key, value, out, lse, bias, **more)
+        plain = qa.attention_backward(out, query, key, value, out, lse, kept, **more)
+        torch.testing.assert_close(grads, plain)
+
+
+@pytest.mark.parametrize("min_tokens", [1, 10_000])
+@pytest.mark.parametrize("make", MAKES)
+def test_a_patched_function_takes_them_as_torchs_own_does(make, min_tokens: int) -> None:
+    """Torch's own recognises them by the function's name, which is ours while it is patched."""
+    query, key, value = tensors(20, 50)
+    bias = made(make, 20, 50)
+    expected = torchs(query, key, value, bias)
+    for enabled in (True, False):
+        with qa.patched_sdpa(min_tokens=min_tokens, enabled=enabled):
+            patched = torch.nn.functional.scaled_dot_product_attention
+            torch.testing.assert_close(patched(query, key, value, bias), expected)
+            torch.testing.assert_close(patched(query, key, value, attn_mask=bias), expected)
+            with pytest.raises(ValueError, match="CausalBias should not be used with causal"):
+                patched(query, key, value, bias, 0.0, True)
+
+
+def test_in_compiled_code_of_other_lengths_and_within_a_mask() -> None:
+    three = tensors(20, 50)
+    bias = made(causal_lower_right, 20, 50)
+    compiled = torch.compile(lambda *three: qa.attention(*three, bias), backend="eager")
+    torch.testing.assert_close(compiled(*three), torchs(*three, bias))
+    with pytest.raises(ValueError, match=r"\(20, 50\) tokens, got a CausalBias of \(19, 50\)"):
+        qa.attention(*three, made(causal_lower_right, 19, 50))
+    with pytest.raises(NotImplementedError, match="attn_mask must be a plain tensor, got a Causal"):
+        qa.attention(*three, qa.Mask(bias=bias))

@@ -8,7 +8,7 @@ import torch
 from helpers_attention import Inputs, assert_close, exact, inputs, sink
 from helpers_kernels import Counted
 from helpers_memory import usage
-from helpers_passes import pass_of
+from helpers_passes import both_passes, pass_of
 from helpers_plans import unpinned
 
 import quorum_attention as qa
@@ -113,10 +113,9 @@ def test_gradients_that_fp16_cannot_hold(size, dtype, route: str, kernel: str) -
     sizes = torch.tensor([1.0, 1.0, 1e-6, 1e-6], dtype=torch.float64)[:, None, None]
     made.grad_out = (made.grad_out.double() * sizes * size).to(dtype)
     call = {"is_causal": True, "enable_gqa": True, "kernel": kernel}
-    out, lse = qa.attention_with_lse(*made.three, **call)
     plan = plan_of(made, is_causal=True, kernel=kernel, **ROUTES[route])
     grads = tuple(torch.full(t.shape, torch.nan) for t in made.three)
-    qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan, grads=grads, **call)
+    pass_of(made, True, plan=plan, grads=grads, **call)()
     reference = exact(made, is_causal=True, gradients=True)
     for actual, wanted in zip(grads, reference.grads, strict=True):
         half = actual.shape[1] // 2
@@ -138,11 +137,9 @@ def test_small_rows_beside_large_ones_keep_their_digits(kernel: str, depth: int)
         call = {"devices": "cpu", "attn_mask": qa.Mask(causal=True, window=(n, 0), softcap=1e4)}
     if "dropout" in kernel:
         call |= {"dropout_p": 1e-6, "dropout_seed": 1}
-    out, lse = qa.attention_with_lse(*made.three, out_dtype=torch.float32, **call)
     grads = tuple(torch.empty_like(t, dtype=torch.float32) for t in made.three)
-    found = qa.attention_backward(
-        made.grad_out, *made.three, out, lse, depth=depth, grads=grads, **call
-    )
+    each = {"out_dtype": torch.float32}, {"grads": grads, "depth": depth}
+    *_, found = both_passes(made, each, **call)
     wanted = exact(made, is_causal=True, gradients=True).grads[2][..., 1:, :]
-    off = (found[2][..., 1:, :].double() - wanted).abs().max()
+    off = (found[..., 1:, :].double() - wanted).abs().max()
     assert off <= 2e-3 * wanted.abs().max()
