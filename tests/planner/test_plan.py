@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from helpers_attention import inputs
+from helpers_masks import dense
 from helpers_memory import usage
 from helpers_passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.problem import Placement, Problem, Workload, spec_of
+from quorum_attention.execution.routes.slots import Slots, Streaming
+from quorum_attention.kernels import get_kernel
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
+from quorum_attention.planner import policy
+from quorum_attention.planner.calibration import hardware_of
+from quorum_attention.planner.decide import choose_plan
 from quorum_attention.planner.plan import _log_once
+from quorum_attention.planner.search import PlanConstraints
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
@@ -108,3 +119,169 @@ def test_what_fits_and_what_does_not() -> None:
     assert tight.backward.peak_bytes <= tight.budget_bytes
     assert tight.backward.backward
     assert not tight.forward.backward
+
+
+# --- Where a budget is tight: another kernel, or rows that pass by, where that is faster ----------
+
+N = 1 << 20
+
+
+def planned(budget: str | int, *, backward: bool = True, **more: Any) -> qa.Plan:
+    # For a CUDA device that need not be here.
+    call = {"is_causal": True, "device": "cuda", "inputs": "host", **more}
+    return qa.plan(N, budget=budget, backward=backward, **call)
+
+
+def test_another_kernel_where_it_is_clearly_faster() -> None:
+    """Tasks of one level: where no rows pass by, the preferred kernel is held up by many calls."""
+    tight = planned("128MiB", depth=1)
+    named = planned("128MiB", depth=1, kernel="cudnn")
+    assert (tight.kernel, named.kernel) == ("native", "cudnn")
+    assert tight.predicted_seconds < 0.9 * named.predicted_seconds
+
+
+def test_a_budget_that_only_another_fits() -> None:
+    with pytest.raises(qa.BudgetError) as alone:
+        planned("1MiB", kernel="cudnn")
+    with pytest.raises(qa.BudgetError) as both:
+        planned("1MiB")
+    least = both.value.smallest_bytes
+    assert least is not None
+    assert least < alone.value.smallest_bytes
+    found = planned(str(least))
+    assert found.kernel == "native"
+    assert found.peak_bytes <= least
+
+
+def chosen(constraints: PlanConstraints, kernel_works: Any) -> str:
+    work = Workload((1,), 8, 8, N, N, 64, 64, torch.float16, True)
+    place = Placement("cuda", False, False, torch.float16)
+    case = Problem(work, get_kernel("cudnn"), spec_of(True), place)
+    hardware = hardware_of(torch.device("cuda"), torch.float16, 64)
+    others = [get_kernel("native")]
+    return choose_plan(case, constraints, others, hardware, kernel_works=kernel_works)[0].name
+
+
+def test_the_number_that_is_named_is_of_a_kernel_that_works() -> None:
+    smallest = []
+    for answer in (True, False):
+        with pytest.raises(qa.BudgetError) as raised:
+            chosen(PlanConstraints(1 << 20), lambda kernel, answer=answer: answer)
+        smallest.append(raised.value.smallest_bytes)
+    assert smallest[0] < smallest[1]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
+    found = planned("64MiB", backward=backward)
+    tasks = planned("64MiB", backward=backward, depth=1, kernel="cudnn")
+    assert isinstance(found.schedule.route, Streaming)
+    assert found.kernel == "cudnn"
+    assert found.peak_bytes <= 64 << 20
+    assert found.predicted_seconds < policy.PASSING * tasks.predicted_seconds
+    # Whole waves of an H200, so that none of its multiprocessors waits for others.
+    route = found.schedule.route
+    assert route.rows(route.stays) * found.schedule.group.kv_heads % (132 * 128) == 0
+    assert route.rows(route.stays) % route.rows(route.streams_by) == 0
+    assert route.words in found.describe()
+    # What takes over if memory runs out fits the budget as well.
+    instead = found.schedule.through_slots(found.work)
+    assert isinstance(instead.route, Slots)
+    assert f"{found.schedule.route.passage(found.work).n_units:,} time" in found.describe()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"depth": 1}, {"levels": (553,)}, {"n_cap": 1}, {"accumulator": "host"}, {"streams": 1},
+        {"heads_per_group": 1}, {"kernel": "native"}, {"dropout_p": 0.1}, {"over_inputs": False},
+        {"attn_mask": qa.Mask(window=4096)}, {"inputs": "device", "budget": "20GiB"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_not_where_tasks_were_asked_for_or_rows_cannot_pass_by(asked: dict[str, Any]) -> None:
+    budget = asked.get("budget", "512MiB" if "levels" in asked else "128MiB")
+    rest = {name: value for name, value in asked.items() if name != "budget"}
+    assert not isinstance(planned(budget, **rest).schedule.route, Streaming)
+
+
+# --- Under masks that tell what they keep ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_many_tasks_are_trimmed_before_they_are_taken(backward: bool) -> None:
+    """Thousands of whole tasks may fit as well, and take a hundred times as long."""
+    kernel = from_score_mod(None, sliding_window(4096), compiled=True)
+    found = [planned(budget, backward=backward, kernel=kernel) for budget in ("1GiB", "64MiB")]
+    assert all(plan.schedule.trimmed is not None for plan in found)
+    assert found[1].predicted_seconds < 30 * found[0].predicted_seconds
+
+
+def test_plans_and_estimates_of_a_mask() -> None:
+    """A window is planned with the pairs that it keeps; a plan runs the call it was made for."""
+    sizes = {**CALL, "heads": 2}
+    mask = qa.Mask(causal=True, window=(200, 0), sinks=torch.zeros(2))
+    window = qa.plan(4096, attn_mask=mask, levels=(7,), **sizes)
+    plain = qa.plan(4096, is_causal=True, levels=(7,), **sizes)
+    assert window.predicted_seconds < plain.predicted_seconds / 2
+    slots = qa.plan(4096, attn_mask=mask, levels=(7,), over_inputs=False, **sizes)
+    assert slots.schedule.left_out > 0.3
+    q, k, v = (torch.randn(1, 2, 4096, 16) for _ in range(3))
+    report = qa.Report()
+    found = qa.attention(q, k, v, attn_mask=mask, plan=window, report=report)
+    assert report.forward.levels == (7,)
+    assert torch.allclose(found, qa.attention(q, k, v, attn_mask=mask), atol=1e-5)
+    estimate = qa.estimate(4096, attn_mask=mask, **sizes)
+    assert estimate.forward.predicted_seconds < plain.predicted_seconds
+    with pytest.raises(TypeError, match="mask must be a quorum_attention"):
+        qa.plan(4096, attn_mask=torch.zeros(1), **sizes)  # type: ignore[arg-type]
+
+
+def test_the_earlier_name_of_the_mask_still_works() -> None:
+    sizes = {**CALL, "heads": 2}
+    mask = qa.Mask(causal=True, window=(200, 0))
+    wanted = qa.plan(4096, attn_mask=mask, **sizes).describe()
+    for call in (qa.plan, qa.estimate):
+        with pytest.warns(DeprecationWarning, match="attn_mask"):
+            found = call(4096, mask=mask, **sizes)
+        assert wanted in found.describe()
+        with pytest.raises(TypeError, match="one argument"):
+            call(4096, mask=mask, attn_mask=mask, **sizes)
+
+
+IDS = torch.arange(3_000) // 350
+SHOWN = [
+    (qa.Mask(window=(500, 0)), True, "causal, window 500,0"),
+    (qa.Mask(chunk=900, offset=0), False, "chunk 900"),
+    (qa.Mask(documents=IDS), True, "causal, documents"),
+    (qa.Mask(key_lengths=torch.tensor([1_250])), False, "key lengths"),
+    (qa.Mask(window=300) | qa.Mask(chunk=500), False, "(window 300) or (chunk 500)"),
+    (qa.Mask(sinks=torch.zeros(8), softcap=20.0), True, "causal, softcap 20.0, sinks"),
+]
+
+
+@pytest.mark.parametrize(("mask", "causal", "words"), SHOWN)
+def test_header_and_census_are_about_the_mask(mask: qa.Mask, causal: bool, words: str) -> None:
+    """Census: every tile of every task as it is run, pair by pair."""
+    made = qa.plan(
+        3_000, attn_mask=mask, is_causal=causal, levels=(7,), device="cuda", over_inputs=False
+    )
+    assert made.describe().splitlines()[0].endswith(f"float16, {words}")
+    kept, wanted = dense(mask, 1, 1, 3_000, 3_000)[0, 0], Counter[bool | None]()
+    tasks = made._trimmed() or list(made.tasks())
+    assert len(tasks) == made.n_tasks
+    for task in tasks:
+        at = torch.cat([torch.arange(s.start, s.stop) for s in task.spans])
+        inside = torch.from_numpy(task.mask()) & kept[at][:, at]
+        for row in range(0, task.n_tokens, 128):
+            # One on the diagonal is told by its other rules; here: below the diagonal.
+            for column in range(0, row + 1 if causal else task.n_tokens, 128):
+                part = inside[row : row + 128, column : column + 128]
+                if causal and column == row:
+                    part = part[torch.ones_like(part).tril()]
+                wanted[None if part.any() and not part.all() else bool(part.any())] += 1
+    found = made.census()
+    assert (found.masked_tiles, found.tiles) == (wanted[False], wanted.total())
+    # A tile on the diagonal may be mixed by the mask's own causal rule.
+    if not causal:
+        assert found.clear_tiles == wanted[True]
