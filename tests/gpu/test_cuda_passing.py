@@ -19,15 +19,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ERRORS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
-def plan(work, kernel: str, queries: int, keys: int, group: int, *, backward: bool) -> qa.Plan:  # type: ignore[no-untyped-def]
+def plan(work, kernel: str, queries: int, keys: int, group: int, *, backward: bool) -> dict:  # type: ignore[no-untyped-def,type-arg]
     made = qa.plan(**work, backward=backward, levels=(7,), kernel=kernel, device="cuda",
                    inputs="host", n_cap=1, accumulator="host")  # fmt: skip
-    return passing(made, queries, keys, group=group)
-
-
-def cut_so(given: Inputs, plans, report=None, is_causal: bool = True):  # type: ignore[no-untyped-def]
-    pins = [{"plan": made} for made in plans]
-    return both(given, pins, is_causal=is_causal, report=report)
+    return {"plan": passing(made, queries, keys, group=group)}
 
 
 @pytest.mark.parametrize("kernel", [FA4, "cudnn", "flash", "efficient"])
@@ -42,7 +37,7 @@ def test_it_is_exact_and_within_its_plan(kernel, dtype, is_causal) -> None:
         plan(work, kernel, 200, 512, 2, backward=True),
     ]
     report = qa.Report()
-    found = cut_so(given, plans, report, is_causal)
+    found = both(given, plans, is_causal=is_causal, report=report)
     assert max(errors(found, given, is_causal=is_causal).values()) < ERRORS[dtype]
     for part in (report.forward, report.backward):
         assert not part.recoveries
@@ -77,7 +72,7 @@ def test_an_overflow_is_scaled_down_and_rows_that_are_not_finite_go_through_slot
              for b, blocks in ((False, (512, 256)), (True, (512, 512)))]  # fmt: skip
     given = sink(n, 2)
     report = qa.Report()
-    found = cut_so(given, plans, report, is_causal)
+    found = both(given, plans, is_causal=is_causal, report=report)
     wanted = exact(given, is_causal=is_causal, gradients=True)
     assert wanted.grads is not None
     for mine, right in zip(found.values(), (wanted.out, *wanted.grads), strict=True):
@@ -87,7 +82,7 @@ def test_an_overflow_is_scaled_down_and_rows_that_are_not_finite_go_through_slot
     # Head 0 holds a number that is not finite; head 1 comes out right.
     given.query[0, 0, 100, 3] = float("nan")
     report = qa.Report()
-    found = cut_so(given, plans, report, is_causal)
+    found = both(given, plans, is_causal=is_causal, report=report)
     assert not bool(found["query"][0, 0].isfinite().all())
     for mine, right in zip(found.values(), (wanted.out, *wanted.grads), strict=True):
         torch.testing.assert_close(mine[:, 1:].double(), right[:, 1:], atol=2e-3, rtol=0)
