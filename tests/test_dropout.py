@@ -132,7 +132,7 @@ def test_a_backward_needs_the_seed() -> None:
     with pytest.raises(ValueError, match="dropout_seed must be given with dropout_p"):
         qa.attention_backward(given.grad_out, *given.three, out, lse, dropout_p=0.25)
     seed = report.forward.dropout_seed
-    assert f"dropout: 0.25 of seed {seed}" in str(report)
+    assert str(seed) in str(report)
     grads = qa.attention_backward(
         given.grad_out, *given.three, out, lse, dropout_p=0.25, dropout_seed=seed
     )

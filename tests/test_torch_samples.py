@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -80,12 +80,21 @@ def _torchs(query, key, value, *, dropout_p=0.0, **call):
     )[0]  # fmt: skip
 
 
+def _fused(query, key, value, **call):
+    """torch's fused function, which takes four dimensions."""
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)))
+    three = [t.expand(*batch, *t.shape[-2:]) for t in (query, key, value)]
+    one = len(batch) == 1
+    out = sdpa(*(t[None] if one else t for t in three), **call)
+    return out[0] if one else out
+
+
 CALLS = ({"depth": 1}, {"kernel": "dense"}, {"budget": "16 MiB"})
 
 
 def test_every_sample_is_torchs(tmp_path: Path) -> None:
-    """Shape, dtype, results and gradients (of the mask too), within what the dtype allows: as it
-    is, and in one of three other ways in turn."""
+    """Shape, dtype, results and gradients (of the mask too), within what the dtype allows, or as
+    exact as torch's fused call: as it is, and in one of three other ways in turn."""
     path, program = tmp_path / "samples.pt", Path(__file__).with_name("helpers_torch_samples.py")
     subprocess.run([sys.executable, str(program), str(path)], check=True, timeout=120)
     made: dict[str, list[Any]] = torch.load(path, weights_only=False)
@@ -99,9 +108,14 @@ def test_every_sample_is_torchs(tmp_path: Path) -> None:
         with sdpa_kernel(SDPBackend.MATH):
             torchs = one.run(_torchs, one.dtype)
             exact = one.run(_torchs, torch.float64)
+        # torch computes three dimensions, and dropout, without a fused kernel. An output that is
+        # rounded to 16 bits is what a fused backward has of rows of nearly one key.
+        narrow = one.requires_grad and one.dtype.itemsize == 2
+        fused = one.run(_fused, one.dtype) if narrow and not one.drops else torchs
+        widest = 4 if narrow and one.drops else 1
         for call in ({}, CALLS[turn % len(CALLS)]):
             mine = one.run(qa.attention, one.dtype, dropout_seed=SEED, **call)
             for number, (ours, other, true) in enumerate(zip(mine, torchs, exact, strict=True)):
                 assert (ours.shape, ours.dtype) == (other.shape, other.dtype)
-                limit = GRADIENT_TOLERANCE if number else TOLERANCE
-                assert_close(ours, true, limit[one.dtype])
+                limit = (GRADIENT_TOLERANCE if number else TOLERANCE)[one.dtype] * widest
+                assert_close(ours, true, max(limit, 1.5 * error(fused[number], true)))
