@@ -130,16 +130,17 @@ def attend_eagerly(
     """(out, lse) of a call that is not traced, by the request of an earlier one if that may be."""
     name = cache_key(query, key, value, call)
     request = None if name is None else _CACHE.get(name)
-    if request is not None:
+    if request is not None:  # of a call without ``out``
         mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
-        return attend(Tensors(query, key, value, mask), request, None)
-    tensors, request = checked_request("attention", query, key, value, call)
-    # Of tensors that were broadcast, others like the given ones are not.
-    same = tensors.query is query and tensors.key is key and tensors.value is value
-    if name is not None and same:
-        if len(_CACHE) >= _MOST:
-            _CACHE.clear()
-        _CACHE[name] = request = replace(request, decisions={})
+        tensors = Tensors(query, key, value, mask)
+    else:
+        tensors, request = checked_request("attention", query, key, value, call)
+        # Of tensors that were broadcast, others like the given ones are not.
+        same = tensors.query is query and tensors.key is key and tensors.value is value
+        if name is not None and same:
+            if len(_CACHE) >= _MOST:
+                _CACHE.clear()
+            _CACHE[name] = request = replace(request, decisions={})
     return attend(tensors, request, call.out)
 
 
