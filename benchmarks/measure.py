@@ -145,11 +145,9 @@ class Watched:
     """Seconds of a block, and the most memory that torch's allocator gave out at one time: on a CPU
     beyond ``held``, which is added."""
 
-    seconds: float
-    peak: int
-
     def __init__(self, device: str, held: int = 0) -> None:
         self._device, self._held = device, held
+        self.seconds, self.peak = 0.0, 0
 
     def __enter__(self) -> Watched:
         if self._device == "cuda":

@@ -40,9 +40,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="raw figures")
     case.add_options(parser)
     options = parser.parse_args(arguments[1:])
-    found: dict[str, Any] = {}
-    if options.json and options.json.exists():
-        found = json.loads(options.json.read_text(encoding="utf-8"))
+    known = options.json and options.json.exists()
+    found: dict[str, Any] = json.loads(options.json.read_text("utf-8")) if known else {}
     asked = re.sub(r" --(json|before)[= ]\S+", "", " ".join(arguments))
     found |= {"command": f"python benchmarks/run.py {asked}", **about()}
     for part in case.run(options, found):

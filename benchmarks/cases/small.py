@@ -3,8 +3,7 @@
 A forward without gradients, and a forward with its backward through autograd; microseconds,
 medians. The methods take turns, call by call, in all orders: each finds the processor's caches as
 another's backward has left them. torch is a third method, too: what it differs from itself by
-("itself") is what the measurement is off by. --cpu-time counts what the one thread computes, on
-cores that others use as well.
+("itself") is what the measurement is off by. --cpu-time counts what the thread computes.
 """
 
 from __future__ import annotations
@@ -94,15 +93,14 @@ def measure(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each case")
-    parser.add_argument("--cpu-time", action="store_true", help="of the thread, with one thread")
+    parser.add_argument("--cpu-time", action="store_true", help="of the thread")
 
 
 def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A line for each case."""
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    torch.set_num_threads(1 if options.cpu_time else options.threads)
+    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     print(f"{'batch x heads x queries x keys':44}  microseconds: torch, ours (beyond, ratio)")
     for (batch, heads, kv_heads, queries, keys), dtypes, causal in CASES:
@@ -118,5 +116,4 @@ def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, An
                 for label, f in found.items()
             ]
             print(f"{name:44}  {'; '.join(cells)}", flush=True)
-            time_of = "of the thread's processor" if options.cpu_time else "wall"
-            yield {"threads": torch.get_num_threads(), "time": time_of, "microseconds": rows}
+            yield {"cpu_time": options.cpu_time, "microseconds": rows}
