@@ -7,8 +7,8 @@ import json
 import os
 import resource
 import stat
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -42,54 +42,39 @@ def in_folder(path: Path) -> dict[str, bytes]:
     return {found.name: found.read_bytes() for found in path.parent.iterdir() if found.is_file()}
 
 
-@pytest.fixture
-def nothing_changes(inputs: Path, earlier: Path) -> Iterator[None]:
-    before = in_folder(inputs)
-    yield
-    assert in_folder(inputs) == before
+ODD = torch.zeros(1, 2, 5, 4)
 
 
-@pytest.mark.usefixtures("nothing_changes")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("wrong", "said"),
     [
         (["--budget", "1"], "too small"),
         (["--kernel", "nope"], "no kernel is named"),
         (["--depth", "1", "--kernel", "cudnn"], "cudnn"),
         (["--draw", "picture.xyz"], "must end in one of"),
+        *((f"out.{end}", f"ends in .{end}") for end in ("txt", "npz", "pt", "NPY", "safetensor")),
+        (dict.fromkeys(("query", "key"), ODD), "value"),
+        ({"q": ODD, "k": torch.zeros(1, 2, 5, 8), "v": ODD}, "key"),
+        (dict.fromkeys(("q", "query", "k", "v"), ODD), "query"),
+        ({**dict.fromkeys("qkv", ODD), "mask": torch.zeros(9, 9).bool()}, "mask"),
     ],
 )  # fmt: skip
 def test_a_refused_call_leaves_the_earlier_output(
-    inputs: Path,
-    earlier: Path,
-    arguments: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    inputs: Path, earlier: Path, wrong: Any, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    device = [] if "--device" in arguments else CPU
-    assert main(["run", str(inputs), str(earlier), *device, *arguments]) == 2
+    """By its options, the name of its output, or the tensors of its input."""
+    more, out = wrong if isinstance(wrong, list) else [], str(earlier)
+    if isinstance(wrong, str):
+        out = str(inputs.parent / wrong)
+    elif isinstance(wrong, dict):
+        safetensors.torch.save_file({n: t.clone() for n, t in wrong.items()}, inputs)
+    before = in_folder(inputs)
+    assert main(["run", str(inputs), out, *CPU, *more]) == 2
+    assert in_folder(inputs) == before
     error = capsys.readouterr().err
     assert error.startswith("quorum-attention: ")
     assert error.count("\n") == 1
     assert said in error
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"query": torch.zeros(1, 2, 5, 4), "key": torch.zeros(1, 2, 5, 4)},
-        {"q": torch.zeros(1, 2, 5, 4), "k": torch.zeros(1, 2, 5, 8), "v": torch.zeros(1, 2, 5, 4)},
-        {name: torch.zeros(1, 2, 5, 4) for name in ("q", "query", "k", "v")},
-        {**{n: torch.zeros(1, 2, 5, 4) for n in "qkv"}, "mask": torch.zeros(9, 9).bool()},
-    ],
-)
-def test_a_file_that_is_no_call_leaves_the_earlier_output(
-    tmp_path: Path, earlier: Path, tensors: dict[str, torch.Tensor]
-) -> None:
-    safetensors.torch.save_file(tensors, tmp_path / "odd")
-    before = in_folder(earlier)
-    assert main(["run", str(tmp_path / "odd"), str(earlier), *CPU]) == 2
-    assert in_folder(earlier) == before
 
 
 @pytest.mark.parametrize("how", ["path", "dot", "symlink", "hard link"])
@@ -193,14 +178,3 @@ def test_a_mask_in_the_file_is_taken(
     # Who cannot take one says so.
     assert main(["recover", "--qkv", str(path), *CPU]) == 2
     assert "has a mask" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("nothing_changes")
-@pytest.mark.parametrize("name", ["out.txt", "out.npz", "out.pt", "out.NPY", "out.safetensor"])
-def test_an_output_of_an_unknown_kind_is_refused(
-    inputs: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", str(inputs), str(inputs.parent / name), *CPU]) == 2
-    error = capsys.readouterr().err
-    assert f"ends in {Path(name).suffix}" in error
-    assert all(kind in error for kind in (".safetensors", ".npy", "NAME/"))

@@ -57,17 +57,6 @@ def test_logits_and_gradients(kind: str) -> None:
         assert_as_close_as_eager(model, "quorum", ids, position_ids=positions)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("gemma2", "cut_once"), ("gpt_oss", "cut_twice"), ("llama4_text", "cut_once"),
-     ("modernbert", "cut_twice")],
-)  # fmt: skip
-def test_cut(kind: str, name: str) -> None:
-    model, ids = tiny(kind), some_ids(tokens=150)
-    mask = padding(ids)
-    assert_as_close_as_eager(model, name, ids, mask.bool(), attention_mask=mask)
-
-
 def test_bf16() -> None:
     model, ids = tiny("gpt_oss"), some_ids()
     exact = logits_and_gradients(attended(model, "exact", torch.float64), ids)[0]
