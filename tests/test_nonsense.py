@@ -97,7 +97,7 @@ CALLS = [
     ({"depth": 1, "plan": PLAN}, ValueError, "plan and depth cannot both be given"),
     ({"plan": 3}, TypeError, "plan must be a quorum_attention.Plan, got 3"),
     ({"budget": True}, TypeError, "budget must be a whole .* got True"),
-    ({"budget": -5}, ValueError, "budget must not be negative, got -5"),
+    ({"budget": -5}, ValueError, "budget must be at least 0, got -5"),
     ({"accumulator": "disk"}, ValueError, "accumulator must be .* got 'disk'"),
     ({"kernel": qa.NativeKernel}, TypeError, "not the class NativeKernel"),
     ({"kernel": "magic"}, ValueError, "no kernel is named 'magic'; there are: "),

@@ -17,11 +17,8 @@ _SAMPLE_SECONDS = 0.002
 
 def data_bytes() -> int:
     """Bytes of private writable memory of this process (VmData): what RLIMIT_DATA limits."""
-    with open("/proc/self/status", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("this system does not say how much data memory a process has")
+    with open("/proc/self/status", encoding="ascii") as file:
+        return int(file.read().partition("VmData:")[2].split()[0]) * 1024
 
 
 def warm_up() -> None:
@@ -34,20 +31,17 @@ def warm_up() -> None:
     torch.autograd.grad(out, small, torch.ones_like(out))
 
 
-def ran_out(error: BaseException) -> bool:
+def ran_out(error: BaseException | None) -> bool:
     """Whether ``error``, raised in a process with a memory limit, is due to the limit.
 
     The interpreter itself can run out of memory there: while it imports, opens a file, or creates
     the exception (a C function then fails "without setting an exception", a SystemError).
     """
-    chain: BaseException | None = error
-    while chain is not None:
-        if is_out_of_memory(chain) or isinstance(chain, SystemError):
-            return True
-        if isinstance(chain, OSError) and chain.errno == errno.ENOMEM:
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
+    if error is None:
+        return False
+    without_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    without_memory |= is_out_of_memory(error) or isinstance(error, SystemError)
+    return without_memory or ran_out(error.__cause__ or error.__context__)
 
 
 class PeakMemory:
@@ -61,11 +55,10 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.backend = backend_of(device)
-        self.peak_bytes = 0
+        self.device, self.backend = device, backend_of(device)
+        self.peak_bytes = self._before = 0
         self._counted: Callable[[], int] | None = None
-        self._ready, self._stop = threading.Event(), threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
 
@@ -74,8 +67,8 @@ class PeakMemory:
         self.backend.give_back_cached()
         self._counted = self.backend.count_peak(self.device)
         if self._counted is None:
-            self._thread.start()
-            self._ready.wait()  # the sampler's own stack belongs to the start
+            self._thread.start()  # the sampler's own stack belongs to the start
+            self.peak_bytes = self._before = data_bytes()
         return self
 
     def limit(self, extra_bytes: int) -> None:
@@ -99,12 +92,11 @@ class PeakMemory:
         resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)
         self._stop.set()
         self._thread.join()
+        self.peak_bytes -= self._before
 
     def _sample(self) -> None:
-        self._before = data_bytes()
-        self._ready.set()
         while not self._stop.wait(_SAMPLE_SECONDS):
             try:
-                self.peak_bytes = max(self.peak_bytes, data_bytes() - self._before)
+                self.peak_bytes = max(self.peak_bytes, data_bytes())
             except (MemoryError, OSError, SystemError):
                 continue  # no memory was left for this measurement

@@ -17,13 +17,12 @@ _UNITS = {"": 1, "b": 1} | {
 }
 # Suffixes of counts: powers of 1024 too.
 _COUNTS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
-# Exponents have at most two digits: longer ones make no sense here, and could take all memory.
+# More digits make no sense here; Python refuses thousands, and exponents could take all memory.
 _PATTERN = re.compile(
-    r"\s*(?P<number>([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?)\s*(?P<unit>[a-z]*)\s*",
+    r"\s*(?P<number>([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(e[+-]?[0-9]{1,2})?)\s*"
+    r"(?P<unit>[a-z]*)\s*",
     re.IGNORECASE,
 )
-# Characters of a number. Longer ones are above the limit, and Python refuses thousands of digits.
-_LONGEST = 40
 # More than any machine has: torch counts elements in 64 bits.
 _LIMIT = 2**63
 
@@ -42,26 +41,16 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, str):
-        found = _parsed(value, _UNITS)
-        if found is None:
-            raise ValueError(
-                f"{name} must be a number of bytes or text such as '512MiB', '2GiB', '1.5GB' or "
-                f"'1e9', got {shown(value)}"
-            )
-        n_bytes = int(found)
-    else:
-        try:
-            n_bytes = whole_number(value, name, 1 - _LIMIT)
-        except TypeError:
-            raise TypeError(
-                f"{name} must be a whole number of bytes or text such as '2GiB', got {shown(value)}"
-            ) from None
-    if n_bytes < 0:
-        raise ValueError(f"{name} must not be negative, got {n_bytes}")
-    if n_bytes >= _LIMIT:
-        raise ValueError(f"{name} must be less than 2**63 bytes, got {shown(value)}")
-    return n_bytes
+    found = _parsed(value, _UNITS) if isinstance(value, str) else value
+    try:
+        n_bytes = int(found) if isinstance(found, Fraction) else found
+        return whole_number(n_bytes, name, 0, _LIMIT - 1)
+    except TypeError:
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(
+            f"{name} must be a whole number of bytes or text such as '512MiB', '2GiB', '1.5GB' or "
+            f"'1e9', got {shown(value)}"
+        ) from None
 
 
 def parse_count(text: str) -> int:
@@ -85,13 +74,10 @@ def parse_count(text: str) -> int:
 
 
 def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
-    """``text`` as an exact number; None where it is not a number; ``_LIMIT`` where it has more than
-    ``_LONGEST`` characters."""
+    """``text`` as an exact number; None where it is not one of at most 40 digits."""
     match = _PATTERN.fullmatch(text)
     if match is None or match["unit"].lower() not in units:
         return None
-    if len(match["number"]) > _LONGEST:
-        return Fraction(_LIMIT)
     return Fraction(match["number"]) * units[match["unit"].lower()]
 
 
