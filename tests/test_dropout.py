@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers_attention import Inputs, assert_close, inputs
 from helpers_masks import exact as textbooks
+from helpers_passes import both_passes
 from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -50,27 +51,6 @@ def kept_by(three: tuple[torch.Tensor, ...], **call: Any) -> torch.Tensor:
     return qa.attention(*three, enable_gqa=True, **{"dropout_p": 0.5, **call}) != 0
 
 
-def backward_mask(sizes: tuple[int, ...], **call: Any) -> torch.Tensor:
-    """Which pairs a backward keeps: upstream gradients are columns of the identity, of one query
-    head of each group at a time, because their dV are summed."""
-    batch, heads, kv_heads, n, m = sizes
-    query, key = torch.zeros(batch, heads, n, 4), torch.zeros(batch, kv_heads, m, 4)
-    value = torch.ones(batch, kv_heads, m, n)
-    out, lse = torch.zeros(batch, heads, n, n), torch.zeros(batch, heads, n)
-    found = torch.empty(batch, heads, n, m, dtype=torch.bool)
-    shared = heads // kv_heads
-    for j in range(shared):
-        upstream = torch.zeros(batch, heads, n, n)
-        upstream[:, j::shared] = torch.eye(n)
-        grads = qa.attention_backward(
-            upstream, query, key, value, out, lse, enable_gqa=True, **call
-        )
-        found[:, j::shared] = grads[2].mT != 0
-    return found
-
-
-# Batch, heads, key/value heads, queries, keys.
-SIZES = (2, 4, 2, 45, 38)
 CUTS: dict[str, dict[str, Any]] = {
     "head groups": {"levels": (), "heads_per_group": 2},
     "two slots": {"levels": (7,), "over_inputs": False, "n_cap": 2},
@@ -83,16 +63,15 @@ CUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_same_pairs_however_a_call_is_cut(kernel: str, cut: str) -> None:
-    """Bit for bit those of the definition, forward and backward."""
-    batch, heads, kv_heads, n, m = SIZES
-    expected = kept(0.4, batch, heads, n, m)
-    sizes = {"heads": heads, "kv_heads": kv_heads, "n_keys": m, "head_dim": 4, "batch": batch}
-    sizes |= {"kernel": kernel, "dropout_p": 0.5, "tile": 3, "dtype": torch.float32, **CUTS[cut]}
-    call = {"dropout_p": 0.4, "dropout_seed": SEED, "kernel": kernel}
-    three = shows(batch, heads=heads, kv_heads=kv_heads, n=n, m=m)
-    assert torch.equal(kept_by(three, plan=qa.plan(n, value_dim=m, **sizes), **call), expected)
-    plan = qa.plan(n, value_dim=n, backward=True, **sizes)
-    assert torch.equal(backward_mask(SIZES, plan=plan, **call), expected)
+    """Those of the definition, forward and backward."""
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 4, "batch": (2,), "dtype": torch.float64}
+    given = inputs(45, 38, **sizes)
+    sizes |= {"n_keys": 38, "batch": 2, "kernel": kernel, "dropout_p": 0.4, "tile": 3, **CUTS[cut]}
+    plans = [{"plan": qa.plan(45, backward=way, **sizes)} for way in (False, True)]
+    call = {"enable_gqa": True, "dropout_p": 0.4, "dropout_seed": SEED, "kernel": kernel}
+    found = both_passes(given, plans, **call)
+    wanted = textbook(given, 0.4)
+    assert_close(found, (wanted.out, wanted.lse, *wanted.grads[:3]), 1e-11)
 
 
 @pytest.mark.parametrize("kernel", ["auto", *KERNELS])
