@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, exact, inputs
+from helpers_attention import Inputs, assert_close, attention, exact, inputs
 from helpers_passes import pass_of
 
 import quorum_attention as qa
@@ -36,10 +36,8 @@ def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
 
 def biased(bias: torch.Tensor):
     def function(query, key, value, *, is_causal, scale, key_positions):
-        scores = scale * query @ key.mT + bias[key_positions]
-        if is_causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+        call = {"is_causal": is_causal, "scale": scale}
+        return attention(query, key, value, bias=bias[key_positions], **call)
 
     return function
 

@@ -4,15 +4,14 @@ again unchecked, and as a planned call would be."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers_first_calls import Watching, setting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
@@ -186,25 +185,6 @@ def changed(which: int, change: Callable[[torch.Tensor], Any]) -> list[Any]:
     return [change(t) if number == which else t for number, t in enumerate(small())]
 
 
-@contextmanager
-def another_kernel() -> Iterator[None]:
-    before = registry._KERNELS["cpu"]
-    registry.register_kernel(CpuKernel())
-    try:
-        yield
-    finally:
-        registry._KERNELS["cpu"] = before
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def within(context: Any) -> Any:
     with context:
         return key_of(small())
@@ -226,8 +206,10 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "scale": lambda: key_of(small(), scale=0.25),
     "grouped": lambda: key_of(small(), enable_gqa=True),
     "learned": lambda: key_of(changed(1, torch.Tensor.requires_grad_)),
-    "deterministic": lambda: within(deterministic()),
-    "kernels": lambda: within(another_kernel()),
+    "deterministic": lambda: within(setting(torch.use_deterministic_algorithms, True, False)),
+    "kernels": lambda: within(
+        setting(registry.register_kernel, CpuKernel(), registry.get_kernel("cpu"))
+    ),
 }
 
 
@@ -246,14 +228,9 @@ class Wrapped(torch.Tensor):
     pass
 
 
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 UNUSUAL: dict[str, Any] = {
     "settings": lambda: qa.using(budget="1GiB"),
-    "a mode": Mode,
+    "a mode": Watching,
     "autocast": lambda: torch.autocast("cpu"),
     "forward-mode": lambda: torch.autograd.forward_ad.dual_level(),
 }

@@ -12,7 +12,6 @@ from helpers_attention import Inputs, assert_close, inputs
 from helpers_masks import exact as textbooks
 from helpers_passes import both_passes
 from torch.func import grad, jacrev, vmap
-from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention.decomposition.intervals import Rows
@@ -154,23 +153,6 @@ def test_nothing_is_drawn_where_no_seed_is_needed(call: dict[str, Any]) -> None:
     after = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(after, torch.rand(3))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_drops_the_same_pairs_again(reentrant: bool) -> None:
-    given = inputs(20, dtype=torch.float64)
-    found = []
-    for again in (False, True):
-        leaves = [t.clone().requires_grad_() for t in given.three]
-        torch.manual_seed(8)
-
-        def call(*three: torch.Tensor) -> torch.Tensor:
-            return qa.attention(*three, dropout_p=0.5).square()
-
-        out = checkpoint(call, *leaves, use_reentrant=reentrant) if again else call(*leaves)
-        out.sum().backward()
-        found.append((out, *(t.grad for t in leaves)))
-    assert all(map(torch.equal, *found))
 
 
 def test_vmap_with_a_seed_drops_the_same_in_every_entry_and_asks_how_random_it_is_else() -> None:

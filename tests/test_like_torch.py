@@ -94,12 +94,7 @@ def test_two_dimensions_everywhere() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "given",
-    [
-        (torch.float32,) * 3,
-        (torch.float32, torch.bfloat16, torch.float16),
-    ],
-    ids=str,
+    "given", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16)], ids=str
 )
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}])
 def test_autocast(dtype, given, call) -> None:

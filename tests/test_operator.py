@@ -222,8 +222,11 @@ def test_a_function_of_a_mask_that_is_made_in_the_compiled_code(function: Functi
         assert_close(of_found, of_wanted, 1e-12)
 
 
+@pytest.mark.parametrize("through", [lambda call: call, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant"])
-def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(kind: str) -> None:
+def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(
+    kind: str, through: Callable[[Function], Function]
+) -> None:
     """With a seed as outside of the graph; without one, of the pairs that the forward kept."""
 
     def block(seed: int | None, *given: torch.Tensor) -> torch.Tensor:
@@ -236,11 +239,11 @@ def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(kind: str) -> 
         return lambda *given: checkpoint(call, *given, use_reentrant=kind == "reentrant")
 
     given = three()
-    out, *_, of_value = grads_of(compiled(checked(None)), given)
+    out, *_, of_value = grads_of(through(checked(None)), given)
     # The output is linear in the value.
     assert_close((of_value * given[2]).sum(), 2 * out.square().sum(), 1e-10)
     wanted = grads_of(functools.partial(block, 5), given)
-    assert_close(grads_of(compiled(checked(5)), given), wanted, 1e-10)
+    assert_close(grads_of(through(checked(5)), given), wanted, 1e-10)
 
 
 def test_transformations_inside_of_compiled_code_run_outside_of_its_graph() -> None:

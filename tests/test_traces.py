@@ -7,7 +7,6 @@ come out right.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import textwrap
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_attention import Inputs, inputs
-from helpers_first_calls import MODES
+from helpers_attention import Inputs, attention, inputs
+from helpers_first_calls import MODES, Watching, setting
 from helpers_passes import both_passes, pass_of
 from helpers_plans import passing
 from helpers_processes import run_python
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit.masks import document, sliding_window
@@ -183,24 +181,9 @@ def test_inductor_compiles_a_step_in_one_graph_and_says_nothing() -> None:
     assert done.stderr == ""
 
 
-class _Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def _function(query, key, value, *, is_causal, scale, key_positions):
-    scores = scale * query @ key.mT - 0.01 * key_positions.to(query.dtype)
-    if is_causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(ahead, -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    bias = -0.01 * key_positions.to(query.dtype)
+    return attention(query, key, value, is_causal=is_causal, scale=scale, bias=bias)
 
 
 IDS = torch.arange(150) // 40
@@ -211,8 +194,8 @@ def _documents():
 
 
 PLACES = {
-    "meta": lambda: torch.device("meta"), "float64": _float64, "dispatch": _Passing,
-    "inference": torch.inference_mode,
+    "meta": lambda: torch.device("meta"), "dispatch": Watching, "inference": torch.inference_mode,
+    "float64": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
 }  # fmt: skip
 KERNELS = {
     "cpu": lambda: "cpu",

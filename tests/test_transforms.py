@@ -69,10 +69,7 @@ def test_gradients_of_each_and_of_all(depth: int, shape: tuple[int, ...]) -> Non
         (lambda f: vmap(grad(f, (1, 3)), (0, 0, 0, None)), (q, k, v, mask)),
         (lambda f: vmap(grad(f, (2, 3))), (q, k, v, masks)),
         (lambda f: vmap(grad(f, (3,)), (None, None, None, 0)), (q[0], k[0], v[0], masks)),
-        (
-            lambda f: grad(lambda *t: vmap(f, (0, 0, 0, None))(*t).sum(), (0, 3)),
-            (q, k, v, mask),
-        ),
+        (lambda f: grad(lambda *t: vmap(f, (0, 0, 0, None))(*t).sum(), (0, 3)), (q, k, v, mask)),
     ):
         assert_close(transform(mine)(*given), transform(torchs)(*given), 1e-11)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_attention import attention
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -48,10 +49,8 @@ def kernels_of(slope: Callable[[Any], torch.Tensor]) -> list[Any]:
         query_positions: Any, key_positions: Any,
     ) -> Any:  # fmt: skip
         apart = (query_positions[:, None] - key_positions[None]).abs()
-        scores = scale * (query @ key.mT) - slope(head_indices)[:, None, None] * apart
-        if is_causal:
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+        bias = -slope(head_indices)[:, None, None] * apart
+        return attention(query, key, value, is_causal=is_causal, scale=scale, bias=bias)
 
     return [qa.from_score_mod(score_mod, compiled=False), qa.from_lse_function(function)]
 

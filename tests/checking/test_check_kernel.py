@@ -67,8 +67,7 @@ def test_kernels_that_take_nothing_wider() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("noise", HALF), ("noise", torch.float64), ("lse_rounded_to_fp16", SHORT)],
+    ("name", "dtype"), [("noise", HALF), ("noise", torch.float64), ("lse_rounded_to_fp16", SHORT)]
 )
 def test_an_error_is_named_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """Limits come from the dtype: noise must not widen its own."""

@@ -15,12 +15,7 @@ from helpers_passes import pass_of, smallest_budget
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
 from quorum_attention.execution.call import Job, MaskView, mask_shape
-from quorum_attention.execution.mask_gradient import (
-    Tile,
-    add_up_mask_gradient,
-    fitting,
-    tile_bytes,
-)
+from quorum_attention.execution.mask_gradient import Tile, add_up_mask_gradient, fitting, tile_bytes
 from quorum_attention.execution.problem import FORWARD, Placement, Problem, Workload
 from quorum_attention.kernels import DenseKernel, get_kernel
 from quorum_attention.kernels.protocol import Saved

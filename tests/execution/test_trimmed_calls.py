@@ -29,10 +29,7 @@ N = 640
 TILE = 8
 # Some queries keep no key, and some keys are kept by no query.
 _GAP = within(200, N, 0, 500)
-MASKS = {
-    "window": sliding_window(50),
-    "a gap": _GAP & sliding_window(60),
-}
+MASKS = {"window": sliding_window(50), "a gap": _GAP & sliding_window(60)}
 
 
 class WatchedMask(WatchedKernel):
