@@ -57,8 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    if accelerator_error is not None and isinstance(error, accelerator_error):
+    if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY
     if type(error) is RuntimeError:
         text = str(error)

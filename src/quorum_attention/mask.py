@@ -16,11 +16,9 @@ Keeps = Callable[[Any, Any, Any, Any], torch.Tensor]
 # Positions and their sums are 64-bit integers.
 _FAR = 1 << 62
 _CAUSAL = (False, True, "upper_left", "lower_right")
-# The fields that say which pairs are kept; the others change scores or results.
-_STRUCTURE = (
-    "causal", "offset", "window", "chunk", "documents", "key_lengths", "key_padding", "keeps",
-    "either", "every",
-)  # fmt: skip
+# The fields that change scores or results; the others say which pairs are kept.
+_SCORES = ("bias", "softcap", "sinks")
+_POSITIONAL = frozenset({"causal", "offset", "window", "chunk"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +95,7 @@ class Mask:
             whole_number(self.chunk, "Mask.chunk", 1, _FAR)
         if isinstance(self.documents, tuple) and len(self.documents) != 2:
             raise ValueError(f"Mask.documents must be one tensor or two, got {len(self.documents)}")
-        both = self.documents if isinstance(self.documents, tuple) else (self.documents,)
-        for ids in both:
+        for ids in self.documents if isinstance(self.documents, tuple) else (self.documents,):
             _check(ids, "Mask.documents", "integers", (1, 2))
         _check(self.key_lengths, "Mask.key_lengths", "integers", (1,))
         _check(self.key_padding, "Mask.key_padding", "bool", (1, 2))
@@ -114,7 +111,7 @@ class Mask:
     @property
     def is_structured(self) -> bool:
         """Whether any field but ``bias``, ``softcap`` and ``sinks`` says which pairs are kept."""
-        return any(_given(getattr(self, name)) for name in _STRUCTURE if name != "offset")
+        return not self.said().keys() <= {"offset", *_SCORES}
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -169,21 +166,18 @@ def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor])
             return change(value, name)
         if isinstance(value, Mask):
             return map_tensors(value, change)
+        if not isinstance(value, tuple):
+            return value
         made = tuple([changed(one, name) for one in value])
         return value if all(a is b for a, b in zip(made, value, strict=True)) else made
 
-    fields: dict[str, Any] = {}
-    for name in ("documents", "key_lengths", "key_padding", "either", "every"):
-        value = getattr(mask, name)
-        made = None if value is None else changed(value, name)
-        if made is not value:
-            fields[name] = made
-    return replace(mask, **fields) if fields else mask
+    names = ("documents", "key_lengths", "key_padding", "either", "every")
+    fields = {name: changed(getattr(mask, name), name) for name in names}
+    same = all(value is getattr(mask, name) for name, value in fields.items())
+    return mask if same else replace(mask, **fields)
 
 
-_SCORES = ("bias", "softcap", "sinks")
-NAMES = (*_STRUCTURE, *_SCORES)
-_POSITIONAL = frozenset({"causal", "offset", "window", "chunk"})
+NAMES = tuple(Mask.__dataclass_fields__)
 
 
 def _given(value: Any) -> bool:
@@ -215,9 +209,10 @@ def _check(value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None
     if dims is not None and value.dim() not in dims:
         words = " or ".join(map(str, dims))
         raise ValueError(f"{name} must have {words} dimensions, got shape {tuple(value.shape)}")
-    floating = value.is_floating_point() or value.is_complex()
     found = "bool" if value.dtype == torch.bool else "integers"
-    if kind is not None and kind != ("floating-point" if floating else found):
+    if value.is_floating_point() or value.is_complex():
+        found = "floating-point"
+    if kind not in (None, found):
         raise TypeError(f"{name} must be {kind}, got {value.dtype}")
 
 
