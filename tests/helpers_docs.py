@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
@@ -75,3 +77,12 @@ def normal(text: str) -> str:
     text = re.sub(r"\b(unit|head)s?\b", r"\1", text)
     text = re.sub(r"# (B|KiB|MiB|GiB|TiB)\b", "# B", text)
     return " ".join(text.split())
+
+
+def my_attention(query: Any, key: Any, value: Any, *, is_causal: bool, scale: float) -> Any:
+    """What a reader of the documentation has of his own."""
+    scores = scale * (query.float() @ key.float().mT)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    return (torch.exp(scores - lse.unsqueeze(-1)) @ value.float()).to(value.dtype), lse

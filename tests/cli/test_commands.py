@@ -63,16 +63,29 @@ def wrong(query, key, value, *, is_causal, scale):
     out, lse = right(query, key, value, is_causal=is_causal, scale=scale)
     return out, lse * 0
 
+def refuses(query, key, value, *, is_causal, scale):
+    raise ValueError("too short")
+
+def inner(grad):
+    return grad @ torch.zeros(grad.shape[-1] + 1)
+
+def fails_backward(query, key, value, *, is_causal, scale):
+    scores = query @ key.mT * scale
+    scores.register_hook(inner) if scores.requires_grad else None
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
 number = 3
 """
 
 
-def test_check_a_function_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_own_attention.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_check_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--device", "cpu", "--tokens", "80", "--forward-only"]
     assert main(["check", "my_own_attention:right", *short]) == 0
     assert "right: exact within rounding" in capsys.readouterr().out
@@ -91,25 +104,12 @@ def test_check_a_function_of_ones_own(
 
 @pytest.mark.parametrize("name", ["refuses", "fails_backward"])
 def test_check_shows_the_users_own_frames_of_a_failure(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "my_failing.py").write_text(
-        "import torch\n"
-        "def inner(q):\n"
-        "    return q @ torch.zeros(q.shape[-1] + 1)\n"
-        "def refuses(query, key, value, is_causal, scale):\n"
-        "    raise ValueError('too short')\n"
-        "def fails_backward(query, key, value, is_causal, scale):\n"
-        "    scores = query @ key.mT * scale\n"
-        "    scores.register_hook(inner) if scores.requires_grad else None\n"
-        "    return scores.softmax(-1) @ value, scores.logsumexp(-1)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert main(["check", f"my_failing:{name}", "--device", "cpu", "--no-causal"]) == 2
+    assert main(["check", f"my_own_attention:{name}", "--device", "cpu", "--no-causal"]) == 2
     said = capsys.readouterr().err
     assert "quorum_attention" not in said
-    assert "my_failing.py" in said
+    assert "my_own_attention.py" in said
     error = "ValueError: too short" if name == "refuses" else "RuntimeError: "
     assert f"\n{error}" in said
     assert ("in inner" in said) == (name != "refuses")

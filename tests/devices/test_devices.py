@@ -179,16 +179,6 @@ def test_a_worker_killed_in_the_middle() -> None:
             assert len({one.device for one in report.forward.ran}) == 3
 
 
-def test_a_closed_pool() -> None:
-    pool = Pool("cpu", threads=1)
-    processes = [worker.process for worker in pool.workers]
-    pool.close()
-    assert not any(process.is_alive() for process in processes)
-    q = torch.randn(1, 1, 10, 8)
-    with pytest.raises(RuntimeError, match="no worker"):
-        pool.attention(q, q, q)
-
-
 @pytest.mark.parametrize(
     ("devices", "said"),
     [([], "at least one"), ("tpu", "devices"), (["cuda:99"], "CUDA device"), ("all", "CUDA")],

@@ -73,10 +73,15 @@ def test_a_call_within_a_call_of_the_same_pool(pool: Pool) -> None:
     assert call(pool)
 
 
-def test_a_pool_that_is_forgotten_takes_its_workers_along() -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_pool_that_is_closed_or_forgotten_takes_its_workers_along(closed: bool) -> None:
     pool = Pool("cpu", threads=1)
     pool.join("cpu")
     processes = [each.process for each in pool.workers]
+    if closed:
+        pool.close()
+        with pytest.raises(RuntimeError, match="no worker"):
+            call(pool)
     del pool
     gc.collect()
     assert not any(process.is_alive() for process in processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers_docs import ROOT, blocks, commands, normal
+from helpers_docs import ROOT, blocks, commands, my_attention, normal
 from helpers_kernels import taken_as_tried
 
 from quorum_attention.bench.cases import EXPERIMENTS
@@ -28,18 +29,7 @@ SHORT = {
     ),
     "check": ["--tokens", "64", "--forward-only"],
 }
-MODULE = """
-import torch
-
-def my_attention(query, key, value, *, is_causal, scale):
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
-"""
-
-
+MODULE = f"import torch\nfrom typing import Any\n\n{inspect.getsource(my_attention)}"
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,

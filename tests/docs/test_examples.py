@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from helpers_docs import ROOT
 from safetensors.torch import load_file, save_file
-
-
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_quickstart() -> None:
@@ -67,7 +57,8 @@ def test_real_activations(
 ) -> None:
     """Its whole way on a stand-in for the weights, which are 84 MB."""
     torch.manual_seed(0)
-    example = loaded(ROOT / "examples" / "real_activations.py")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("real_activations")
     model = tmp_path / "carrier" / "model"
     model.mkdir(parents=True)
     (model.parent / "__init__.py").touch()
@@ -113,7 +104,8 @@ def test_train_long(
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    example = loaded(ROOT / "examples" / "train_long.py")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("train_long")
     sizes = {"num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(example.SHAPES, "small", {**example.SHAPES["small"], **sizes})
     Qwen3ForCausalLM(Qwen3Config(**example.SHAPES["small"])).save_pretrained(tmp_path)

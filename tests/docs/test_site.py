@@ -20,11 +20,6 @@ REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 OBJECT = re.compile(r"^::: ([\w.]+)\n    options:\n      heading: ([\w.]+)$", re.M)
 # Subpackages whose names are all for users.
 PUBLIC = ("devices", "distributed", "recipes")
-spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
-assert spec is not None
-assert spec.loader is not None
-hooks = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(hooks)
 
 
 def described() -> dict[str, str]:
