@@ -125,6 +125,8 @@ def by_ranks(case: Case, group: dist.ProcessGroup | None) -> Found:
         cuts = [n * number // ranks for number in range(1, ranks)]
     rows = slice(*[0, *cuts, n][rank : rank + 2])
     mine = [t[..., rows, :].to(HOME[0]) for t in case.inputs]
+    if draw.random() < 0.3:  # heads beside each other
+        mine = [t.transpose(-2, -3).contiguous().transpose(-2, -3) for t in mine]
     leaves = [t.clone().requires_grad_() for t in mine[:3]]
     mask, more = learning(case)
     if isinstance(mask, Mask):  # of this rank's rows alone

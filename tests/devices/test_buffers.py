@@ -131,17 +131,9 @@ def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
 SHAPE = (2, 1 << 10, 1 << 10)
 
 
-@pytest.fixture
-def nothing_is_kept() -> object:
-    gc.collect()
-    give_back()
-    yield
-    gc.collect()
-    give_back()
-
-
-@pytest.mark.usefixtures("nothing_is_kept")
 def test_used_again_when_it_is_freed() -> None:
+    gc.collect()
+    give_back()
     first, second = (shared_memory(SHAPE, torch.uint8) for _ in range(2))
     path, view = handle_of(first).path, first[1, 5:]
     assert path != handle_of(second).path

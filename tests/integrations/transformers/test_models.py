@@ -145,9 +145,9 @@ def test_cu_seq_lens_part_documents() -> None:
 def call(*tensors: torch.Tensor, **asked: Any) -> torch.Tensor:
     """The attention function, of one small call."""
     module, function = torch.nn.Module(), transformers.AttentionInterface()["quorum"]
-    module.is_causal = True
+    asked = {"attention_mask": None, "is_causal": True, **asked}
     tensors = tensors or tuple(torch.randn(2, h, 20, 8) for h in (4, 2, 2))
-    out: torch.Tensor = function(module, *tensors, **{"attention_mask": None, **asked})[0]
+    out: torch.Tensor = function(module, *tensors, **asked)[0]
     return out
 
 
@@ -172,6 +172,11 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
             call(**{name: value})
     with pytest.raises(ValueError, match="shape"):
         call(attention_mask=torch.ones(2, 20))
+    longer = [torch.randn(1, 2, n, 8) for n in (5, 9, 9)]
+    for causal, said in ((None, "neither a mask nor is_causal"), (True, "position of the first")):
+        with pytest.raises(ValueError, match=said):
+            call(*longer, is_causal=causal)
+    assert call(*longer, is_causal=False).shape == (1, 5, 2, 8)
     assert call(output_attentions=False, use_cache=True).shape == (2, 20, 4, 8)
     assert call(shift_labels=torch.zeros(2, 20), ignore_index=-1).shape == (2, 20, 4, 8)
 
@@ -183,17 +188,6 @@ def test_weights_asked_of_a_model_are_refused_also_if_its_attention_is_not_told(
     with pytest.raises(NotImplementedError, match="output_attentions"):
         model(input_ids=ids, output_attentions=True)
     assert len(model(input_ids=ids, output_hidden_states=True).hidden_states) == 3
-
-
-def test_causal_without_a_mask_and_with_other_lengths_is_refused() -> None:
-    function = transformers.AttentionInterface._global_mapping["quorum"]
-    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
-    module = torch.nn.Module()
-    with pytest.raises(ValueError, match="neither a mask nor is_causal"):
-        function(module, query, key, key, None)
-    with pytest.raises(ValueError, match="position of the first query"):
-        function(module, query, key, key, None, is_causal=True)
-    assert function(module, query, key, key, None, is_causal=False)[0].shape == (1, 5, 2, 8)
 
 
 def test_options_reach_the_call() -> None:
