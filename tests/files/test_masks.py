@@ -75,13 +75,6 @@ def test_a_budget_that_is_too_small_for_some_entries_is_refused_before_any_work(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_mask_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = {**{n: torch.randn(1, 1, 9, 4) for n in "qkv"}, "mask": torch.ones(9, 9) > 0}
-    path, mask = save(tmp_path / "in", tensors), save(tmp_path / "mask", {"mask": tensors["mask"]})
-    assert main(["run", path, str(tmp_path / "out"), "--mask", mask, *CPU]) == 2
-    assert "one must go" in capsys.readouterr().err
-
-
 BY_NUMBERS = "out and lse are from another forward"
 
 
@@ -98,11 +91,7 @@ BY_NUMBERS = "out and lse are from another forward"
     ],
 )
 def test_a_backward_of_another_call_is_refused(
-    tmp_path: Path,
-    forward: list[str],
-    backward: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, forward: list[str], backward: list[str], said: str, capsys: Any
 ) -> None:
     """By the options in the forward's file; by the numbers where a file does not have them."""
     np.save(tmp_path / "SINKS.npy", np.zeros(4, np.float32))
