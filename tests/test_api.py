@@ -11,6 +11,7 @@ from helpers_attention import GRADIENT_TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
 from quorum_attention.execution.report import PassReport
+from quorum_attention.progress import bars
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +50,7 @@ def test_arrays(dtype: torch.dtype) -> None:
     assert_close(results, (wanted.out, *wanted.grads), GRADIENT_TOLERANCE[dtype])
 
 
-def test_progress_callable_and_bar(capsys) -> None:
+def test_progress_callable_and_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     given, seen = inputs(300), []
     heads, head_dim = given.query.shape[1], given.query.shape[3]
     plan = qa.plan(
@@ -63,8 +64,12 @@ def test_progress_callable_and_bar(capsys) -> None:
     seen.clear()
     qa.attention(*given.three, depth=0, progress=lambda *now: seen.append(now))
     assert seen == [(1, 1, "forward")]
-    qa.attention(*given.three, depth=1, progress=True)
-    assert not capsys.readouterr().out.count("forward"), "the bar is drawn on stderr"
+    seen.clear()
+    monkeypatch.setattr(bars, "_PATIENCE", 0.0)
+    monkeypatch.setattr(bars, "_console", lambda: None)
+    monkeypatch.setattr(bars.Lines, "update", lambda self, *now: seen.append(now))
+    qa.attention(*given.three, plan=plan, progress=True)
+    assert seen == [(i + 1, 7, "forward") for i in range(7)]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -8,41 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, inputs
-from helpers_masks import exact as textbooks
+from helpers_attention import assert_close, inputs
+from helpers_masks import exact as textbook
 from helpers_passes import both_passes
 from torch.func import grad, jacrev, vmap
 
 import quorum_attention as qa
 from quorum_attention.decomposition.intervals import Rows
-from quorum_attention.execution import mask_gradient
-from quorum_attention.execution.mask_gradient import Tile
 from quorum_attention.kernels.dropout import Dropout, dropped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KERNELS = ["dense", "cpu"]
-NOTHING = qa.Mask()
 SEED = 2**40 + 17
 
 
-def kept(p: float, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
-    """Which pairs are not dropped, by the definition."""
-    rows = torch.arange(n_queries)
-    return ~dropped(Dropout(p, SEED), batch, heads, rows, [Rows(0, n_keys, 0)])
-
-
-def textbook(given: Inputs, p: float, mask: qa.Mask = NOTHING, **call: Any) -> Any:
-    """Results in float64, with the pairs of the definition dropped."""
-    scale = given.query.shape[-1] ** -0.5
-    return textbooks(*given.three, given.grad_out, mask, scale, dropout=Dropout(p, SEED), **call)
-
-
-def shows(*batch: int, heads: int = 2, kv_heads: int = 2, n: int = 20, m: int = 20):  # type: ignore[no-untyped-def]
+def shows(*batch: int) -> tuple[torch.Tensor, ...]:
     """Inputs whose output shows which pairs are kept: all weigh the same, and values are columns of
     the identity."""
-    query, key = torch.zeros(*batch, heads, n, 4), torch.zeros(*batch, kv_heads, m, 4)
-    return query, key, torch.eye(m).expand(*batch, kv_heads, m, m)
+    same = torch.zeros(*batch, 2, 20, 4)
+    return same, same, torch.eye(20).expand(*batch, 2, 20, 20)
 
 
 def kept_by(three: tuple[torch.Tensor, ...], **call: Any) -> torch.Tensor:
@@ -69,7 +54,7 @@ def test_the_same_pairs_however_a_call_is_cut(kernel: str, cut: str) -> None:
     plans = [{"plan": qa.plan(45, backward=way, **sizes)} for way in (False, True)]
     call = {"enable_gqa": True, "dropout_p": 0.4, "dropout_seed": SEED, "kernel": kernel}
     found = both_passes(given, plans, **call)
-    wanted = textbook(given, 0.4)
+    wanted = textbook(*given.three, given.grad_out, qa.Mask(), 0.5, dropout=Dropout(0.4, SEED))
     assert_close(found, (wanted.out, wanted.lse, *wanted.grads[:3]), 1e-11)
 
 
@@ -85,22 +70,6 @@ def test_none_and_all(kernel: str, depth: int) -> None:
     out, lse = qa.attention_with_lse(*leaves, kernel=kernel, depth=depth, dropout_p=1.0)
     assert_close(lse, plain[1], 1e-6)
     assert not any(t.any() for t in (out, *torch.autograd.grad(out, leaves, given.grad_out)))
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 45, 38), (4, 1, 38), (2, 1, 45, 1), (38,)], ids=str)
-@pytest.mark.parametrize("tile", [None, Tile(1, 7, 9), Tile(2, 45, 38)], ids=str)
-def test_the_gradient_of_a_mask(
-    shape: tuple[int, ...], tile: Tile | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if tile is not None:
-        monkeypatch.setattr(mask_gradient, "fitting", lambda *_: tile)
-    given = inputs(45, 38, batch=(2,), heads=4, kv_heads=2, head_dim=4, dtype=torch.float64)
-    mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    out = qa.attention(
-        *given.three, mask, 0.3, enable_gqa=True, dropout_seed=SEED, kernel="dense", depth=1
-    )
-    found = torch.autograd.grad(out, mask, given.grad_out)[0]
-    assert_close(found, textbook(given, 0.3, qa.Mask(bias=mask)).grads[3], 1e-11)
 
 
 def test_a_backward_needs_the_seed() -> None:
@@ -157,7 +126,8 @@ def test_nothing_is_drawn_where_no_seed_is_needed(call: dict[str, Any]) -> None:
 
 def test_vmap_with_a_seed_drops_the_same_in_every_entry_and_asks_how_random_it_is_else() -> None:
     found = vmap(lambda *t: kept_by(t, dropout_seed=SEED))(*shows(3, 2))
-    assert all(torch.equal(one, kept(0.5, 2, 2, 20, 20)) for one in found)
+    drops = dropped(Dropout(0.5, SEED), 2, 2, torch.arange(20), [Rows(0, 20, 0)])
+    assert all(torch.equal(one, ~drops) for one in found)
     with pytest.raises(RuntimeError, match="in randomness error mode"):
         vmap(lambda *t: kept_by(t))(*shows(3, 2))
     different = partial(vmap, randomness="different")

@@ -162,13 +162,10 @@ OTHERS = {
     "check a factor": (
         lambda: qa.check_kernel("dense", scale_of_inputs=float("nan")), "scale_of_inputs must be",
     ),
-    "register a number": (lambda: qa.register_kernel(3), "an InnerKernel, not int"),
-    "register a class": (lambda: qa.register_kernel(qa.NativeKernel), "not the class"),
     "a window of words": (lambda: qa.NativeKernel(window="x"), "window must be .* got 'x'"),
     "a cap in words": (lambda: qa.NativeKernel(softcap="x"), "softcap must be"),
     "slopes in a list": (lambda: qa.NativeKernel(alibi_slopes=[1.0]), "alibi_slopes must be"),
     "tf32 in words": (lambda: qa.NativeKernel(allow_tf32="x"), "allow_tf32 must be"),
-    "no function": (lambda: qa.from_lse_function(3), "function must be callable"),
     "a number for a name": (lambda: qa.from_lse_function(len, name=3), "name must be a str"),
     "no score_mod": (lambda: qa.from_score_mod(3), "score_mod must be callable"),
     "no settings": (lambda: qa.LongNetKernel(3), "settings must be"),

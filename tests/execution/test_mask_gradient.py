@@ -18,17 +18,22 @@ from quorum_attention.execution.call import Job, MaskView, mask_shape
 from quorum_attention.execution.mask_gradient import Tile, add_up_mask_gradient, fitting, tile_bytes
 from quorum_attention.execution.problem import FORWARD, Placement, Problem, Workload
 from quorum_attention.kernels import DenseKernel, get_kernel
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, HEADS, KV_HEADS, N, M = 2, 4, 2, 23, 31
 
 
-def wanted(given: Inputs, mask: torch.Tensor, causal: bool = False) -> torch.Tensor:
+def wanted(
+    given: Inputs, mask: torch.Tensor, causal: bool = False, dropout: Dropout | None = None
+) -> torch.Tensor:
     """The textbook in float64."""
     bias = qa.Mask(bias=mask.detach().clone().requires_grad_())
     scale = given.query.shape[-1] ** -0.5
-    return exact(*given.three, given.grad_out, bias, scale, is_causal=causal).grads[3]
+    return exact(
+        *given.three, given.grad_out, bias, scale, is_causal=causal, dropout=dropout
+    ).grads[3]
 
 
 def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -39,40 +44,47 @@ def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def a_call(
-    shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False, **sizes: Any
-) -> tuple[Inputs, torch.Tensor, Job, Saved]:
+    shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False,
+    dropout: Dropout | None = None, **sizes: Any,
+) -> tuple[Inputs, torch.Tensor, Job, Saved]:  # fmt: skip
     """Inputs, a mask of ``shape``, a forward on the CPU by kernel "dense" and what it saved."""
     sizes = {"n_queries": N, "n_keys": M, "heads": HEADS, "kv_heads": KV_HEADS, **sizes}
     given = inputs(batch=(BATCH,), dtype=dtype, **sizes)
     mask = a_mask(shape, dtype)
-    out, lse = qa.attention_with_lse(*given.three, mask, is_causal=causal, enable_gqa=True)
+    call: dict[str, Any] = {"is_causal": causal, "enable_gqa": True}
+    if dropout is not None:
+        call |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
+    out, lse = qa.attention_with_lse(*given.three, mask, **call)
     work = Workload(
         batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
         mask=mask_shape(mask, 1), **sizes,
     )  # fmt: skip
     problem = Problem(work, get_kernel("dense"), FORWARD, Placement("cpu", True, False, dtype))
     tensors = dict(zip(("query", "key", "value"), given.three, strict=True))
-    job = Job(problem, tensors, 8**-0.5, torch.device("cpu"), MaskView(mask, 1))
+    view = MaskView(mask, 1)
+    job = Job(problem, tensors, 8**-0.5, torch.device("cpu"), view, dropout=dropout)
     return given, mask, job, Saved(given.grad_out, out, lse)
 
 
 SHAPES = list(itertools.product((1, BATCH), (1, HEADS), (1, N), (1, M)))
+DROPS = Dropout(0.3, 2**40 + 17)
 TILES = [
-    (Tile(2, 64, 64), False), (Tile(1, 5, 7), True), (Tile(1, 23, 1), True), (Tile(2, 1, 40), False)
+    (Tile(2, 64, 64), False, None), (Tile(1, 5, 7), True, DROPS), (Tile(1, 23, 1), True, None),
+    (Tile(2, 1, 40), False, DROPS),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tile", "causal"), TILES, ids=str)
+@pytest.mark.parametrize(("tile", "causal", "dropout"), TILES, ids=str)
 def test_every_way_to_broadcast_by_every_tile(
-    tile: Tile, causal: bool, monkeypatch: pytest.MonkeyPatch
+    tile: Tile, causal: bool, dropout: Dropout | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a mask broadcasts over is summed, whatever the tiles; nothing is left as it was."""
     monkeypatch.setattr(module, "fitting", lambda *_: tile)
     for shape in SHAPES:
-        given, mask, job, upstream = a_call(shape, torch.float64, causal)
+        given, mask, job, upstream = a_call(shape, torch.float64, causal, dropout)
         target = torch.full(shape, torch.nan, dtype=torch.float64)
         assert add_up_mask_gradient(job, upstream, target, None) == []
-        assert_close(target, wanted(given, mask, causal), 1e-12)
+        assert_close(target, wanted(given, mask, causal, dropout), 1e-12)
 
 
 def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
@@ -96,7 +108,7 @@ def test_tiles_stay_within_their_bytes(
     shape: tuple[int, ...], dtype: torch.dtype, limit: int
 ) -> None:
     sizes = {"n_queries": 300, "n_keys": 400, "heads": 8, "kv_heads": 4}
-    _, mask, job, upstream = a_call(shape, dtype, True, **sizes)
+    _, mask, job, upstream = a_call(shape, dtype, causal=True, **sizes)
     work, target = job.problem.work, torch.empty_like(mask)
     tile = fitting(work, job.device, limit, mask.element_size())
     assert tile_bytes(work, tile, mask.element_size()) <= limit

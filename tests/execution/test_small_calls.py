@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,23 +41,6 @@ def test_a_remembered_call_without_memory_is_planned_after_all(
     monkeypatch.setattr(CpuKernel, "whole_forward", failing)
     torch.testing.assert_close(function(*three, **call), wanted)
     assert next(failures, None) is None, "it failed"
-
-
-def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
-    class Mine(CpuKernel):
-        name = "mine"
-        # A kernel with its own attention is not tried out, so no trial remembers it.
-        own_attention = True
-
-    kernel = Mine()
-    given = inputs(50)
-    query = given.query
-    for n in range(1, 50):
-        qa.attention(query[:, :, :n], given.key, given.value, kernel=kernel)
-    kept = [weakref.ref(kernel), weakref.ref(query)]
-    del kernel, query, given
-    gc.collect()
-    assert [ref() for ref in kept] == [None, None]
 
 
 # Seconds of ``yardstick`` where the limits were measured.

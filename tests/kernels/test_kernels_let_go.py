@@ -21,9 +21,17 @@ class Rectangles(CpuKernel):
     name = "rectangles"
 
 
+class Untried(CpuKernel):
+    """With its own attention: no trial remembers it, but small calls might."""
+
+    name = "untried"
+    own_attention = True
+
+
 KERNELS: dict[str, Callable[[], InnerKernel]] = {
     "function": lambda: qa.from_lse_function(attention),
     "rectangles": Rectangles,
+    "untried": Untried,
     "documents": lambda: qa.from_score_mod(
         mask_mod=document(torch.arange(150) // 40), compiled=False
     ),
@@ -31,8 +39,9 @@ KERNELS: dict[str, Callable[[], InnerKernel]] = {
 }
 
 
-def use(kernel: InnerKernel) -> None:
-    """All that remembers something: calls of every route, plans, an estimate, a check."""
+def use(kernel: InnerKernel) -> weakref.ref[torch.Tensor]:
+    """All that remembers something: calls of every route, plans, an estimate, a check. An input of
+    small calls."""
     made = inputs(150)
     for call in ({}, {"depth": 2}, {"budget": "256MiB"}):
         leaves = [t.clone().requires_grad_() for t in made.three]
@@ -43,16 +52,18 @@ def use(kernel: InnerKernel) -> None:
         qa.plan(150, heads=2, head_dim=8, dtype=torch.float32, kernel=kernel, backward=backward)
     qa.estimate(150, heads=2, head_dim=8, dtype=torch.float32, kernel=kernel)
     qa.check_kernel(kernel, n_tokens=60, levels=[(3,)])
+    for n in range(1, 50):
+        qa.attention(made.query[:, :, :n], made.key, made.value, kernel=kernel)
+    return weakref.ref(made.query)
 
 
 @pytest.mark.parametrize("kind", list(KERNELS))
 def test_a_kernel_that_nobody_holds_is_gone(kind: str) -> None:
     kernel = KERNELS[kind]()
-    use(kernel)
-    watch = weakref.ref(kernel)
+    watch = [use(kernel), weakref.ref(kernel)]
     del kernel
     gc.collect()
-    assert watch() is None, gc.get_referrers(watch())
+    assert [ref() for ref in watch] == [None, None]
 
 
 def test_what_a_mask_reads_goes_with_the_mask() -> None:

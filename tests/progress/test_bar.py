@@ -12,10 +12,8 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
-import quorum_attention as qa
-from quorum_attention.progress import bars, progress_bar
+from quorum_attention.progress import progress_bar
 
 # Bars wait less than half a second here.
 START = (
@@ -137,16 +135,3 @@ def test_a_log_that_cannot_be_written_ends_no_call(
     with progress_bar() as update:
         clock[0] += 50
         update(1, 2, "forward")
-
-
-def test_a_call_tells_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int, str]] = []
-    monkeypatch.setattr(bars, "_PATIENCE", 0.0)
-    monkeypatch.setattr(bars, "_console", lambda: None)
-    monkeypatch.setattr(bars.Lines, "update", lambda self, *told: seen.append(told))
-    q = torch.randn(1, 2, 300, 8)
-    plan = qa.plan(
-        300, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=16, over_inputs=False
-    )
-    qa.attention(q, q, q, plan=plan, progress=True)
-    assert len(seen) == plan.n_tasks * plan.n_groups
