@@ -83,28 +83,22 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
         if kind != "score_mod" and r.random() < 0.5:
             sizes = (batch, heads, n, m)
             case.mask = torch.zeros([r.choice([1, size]) for size in sizes], dtype=dtype)
-        query, key, value, grad_out, bias = (
-            case.query,
-            case.key,
-            case.value,
-            case.grad_out,
-            case.mask,
-        )
+        three, grad_out, bias = (case.query, case.key, case.value), case.grad_out, case.mask
         call = replace(case.call("cpu"), dropout=whole)
         extent = Extent(batch, heads, key_heads, max(n, m), n, m, direct=whole)
         lse = torch.zeros(batch, heads, n, dtype=work)
         kernel = KERNELS[kind]
         if whole:
-            one = Call(query, key, value, bias=bias, dropout=Dropout(0.5, 1))
+            one = Call(*three, bias=bias, dropout=Dropout(0.5, 1))
             run = partial(kernel.whole_forward, one)
             if backward:
                 run = partial(kernel.whole_backward, one, Saved(grad_out, grad_out, lse))
         else:
-            task = whole_task(Call(query, key, value, bias=bias))
+            task = whole_task(Call(*three, bias=bias))
             state = Statistics(torch.zeros(grad_out.shape, dtype=work), lse - torch.inf)
             run = partial(kernel.forward, task, state)
             if backward:
-                sums = [torch.zeros(t.shape, dtype=work) for t in (query, key, value)]
+                sums = [torch.zeros(t.shape, dtype=work) for t in three]
                 run = partial(kernel.backward, task, Gradients(grad_out, grad_out, lse, *sums))
         bound = getattr(kernel, f"{'backward' if backward else 'forward'}_workspace_bytes")
         assert usage(run).peak <= bound(call, extent), (call, extent)

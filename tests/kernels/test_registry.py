@@ -9,16 +9,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.kernels import (
-    CallShape,
-    CpuKernel,
-    DenseKernel,
-    MaskShape,
-    get_kernel,
-    kernels,
-    probe,
-    register_kernel,
-)
+from quorum_attention.kernels import CallShape, CpuKernel, DenseKernel, MaskShape, get_kernel, probe
 from quorum_attention.kernels.registry import registrations, select_kernel
 
 
@@ -30,11 +21,11 @@ def test_registering() -> None:
     class Mine(CpuKernel):
         name = "mine"
 
-    register_kernel(Mine())
-    assert list(kernels())[-2:] == ["mine", "dense"]
+    qa.register_kernel(Mine())
+    assert list(qa.kernels())[-2:] == ["mine", "dense"]
     Mine.name = "auto"
     with pytest.raises(ValueError, match="cannot be named"):
-        register_kernel(Mine())
+        qa.register_kernel(Mine())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +102,7 @@ def test_what_is_no_kernel_is_refused() -> None:
     class Compared(CpuKernel):
         size: int = 1
 
-    for ask in (get_kernel, register_kernel):
+    for ask in (get_kernel, qa.register_kernel):
         with pytest.raises(TypeError, match=r"lacks __hash__ \(a dataclass keeps it with eq=False"):
             ask(Compared())
         with pytest.raises(TypeError, match=r"not object: make one of.*InnerKernel"):

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.problem import (
-    BACKWARD,
-    FORWARD,
-    GroupSize,
-    Placement,
-    Problem,
-    Workload,
-    spec_of,
-)
+from quorum_attention.execution.problem import GroupSize, Placement, Problem, Workload, spec_of
 from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import schedule_of
@@ -122,7 +114,7 @@ DENSE = get_kernel("dense")
 WORK = Workload((2,), 8, 2, 1 << 16, 1 << 16, 64, 64, torch.float16, True)
 
 
-@pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("spec", map(spec_of, (False, True)), ids=["forward", "backward"])
 @pytest.mark.parametrize("levels", [(7,), (31,), (7, 3)])
 @pytest.mark.parametrize("sizes", [(9000, 1 << 16), (1 << 16, 9000), (100, 1 << 16), (50, 60)])
 def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:
@@ -144,13 +136,12 @@ def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:
     given_results=st.booleans(),
 )
 def test_less_takes_no_more(levels, n_cap, backward, resident, given_results) -> None:  # type: ignore[no-untyped-def]
-    spec = BACKWARD if backward else FORWARD
     place = replace(FAR, resident=resident, results_given=given_results)
 
     def total(route=None, levels=levels, group=None, place=place) -> int:
         shape = Decomposition(WORK.n_tokens, levels)
         made = schedule_of(WORK, shape, group or GroupSize(1, 2), route or Slots(n_cap, "device"))
-        return footprint_of(made, Problem(WORK, DENSE, spec, place)).total
+        return footprint_of(made, Problem(WORK, DENSE, spec_of(backward), place)).total
 
     usual = total()
     assert total(Slots(n_cap + 1, "device")) > usual
