@@ -11,14 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quorum_attention.api import attention, attention_backward, attention_with_lse
+    from quorum_attention.api import (
+        attention,
+        attention_backward,
+        attention_with_lse,
+        native_attention,
+    )
     from quorum_attention.call.options import using
     from quorum_attention.checking import check_kernel
     from quorum_attention.errors import BudgetError, OutOfMemoryError
     from quorum_attention.execution.report import Report
     from quorum_attention.kernels import InnerKernel, kernels, register_kernel
     from quorum_attention.kernels.kit import LongNetKernel, from_lse_function, from_score_mod
-    from quorum_attention.kernels.native import NativeKernel, native_attention
+    from quorum_attention.kernels.native import NativeKernel
     from quorum_attention.mask import Mask
     from quorum_attention.planner import Plan, estimate, plan
     from quorum_attention.planner.calibration import calibrate
@@ -34,11 +39,11 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that quorums and decomposition can be imported without torch.
 _NAMES: dict[str, tuple[str, ...]] = {
-    "api": ("attention", "attention_backward", "attention_with_lse"),
+    "api": ("attention", "attention_backward", "attention_with_lse", "native_attention"),
     "errors": ("BudgetError", "OutOfMemoryError"),
     "execution.report": ("Report",),
     "kernels": ("InnerKernel", "kernels", "register_kernel"),
-    "kernels.native": ("NativeKernel", "native_attention"),
+    "kernels.native": ("NativeKernel",),
     "kernels.kit": ("LongNetKernel", "from_lse_function", "from_score_mod"),
     "mask": ("Mask",),
     "checking": ("check_kernel",),

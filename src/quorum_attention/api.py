@@ -10,6 +10,7 @@ from quorum_attention.call.gradients import BackwardInputs, check_backward_input
 from quorum_attention.call.options import Arguments, CallOptions, RunOptions
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.direct import checked_request
+from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.operator import attention_results
@@ -217,4 +218,43 @@ def attention_backward(
     return (*three, *made[3:])
 
 
-__all__ = ["attention", "attention_backward", "attention_with_lse"]
+@uncompiled
+def native_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_bits: torch.Tensor | None = None,
+    key_bits: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    allow_tf32: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attention_with_lse`` by one call of the native kernel, on the device of the inputs.
+
+    Args:
+        query, key, value, is_causal, scale, out_dtype: as of ``attention``; grouped heads too.
+        query_bits, key_bits: (n,), (m,) int64 group bits, copied: a pair is kept where they have no
+            bit in common (paper, section 3.3). Both or neither.
+        allow_tf32: for fp32 inputs, faster and less exact products.
+
+    Raises:
+        NotImplementedError: the kernel cannot run the call; says why.
+        TypeError, ValueError: an argument that is wrong or does not fit the others, by name.
+    """
+    refuse_traces("native_attention", query, key, value)
+    kernel = NativeKernel(allow_tf32=allow_tf32)
+    given = [bits for bits in (query_bits, key_bits) if bits is not None]
+    if len(given) == 1:
+        raise ValueError("query_bits and key_bits go together: one is missing")
+    for name, bits, near in zip(("query_bits", "key_bits"), given, (query, key), strict=False):
+        if bits.shape != near.shape[-2:-1] or bits.dtype != torch.int64:
+            raise ValueError(f"{name} must be int64 of shape {tuple(near.shape[-2:-1])}")
+    return attention_with_lse(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True, out_dtype=out_dtype,
+        kernel=kernel.by_bits(given, is_causal) if given else kernel, devices=query.device, depth=0,
+    )  # fmt: skip
+
+
+__all__ = ["attention", "attention_backward", "attention_with_lse", "native_attention"]

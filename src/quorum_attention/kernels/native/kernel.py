@@ -1,4 +1,4 @@
-"""The native kernel: a task in one launch, on fp32 statistics; and as a function."""
+"""The native kernel: a task in one launch, on fp32 statistics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quorum_attention.counts import real_number, switch
+from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
@@ -52,12 +52,7 @@ from quorum_attention.kernels.rectangles import (
     mask_bytes,
     operator_refusal,
 )
-from quorum_attention.kernels.torch_private import (
-    first_derivative,
-    outside,
-    refuse_traces,
-    uncompiled,
-)
+from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -144,6 +139,14 @@ class NativeKernel(Kernel):
         found = copy.copy(self)
         found.geometry = geometry
         found._known()
+        return found
+
+    def by_bits(self, bits: Sequence[torch.Tensor], is_causal: bool) -> NativeKernel:
+        """The kernel for pairs without a group bit in common, of queries and of keys; copied."""
+        with outside():
+            rule = GroupBits(*(side.detach().cpu().numpy().copy() for side in bits))
+        found = self.under(Geometry(Band(None, 0 if is_causal else None), rules=(rule,)))
+        found.probed_as = _plain(self.allow_tf32)
         return found
 
     @property
@@ -405,107 +408,3 @@ def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels in Python on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-# --- The kernel as a function: one call on one device, with group bits ----------------------------
-
-
-@uncompiled
-def native_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    query_bits: torch.Tensor | None = None,
-    key_bits: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    allow_tf32: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the native kernel, with gradients of query, key and value.
-
-    For masks, windows, soft caps, sinks, a gradient of the log-sum-exp and a budget call
-    ``attention_with_lse`` with ``kernel="native"`` and a ``Mask``.
-
-    Args:
-        query: (b, h, n, d); key (b, hk, m, d); value (b, hk, m, dv), h a multiple of hk: fp16,
-            bf16 or fp32.
-        is_causal: keep only keys at or before the query, top-left aligned.
-        scale: factor of the scores, default d ** -0.5.
-        query_bits, key_bits: (n,), (m,) int64 group bits: a pair is kept where they have no bit in
-            common (paper, section 3.3). Both or neither.
-        out_dtype: of the output; default the query's.
-        allow_tf32: for fp32 inputs, faster and less exact products.
-
-    Returns:
-        (out, lse): (b, h, n, dv) and (b, h, n) fp32, natural log; 0 and -inf in rows without keys.
-
-    Raises:
-        NotImplementedError: the kernel cannot run the call; says why.
-        TypeError, ValueError: an argument that is wrong or does not fit the others, by name.
-    """
-    refuse_traces("native_attention", query, key, value)
-    kernel, causal = NativeKernel(allow_tf32=allow_tf32), switch(is_causal, "is_causal")
-    bits = tuple(side for side in (query_bits, key_bits) if side is not None)
-    if len(bits) == 1:
-        raise ValueError("query_bits and key_bits go together: one is missing")
-    _check_inputs(kernel, (query, key, value), bits)
-    if bits:
-        with outside():
-            rule = GroupBits(*(side.detach().cpu().numpy() for side in bits))
-        kernel = kernel.under(Geometry(Band(None, 0 if causal else None), rules=(rule,)))
-    call = Call(
-        query, key, value, causal,
-        query.shape[-1] ** -0.5 if scale is None else real_number(scale, "scale"),
-        stored=out_dtype or query.dtype,
-    )  # fmt: skip
-    tensors = (query, key, value, *bits)
-    out, lse = _Function.apply(call, kernel, *tensors)  # type: ignore[no-untyped-call]
-    return out, lse
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, kernel: NativeKernel, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = kernel.whole_forward(call)
-        ctx.save_for_backward(*tensors, out, lse)
-        # Not the call, whose tensors would stay as long as the output.
-        ctx.how, ctx.kernel = (call.causal, call.scale), kernel
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @first_derivative("native_attention")
-    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> Any:
-        query, key, value, *bits, out, lse = ctx.saved_tensors
-        call = Call(query, key, value, *ctx.how)
-        saved = Saved(grad_out.to(query.dtype).contiguous(), out, lse)
-        return None, None, *ctx.kernel.whole_backward(call, saved), *(None for _ in bits)
-
-
-def _check_inputs(kernel: NativeKernel, three: Three, every: tuple[torch.Tensor, ...]) -> None:
-    """Raises what ``native_attention`` says."""
-    query, key, value = three
-    fits = {(t.ndim, t.dtype, t.device) for t in three} == {(4, query.dtype, query.device)}
-    if fits:
-        (batch, heads, _, d), key_heads = query.shape, key.shape[1]
-        fits = key.shape[::3] == (batch, d) and value.shape[:3] == key.shape[:3]
-        fits = fits and key_heads > 0 and heads % key_heads == 0
-    if not fits:
-        raise ValueError(
-            "query, key and value must be (b, h, n, d), (b, hk, m, d) and (b, hk, m, dv) of one "
-            "dtype and one device, h a multiple of hk, got "
-            + ", ".join(f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in three)
-        )
-    for name, bits, near in zip(("query_bits", "key_bits"), every, three, strict=False):
-        if bits.shape != near.shape[2:3] or bits.dtype != torch.int64:
-            raise ValueError(f"{name} must be int64 of shape {tuple(near.shape[2:3])}")
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in three)
-    shape = CallShape(
-        query.device.type, query.dtype, heads, key_heads, d, value.shape[-1], needs_grad=needs_grad
-    )
-    if (reason := kernel.refusal(shape)) is not None:
-        raise NotImplementedError(f"native_attention: {reason}")
