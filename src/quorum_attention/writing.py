@@ -20,8 +20,6 @@ from quorum_attention.sizes import format_bytes
 
 UNFINISHED = ".unfinished"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_MOST_LINKS = 40  # as Linux has it
-_LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 255 in all
 
 
 def check_target(path: str | PathLike[str]) -> Path:
@@ -29,63 +27,27 @@ def check_target(path: str | PathLike[str]) -> Path:
 
     Raises:
         OSError: it is not a regular file, may not be written, or its directory does not exist or
-            may not be written; ``path`` leads over another user's link in a folder that all may
-            write to, or is another user's file in a sticky one. Nothing has been changed.
+            may not be written. Nothing has been changed.
     """
     if not os.fspath(path):
         raise FileNotFoundError("there is no file to write: its name is empty")
-    target = follow_links(path)
-    folder, wrong = target.parent, f"{path} cannot be written"
+    wrong = f"{path} cannot be written"
+    with suppress(FileNotFoundError):
+        # Where ``fs.protected_symlinks`` is set, Linux refuses here to follow another user's link
+        # in a sticky folder, which could aim at this user's files.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(f"{wrong}: it is not a regular file")
+    target = Path(os.path.realpath(path))
+    folder = target.parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{wrong}: there is no directory {folder}")
-    with suppress(FileNotFoundError):
-        seen = os.stat(path)  # not of the target: a pipe that is /dev/stdout has no name
-        if not stat.S_ISREG(seen.st_mode):
-            raise OSError(f"{wrong}: it is not a regular file")
-        if _is_planted(seen, folder):
-            raise PermissionError(
-                f"{wrong}: it belongs to user {seen.st_uid}, in a folder where only its owner may "
-                f"replace it"
-            )
-        if not os.access(target, os.W_OK):
-            raise PermissionError(f"{wrong}: it is read-only")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(f"{wrong}: it is read-only")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(
             f"{wrong}: {folder} may not be written, and the new file is made beside the old one"
         )
     return target
-
-
-def follow_links(path: str | PathLike[str]) -> Path:
-    """``path`` with symbolic links followed, if its last name is no other user's link in a folder
-    that all users may write to: such a link could aim at this user's files. Linux itself has this
-    rule for sticky folders (``fs.protected_symlinks``).
-
-    Raises:
-        OSError: there is such a link; or links lead in a circle.
-    """
-    at = Path(path).absolute()
-    for _ in range(_MOST_LINKS):
-        if not at.is_symlink():
-            return Path(os.path.realpath(at))
-        seen = os.lstat(at)
-        if _is_planted(seen, at.parent):
-            raise PermissionError(
-                f"{path} cannot be written: {at} is a link of user {seen.st_uid}, in a folder that "
-                f"all users may write to"
-            )
-        at = at.parent / os.readlink(at)
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
-
-
-def _is_planted(seen: os.stat_result, folder: Path) -> bool:
-    """Whether a link or file may be another user's trap: in a folder that all may write to (for a
-    file: and is sticky, because otherwise anybody may replace it), it belongs neither to this user
-    nor to the folder's owner."""
-    around = os.stat(folder)
-    traps = stat.S_IWOTH if stat.S_ISLNK(seen.st_mode) else stat.S_IWOTH | stat.S_ISVTX
-    open_to_all = around.st_mode & traps == traps
-    return open_to_all and seen.st_uid not in (os.geteuid(), around.st_uid)
 
 
 def open_regular(path: str | PathLike[str], mode: Literal["rb", "r+b"] = "rb") -> BinaryIO:
@@ -122,8 +84,8 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
         OSError: see ``check_target``; or the disk is full. The file at ``path`` is as it was.
     """
     target = check_target(path)
-    stem = os.fsdecode(os.fsencode(target.name)[:_LONGEST_NAME])
-    name = f"{stem}.{secrets.token_hex(4)}{UNFINISHED}"
+    # A name may have 255 bytes, and a character four.
+    name = f"{target.name[:50]}.{secrets.token_hex(4)}{UNFINISHED}"
     file = open(target.with_name(name), "x+b")  # noqa: SIM115
     try:
         with file:
@@ -172,30 +134,24 @@ def reserve(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
     except OSError as error:
         with suppress(OSError):
             file.truncate(0)  # what was reserved so far is free again
-        takes = f"{name} takes {format_bytes(n_bytes)}"
         if error.errno in _NO_SPACE:
             disk = os.fstatvfs(file.fileno())
             free = disk.f_bavail * disk.f_frsize
             missing = max(1, n_bytes - free)
             raise OSError(
-                f"{takes}, and {format_bytes(free)} of disk are free: {missing} bytes "
-                f"({format_bytes(missing)}) are missing"
+                f"{name} takes {format_bytes(n_bytes)}, and {format_bytes(free)} of disk are free: "
+                f"{missing} bytes ({format_bytes(missing)}) are missing"
             ) from error
-        if error.errno == errno.EFBIG:
-            raise OSError(f"{takes}, more than a file may have here (see ulimit -f)") from error
         raise
 
 
 def take_permissions(file: BinaryIO, target: Path) -> None:
-    """Give an open file the owner and the permissions of the regular file at ``target``, which it
-    replaces. Where there is none, or one that another user may have put there, nothing changes."""
+    """Give an open file the permissions of this user's regular file at ``target``, which it
+    replaces. Those of another user's are not taken over: he may have put it there."""
     with suppress(OSError):
         old = os.lstat(target)
-        if not stat.S_ISREG(old.st_mode) or _is_planted(old, target.parent):
-            return
-        with suppress(OSError):  # only root may give files away
-            os.fchown(file.fileno(), old.st_uid, old.st_gid)
-        os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+        if stat.S_ISREG(old.st_mode) and old.st_uid == os.geteuid():
+            os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
 
 
 def sync_directory(directory: Path) -> None:

@@ -404,15 +404,6 @@ def test_an_input_in_the_folder_of_the_run_is_refused(
 
 
 @ROOT
-def test_the_successor_of_another_users_file_becomes_his_when_it_is_whole(begun: Path) -> None:
-    (begun / "out").chmod(0o664)
-    given_away(begun / "out")
-    assert run(begun, "--resume") == 0
-    made = (begun / "out").stat()
-    assert (made.st_uid, made.st_mode & 0o777) == (OTHER, 0o664)
-
-
-@ROOT
 @pytest.mark.parametrize("planted", ["link", "file"])
 def test_what_is_planted_during_the_run_gives_the_output_nothing(
     begun: Path, planted: str, monkeypatch: pytest.MonkeyPatch

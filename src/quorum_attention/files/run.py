@@ -120,11 +120,11 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
         for result, (_, dtype) in wanted.items():
             formats.check_npy(result, dtype)
     if name.endswith(("/", os.sep)):
-        folder = writing.follow_links(name)
-        if folder.exists() and not folder.is_dir():
+        exists, folder = Path(name).exists(), Path(os.path.realpath(name))
+        if exists and not folder.is_dir():
             raise NotADirectoryError(f"{name} cannot be written: {folder} is no folder")
         files = {folder / f"{n}{SUFFIX}": {n: described} for n, described in wanted.items()}
-        if folder.exists():
+        if exists:
             return Output(name, {writing.check_target(path): one for path, one in files.items()})
         writing.check_target(folder)
         return Output(name, files, new_folder=folder)
