@@ -69,7 +69,7 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     shared.add(
         parser.add_mutually_exclusive_group(),
-        ("--resume", None, "go on with a stopped run, or begin one"),
+        ("--resume", None, "go on with a stopped run; else begin one, which replaces OUTPUT"),
         ("--restart", None, "discard a stopped run, and begin anew"),
     )
     shared.add(
@@ -187,8 +187,6 @@ def _tell(
             "resumed_parts": outcome.resumed, "kv_heads_per_part": outcome.settings.heads,
             "accumulators_in_file": outcome.settings.in_file,
         })  # fmt: skip
-    elif outcome.finished:
-        say(f"{options.output} is finished; --restart computes it again")
     else:
         if options.ray is None:
             if report.total.forwards + report.total.backwards > 1:

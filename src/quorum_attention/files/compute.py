@@ -189,14 +189,12 @@ class Settings:
         parts: how many there are.
         budget_bytes: device memory of each.
         in_file: whether accumulators lie in a mapped file.
-        plan: how the first part would be run, in words.
     """
 
     heads: int
     parts: int
     budget_bytes: int
     in_file: bool
-    plan: str
 
     @classmethod
     def of(cls, call: FileCall, heads: int | None = None) -> Settings:
@@ -220,8 +218,8 @@ class Settings:
             every = call.work.batch * max(1, call.work.kv_heads)
             heads = min(every, max(1, int(SECONDS_OF_A_PART / max(seconds, 1e-9))))
         heads = call.heads_of_part(heads)
-        decisions, in_file = _decided(call, heads)
-        return cls(heads, len(call.parts(heads)), budget, in_file, _words(decisions))
+        _, in_file = _decided(call, heads)
+        return cls(heads, len(call.parts(heads)), budget, in_file)
 
 
 @dataclass(slots=True)
@@ -252,17 +250,6 @@ class Work:
 Compute = Callable[[Work, Sequence[int]], Iterator[int]]
 """Computes parts, anywhere and in any order: writes their results into ``Work.results`` and yields
 each part's number when they are written. ``compute_here`` is one."""
-
-
-def _words(decisions: Sequence[Decision]) -> str:
-    if not decisions:
-        return "nothing to compute"
-    kernel, plan = decisions[0].kernel, decisions[0].plan
-    if plan is None:
-        return f"{kernel.name}, whole"
-    schedule = plan.schedule
-    rectangles = f"rectangles of {schedule.max_queries} x {schedule.max_keys}"
-    return f"{kernel.name}, {plan.levels}, {schedule.route.words}, {rectangles}, {schedule.group}"
 
 
 def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:

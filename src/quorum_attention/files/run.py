@@ -10,7 +10,6 @@ removed.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -36,7 +35,6 @@ from quorum_attention.files.formats import SUFFIX, Wanted
 from quorum_attention.files.inputs import Seen
 
 LOCK, PROGRESS = "lock", "progress.json"
-_MARK = "user.quorum_attention.call"
 # Results, and folders of partial states beside them. Each beginning has a number of its own, so
 # that a worker of an earlier one (on another machine, maybe) finds nothing to write to.
 _OURS = re.compile(r"[0-9a-f]{8}-|progress\.json\.")
@@ -51,12 +49,10 @@ class Outcome(NamedTuple):
     Attributes:
         settings: what was chosen for it.
         resumed: how many parts an earlier process had done; None: there was none.
-        finished: whether there was nothing left to do.
     """
 
     settings: Settings
     resumed: int | None
-    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +228,7 @@ class RunFolder:
         writing.write_text(self.output.run / PROGRESS, json.dumps(progress, indent=1))
         self.progress = progress
 
-    def finish(self, inputs: Iterable[Seen]) -> None:
+    def finish(self) -> None:
         """Give all files their names. A second name each: after a kill they can be given again."""
         for path, target in zip(self._paths(), self.output.files, strict=True):
             spare = path.with_name(f"{path.name}.named")
@@ -241,48 +237,14 @@ class RunFolder:
                 os.link(path, spare)
             except OSError:  # no file system with hard links: a kill from here on costs the run
                 spare = path
-            with suppress(OSError):  # a file system without attributes, or in memory
-                os.setxattr(path, _MARK, self._mark(path, inputs))
             with open(path, "rb") as file:
                 writing.take_permissions(file, target)
             os.replace(spare, target)
         writing.sync_directory(self.output.run.parent)
         (self.output.run / PROGRESS).unlink(missing_ok=True)
 
-    def is_finished(self, inputs: Iterable[Seen]) -> bool:
-        """Whether the output is of this call, and is as a run has left it. False also where that
-        cannot be told: files without attributes, or in memory."""
-        with suppress(OSError):
-            return all(
-                os.getxattr(path, _MARK) == self._mark(path, inputs) for path in self.output.files
-            )
-        return False
-
-    def _mark(self, path: Path, inputs: Iterable[Seen]) -> bytes:
-        """What a finished output says of itself: which call it is of, when its inputs were last
-        changed, and what it is.
-
-        Raises:
-            OSError: a write to one of the files would not be seen.
-        """
-        own = Seen.of(path)
-        if any(map(_in_memory, {seen.stat[0] for seen in (own, *inputs)})):
-            raise OSError(f"{path} or an input is in a file system in memory")
-        changed = sorted(seen.changed for seen in inputs)
-        said = [self.progress["call"], changed, own.described("output")]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest().encode()
-
     def _paths(self) -> list[Path]:
         return [self.output.run / name for name in self.progress["files"]]
-
-
-def _in_memory(device: int) -> bool:
-    """Whether a file system is one in memory, where a write to a mapping leaves a file's times as
-    they are."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    kinds = {fields[fields.index("-") + 1] for fields in mounts if fields[2] == number}
-    return not kinds.isdisjoint(("tmpfs", "ramfs"))
 
 
 def run_call(
@@ -315,9 +277,6 @@ def run_call(
     """
     inputs = set(inputs)
     with run_folder(output, header, mode) as folder:
-        if mode == "resume" and not folder.resumed and folder.is_finished(inputs):
-            settings = Settings.of(call, heads)
-            return Outcome(settings, settings.parts, finished=True)
         if not folder.progress["settings"]:
             folder.progress["settings"] = asdict(Settings.of(call, heads))
         settings = Settings(**folder.progress["settings"])
@@ -326,11 +285,6 @@ def run_call(
         left = [number for number in range(settings.parts) if number not in done]
         if folder.resumed:
             say(f"resumed: {len(done)} of {settings.parts} parts were done")
-            if left and (now := Settings.of(call, settings.heads).plan) != settings.plan:
-                say(
-                    f"the rest runs by another plan, so it may round otherwise: it was "
-                    f"{settings.plan}, and is {now}"
-                )
         results = call.with_heads(folder.open())
         work = Work(call, settings, results, output.run, report, progress)
         try:
@@ -338,7 +292,7 @@ def run_call(
                 for seen in inputs:
                     seen.check()
                 folder.keep(number)
-            folder.finish(inputs)
+            folder.finish()
         except BaseException:
             if kept := len(folder.progress["done"]):
                 say(f"{kept} of {settings.parts} parts are done and kept: --resume goes on")
@@ -424,14 +378,14 @@ def _left(output: Output) -> dict[str, Any] | None:
 def _locked(path: Path, name: str) -> Iterator[None]:
     """The folder of a run, made if it is not there, locked."""
     busy = OSError(f"{name} is being written by another process ({path} is locked)")
-    with suppress(FileExistsError):
-        path.mkdir(0o700)
-        writing.sync_directory(path.parent)
     try:
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+            writing.sync_directory(path.parent)
         _check_own(path)
         file = open(path / LOCK, "a+b")  # noqa: SIM115
     except FileNotFoundError:
-        raise busy from None  # another process has just finished, and removed the folder
+        raise busy from None  # another process has just finished, and removed its folders
     with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
