@@ -183,7 +183,7 @@ def _figure(
         )
         if pairs.verdict is None:
             text += "What is left are a few calls of an ordinary attention kernel, without a mask."
-        explain(figure, 0.555, 0.098, 80, text)
+        explain(figure, 0.555, 0.098, 74, text)
     return figure
 
 
@@ -238,7 +238,7 @@ def square(
             f"The tokens are cut into {shape.levels[0]} chunks; a task loads a few of them{again} "
             "and computes the pairs in its colour. All tasks together compute every pair once."
         )
-    explain(figure, 0.055, 0.098, 80, text)
+    explain(figure, 0.055, 0.098, 74, text)
 
 
 def _number_chunks(axes: Any, edges: list[int], rows: int, columns: int) -> None:
