@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import quorum_attention as qa
-from quorum_attention.cli import main
+from quorum_attention.bench.child import Answer
+from quorum_attention.cli import bench, main
 from quorum_attention.cli.output import say, show_table
 
+QWEN3_8B = {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 4096, "head_dim": 128,
+    "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 
-@pytest.mark.parametrize("columns", [40, 200])
-def test_tables_fit_whatever_the_width(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan --tokens 1M --causal --device cuda --budget 1GiB --census",
+        "estimate --tokens 1M --device cuda --budget 1GiB",
+        "estimate --tokens 128K --device cuda --model config.json --memory 80GiB",
+        "check dense --tokens 64",
+        "doctor",
+        "bench --max-tokens 1M --methods sdpa quorum-depth-1 --output out",
+    ],
+)
+def test_sixty_columns_are_enough(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    headings = [f"column {i}" for i in range(12)]
-    rows = [[str(i) * 3 for i in range(12)] for _ in range(9)]
-    show_table(headings, rows)
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= columns
-    assert "…" not in printed
-    for word in " ".join([*headings, *itertools.chain(*rows)]).split():
-        assert word in printed
+    """And no word or figure is broken."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(QWEN3_8B))
+    errors = {name: [1.234e-5] for name in ("out", "dQ", "dK", "dV")}
+    measured = Answer(errors=errors, forward_seconds=[1e-4], peak_bytes=1001 << 20)
+    monkeypatch.setattr(bench, "run_child", lambda spec, timeout: measured)
+    words = []
+    for columns in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(command.split()) == 0
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= columns
+        words.append(Counter(re.sub(r"[\d.]+(e-\d+)?|/\S*", "", printed).split()))
+    assert words[0] == words[1]
 
 
 def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def cost(options: Namespace, measure: Measure) -> Section:
             while tokens <= last and 4 * (repeats + 1) * spent <= most:
                 asked = spec(options, method, tokens, backward=backward, repeats=repeats)
                 answer = measure("cost", asked)
-                row = [method, f"{tokens:,}", "forward+backward" if backward else "forward"]
+                row = [method, f"{tokens:,}", "both" if backward else "forward"]
                 if not answer.ok:
                     rows.append([*row, label(answer), "", ""])
                     break
@@ -75,7 +75,7 @@ def cost(options: Namespace, measure: Measure) -> Section:
                 tokens *= 2
     text = (
         f"Seconds (median of {repeats}), ratio to the first method that ran, and peak memory "
-        "beyond the inputs. oom: out of memory."
+        "beyond the inputs. Both: forward and backward. oom: out of memory."
     )
     columns = ["method", "tokens", "passes", "seconds", "ratio", "memory"]
     return ("Cost", text, columns, rows)

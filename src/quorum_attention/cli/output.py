@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from quorum_attention.cli.process import nobody_reads
-from quorum_attention.progress.lines import environment, line
+from quorum_attention.progress.lines import line
 
-# Of tables, where nobody says how wide the place is that they will be read in.
-_PIPE_COLUMNS = 132
+# Of tables in a pipe: nobody says how wide the place is that they will be read in.
+_PIPE_COLUMNS = 80
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Go on; rich would end the process, with a failure."""
+def _columns() -> int:
+    """Of the terminal, or as COLUMNS says; 0 in a pipe."""
+    return get_terminal_size((0, 0)).columns
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
         nobody_reads()
-
-
-def console() -> Console:
-    """Text for people, on stdout: as wide as the terminal, or as COLUMNS says."""
-    # What is printed is data (paths, names of extras, messages): [x] and :x: are not markup.
-    sizes = environment()
-    found = _Console(markup=False, emoji=False, _environ=sizes)
-    if found.is_terminal or "COLUMNS" in sizes:
-        return found
-    return _Console(width=_PIPE_COLUMNS, markup=False, emoji=False, _environ=sizes)
 
 
 def say(text: str) -> None:
     """Print sentences: broken between words in a terminal, and nowhere for whoever reads a pipe."""
-    out = console()
-    out.print(text, highlight=False, markup=False, soft_wrap=not out.is_terminal)
+    columns, lines = _columns(), text.splitlines()
+    if columns:
+        how: Any = {"break_long_words": False, "break_on_hyphens": False}
+        lines = [fill(one, columns, subsequent_indent="  ", **how) for one in lines]
+    _print("\n".join(lines))
 
 
 def warn(text: str) -> None:
@@ -52,38 +53,27 @@ def show_table(
     title: str = "",
     left: Sequence[str] = (),
 ) -> None:
-    """Print a table; where the width does not allow that, row by row.
+    """Print a table; where it is too wide, words break first.
 
     Args:
         columns: their headings.
         rows: a text for every column.
         title: a line above it.
-        left: columns of words, which like the first are aligned to the left and may break.
+        left: columns of words, which like the first are aligned to the left.
     """
-    out = console()
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        side: Any = "left" if column in (columns[0], *left) else "right"
+        table.add_column(column, justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    shown = Console(file=io.StringIO(), width=_columns() or _PIPE_COLUMNS, color_system=None)
+    shown.print(table)
     if title:
         say(title)
-    table, least = Table(), 3 * len(columns) + 1
-    for column, *cells in zip(columns, *rows, strict=True):
-        # Columns of words break between words, columns of figures nowhere.
-        is_words, texts = column in (columns[0], *left), [column, *cells]
-        least += max(map(cell_len, " ".join(texts).split() if is_words else texts), default=0)
-        table.add_column(column, justify="left" if is_words else "right", no_wrap=not is_words)
-    if least <= out.width:
-        for row in rows:
-            table.add_row(*map(Text, row))
-        out.print(table)
-        return
-    for row in rows:
-        pairs = Table(show_header=False)
-        for pair in zip(columns, row, strict=True):
-            pairs.add_row(*map(Text, pair))
-        out.print(pairs)
+    _print("\n".join(map(str.rstrip, shown.file.getvalue().splitlines())))  # type: ignore[attr-defined]
 
 
 def print_json(result: dict[str, Any]) -> None:
     """JSON for machines, on stdout."""
-    try:
-        print(json.dumps(result, indent=1, default=str), flush=True)
-    except BrokenPipeError:
-        nobody_reads()
+    _print(json.dumps(result, indent=1, default=str))
