@@ -102,7 +102,7 @@ def flex(case: Case) -> Callable[..., torch.Tensor]:
     def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q >= k) & (q - k < case.window) if case.window else q >= k
 
-    lists = create_block_mask(rule, None, None, case.tokens, case.tokens, "cuda")
+    lists = torch.compile(create_block_mask)(rule, None, None, case.tokens, case.tokens, "cuda")
     grouped = case.heads != case.kv_heads
     return partial(torch.compile(flex_attention), block_mask=lists, enable_gqa=grouped)
 
