@@ -18,8 +18,6 @@ from quorum_attention.recipes import step
 from quorum_attention.recipes.step import ModelShape, read_shape
 from quorum_attention.sizes import format_bytes
 
-WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
-
 
 def add_to(commands: Any) -> None:
     """Add the command."""
@@ -75,7 +73,7 @@ def _of_model(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if options.memory is None:
         if options.budget is None:
-            budget = WORKING + step.returned_bytes(shape, training, backward=True)
+            budget = step.WORKING + step.returned_bytes(shape, training, backward=True)
             training = replace(training, budget=budget)
         found = step.step_memory(shape, replace(training, on=step.SWITCHES))
         fits: bool | None = None

@@ -27,6 +27,7 @@ from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes import step as memory
+from quorum_attention.recipes.layers import LayerInTiles
 
 # Of host memory in one piece: torch's page-locked memory is given in powers of two.
 _PIECE = 256 << 20
@@ -84,6 +85,9 @@ class LayerCheckpoints:
         if step is None or number <= step.number:
             step = self._step = self._begin(inputs[0])
         one, step.number = _Layer(step), number
+        tiles = step.tile and LayerInTiles(layer, inputs, step.tile, one.results)
+        if tiles and not tiles.suits(self._layers()[number], inputs[0]):
+            tiles = 0
 
         def run(*given: Any) -> Any:  # once now, and again in the backward
             token = RESULTS.set(one.results)
@@ -93,7 +97,8 @@ class LayerCheckpoints:
                 RESULTS.reset(token)
 
         with saved_tensors_hooks(one.keep, one.unpack):
-            found = checkpoint(run, *inputs, use_reentrant=False)
+            again = {"use_reentrant": False}
+            found = tiles(inputs[0]) if tiles else checkpoint(run, *inputs, **again)
         one.settle()
         step.before = ref(one)
         if 0 < step.result < one.result_bytes:
@@ -110,7 +115,7 @@ class LayerCheckpoints:
         """A step whose first layer has this input."""
         device, layers = hidden.device, len(self._layers())
         host = host_room() if device.type == "cuda" and self.where != "device" else 0
-        checkpoint_bytes, result = hidden.nbytes, 0
+        checkpoint_bytes, result, tile = hidden.nbytes, 0, 0
         room = 0 if host else _UNLIMITED
         if self.shape is not None and is_known(device):
             tokens, width = hidden.shape[-2:]
@@ -123,24 +128,32 @@ class LayerCheckpoints:
             learned = (p for p in self.model.parameters() if p.requires_grad)
             later = sum(p.nbytes for p in learned if p.grad is None)
             free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
-            room = max(0, free - memory.transient_bytes(self.shape, training) - later)
+            left = free - later - 2 * (checkpoint_bytes + result)
+            if host and result and not memory.layer_fits(self.shape, training, left):
+                host = max(0, host - memory.tiled_bytes(self.shape, training))
+                tile, room = max(1, memory.MLP_TILE // batch), 0
+            else:
+                room = max(0, free - memory.transient_bytes(self.shape, training) - later)
         # Layers come back from host memory, one used and one on its way, when those on the device
         # are done with: in their room.
         if host and (self.where == "host" or room < 2 * (checkpoint_bytes + result)):
             room = 0
         away, recomputed = memory.shares(layers, checkpoint_bytes, result, room, host)
-        return _Step(away, recomputed, result, _Copies(device) if host else None)
+        return _Step(away, recomputed, result, device, tile, _Copies(device) if host else None)
 
 
 @dataclass(eq=False)
 class _Step:
     """One forward: how much of what its layers keep is still to go to host memory, for how many
     layers attention is computed again, and the bytes that its results are expected to take in one;
-    the last layer, which the graph alone holds, and its number."""
+    tokens of a tile of a layer, 0 where it is computed whole; the last layer, which the graph alone
+    holds, and its number."""
 
     away: int
     recomputed: int
     result: int
+    device: torch.device
+    tile: int
     copies: _Copies | None
     number: int = -1
     before: Callable[[], _Layer | None] = lambda: None
@@ -161,7 +174,8 @@ class _Layer:
         """In host memory while some has to go there."""
         step, copies = self._step, None
         if step is not None and step.away > 0 and tensor.nbytes >= _SMALL:
-            step.away, copies = step.away - tensor.nbytes, step.copies
+            step.away -= tensor.nbytes
+            copies = step.copies if tensor.device == step.device else None  # it is there
         kept = _Kept(tensor.detach(), copies)  # its graph may hold this layer
         self._kept.append(kept)
         return kept

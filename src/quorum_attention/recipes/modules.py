@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
@@ -75,29 +76,31 @@ def _patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None
     module.forward = MethodType(forward, module)
 
 
-@torch.no_grad()
-def _evaluated(module: torch.nn.Module, *args: Any, **named: Any) -> Any:
-    """What the module returns in evaluation; afterwards each part has its own mode again."""
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """The module in evaluation; afterwards each part has its own mode again."""
     trained = [part for part in module.modules() if part.training]
     module.eval()
     try:
-        return module(*args, **named)
+        yield
     finally:
         for part in trained:
             part.training = True
 
 
 def _tried(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """The same; None: the module takes no such tensor, or makes something else of it."""
+    """What it returns in evaluation; None: it takes no such tensor, or makes another of it."""
     try:
-        found = _evaluated(module, x)
+        with torch.no_grad(), evaluating(module):
+            found = module(x)
     except Exception:  # whatever it is
         return None
     alike = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype)
     return found if alike else None
 
 
-def _drawn(*sizes: int) -> torch.Tensor:
+def drawn(*sizes: int) -> torch.Tensor:
+    """The same each time."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(sizes, generator=generator, device="cpu", dtype=torch.float64)
 
@@ -129,7 +132,7 @@ def _goes_token_by_token(module: torch.nn.Module) -> bool:
     weight = next(sides, None)
     if weight is None or weight.device.type == "meta" or not weight.is_floating_point():
         return False
-    tokens, checked = _drawn(2, weight.shape[1]).to(weight), 0
+    tokens, checked = drawn(2, weight.shape[1]).to(weight), 0
     for given in (tokens, tokens[None]):
         whole, *tiles = (_tried(module, part) for part in (given, *given.split(1, -2)))
         if whole is None or any(tile is None for tile in tiles):
@@ -203,7 +206,7 @@ def _computes_the_same(module: torch.nn.Module) -> bool:
     if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or not _is_fused(weight):
         return False
     sizes = torch.tensor([[1e2], [1], [1e-2]], device="cpu", dtype=torch.float64)
-    x = (_drawn(3, len(weight)) * sizes * (epsilon or 1.0) ** 0.5).to(weight)
+    x = (drawn(3, len(weight)) * sizes * (epsilon or 1.0) ** 0.5).to(weight)
     plain = _tried(module, x)
     if plain is None:
         return False
@@ -361,7 +364,8 @@ def _why_not(model: Any) -> str | None:
     try:
         words = model.get_input_embeddings().weight
         ids = torch.arange(_TRIED, device=words.device)[None] % len(words)
-        found = _evaluated(model, input_ids=ids, labels=ids)
+        with torch.no_grad(), evaluating(model):
+            found = model(input_ids=ids, labels=ids)
     except BudgetError:
         raise  # attention's budget is too small for a few tokens: no fault of the loss
     except Exception as error:  # whatever it is, the model keeps its own loss

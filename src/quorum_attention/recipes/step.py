@@ -38,7 +38,9 @@ SWITCHES = (
     "quorum attention", "fused norms", "chunked loss", "tiled MLP", "checkpoints in host memory",
 )  # fmt: skip
 ATTENTION, NORMS, LOSS, MLP, HOST = SWITCHES
-
+# Switched on by the checkpoints themselves, where a layer does not fit otherwise.
+TILES = "layers in tiles"
+WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
 
 # Kinds of models whose queries and keys have norms; whose output projection is the embedding.
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
@@ -231,7 +233,7 @@ class Training:
         if self.lora is not None:
             whole_number(self.lora, "lora", 1)
         for name in self.on:
-            one_of(name, "on", SWITCHES)
+            one_of(name, "on", (*SWITCHES, TILES))
 
 
 def step_memory(shape: ModelShape, training: Training) -> StepMemory:
@@ -243,6 +245,7 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
     both = zip(_parts(shape, training), _parts(shape, replace(training, on=())), strict=True)
     parts = tuple(replace(now, plain_bytes=plain.bytes) for now, plain in both)
     held = shape.layers * sum(kept_bytes(shape, training)) if HOST in training.on else 0
+    held += tiled_bytes(shape, training) if TILES in training.on else 0
     budget = training.budget if ATTENTION in training.on else None
     return StepMemory(parts, training.on, budget, held)
 
@@ -252,6 +255,22 @@ def transient_bytes(shape: ModelShape, training: Training) -> int:
     """What a step holds beside weights, gradients, optimizer and what its layers keep."""
     parts = tuple([part for part in _parts(shape, training) if part.when != "always"])
     return StepMemory(parts).peak_bytes
+
+
+def layer_fits(shape: ModelShape, training: Training, free: int) -> bool:
+    """Whether a layer does in so many bytes, as a whole."""
+    budget = training.budget or WORKING + returned_bytes(shape, training, backward=True)
+    try:
+        return transient_bytes(shape, replace(training, budget=budget)) <= free
+    except BudgetError:
+        return False
+
+
+def tiled_bytes(shape: ModelShape, training: Training) -> int:
+    """In host memory: q, k, v, o of a layer in tiles, and their gradients."""
+    heads = 2 * (shape.heads + shape.kv_heads)
+    rows = training.tokens * training.batch
+    return 2 * rows * heads * shape.head_dim * training.dtype.itemsize
 
 
 def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
@@ -305,7 +324,17 @@ def _parts(shape: ModelShape, training: Training) -> list[Part]:
 
 def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> list[Part]:
     """Checkpoints; and what one layer holds while it is recomputed and gone back through."""
-    size = training.dtype.itemsize
+    size, tiled = training.dtype.itemsize, TILES in training.on
+    held = shape.layers * rows * shape.hidden * size
+    # The one that is used, and the next one on its way, with attention's results.
+    taken = kept_bytes(shape, training)[:1] if tiled else kept_bytes(shape, training)
+    moved = min(held, 2 * sum(taken)) if HOST in training.on else held
+    # Of a layer in tiles the gradients of output and input are whole, all else is of a tile; and
+    # the sums of its weights' gradients are in float32, beside those of a tile.
+    ends = 2 * rows * shape.hidden * size if tiled else 0
+    if tiled and training.lora is None:
+        ends += shape.parameters // shape.layers * (4 + size)
+    rows = min(rows, MLP_TILE) if tiled else rows
     hidden, wide = rows * shape.hidden * size, rows * shape.hidden * 4
     # Kept for the backward: the projections' inputs, gate, up and their product, of each token's
     # experts; the gradients that flow back replace what has been used.
@@ -322,18 +351,15 @@ def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> li
     kept = headed * 4 + (wide if size < 4 else 0) + 2 * hidden
     kept += 0 if training.lora is not None else hidden + headed * size
     lean = headed * size + 2 * hidden
-    held = shape.layers * hidden
-    # The one that is used, and the next one on its way, with attention's results.
-    moved = min(held, 2 * sum(kept_bytes(shape, training))) if HOST in training.on else held
     return [
         Part("layer checkpoints", moved, switch=HOST),
-        Part("q, k, v, o", projected, "layer"),
-        Part("norms and residuals", lean if fused else kept, "layer", NORMS),
+        Part("q, k, v, o", projected, "layer", TILES),
+        Part("norms and residuals", ends + (lean if fused else kept), "layer", NORMS),
         Part("MLP intermediates", mlp, "mlp", MLP),
         Part("MLP input and gradient", 2 * hidden + (0 if fused else wide), "mlp", NORMS),
         # Its input, and five terms of its gradient, in float32; fused, its gradient alone.
         Part("norm backward", 2 * hidden if fused else 6 * wide, "norm", NORMS),
-        Part("gradients of q, k, v, o", projected + hidden, "attention"),
+        Part("gradients of q, k, v, o", projected + hidden, "attention", TILES),
     ]  # fmt: skip
 
 
@@ -343,16 +369,19 @@ def loss_tokens(vocabulary: int, size: int) -> int:
 
 
 def _attention(shape: ModelShape, training: Training) -> int:
-    """What attention works in, beyond q, k, v, o and their gradients: the larger of both passes."""
+    """What attention works in, beyond q, k, v, o and their gradients: the larger of both passes.
+    Of a layer in tiles it has those in host memory."""
+    tiled = TILES in training.on
 
     def peak(budget: int) -> int:
         # A budget is of one call, with what it returns: o, or the gradients of q, k and v.
         return max(
             plan(
                 training.tokens, heads=shape.heads, kv_heads=shape.kv_heads, batch=training.batch,
-                head_dim=shape.head_dim, dtype=training.dtype, is_causal=True, inputs="device",
-                device=training.device, budget=budget, backward=back,
-            ).peak_bytes - returned_bytes(shape, training, backward=back)
+                head_dim=shape.head_dim, dtype=training.dtype, is_causal=True,
+                inputs="host" if tiled else "device", device=training.device, budget=budget,
+                backward=back,
+            ).peak_bytes - (0 if tiled else returned_bytes(shape, training, backward=back))
             for back in (False, True)
         )  # fmt: skip
 
@@ -381,9 +410,11 @@ def switch_until_it_fits(
         The step with these changes, or with all if none suffice; and whether it fits.
     """
     limit = parse_bytes(memory, "memory")
-    on: tuple[str, ...] = SWITCHES
+    on: tuple[str, ...] = (*SWITCHES, TILES)
     found = _with(shape, training, on, limit)
-    for name in reversed(SWITCHES):
+    for name in reversed(on):
+        if TILES in on and name in (ATTENTION, HOST):
+            continue  # they are of it
         fewer = tuple(one for one in on if one != name or one in training.on)
         tried = _with(shape, training, fewer, limit)
         if tried.peak_bytes <= max(limit, found.peak_bytes):
@@ -397,7 +428,7 @@ def _with(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int
     """A step with these switches on; attention, where no budget is asked for, in the memory that a
     layer's other parts leave. It is off where it is not needed, or cannot work in its budget."""
     found = step_memory(shape, replace(training, on=tuple(n for n in on if n != ATTENTION)))
-    needed = ATTENTION in training.on or found.peak_bytes > limit
+    needed = ATTENTION in training.on or TILES in on or found.peak_bytes > limit
     if ATTENTION not in on or not needed:
         return found
     budget = training.budget
@@ -405,7 +436,8 @@ def _with(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int
         there = ("always", "layer", "attention")
         others = sum(p.bytes for p in found.parts if p.when in there and p.switch != ATTENTION)
         # The forward returns less than the backward, so neither takes more than is left.
-        budget = max(0, limit - others) + returned_bytes(shape, training, backward=False)
+        returned = 0 if TILES in on else returned_bytes(shape, training, backward=False)
+        budget = max(0, limit - others) + returned
     try:
         return step_memory(shape, replace(training, budget=budget, on=on))
     except BudgetError:

@@ -6,8 +6,10 @@ is neither honoured nor known to be without effect is refused: it may change res
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +54,26 @@ def refuse(others: Mapping[str, Any], module: Any) -> None:
         )
 
 
+class _Here(threading.local):  # torch's compiler reads it
+    """Of this thread: ``instead(call, query, key, value, attention_mask)`` in place of an
+    attention, which ``call`` of these computes: (batch, heads, queries, value_dim)."""
+
+    instead: Callable[..., torch.Tensor] | None = None
+
+
+HERE = _Here()
+
+
 def attend(
+    options: Options, module: torch.nn.Module, *given: Any, **named: Any
+) -> tuple[torch.Tensor, None]:
+    """``_attend``: (batch, queries, heads, value_dim), and no weights."""
+    call = partial(_attend, options, module, **named)
+    out = call(*given) if HERE.instead is None else HERE.instead(call, *given)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
     options: Options,
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -70,7 +91,7 @@ def attend(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> torch.Tensor:
     """One attention of a layer, as Transformers' ``AttentionInterface`` calls it.
 
     Args:
@@ -88,7 +109,7 @@ def attend(
         others: refused if they may change results.
 
     Returns:
-        (batch, queries, heads, value_dim), and no weights.
+        (batch, heads, queries, value_dim).
     """
     refuse(others, module)
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
@@ -100,14 +121,13 @@ def attend(
         if softcap is None and s_aux is None:
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-            result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            result: torch.Tensor = sdpa_attention_forward(
                 module, query, key, value, given, dropout=dropout, scaling=scaling,
                 is_causal=False, position_bias=position_bias,
-            )  # fmt: skip
-            return result
+            )[0]  # fmt: skip
+            return result.transpose(1, 2)
         mask = _biased(Mask(bias=given, softcap=softcap, sinks=s_aux), position_bias)
-        out = _one_query(query, key, value, mask, scaling, dropout)
-        return out.transpose(1, 2).contiguous(), None
+        return _one_query(query, key, value, mask, scaling, dropout)
     mask, seen = _mask(module, query, key, attention_mask, is_causal, sliding_window)
     if packed:
         mask = mask & Mask(documents=_packed(query, cu_seq_lens_q, cu_seq_lens_k))
@@ -122,10 +142,8 @@ def attend(
     rest = (dropout, plain and bool(mask.causal), scaling, query.shape[1] != key.shape[1])
     if plain and query.shape[2] < options.shortest:
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        out = sdpa(query, key, value, None, *rest[:2], scale=scaling, enable_gqa=rest[3])
-    else:
-        out = attention(query, key, value, None if plain else mask, *rest, **options.of_call())
-    return out.transpose(1, 2).contiguous(), None
+        return sdpa(query, key, value, None, *rest[:2], scale=scaling, enable_gqa=rest[3])
+    return attention(query, key, value, None if plain else mask, *rest, **options.of_call())
 
 
 def _mask(

@@ -24,7 +24,12 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import alive, compare, told
 from quorum_attention.integrations.transformers import reader
-from quorum_attention.integrations.transformers.attending import causal_of, refuse, says_only
+from quorum_attention.integrations.transformers.attending import (
+    HERE,
+    causal_of,
+    refuse,
+    says_only,
+)
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options, names_of, options_of
 from quorum_attention.kernels.torch_private import uncompiled
@@ -213,6 +218,8 @@ def attend_sharded(
 ) -> tuple[torch.Tensor, None]:
     """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
     refuse(others, module)
+    if HERE.instead is not None:
+        raise NotImplementedError("a layer of ranks is never computed in tiles")
     name = type(module).__name__
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(

@@ -1,0 +1,192 @@
+"""Layers in tiles: loss and gradients of the model as it is; what does not suit runs whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from helpers_models import SIZES, VOCABULARY, tiny
+
+from quorum_attention import autograd
+from quorum_attention.recipes import checkpoints, layers, long_context
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {}, "gemma2": {}, "gemma3_text": {}, "qwen3": {}, "gpt_oss": {},
+    "opt": {"dropout": 0.0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Every step is in tiles of 48 tokens; of each layer whether it suits."""
+    begin, suits, said = checkpoints.LayerCheckpoints._begin, layers.LayerInTiles.suits, []
+
+    def begun(self: Any, hidden: torch.Tensor) -> Any:
+        found = begin(self, hidden)
+        found.tile = 48
+        return found
+
+    def noted(*args: Any) -> bool:
+        said.append(suits(*args))
+        return said[-1]
+
+    monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin", begun)
+    monkeypatch.setattr(layers.LayerInTiles, "suits", noted)
+    return said
+
+
+def pair(model: Any, **options: Any) -> tuple[Any, Any]:
+    """As it is, and with layers in tiles."""
+    plain, other = model.train(), copy.deepcopy(model).train()
+    for one, where in ((plain, None), (other, "auto")):
+        long_context(one, budget="64MiB", checkpoints=where, mlp_tile=None, **options)
+    return plain, other
+
+
+def assert_the_same(plain: Any, model: Any, room: float = 2e-5, **asked: Any) -> None:
+    found = []
+    for one in (plain, model):
+        one.zero_grad(set_to_none=True)
+        loss = one(**asked).loss
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in one.named_parameters()}))
+    (loss, wanted), (ours, grads) = found
+    assert abs(ours - loss) <= room * abs(loss)
+    for name, grad in wanted.items():
+        assert (grad is None) == (grads[name] is None), name
+        if grad is not None:
+            far = (grads[name] - grad).float().norm()
+            assert far <= room * grad.float().norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients(kind: str, tiled: list[bool]) -> None:
+    """Windows, soft caps, sinks, experts; of a batch, of packed texts, with padding."""
+    plain, model = pair(tiny(kind, KINDS[kind]))
+    ids = torch.randint(1, VOCABULARY, (2, 150))
+    assert_the_same(plain, model, input_ids=ids, labels=ids)
+    assert len(tiled) == 2
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    assert_the_same(plain, model, input_ids=ids, labels=ids, attention_mask=mask)
+    if kind != "opt":
+        positions = torch.cat([torch.arange(n) for n in (70, 1, 79)])[None].expand(2, -1)
+        assert_the_same(plain, model, input_ids=ids, labels=ids, position_ids=positions)
+    assert all(tiled)
+
+
+def test_some_weights_beside_frozen_ones_and_experts(tiled: list[bool]) -> None:
+    """Twice, as gradients are accumulated; the first layer's input needs no gradient."""
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
+    model = transformers.Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("v_proj" in name or "k_norm" in name or "down_proj" in name)
+    plain, model = pair(model)
+    ids = torch.randint(1, VOCABULARY, (1, 150))
+    assert_the_same(plain, model, input_ids=ids, labels=ids)
+    assert tiled == [True] * 2
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    for twice, once in zip((p for p in model.parameters() if p.requires_grad), grads, strict=True):
+        torch.testing.assert_close(twice.grad, 2 * once)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_sixteen_bits(auto: bool, tiled: list[bool]) -> None:
+    """Weights of bf16, or autocast: as near to float32 as the model as it is, within half."""
+    exact, model = pair(tiny("qwen3"))
+    plain = copy.deepcopy(exact)
+    ids, found = torch.randint(1, VOCABULARY, (2, 300)), []
+    for one in (exact, plain, model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=auto and one is not exact):
+            one = one if auto or one is exact else one.bfloat16()
+            loss = one(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append(torch.cat([p.grad.float().flatten() for p in one.parameters()]))
+    far = [(one - found[0]).norm() for one in found[1:]]
+    assert far[1] <= 1.5 * far[0]
+    assert tiled == [True] * 2
+
+
+def test_attention_runs_once_and_the_same_is_dropped_again(
+    tiled: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward's gradient is that of the loss: held against differences of losses."""
+    model = pair(tiny("opt", {"dropout": 0.3, "attention_dropout": 0.2}))[1].double()
+    made, run = [], autograd.run_forward
+    monkeypatch.setattr(autograd, "run_forward", lambda *a: (made.append(1), run(*a))[1])
+    ids = torch.randint(1, VOCABULARY, (1, 150))
+    weight = model.model.decoder.layers[0].self_attn.v_proj.weight
+    way, losses = torch.randn_like(weight), []
+    for shift in (0.0, 1e-5, -2e-5):
+        weight.data += shift * way
+        torch.manual_seed(5)
+        losses.append(model(input_ids=ids).logits.square().mean())
+    made.clear()
+    torch.manual_seed(5)
+    weight.data += 1e-5 * way
+    model(input_ids=ids).logits.square().mean().backward()
+    assert len(made) == 2
+    slope = (losses[1] - losses[2]).item() / 2e-5
+    assert (weight.grad * way).sum().item() == pytest.approx(slope, rel=1e-4)
+    assert all(tiled)
+
+
+def convolved(model: Any) -> None:
+    """Each token takes something from the one before it."""
+    for layer in model.model.layers:
+        layer.mlp.forward = lambda x, plain=layer.mlp.forward: plain(x + x.roll(1, 1))
+
+
+def watched(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: None)
+
+
+def attends_twice(model: Any) -> None:
+    for layer in model.model.layers:
+        own = layer.self_attn
+        own.forward = lambda *a, plain=own.forward, **n: (plain(*a, **n)[0] + plain(*a, **n)[0], 0)
+
+
+def counts_itself(model: Any) -> None:
+    """Positions from 0 in every call."""
+    for layer in model.model.layers:
+        layer.self_attn.rotary = model.model.rotary_emb
+
+        def forward(hidden_states: Any, plain: Any = layer.self_attn, **named: Any) -> Any:
+            at = torch.arange(hidden_states.shape[1])[None]
+            named["position_embeddings"] = plain.rotary(hidden_states, at)
+            return type(plain).forward(plain, hidden_states=hidden_states, **named)
+
+        layer.self_attn.forward = forward
+
+
+@pytest.mark.parametrize("change", [convolved, watched, attends_twice, counts_itself])
+def test_what_does_not_suit_runs_whole(change: Any, tiled: list[bool]) -> None:
+    plain, model = pair(tiny("llama"))
+    change(plain)
+    change(model)
+    ids = torch.randint(1, VOCABULARY, (2, 150))
+    assert_the_same(plain, model, input_ids=ids, labels=ids)
+    assert tiled == [False] * 2
+
+
+def test_a_mixer_beside_attention_and_a_mask_of_all_pairs_run_whole(tiled: list[bool]) -> None:
+    plain, model = pair(tiny("llama"))
+    ids = torch.randint(1, VOCABULARY, (1, 60))
+    mask = torch.zeros(1, 1, 60, 60).masked_fill(torch.ones(60, 60).triu(1).bool(), -1e9)
+    assert_the_same(plain, model, input_ids=ids, labels=ids, attention_mask=mask)
+    assert tiled == [False] * 2
+    sizes = {**SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    config = transformers.FalconH1Config(**sizes, mamba_chunk_size=16, use_cache=False)
+    plain, model = pair(transformers.FalconH1ForCausalLM(config))
+    assert_the_same(plain, model, input_ids=ids, labels=ids)
+    assert not any(tiled)
