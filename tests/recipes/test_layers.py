@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from helpers_models import SIZES, VOCABULARY, tiny
 
 from quorum_attention import autograd
 from quorum_attention.recipes import checkpoints, layers, long_context
+from quorum_attention.recipes import step as memory
 
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {}, "gemma2": {}, "gemma3_text": {}, "qwen3": {}, "gpt_oss": {},
-    "opt": {"dropout": 0.0},
+    "llama": {}, "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "opt": {"dropout": 0.0},
 }  # fmt: skip
 
 
@@ -139,54 +141,70 @@ def test_attention_runs_once_and_the_same_is_dropped_again(
     assert all(tiled)
 
 
-def convolved(model: Any) -> None:
+def convolved(layer: Any) -> Any:
     """Each token takes something from the one before it."""
-    for layer in model.model.layers:
-        layer.mlp.forward = lambda x, plain=layer.mlp.forward: plain(x + x.roll(1, 1))
+    return lambda x, plain=layer.mlp.forward: plain(x + x.roll(1, 1))
 
 
-def watched(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda *_: None)
-
-
-def attends_twice(model: Any) -> None:
-    for layer in model.model.layers:
-        own = layer.self_attn
-        own.forward = lambda *a, plain=own.forward, **n: (plain(*a, **n)[0] + plain(*a, **n)[0], 0)
-
-
-def counts_itself(model: Any) -> None:
+def counting(layer: Any, rotary: Any) -> Any:
     """Positions from 0 in every call."""
-    for layer in model.model.layers:
-        layer.self_attn.rotary = model.model.rotary_emb
 
-        def forward(hidden_states: Any, plain: Any = layer.self_attn, **named: Any) -> Any:
-            at = torch.arange(hidden_states.shape[1])[None]
-            named["position_embeddings"] = plain.rotary(hidden_states, at)
-            return type(plain).forward(plain, hidden_states=hidden_states, **named)
+    def forward(hidden_states: Any, own: Any = layer.self_attn, **named: Any) -> Any:
+        at = torch.arange(hidden_states.shape[1])[None]
+        named["position_embeddings"] = rotary(hidden_states, at)
+        return type(own).forward(own, hidden_states=hidden_states, **named)
 
-        layer.self_attn.forward = forward
+    return forward
 
 
-@pytest.mark.parametrize("change", [convolved, watched, attends_twice, counts_itself])
-def test_what_does_not_suit_runs_whole(change: Any, tiled: list[bool]) -> None:
-    plain, model = pair(tiny("llama"))
-    change(plain)
-    change(model)
-    ids = torch.randint(1, VOCABULARY, (2, 150))
-    assert_the_same(plain, model, input_ids=ids, labels=ids)
-    assert tiled == [False] * 2
+def twice(layer: Any) -> Any:
+    return lambda *a, own=layer.self_attn.forward, **n: (own(*a, **n)[0] + own(*a, **n)[0], 0)
 
 
-def test_a_mixer_beside_attention_and_a_mask_of_all_pairs_run_whole(tiled: list[bool]) -> None:
-    plain, model = pair(tiny("llama"))
-    ids = torch.randint(1, VOCABULARY, (1, 60))
-    mask = torch.zeros(1, 1, 60, 60).masked_fill(torch.ones(60, 60).triu(1).bool(), -1e9)
-    assert_the_same(plain, model, input_ids=ids, labels=ids, attention_mask=mask)
-    assert tiled == [False] * 2
+@pytest.mark.parametrize("what", ["convolved", "counting", "twice", "watched", "mask", "mixer"])
+def test_what_does_not_suit_runs_whole(what: str, tiled: list[bool]) -> None:
     sizes = {**SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
-    config = transformers.FalconH1Config(**sizes, mamba_chunk_size=16, use_cache=False)
-    plain, model = pair(transformers.FalconH1ForCausalLM(config))
-    assert_the_same(plain, model, input_ids=ids, labels=ids)
-    assert not any(tiled)
+    mixer = transformers.FalconH1Config(**sizes, mamba_chunk_size=16, use_cache=False)
+    pairs = pair(transformers.FalconH1ForCausalLM(mixer) if what == "mixer" else tiny("llama"))
+    for model in pairs:
+        for layer in model.model.layers:
+            if what == "convolved":
+                layer.mlp.forward = convolved(layer)
+            elif what == "watched":
+                layer.mlp.register_forward_hook(lambda *_: None)
+            elif what in ("counting", "twice"):
+                made = counting(layer, model.model.rotary_emb) if what == "counting" else None
+                layer.self_attn.forward = made or twice(layer)
+    ids = torch.randint(1, VOCABULARY, (1, 60))
+    square = torch.full((1, 1, 60, 60), -1e9).triu(1)
+    asked = {"attention_mask": square} if what == "mask" else {}
+    assert_the_same(*pairs, input_ids=ids, labels=ids, **asked)
+    assert tiled == [False] * 2
+
+
+def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of Qwen3-4B's shape on a device with 16 GiB free."""
+    sizes = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
+             "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "model_type": "qwen3"}  # fmt: skip
+    shape, every = memory.read_shape(sizes), (*memory.SWITCHES, memory.TILES)
+    training = memory.Training(340_000, lora=16, budget=8 << 30, device="cuda", on=memory.SWITCHES)
+    backend = SimpleNamespace(free_bytes=lambda device: 16 << 30)
+    monkeypatch.setattr(checkpoints, "backend_of", lambda device: backend)
+    monkeypatch.setattr(checkpoints, "host_room", lambda: 300 << 30)
+    monkeypatch.setattr(checkpoints, "_Copies", lambda device: None)
+    ours = checkpoints.LayerCheckpoints(tiny("llama"), "auto", shape, training)
+    for tokens, tile in ((50_000, 0), (340_000, 8192), (1_200_000, 8192)):
+        x = SimpleNamespace(
+            device=torch.device("cuda", 0), shape=(1, tokens, 2560), dtype=torch.bfloat16,
+            nbytes=tokens * 5120, numel=lambda n=tokens: n * 2560,
+        )  # fmt: skip
+        assert ours._begin(x).tile == tile  # type: ignore[arg-type]
+    found, fits = memory.switch_until_it_fits(shape, replace(training, on=()), "24GiB")
+    assert fits
+    assert {memory.TILES, memory.ATTENTION, memory.HOST} <= set(found.on)
+    tiles, whole = (
+        memory.step_memory(shape, replace(training, on=on)) for on in (every, every[:5])
+    )
+    assert tiles.peak_bytes < 20 << 30 < 35 << 30 < whole.peak_bytes
+    assert tiles.host_bytes > whole.host_bytes

@@ -85,9 +85,9 @@ class LayerCheckpoints:
         if step is None or number <= step.number:
             step = self._step = self._begin(inputs[0])
         one, step.number = _Layer(step), number
-        tiles = step.tile and LayerInTiles(layer, inputs, step.tile, one.results)
-        if tiles and not tiles.suits(self._layers()[number], inputs[0]):
-            tiles = 0
+        tiles = LayerInTiles(layer, inputs, step.tile, one.results) if step.tile else None
+        if tiles is not None and not tiles.suits(inputs[0]):
+            tiles = None
 
         def run(*given: Any) -> Any:  # once now, and again in the backward
             token = RESULTS.set(one.results)
@@ -97,8 +97,10 @@ class LayerCheckpoints:
                 RESULTS.reset(token)
 
         with saved_tensors_hooks(one.keep, one.unpack):
-            again = {"use_reentrant": False}
-            found = tiles(inputs[0]) if tiles else checkpoint(run, *inputs, **again)
+            if tiles is not None:
+                found = tiles(inputs[0])
+            else:
+                found = checkpoint(run, *inputs, use_reentrant=False)
         one.settle()
         step.before = ref(one)
         if 0 < step.result < one.result_bytes:

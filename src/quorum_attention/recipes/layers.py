@@ -50,7 +50,7 @@ class LayerInTiles:
         self.weights: list[torch.Tensor] = []  # that learn
         self._call: Any = None  # of attention, beside its tensors
 
-    def suits(self, module: torch.nn.Module, hidden: torch.Tensor) -> bool:
+    def suits(self, hidden: torch.Tensor) -> bool:
         """Whether it computes the same in tiles, tried on a few drawn tokens and an output of
         attention that is drawn; and nobody looks on."""
         from quorum_attention.integrations.transformers.masks import DescribedMask
@@ -63,6 +63,7 @@ class LayerInTiles:
                     return False
             elif not (leaf is None or isinstance(leaf, (bool, int, float, str, DescribedMask))):
                 return False
+        module = (*self._layer.args, getattr(self._layer.func, "__self__", None))[0]
         hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
         watched = any(getattr(part, name) for part in module.modules() for name in hooks)
         if watched or _has_any_global_hook() or self._length < _TRIED[0]:
@@ -106,7 +107,8 @@ class LayerInTiles:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the layer returns."""
-        found: torch.Tensor = _Function.apply(self, hidden, *self.weights)
+        apply: Any = _Function.apply
+        found: torch.Tensor = apply(self, hidden, *self.weights)
         return found
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -139,8 +141,8 @@ class LayerInTiles:
         for start, tile, up, target in self._tiles(hidden, upstream, grad):
             tile, rows = tile.detach().requires_grad_(), self._here(out, start).requires_grad_()
             with torch.enable_grad():
-                found = self._finish(start, tile, rows)
-            of_tile, of_rows, *_ = gradients(found, up, tile, rows)
+                whole = self._finish(start, tile, rows)
+            of_tile, of_rows, *_ = gradients(whole, up, tile, rows)
             if of_tile is not None:
                 target.copy_(of_tile)
             _copy(self._rows(of_out, start), torch.zeros_like(rows) if of_rows is None else of_rows)
@@ -150,7 +152,8 @@ class LayerInTiles:
             tile = tile.detach().requires_grad_()
             with torch.enable_grad():
                 found = self._project(start, tile)
-            target.add_(gradients(found, [self._here(one, start) for one in of_three], tile)[0])
+            here = [self._here(one, start) for one in of_three]
+            target.add_(gradients(found, here, tile)[0])
         pairs = zip(sums, self.weights, strict=True)
         return [grad, *(None if one is None else one.to(weight.dtype) for one, weight in pairs)]
 
@@ -208,9 +211,10 @@ class LayerInTiles:
         call, given = self._call.func, self._call.args
         with torch.enable_grad(), self._alike(-1):
             named = tree_map_only(torch.Tensor, torch.Tensor.cpu, self._call.keywords)
+            inputs = [one.requires_grad_() for one in three]
             token = RESULTS.set(self._results)
             try:
-                out: torch.Tensor = call(*given[:2], *map(_learned, three), *given[2:], **named)
+                out: torch.Tensor = call(*given[:2], *inputs, *given[2:], **named)
             finally:
                 RESULTS.reset(token)
         return out
@@ -265,10 +269,6 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         return None, *ctx.layer.backward(*ctx.saved_tensors, upstream)
-
-
-def _learned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.requires_grad_()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

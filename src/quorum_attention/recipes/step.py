@@ -267,10 +267,11 @@ def layer_fits(shape: ModelShape, training: Training, free: int) -> bool:
 
 
 def tiled_bytes(shape: ModelShape, training: Training) -> int:
-    """In host memory: q, k, v, o of a layer in tiles, and their gradients."""
+    """In host memory: q, k, v, o of a layer in tiles, and their gradients; half of it page-locked,
+    of which torch gives powers of two."""
     heads = 2 * (shape.heads + shape.kv_heads)
     rows = training.tokens * training.batch
-    return 2 * rows * heads * shape.head_dim * training.dtype.itemsize
+    return 3 * rows * heads * shape.head_dim * training.dtype.itemsize
 
 
 def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
