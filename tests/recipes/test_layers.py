@@ -26,12 +26,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Every step is in tiles of 48 tokens; of each layer whether it suits."""
+    """Every step is in tiles of 48 tokens, of long texts 4; of each layer whether it suits."""
     begin, suits, said = checkpoints.LayerCheckpoints._begin, layers.LayerInTiles.suits, []
 
     def begun(self: Any, hidden: torch.Tensor) -> Any:
         found = begin(self, hidden)
-        found.tile = 48
+        found.tile = 48 if hidden.shape[1] <= 150 else 4
         return found
 
     def noted(*args: Any) -> bool:
@@ -102,7 +102,7 @@ def test_some_weights_beside_frozen_ones_and_experts(tiled: list[bool]) -> None:
 
 @pytest.mark.parametrize("auto", [False, True])
 def test_sixteen_bits(auto: bool, tiled: list[bool]) -> None:
-    """Weights of bf16, or autocast: as near to float32 as the model as it is, within half."""
+    """Weights of bf16, or autocast: as near to float32 as the model as it is, within a tenth."""
     exact, model = pair(tiny("qwen3"))
     plain = copy.deepcopy(exact)
     ids, found = torch.randint(1, VOCABULARY, (2, 300)), []
@@ -113,7 +113,7 @@ def test_sixteen_bits(auto: bool, tiled: list[bool]) -> None:
         loss.backward()
         found.append(torch.cat([p.grad.float().flatten() for p in one.parameters()]))
     far = [(one - found[0]).norm() for one in found[1:]]
-    assert far[1] <= 1.5 * far[0]
+    assert far[1] <= 1.1 * far[0]
     assert tiled == [True] * 2
 
 

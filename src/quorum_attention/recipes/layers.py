@@ -80,8 +80,8 @@ class LayerInTiles:
         x = (drawn(hidden.shape[0], tokens, hidden.shape[2]) / 100).to(hidden)
         seen: list[Any] = []
 
-        def note(call: Any, query: Any, key: Any, value: Any, *_: Any) -> torch.Tensor:
-            seen.append((call, *self._cast(query, key, value)))
+        def note(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
+            seen.append((partial(call, *mask), *self._cast(query, key, value)))
             return drawn(*query.shape[:3], value.shape[3]).to(seen[0][3])
 
         with torch.enable_grad():
@@ -93,9 +93,10 @@ class LayerInTiles:
             with torch.no_grad():
                 parts.append((*self._project(start, tile), self._finish(start, tile, some)))
         beside, own = _beside(self._call), _beside(call)
-        shapes = [[one.shape for one in some] for some in (beside, own)]
-        # What else attention is given, it would be given of one tile.
-        if shapes[0] != shapes[1] or not all(one.is_leaf for one in own):
+        # It would be given what is of one tile; or made of weights, by which graph is not known.
+        if [t.shape for t in beside] != [t.shape for t in own] or not all(t.is_leaf for t in own):
+            return False
+        if (found.shape, found.dtype) != (x.shape, x.dtype):
             return False
         results, room = [*three, found], max(8 * torch.finfo(self._dtype).eps, 1e-5)
         for whole, some, dim in zip(results, zip(*parts, strict=True), (2, 2, 2, 1), strict=True):
@@ -103,13 +104,11 @@ class LayerInTiles:
             if not bool(far <= room * whole.detach().double().norm()):
                 return False
         self.weights = _leaves([*results, *own])
-        return found.shape == x.shape and not any(one._backward_hooks for one in self.weights)
+        return not any(one._backward_hooks for one in self.weights)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor) -> Any:
         """What the layer returns."""
-        apply: Any = _Function.apply
-        found: torch.Tensor = apply(self, hidden, *self.weights)
-        return found
+        return _Function.apply(self, hidden, *self.weights)  # type: ignore[no-untyped-call]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same, without a graph."""
@@ -283,7 +282,8 @@ def _beside(call: Any) -> list[torch.Tensor]:
     from quorum_attention.integrations.transformers.attending import WITHOUT_EFFECT
 
     named = [one for name, one in call.keywords.items() if name not in WITHOUT_EFFECT]
-    return [one for one in tree_leaves(named) if isinstance(one, torch.Tensor)]
+    every = tree_leaves([*named, *call.args[2:]])
+    return [one for one in every if isinstance(one, torch.Tensor)]
 
 
 def _leaves(results: list[torch.Tensor]) -> list[torch.Tensor]:
