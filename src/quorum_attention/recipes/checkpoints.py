@@ -177,7 +177,8 @@ class _Layer:
         step, copies = self._step, None
         if step is not None and step.away > 0 and tensor.nbytes >= _SMALL:
             step.away -= tensor.nbytes
-            copies = step.copies if tensor.device == step.device else None  # it is there
+            # Of a layer in tiles, attention's results are there.
+            copies = step.copies if tensor.device.type == step.device.type else None
         kept = _Kept(tensor.detach(), copies)  # its graph may hold this layer
         self._kept.append(kept)
         return kept
