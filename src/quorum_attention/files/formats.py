@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from quorum_attention.writing import open_regular, reserve
+from quorum_attention.writing import named, open_regular, reserve
 
 Path_ = str | PathLike[str]
 Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -138,9 +138,10 @@ def _create(path: Path_, header: bytes, n_bytes: int) -> None:
     with open(path, "x+b") as file:
         try:
             reserve(file, len(header) + n_bytes, path)
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):
                 os.unlink(path)
+            named(error, path)
             raise
         file.write(header)
 

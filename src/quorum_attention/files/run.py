@@ -63,13 +63,11 @@ class Output:
         name: as the user gave it.
         files: paths, with symbolic links followed, and what each has.
         metadata: of a safetensors file.
-        new_folder: the folder they are in, if it does not exist yet.
     """
 
     name: str
     files: Mapping[Path, Wanted]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    new_folder: Path | None = None
 
     @property
     def run(self) -> Path:
@@ -123,7 +121,7 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
         if exists:
             return Output(name, {writing.check_target(path): one for path, one in files.items()})
         writing.check_target(folder)
-        return Output(name, files, new_folder=folder)
+        return Output(name, files)
     if name.endswith(SUFFIX) and len(wanted) != 1:
         raise ValueError(
             f"{name} can have one result, and there are {', '.join(wanted)}: name a folder of "
@@ -187,7 +185,7 @@ class RunFolder:
 
         Raises:
             OSError: the disk has no room for them.
-            ValueError: one that was there is gone, or damaged.
+            ValueError: one that was there is damaged.
         """
         found: dict[str, torch.Tensor] = {}
         if not self.progress["files"]:
@@ -229,17 +227,11 @@ class RunFolder:
         self.progress = progress
 
     def finish(self) -> None:
-        """Give all files their names. A second name each: after a kill they can be given again."""
+        """Give all files their names."""
         for path, target in zip(self._paths(), self.output.files, strict=True):
-            spare = path.with_name(f"{path.name}.named")
-            try:
-                spare.unlink(missing_ok=True)
-                os.link(path, spare)
-            except OSError:  # no file system with hard links: a kill from here on costs the run
-                spare = path
             with open(path, "rb") as file:
                 writing.take_permissions(file, target)
-            os.replace(spare, target)
+            os.replace(path, target)
         writing.sync_directory(self.output.run.parent)
         (self.output.run / PROGRESS).unlink(missing_ok=True)
 
@@ -315,22 +307,17 @@ def run_folder(output: Output, call: Mapping[str, Any], mode: Mode) -> Iterator[
             damaged, or of another call. Nothing has changed.
     """
     path = output.run
-    if output.new_folder is not None:
-        output.new_folder.mkdir()  # an error if another process has made it meanwhile
-    try:
-        with _locked(path, output.name):
-            try:
-                yield _begun(output, json.loads(json.dumps(call)), mode)
-            finally:
-                if not (path / PROGRESS).exists():
-                    _empty(path)
-                    (path / LOCK).unlink(missing_ok=True)
-                    with suppress(OSError):  # another process waits there already
-                        path.rmdir()
-    finally:
-        if output.new_folder is not None:
-            with suppress(OSError):  # it is not empty: there are results in it
-                output.new_folder.rmdir()
+    with suppress(FileExistsError):
+        path.parent.mkdir()  # of a folder of results
+    with _locked(path, output.name):
+        try:
+            yield _begun(output, json.loads(json.dumps(call)), mode)
+        finally:
+            if not (path / PROGRESS).exists():
+                _empty(path)
+                (path / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):  # another process waits there already
+                    path.rmdir()
 
 
 def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
@@ -367,6 +354,8 @@ def _left(output: Output) -> dict[str, Any] | None:
     path = output.run / PROGRESS
     try:
         found = json.loads(path.read_bytes())
+        for name in found["files"]:  # killed between two of their new names: all are computed again
+            os.stat(output.run / name)
         return {name: found[name] for name in ("begun", "call", "settings", "files", "done")}
     except FileNotFoundError:
         return None
