@@ -95,20 +95,3 @@ def test_they_say_the_same_as_in_words() -> None:
     for shown in (found, found.forward, report, report.total):
         assert words(shown._repr_html_()) == str(shown)
     assert "1 forward, 1 backward, 2 of them cut" in str(report.total)
-
-
-@pytest.mark.parametrize("levels", [(), (7,), (57,), (553,), (7, 7), (57, 57)])
-def test_pictures_that_would_burden_a_page_are_left_out(levels: tuple[int, ...]) -> None:
-    pytest.importorskip("matplotlib")
-    html = qa.plan(1_048_576, levels=levels, **CALL)._repr_html_()
-    assert len(html) < 400_000
-    assert ("<img" in html) == (levels not in [(553,)])
-    assert words(html), "it is well-formed"
-
-
-@pytest.mark.parametrize("name", ["matplotlib", "matplotlib.figure"])
-def test_without_matplotlib_there_are_the_words(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not installed, or in a build that does not fit this NumPy: importing it is an error."""
-    monkeypatch.setitem(sys.modules, name, None)
-    plan = qa.plan(1_048_576, levels=(7,), **CALL)
-    assert words(plan._repr_html_()) == plan.describe()

@@ -51,7 +51,6 @@ ODD = torch.zeros(1, 2, 5, 4)
         (["--budget", "1"], "too small"),
         (["--kernel", "nope"], "no kernel is named"),
         (["--depth", "1", "--kernel", "cudnn"], "cudnn"),
-        (["--draw", "picture.xyz"], "must end in one of"),
         *((f"out.{end}", f"ends in .{end}") for end in ("txt", "npz", "pt", "NPY", "safetensor")),
         (dict.fromkeys(("query", "key"), ODD), "value"),
         ({"q": ODD, "k": torch.zeros(1, 2, 5, 8), "v": ODD}, "key"),

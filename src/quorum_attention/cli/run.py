@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +24,17 @@ from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.files.run import (
     Mode,
     Outcome,
-    Output,
-    are_same,
     described,
     output_of,
     run_call,
 )
 from quorum_attention.kernels import get_kernel
-from quorum_attention.pictures import check_drawable
 from quorum_attention.progress import progress_bar
 
 _amount = shared.number_of("a number of at least 0", lambda number: 0 <= number < 1e6)
 # What changes no number of the result, and may be another when a call is resumed.
 _ASIDE = (
-    "run", "command", "input", "output", "json", "draw", "resume", "restart", "keep_every",
+    "run", "command", "input", "output", "json", "resume", "restart", "keep_every",
     "ray", "ray_workers", "ray_gpus", "ray_cpus",
 )  # fmt: skip
 
@@ -64,7 +60,6 @@ def add_to(commands: Any) -> None:
         shared.DEVICE,
         ("--keep-every N", shared.count_of, "save progress every N key/value heads (default: "
          "about five seconds' work)"),
-        ("--draw FILE", str, "write a picture of the report (.png, .svg)"),
         shared.JSON,
     )  # fmt: skip
     shared.add(
@@ -124,7 +119,7 @@ def _computer(options: argparse.Namespace) -> Compute:
 def _check_ray(options: argparse.Namespace) -> None:
     """Refuse options that go with ``--ray`` only, or not with it."""
     if options.ray is not None:
-        shared.refuse(options, "--ray", device=None, draw=None)
+        shared.refuse(options, "--ray", device=None)
         return
     for name, usual in {"workers": None, "gpus": None, "cpus": 1.0}.items():
         if getattr(options, f"ray_{name}") != usual:
@@ -154,7 +149,7 @@ def _run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     wanted = call.results(lse=options.lse)
     output = output_of(options.output, wanted, _metadata(options))
-    _check(options, [seen.path for seen in sources.values()], output)
+    output.check_apart(seen.path for seen in sources.values())
     if inputs.unknown:
         files, has = ", ".join(options.input), "has" if len(options.input) == 1 else "have"
         warn(f"{files} also {has} {', '.join(inputs.unknown)}, which this command does not use")
@@ -193,21 +188,6 @@ def _tell(
                 say(f"this run:\n{report.total}\nthe last of {outcome.settings.parts} parts:")
             say(str(report))
         say(f"wrote {options.output}")
-    # A call without queries or keys is no pass, and leaves nothing to draw.
-    if options.draw is not None and (report.forward or report.backward) is not None:
-        report.draw(options.draw)
-        if not options.json:
-            say(f"picture: {options.draw}")
-
-
-def _check(options: argparse.Namespace, inputs: list[Path], output: Output) -> None:
-    """Refuse what can be refused, before anything is written."""
-    output.check_apart(inputs)
-    if options.draw is not None:
-        drawn = check_drawable(options.draw)
-        for name, others in (("output", output.files), ("input", inputs)):
-            if any(are_same(other, drawn) for other in others):
-                raise ValueError(f"--draw must be another file than the {name}, got {options.draw}")
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from quorum_attention.pictures.drawing import (
     check_drawable,
-    coverage_html,
     draw_coverage,
     draw_gantt,
     draw_recovery,
@@ -10,6 +9,6 @@ from quorum_attention.pictures.drawing import (
 )
 
 __all__ = [
-    "check_drawable", "coverage_html", "draw_coverage", "draw_gantt", "draw_recovery",
+    "check_drawable", "draw_coverage", "draw_gantt", "draw_recovery",
     "draw_report",
 ]  # fmt: skip

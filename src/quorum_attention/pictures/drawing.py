@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from math import isqrt
 from os import PathLike
@@ -108,8 +105,6 @@ def hue(turn: float, lightness: float = 0.67) -> Colour:
 
 
 MAX_BLOCKS = 20_000
-# More blocks than that would make a page slow; ``draw_coverage`` draws them to a file.
-MOST_BLOCKS = 2000
 # Chunks and spans up to here have their numbers written beside them.
 _NUMBERED = 20
 
@@ -135,40 +130,13 @@ def draw_coverage(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    save(_figure(decomposition, pairs, tasks, kept, MAX_BLOCKS), path)
+    save(_figure(decomposition, pairs, tasks, kept), path)
 
 
-def coverage_html(
-    decomposition: Decomposition,
-    pairs: Pairs,
-    *,
-    tasks: Sequence[Task] | None = None,
-    kept: str = "",
-) -> str | None:
-    """``draw_coverage`` as an <img> element for notebooks. None: matplotlib cannot be imported, or
-    the picture would have more than ``MOST_BLOCKS`` blocks."""
-    drawn = shallow(decomposition, MOST_BLOCKS, pairs.is_causal)
-    last = drawn.task(tuple(c - 1 for c in drawn.levels))
-    each = sum(1 for _ in blocks(last, replace(pairs, verdict=None)))
-    if each * drawn.n_tasks > MOST_BLOCKS:
-        return None
-    file = io.BytesIO()
-    try:
-        with own_style():
-            figure = _figure(decomposition, pairs, tasks, kept, MOST_BLOCKS)
-            figure.savefig(file, format="png", dpi=80)
-    except ImportError:  # it is not there, or does not fit the NumPy that is
-        return None
-    data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="coverage" style="max-width:100%" src="data:image/png;base64,{data}"/>'
-
-
-def _figure(
-    shape: Decomposition, pairs: Pairs, tasks: Sequence[Task] | None, kept: str, limit: int
-) -> Any:
-    """The picture as a matplotlib figure of about ``limit`` blocks at most."""
+def _figure(shape: Decomposition, pairs: Pairs, tasks: Sequence[Task] | None, kept: str) -> Any:
+    """The picture as a matplotlib figure."""
     figure = new_figure(12.4, 7.5)
-    square(figure, shape, pairs, summary(shape, kept, None if tasks is None else len(tasks)), limit)
+    square(figure, shape, pairs, summary(shape, kept, None if tasks is None else len(tasks)))
     right = figure.add_axes((0.555, 0.18, 0.415, 0.675))
     # One whose owner chunk lies between its other chunks, if there is one.
     path = tuple(1 if c > 1 else 0 for c in shape.levels)
@@ -198,17 +166,15 @@ def summary(shape: Decomposition, kept: str, n_tasks: int | None = None) -> str:
     return ", ".join([*parts, kept] if kept else parts)
 
 
-def square(
-    figure: Any, whole: Decomposition, pairs: Pairs, title: str, limit: int = MAX_BLOCKS
-) -> None:
-    """Draw the score square in the left half of ``figure``, in about ``limit`` blocks at most."""
+def square(figure: Any, whole: Decomposition, pairs: Pairs, title: str) -> None:
+    """Draw the score square in the left half of ``figure``, in about ``MAX_BLOCKS`` blocks."""
     from matplotlib.collections import PolyCollection
 
     figure.text(0.055, 0.952, title, color=INK, size=15, weight="bold")
     axes = figure.add_axes((0.055, 0.18, 0.415, 0.675))
-    shape = shallow(whole, limit, pairs.is_causal)
+    shape = shallow(whole, MAX_BLOCKS, pairs.is_causal)
     rows, columns = (max(1, min(n, shape.n_tokens)) for n in (pairs.n_queries, pairs.n_keys))
-    cell = max(1, shape.n_tokens // (2 * isqrt(limit)))
+    cell = max(1, shape.n_tokens // (2 * isqrt(MAX_BLOCKS)))
     polygons: list[list[Point]] = []
     colours: list[Colour] = []
     for task in shape.tasks():

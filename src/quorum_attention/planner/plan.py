@@ -208,14 +208,8 @@ class Plan:
         return "\n".join([first[1], *(f"{label}: {text}" for label, text in rest)])
 
     def _repr_html_(self) -> str:
-        """For notebooks: the words, and the picture of ``draw`` where matplotlib is installed and
-        the picture is no burden for a page."""
-        from quorum_attention.pictures import coverage_html
-
-        drawn = coverage_html(
-            self.decomposition, self._pairs(), tasks=self._trimmed(), kept=self._kept()
-        )
-        return as_html(self.describe()) + (drawn or "")
+        """For notebooks: the words."""
+        return as_html(self.describe())
 
     def _lines(self) -> list[tuple[str, str]]:
         """(what, words about it), the call itself first."""
