@@ -311,10 +311,10 @@ def steps() -> str:
          f"**{two['seconds']:.0f} s with all {two['of_layers']} layers, all run**, "
          f"{gib(two['steps'][-1]['peak'])}"],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
-        [f"{' and '.join(card['shapes'])}, longest text in {gib(card['memory'])} (commit {card['commit']}): SDPA with "
-         "checkpoints; with checkpoints in host memory and a chunked loss; with everything",
-         " and ".join(f"{of['sdpa']:,}; {of['remedies']:,}; {of['everything']:,}"
-                      for of in card["shapes"].values())],
+        [f"longest text in {gib(card['memory'])}, run ({card['commit']}; `{card['command']}`)",
+         "; ".join(f"{name}: SDPA {of['sdpa']:,}, remedies {of['remedies']:,}, everything **{of['everything']:,}**, "
+                   f"{of['everything'] / of['remedies']:.1f} times, {of['everything_points'][-1]['seconds'] / of['layers']:.1f} s a layer"
+                   for name, of in card["shapes"].items())],
         ["peaks by `estimate --model` over measured ones (`--only told --budget 5GiB`), five "
          "lengths from 4,096 tokens, Qwen3-0.6B, 4B and 8B; two constants were fitted to them",
          f"{min(told):.2f} to {max(told):.2f}"],
