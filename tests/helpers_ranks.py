@@ -162,6 +162,7 @@ def random_calls(first: int, count: int, group: dist.ProcessGroup | None = None)
 
 def count_wrong(rank: int, first: int, count: int) -> None:
     """``random_calls``, and how many were wrong."""
-    wrong = random_calls(first, count)
+    wrong = torch.tensor(random_calls(first, count))
+    dist.all_reduce(wrong)  # a call is counted by each rank that finds it wrong
     if rank == 0:
-        print(f"{dist.get_world_size()} ranks: {count} calls, {wrong} wrong")
+        print(f"{dist.get_world_size()} ranks: {count} calls, {int(wrong)} wrong")
