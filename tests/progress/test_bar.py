@@ -109,7 +109,8 @@ def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixtu
     printed = capsys.readouterr()
     lines = printed.err.splitlines()
     assert printed.out == ""
-    assert lines[0] == "forward: 10 of 100 after 10 s, about 90 s left"
+    assert lines[0] == "forward: 10 of 100 after 10 s"
+    assert lines[1] == "forward: 20 of 100 after 20 s, about 80 s left"
     assert lines[-1] == "forward: 100 of 100 after 100 s"
     assert len(lines) == 10
     assert "\x1b" not in printed.err

@@ -21,13 +21,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of
 from quorum_attention.files.compute import Compute, FileCall, Work, compute_here, file_call
 from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
-from quorum_attention.files.run import (
-    Mode,
-    Outcome,
-    described,
-    output_of,
-    run_call,
-)
+from quorum_attention.files.run import Mode, Ran, described, output_of, run_call
 from quorum_attention.kernels import get_kernel
 from quorum_attention.progress import progress_bar
 
@@ -121,11 +115,10 @@ def _check_ray(options: argparse.Namespace) -> None:
     if options.ray is not None:
         shared.refuse(options, "--ray", device=None)
         return
-    for name, usual in {"workers": None, "gpus": None, "cpus": 1.0}.items():
-        if getattr(options, f"ray_{name}") != usual:
-            raise ValueError(f"--ray-{name} goes with --ray only")
-    if options.chunks is not None:
-        raise ValueError("--chunks goes with --ray only")
+    usual = {"ray_workers": None, "ray_gpus": None, "ray_cpus": 1.0, "chunks": None}
+    for name, value in usual.items():
+        if getattr(options, name) != value:
+            raise ValueError(f"{masks.option(name)} goes with --ray only")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -160,17 +153,18 @@ def _run(options: argparse.Namespace) -> int:
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
     arguments = {masks.option(n): value for n, value in _arguments(options).items()}
     header = described(call, wanted, arguments, sources)
-    outcome = run_call(
+    ran = run_call(
         call, output, header, sources.values(), report,
         mode=mode, heads=options.keep_every, compute=_computer(options), say=warn,
     )  # fmt: skip
-    _tell(options, inputs, call, report, outcome)
+    _tell(options, inputs, call, report, ran)
     return 0
 
 
 def _tell(
-    options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, outcome: Outcome
+    options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, ran: Ran
 ) -> None:
+    settings, resumed = ran
     mask = call.whole.mask
     bias = None if mask is None else mask.bias
     if options.json:
@@ -178,14 +172,14 @@ def _tell(
             "output": options.output, "is_causal": options.causal,
             "mask": None if bias is None else list(bias.shape),
             "keeps": masks.words(options, None), "unknown": inputs.unknown, **report.to_dict(),
-            "total": report.total.to_dict(), "parts": outcome.settings.parts,
-            "resumed_parts": outcome.resumed, "kv_heads_per_part": outcome.settings.heads,
-            "accumulators_in_file": outcome.settings.in_file,
+            "total": report.total.to_dict(), "parts": settings.parts,
+            "resumed_parts": resumed, "kv_heads_per_part": settings.heads,
+            "accumulators_in_file": settings.in_file,
         })  # fmt: skip
     else:
         if options.ray is None:
             if report.total.forwards + report.total.backwards > 1:
-                say(f"this run:\n{report.total}\nthe last of {outcome.settings.parts} parts:")
+                say(f"this run:\n{report.total}\nthe last of {settings.parts} parts:")
             say(str(report))
         say(f"wrote {options.output}")
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -39,20 +39,10 @@ LOCK, PROGRESS = "lock", "progress.json"
 # that a worker of an earlier one (on another machine, maybe) finds nothing to write to.
 _OURS = re.compile(r"[0-9a-f]{8}-|progress\.json\.")
 
+Ran = tuple[Settings, int | None]
+"""What was chosen for a run, and how many parts an earlier process had done, if there was one."""
 Mode = Literal["new", "resume", "restart"]
 """What to do with an unfinished run: refuse to touch it, go on with it, or remove it."""
-
-
-class Outcome(NamedTuple):
-    """What a run came to.
-
-    Attributes:
-        settings: what was chosen for it.
-        resumed: how many parts an earlier process had done; None: there was none.
-    """
-
-    settings: Settings
-    resumed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +241,7 @@ def run_call(
     compute: Compute = compute_here,
     progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> Ran:
     """Compute a call into the files of ``output``, which are replaced when all of them are whole.
 
     Args:
@@ -289,7 +279,7 @@ def run_call(
             if kept := len(folder.progress["done"]):
                 say(f"{kept} of {settings.parts} parts are done and kept: --resume goes on")
             raise
-    return Outcome(settings, len(done) if folder.resumed else None)
+    return settings, len(done) if folder.resumed else None
 
 
 @contextmanager

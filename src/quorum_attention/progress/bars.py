@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from quorum_attention.progress.lines import Lines, environment
+from quorum_attention.progress.lines import Lines
 
 # Seconds before a bar is drawn: bars of many short calls, one after the other, would only flicker.
 _PATIENCE = 0.5
@@ -25,7 +25,7 @@ def _console() -> Any:
     from rich.console import Console
 
     with suppress(AttributeError, ValueError):  # there is no stderr, or it is closed
-        console = Console(stderr=True, _environ=environment())
+        console = Console(stderr=True)
         if console.is_jupyter:
             return console if importlib.util.find_spec("ipywidgets") else None
         return console if sys.stderr.isatty() and console.is_interactive else None
