@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,7 @@ class Attention(torch.autograd.Function):
             return (None,) * len(needed)
         read = ctx.saved_tensors[:8]
         read += upstream_of(read[6], *upstream)
-        one = replace(ctx.one, learned=needed[3:5])
+        one = Pass(ctx.one.request, needed[3:5])
         grads = Attention.apply(*read, one) if records(*read) else one.compute(*read)
         return (*needed_of(grads, needed), None, None)
 

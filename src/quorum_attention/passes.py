@@ -42,6 +42,8 @@ from quorum_attention.planner.plan import Plan, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
+# What a backward is given beside ``grad_out``, ``out`` and ``lse``, where it is given nothing.
+_PLAIN = (None, False, False, None)
 _CASTS = "casts of the inputs"
 _NAMES = "query", "key", "value"
 # Rows of a forward that are computed again, each of one of so many equal parts; of a call in many
@@ -55,6 +57,12 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
 
 
 def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    if request.decisions is not None:
+        if (made := _again(tensors, request, "forward")) is not None:
+            return made[0], made[1]
+        # Calls that share a request may differ in how many keys they have (``direct``).
+        work = replace(request.work, n_keys=tensors.key.shape[-2])
+        request = replace(request, work=work)
     work, out, lse, query = request.work, request.out, request.lse, tensors.query
     if is_trivial(tensors):
         rows, device = tuple(query.shape[:-1]), query.device
@@ -68,7 +76,8 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
-    decision = _decided(request, "forward", partial(decide_forward, tensors, request))
+    decision = decide_forward(tensors, request)
+    _keep(request, "forward", decision)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
     results = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
@@ -103,6 +112,10 @@ def run_backward(
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
+    if request.decisions is not None and given[3:] == _PLAIN:
+        made = _again(tensors, request, _backward_key(request, given), given)
+        if made is not None:
+            return made
     held = request.cast_bytes
     if request.runner is None and given.grad_mask is True:
         held += _mask_gradient_bytes(tensors, request)
@@ -138,13 +151,8 @@ def _run_backward(
 def _run_gradients(
     tensors: Tensors, request: Request, given: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    grad_out, out, lse = given[:3]
-    # All that differs between backwards of calls that share a request.
-    pass_key = request.work, grad_out.dtype, grad_out.device, out.device, lse.device
-    state = torch.are_deterministic_algorithms_enabled(), registrations(), torch.get_num_threads()
-    decision = _decided(
-        request, (*pass_key, *state), partial(decide_backward, tensors, request, given)
-    )
+    decision = decide_backward(tensors, request, given)
+    _keep(request, _backward_key(request, given), decision)
     of_mask = _mask_gradient(tensors, request, given, decision.problem)
     results = dict(zip(_NAMES, given.grads or (), strict=False))
     return (*_run(tensors, request, decision, results, given), *of_mask)
@@ -160,16 +168,30 @@ def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -
     return decide(request.work, place, request.options, given.out.dtype, backward=True)
 
 
-def _decided(request: Request, pass_key: Hashable, decide_now: Callable[[], Decision]) -> Decision:
-    """The decision for a pass. If the request serves later calls too (``direct``), a decision for
-    one kernel call is kept for them; where memory then runs out, the pass is planned."""
-    known = request.decisions
-    found = None if known is None else known.get(pass_key)
-    if found is None:
-        found = decide_now()
-        if known is not None and _is_one_call(found, request):
-            known[pass_key] = found = replace(found, plan=None)
-    return found
+def _backward_key(request: Request, given: BackwardInputs) -> Hashable:
+    """All that differs between backwards of calls that share a request."""
+    grad_out, out, lse = given[:3]
+    return (
+        request.work.columns, grad_out.dtype, grad_out.device, out.device, lse.device,
+        torch.are_deterministic_algorithms_enabled(), registrations(), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _keep(request: Request, pass_key: Hashable, decision: Decision) -> None:
+    """Keep a decision for one kernel call, if the request serves later calls too (``direct``)."""
+    if request.decisions is not None and _is_one_call(decision, request):
+        request.decisions[pass_key] = decision.problem
+
+
+def _again(
+    tensors: Tensors, request: Request, pass_key: Hashable, given: BackwardInputs | None = None
+) -> tuple[torch.Tensor, ...] | None:
+    """The results of a pass that was one kernel call before; None if it was not, or has to be
+    planned now."""
+    assert request.decisions is not None
+    problem = request.decisions.get(pass_key)
+    made = None if problem is None else _at_once(_job(tensors, request, problem, None, given))
+    return None if made is None else tuple([as_own(result) for result in made])
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:
@@ -354,9 +376,7 @@ def _run(
         report.seconds = time.perf_counter() - begun
     if made is None:
         if decision.plan is None:
-            # Calls that share a request may differ in how many keys they have (``direct``).
-            work = replace(decision.problem.work, n_keys=tensors.key.shape[-2])
-            decision = with_plan(replace(decision, problem=replace(decision.problem, work=work)))
+            decision = with_plan(decision)
         plan = decision.plan
         assert plan is not None
         log_cut(plan)

@@ -12,7 +12,7 @@ from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
 from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.problem import Workload, scale_is_exact
+from quorum_attention.execution.problem import Problem, Workload, scale_is_exact
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
@@ -25,7 +25,6 @@ from quorum_attention.planner.plan import Options
 
 if TYPE_CHECKING:
     from quorum_attention.call.gradients import BackwardInputs
-    from quorum_attention.planner.decide import Decision
 
 # Smaller factors are 0 to operators, which compute with them in fp32 (in float64 for such inputs).
 _LEAST_SCALE = 2.0**-149
@@ -64,8 +63,8 @@ class Request:
         runner: runs the passes on several devices; None: ``options.device`` does.
         lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's dtype, in
             memory that the budget does not count; None: it is made.
-        decisions: of a request that serves later calls too (``direct``), what was decided for its
-            passes; None: it serves one call.
+        decisions: of a request that serves later calls too (``direct``), those of its passes that
+            are one kernel call; None: it serves one call.
     """
 
     work: Workload
@@ -83,7 +82,7 @@ class Request:
     dropout: Dropout | None = None
     runner: Runner | None = None
     lse: torch.Tensor | None = None
-    decisions: dict[Hashable, Decision] | None = None
+    decisions: dict[Hashable, Problem] | None = None
 
     def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""

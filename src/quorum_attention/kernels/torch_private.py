@@ -87,7 +87,7 @@ def has_no_numbers(*tensors: object) -> bool:
 
     ``torch.compile`` is not one of them: it breaks the graph where it cannot trace.
     """
-    if any(type(tensor) not in _REAL and is_fake(tensor) for tensor in tensors):
+    if True in [type(tensor) not in _REAL and is_fake(tensor) for tensor in tensors]:
         return True
     keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
     return has_modes() and (
@@ -104,8 +104,9 @@ def is_traced(*inputs: object) -> bool:
             "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
             "torch.compile or torch.export"
         )
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return has_no_numbers(*inputs) or any(type(mode).__name__ in _SELECTIVE for mode in modes)
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    selective = has_modes() and any(type(mode).__name__ in _SELECTIVE for mode in modes())
+    return selective or has_no_numbers(*inputs)
 
 
 # torch.utils.checkpoint's modes of create_selective_checkpoint_contexts.
