@@ -164,12 +164,9 @@ def attend(
     tensors: Tensors, request: Request, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
-    if request.records:
-        # ``out`` is passed inside the request: as an argument, autograd would take it for an
-        # input, and the result for a view of that input.
-        result, lse = Attention.apply(*tensors, Pass(request))
-        out = None
-    else:
-        result, lse = run_forward(tensors, request)
-    given = request.back(result) if out is None else as_tensor(out, "out", written=True)
-    return given, request.back(lse)
+    # ``out`` is passed inside the request: as an argument, autograd would take it for an input, and
+    # the result for a view of that input.
+    recorded = request.records
+    made = Attention.apply(*tensors, Pass(request)) if recorded else run_forward(tensors, request)
+    given = None if recorded or out is None else as_tensor(out, "out", written=True)
+    return request.back(made[0]) if given is None else given, request.back(made[1])

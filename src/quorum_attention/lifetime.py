@@ -21,6 +21,3 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     if os.getppid() != parent:  # it had ended before the call above
         os._exit(1)
-
-
-__all__ = ["end_with"]

@@ -42,8 +42,6 @@ from quorum_attention.planner.plan import Plan, log_cut
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
-# What a backward is given beside ``grad_out``, ``out`` and ``lse``, where it is given nothing.
-_PLAIN = (None, False, False, None)
 _CASTS = "casts of the inputs"
 _NAMES = "query", "key", "value"
 # Rows of a forward that are computed again, each of one of so many equal parts; of a call in many
@@ -57,9 +55,9 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
 
 
 def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    if (made := _again(tensors, request)) is not None:
+        return made[0], made[1]
     if request.decisions is not None:
-        if (made := _again(tensors, request, "forward")) is not None:
-            return made[0], made[1]
         # Calls that share a request may differ in how many keys they have (``direct``).
         work = replace(request.work, n_keys=tensors.key.shape[-2])
         request = replace(request, work=work)
@@ -77,7 +75,7 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
     if request.runner is not None:
         return request.runner.forward(tensors, request)
     decision = decide_forward(tensors, request)
-    _keep(request, "forward", decision)
+    _keep(request, None, decision)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
     results = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
@@ -112,10 +110,6 @@ def run_backward(
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
-    if request.decisions is not None and given[3:] == _PLAIN:
-        made = _again(tensors, request, _backward_key(request, given), given)
-        if made is not None:
-            return made
     held = request.cast_bytes
     if request.runner is None and given.grad_mask is True:
         held += _mask_gradient_bytes(tensors, request)
@@ -127,10 +121,7 @@ def run_backward(
         return grads
     assert tensors.sinks is not None
     with torch.no_grad():
-        of_sinks = sinks_gradient(
-            given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
-        )
-    return (*grads, of_sinks)
+        return (*grads, sinks_gradient(*given[:3], tensors.sinks, given.grad_lse))
 
 
 def _run_backward(
@@ -151,8 +142,10 @@ def _run_backward(
 def _run_gradients(
     tensors: Tensors, request: Request, given: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
+    if (made := _again(tensors, request, given)) is not None:
+        return made
     decision = decide_backward(tensors, request, given)
-    _keep(request, _backward_key(request, given), decision)
+    _keep(request, given, decision)
     of_mask = _mask_gradient(tensors, request, given, decision.problem)
     results = dict(zip(_NAMES, given.grads or (), strict=False))
     return (*_run(tensors, request, decision, results, given), *of_mask)
@@ -168,8 +161,10 @@ def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -
     return decide(request.work, place, request.options, given.out.dtype, backward=True)
 
 
-def _backward_key(request: Request, given: BackwardInputs) -> Hashable:
-    """All that differs between backwards of calls that share a request."""
+def _pass_key(request: Request, given: BackwardInputs | None) -> Hashable:
+    """All that differs between passes of calls that share a request."""
+    if given is None:
+        return None
     grad_out, out, lse = given[:3]
     return (
         request.work.columns, grad_out.dtype, grad_out.device, out.device, lse.device,
@@ -177,19 +172,20 @@ def _backward_key(request: Request, given: BackwardInputs) -> Hashable:
     )  # fmt: skip
 
 
-def _keep(request: Request, pass_key: Hashable, decision: Decision) -> None:
+def _keep(request: Request, given: BackwardInputs | None, decision: Decision) -> None:
     """Keep a decision for one kernel call, if the request serves later calls too (``direct``)."""
     if request.decisions is not None and _is_one_call(decision, request):
-        request.decisions[pass_key] = decision.problem
+        request.decisions[_pass_key(request, given)] = decision.problem
 
 
 def _again(
-    tensors: Tensors, request: Request, pass_key: Hashable, given: BackwardInputs | None = None
+    tensors: Tensors, request: Request, given: BackwardInputs | None = None
 ) -> tuple[torch.Tensor, ...] | None:
     """The results of a pass that was one kernel call before; None if it was not, or has to be
     planned now."""
-    assert request.decisions is not None
-    problem = request.decisions.get(pass_key)
+    if request.decisions is None:
+        return None
+    problem = request.decisions.get(_pass_key(request, given))
     made = None if problem is None else _at_once(_job(tensors, request, problem, None, given))
     return None if made is None else tuple([as_own(result) for result in made])
 
@@ -375,8 +371,7 @@ def _run(
         made = _at_once(_job(tensors, request, decision.problem, results, given))
         report.seconds = time.perf_counter() - begun
     if made is None:
-        if decision.plan is None:
-            decision = with_plan(decision)
+        decision = with_plan(decision) if decision.plan is None else decision
         plan = decision.plan
         assert plan is not None
         log_cut(plan)
@@ -431,13 +426,11 @@ def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
 
 def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
     """A context that gives what progress of the call is told to, or None."""
-    if request.progress is None or request.progress is False:
-        return nullcontext(None)
     if request.progress is True:
         from quorum_attention.progress import progress_bar  # rich, only where it is shown
 
         return progress_bar()
-    return nullcontext(request.progress)
+    return nullcontext(None if request.progress is False else request.progress)
 
 
 def is_trivial(tensors: Tensors) -> bool:

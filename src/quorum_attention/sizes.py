@@ -63,13 +63,11 @@ def parse_count(text: str) -> int:
         ValueError: it is not of that form, not whole, below 1 or 2**63 or more.
     """
     found = _parsed(text.replace(",", "").replace("_", ""), _COUNTS)
-    if found is None or found.denominator != 1:
+    if found is None or found.denominator != 1 or not 1 <= found < _LIMIT:
         raise ValueError(
-            f"must be a whole number such as 1048576, 1,048,576, 1e6, 128K or 1M "
-            f"(1M is 1,048,576), got {shown(text)}"
+            "must be a whole number, at least 1 and less than 2**63, such as 1048576, 1,048,576, "
+            f"1e6, 128K or 1M (1M is 1,048,576), got {shown(text)}"
         )
-    if not 1 <= found < _LIMIT:
-        raise ValueError(f"must be at least 1 and less than 2**63, got {shown(text)}")
     return int(found)
 
 

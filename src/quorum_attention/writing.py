@@ -19,7 +19,6 @@ from typing import BinaryIO, Literal
 from quorum_attention.sizes import format_bytes
 
 UNFINISHED = ".unfinished"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_target(path: str | PathLike[str]) -> Path:
@@ -29,13 +28,11 @@ def check_target(path: str | PathLike[str]) -> Path:
         OSError: it is not a regular file, may not be written, or its directory does not exist or
             may not be written. Nothing has been changed.
     """
-    if not os.fspath(path):
-        raise FileNotFoundError("there is no file to write: its name is empty")
     wrong = f"{path} cannot be written"
     with suppress(FileNotFoundError):
         # Where ``fs.protected_symlinks`` is set, Linux refuses here to follow another user's link
         # in a sticky folder, which could aim at this user's files.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(os.stat(os.fspath(path) or ".").st_mode):
             raise OSError(f"{wrong}: it is not a regular file")
     target = Path(os.path.realpath(path))
     folder = target.parent
@@ -134,7 +131,7 @@ def reserve(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
     except OSError as error:
         with suppress(OSError):
             file.truncate(0)  # what was reserved so far is free again
-        if error.errno in _NO_SPACE:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             disk = os.fstatvfs(file.fileno())
             free = disk.f_bavail * disk.f_frsize
             missing = max(1, n_bytes - free)

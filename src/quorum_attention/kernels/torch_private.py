@@ -104,9 +104,8 @@ def is_traced(*inputs: object) -> bool:
             "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
             "torch.compile or torch.export"
         )
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-    selective = has_modes() and any(type(mode).__name__ in _SELECTIVE for mode in modes())
-    return selective or has_no_numbers(*inputs)
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return has_no_numbers(*inputs) or any(type(mode).__name__ in _SELECTIVE for mode in modes)
 
 
 # torch.utils.checkpoint's modes of create_selective_checkpoint_contexts.

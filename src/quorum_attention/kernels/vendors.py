@@ -528,8 +528,6 @@ class CpuKernel(RectangleKernel):
             pad(saved.grad_out), *map(pad, call.inputs), pad(saved.out), saved.lse, 0.0,
             call.causal, attn_mask=call.bias, scale=call.scale,
         )  # fmt: skip
-        if head_dim == value_dim:
-            return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
     def backward_parts(self, batch_and_heads: int) -> int:
