@@ -21,7 +21,6 @@ from quorum_attention.execution.problem import Placement, Problem, Workload, spe
 from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.decide import choose_plan
 from quorum_attention.planner.plan import _log_once
@@ -178,7 +177,7 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     assert isinstance(found.schedule.route, Streaming)
     assert found.kernel == "cudnn"
     assert found.peak_bytes <= 64 << 20
-    assert found.predicted_seconds < policy.PASSING * tasks.predicted_seconds
+    assert found.predicted_seconds < tasks.predicted_seconds
     # Whole waves of an H200, so that none of its multiprocessors waits for others.
     route = found.schedule.route
     assert route.rows(route.stays) * found.schedule.group.kv_heads % (132 * 128) == 0

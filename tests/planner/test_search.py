@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import cost, footprint_of, kernel_hardware, least_seconds, price
-from quorum_attention.planner.search import PlanConstraints, _schedules, choose, refitted
+from quorum_attention.planner.search import (
+    PlanConstraints,
+    _decompositions,
+    _schedules,
+    choose,
+    refitted,
+)
 
 GIB = 1 << 30
 MACHINE = assumed("cuda", torch.float16)
@@ -62,8 +69,9 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
     assert (again.footprint, again.cost) == (best.footprint, best.cost)
     if best.cost.seconds < policy.WORTH_COMPARING:
         return
-    every = _schedules(case, constraints)
-    for schedule in list(every)[::7]:
+    shapes = islice(_decompositions(n, constraints), 40)
+    every = [one for shape in shapes for one in _schedules(case, constraints, shape)]
+    for schedule in every[::7]:
         other = price(schedule, case, machine)
         if other.footprint.total <= budget:
             slack = policy.CLEARLY if isinstance(best.schedule.route, Whole) else 1.0

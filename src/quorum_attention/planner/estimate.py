@@ -365,7 +365,7 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
         whole = forward.uncut_bytes
     others = []
     # Under a mask of the kernel's own each task of a decomposition is looked at.
-    most = math.inf if forward.pairs is None else policy.MOST_TRIMMED[1]
+    most = math.inf if forward.pairs is None else policy.MOST_TRIMMED
     for levels in _OTHER_LEVELS:
         looked_at = levels != forward.levels and math.prod(levels) <= most
         if looked_at and n_tokens >= 128 * max(levels, default=0):

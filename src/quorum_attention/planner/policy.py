@@ -26,21 +26,16 @@ MARGIN = 0.1
 
 # --- Which cuts are looked at -----------------------------------------------------------------
 
-# Single levels up to this quorum size; every pair and a few triples of small ones.
+# Chunks of a level come from quorums up to this size. A pinned depth up to LISTED is accepted at
+# any length; where nothing gets smaller, every level has DEEP chunks.
 LARGEST_SINGLE = 50
-PAIRED = (3, 4, 5, 6, 8)
-TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
-# Levels of the deepest of these. A pinned depth up to this is accepted at any length.
-LISTED = 3
-# The chunk count of every level of a greater depth.
-DEEP = 7
-# Where none of these fits, every decomposition into at most so many tasks is sized. Of those that
-# fit, at most so many are priced, from few tasks to many.
+LISTED, DEEP = 3, 7
+# Decompositions are looked at by number of tasks, where their largest task has fewer tokens than so
+# many times the largest of any with fewer tasks: all into at most the first number of tasks, and
+# then more until the second number of them fits.
+AS_SMALL = 1.1
+PRICED, PRICED_TRIMMED = (2451, 16), (60, 6)
 MOST_TASKS = 20_000_000
-PRICED_DEEP = 16
-# Levels whose tasks hold two of three chunks. They save little memory, so they are looked at only
-# on the inputs as they lie, or under a kernel's own mask.
-FEWEST = (3,)
 # The most chunks on the inputs as they lie: more of them only make more calls.
 MOST_OVER_INPUTS = 57
 # How the rectangles of all tasks together are laid out: the larger, the better. A device that does
@@ -57,13 +52,8 @@ MASKED_PAIRS = 32 << 20
 
 # --- Trimmed tasks ----------------------------------------------------------------------------
 
-# The most tasks of a decomposition that is trimmed for a plan (about 0.3 milliseconds a task). The
-# later numbers are used only while nothing fits; the second also where the best schedule so far
-# has more untrimmed tasks than the first.
-MOST_TRIMMED = (60, 400, 4000)
-# Quorum sizes of single levels under a kernel's own mask. Trimmed, a token is in about one task
-# whatever their number, so a few are enough.
-TRIMMED_SINGLE = (2, 3, 4, 5, 6, 8, 10)
+# The most tasks of a decomposition that is trimmed for a plan (about 0.3 milliseconds a task).
+MOST_TRIMMED = 400
 # Without such a mask, tasks are trimmed where queries and keys differ by at least this factor.
 LOPSIDED = 2
 
@@ -85,10 +75,7 @@ MOST_PASSAGES = 200_000
 
 # A decomposed call must be predicted to take less than this share of the monolithic call's time.
 CLEARLY = 0.95
-# Rows that pass by move fewer bytes than tasks through slots: they are taken wherever they are
-# predicted to take less than this share of the time. They are not looked at where tasks take less
-# than so many times the arithmetic alone.
-PASSING = 1.0
+# Rows that pass by are not looked at where tasks take less than so many times the arithmetic alone.
 NEARLY_ARITHMETIC = 1.03
 # The first call's extra time counts for at most this share of the seconds: it decides between
 # schedules that are about equally fast.

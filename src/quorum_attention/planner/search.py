@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
+from heapq import heappop, heappush
+from itertools import product
 
 from quorum_attention.decomposition import Decomposition, Layout, Pairs
 from quorum_attention.errors import BudgetError
@@ -33,7 +34,7 @@ from quorum_attention.planner.price import (
     least_seconds,
     price,
 )
-from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
+from quorum_attention.quorums import chunk_count, quorum_sizes
 from quorum_attention.sizes import format_bytes, format_least, format_seconds
 
 _SHORT = "the uncut call fits and is short, so nothing else was tried"
@@ -116,30 +117,20 @@ def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareMod
     if short is not None and short.peak_bytes <= constraints.budget_bytes:
         return short
     search = _Search(problem, constraints, kernel_hardware(problem, hardware))
-    pairs = pairs_of(problem.work, problem.kernel)
-    short = search.look(_schedules(problem, constraints))
-    if short is not None:
-        return short
-    # Trimming takes time for every task, so decompositions into more tasks are trimmed only while
-    # nothing fits. Once also under the kernel's own mask, where the best has as many untrimmed.
-    for number, counts in enumerate(pairwise(policy.MOST_TRIMMED)):
-        best = search.best
-        if best is None:
-            worth_it = _trims(pairs)
-        else:
-            untrimmed = best.schedule.trimmed is None and best.n_tasks > counts[0]
-            worth_it = number == 0 and pairs.verdict is not None and untrimmed
-        if search.monolithic is None and worth_it:
-            search.look(_schedules(problem, constraints, n_tasks=counts))
-    if search.nothing and constraints.levels is None and constraints.enforce_budget:
-        fitting = 0
-        asked = constraints.depth, constraints.layout, constraints.tile
-        for shape in _deep_shapes(problem.work.n_tokens, *asked):
-            search.look(_schedules(problem, constraints, shapes=(shape,)))
-            fitting += not search.nothing
-            if fitting == policy.PRICED_DEEP:
-                break
-    return _or_streamed(search.taken(), search)
+    trims = _trims(pairs_of(problem.work, problem.kernel))
+    few, enough = policy.PRICED_TRIMMED if trims else policy.PRICED
+    fitting = 0
+    for shape in _decompositions(problem.work.n_tokens, constraints):
+        looked = search.smallest is not None and not constraints.enforce_budget
+        if shape.n_tasks > few and (looked or fitting >= enough):
+            break
+        short = search.look(_schedules(problem, constraints, shape))
+        if short is not None:
+            return short
+        fitting += not search.nothing
+    if search.best is not None and search.monolithic is None and constraints.free:
+        search.look(_streamed(search.best, search))
+    return search.taken()
 
 
 @dataclass(slots=True)
@@ -276,56 +267,42 @@ def _pinned_words(constraints: PlanConstraints) -> str:
 
 
 def _schedules(
-    problem: Problem,
-    constraints: PlanConstraints,
-    *,
-    n_tasks: tuple[int, int] | None = None,
-    shapes: tuple[Decomposition, ...] | None = None,
+    problem: Problem, constraints: PlanConstraints, shape: Decomposition
 ) -> Iterator[Schedule]:
-    """Every schedule worth a price.
-
-    Args:
-        n_tasks: (a, b): only through slots, with more than a and at most b tasks, trimmed.
-        shapes: only these decompositions, through slots.
-    """
-    work, kernel, pinned = problem.work, problem.kernel, constraints.pinned
-    pairs = pairs_of(work, kernel)
+    """Every schedule of a decomposition that is worth a price."""
+    work, pinned = problem.work, constraints.pinned
+    pairs = pairs_of(work, problem.kernel)
     sizes = [constraints.group] if constraints.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
-    over_inputs = n_tasks is None and shapes is None
-    if shapes is None:
-        shapes = _decompositions(work, constraints, pairs)
-    if n_tasks is not None:
-        shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
+    offered = _over_inputs(problem, constraints, shape)
+    routes = [r for r in offered if Schedule(shape, sizes[-1], r).runs(problem)]
+    for size, route in product(sizes, routes):
+        if size.batch == 1:
+            yield schedule_of(work, shape, size, route, pinned=pinned)
+    if (routes and constraints.over_inputs) or not _is_worth_slots(shape, constraints, pairs):
+        return
     every = _slots(problem, constraints)
-    # One answer holds for all: whether a route can run does not depend on the decomposition.
-    cuts = _cuts_over_inputs(problem, constraints, shapes) if over_inputs else []
-    routes: list[Route] = []
-    if cuts:
-        offered = _over_inputs(problem, constraints)
-        routes = [r for r in offered if Schedule(cuts[0], sizes[-1], r).runs(problem)]
-    for shape in cuts if routes else ():
-        for size, route in product(sizes, routes):
-            if size.batch == 1:
-                yield schedule_of(work, shape, size, route, pinned=pinned)
-    if routes and constraints.over_inputs:
+    if not shape.depth:
+        # No ``max_pairs``: a monolithic call is one rectangle under a mask too, as in torch.
+        kinds = dict.fromkeys((slots.n_cap, slots.accumulator) for slots in every)
+        for size, kind in product(sizes, kinds):
+            made = schedule_of(work, shape, size, Whole(*kind), pinned=pinned)
+            yield made if made.runs(problem) else made.through_slots(work)
         return
     max_pairs = None
     if work.mask is not None and work.mask.rows and work.mask.columns:
         max_pairs = policy.MASKED_PAIRS
-    few = policy.MOST_TRIMMED[0] if n_tasks is None and constraints.levels is None else math.inf
-    for shape in shapes:
-        if not shape.depth:
-            # No ``max_pairs``: a monolithic call is one rectangle under a mask too, as in torch.
-            kinds = dict.fromkeys((slots.n_cap, slots.accumulator) for slots in every)
-            for size, kind in product(sizes, kinds):
-                made = schedule_of(work, shape, size, Whole(*kind), pinned=pinned)
-                yield made if made.runs(problem) else made.through_slots(work)
-            continue
-        trimmed = _trimmed_tally(shape, problem) if shape.n_tasks <= few else None
-        for size, slots in product(sizes, every):
-            route = replace(slots, trimmed=trimmed)
-            yield schedule_of(work, shape, size, route, pinned=pinned, max_pairs=max_pairs)
+    few = policy.MOST_TRIMMED if constraints.levels is None else math.inf
+    trimmed = _trimmed_tally(shape, problem) if shape.n_tasks <= few else None
+    for size, slots in product(sizes, every):
+        route = replace(slots, trimmed=trimmed)
+        yield schedule_of(work, shape, size, route, pinned=pinned, max_pairs=max_pairs)
+
+
+def _is_worth_slots(shape: Decomposition, constraints: PlanConstraints, pairs: Pairs) -> bool:
+    """Whether a decomposition is run through slots: tasks of two chunks of three save little
+    memory, but under a kernel's own mask."""
+    return shape.levels != (3,) or constraints.levels is not None or pairs.verdict is not None
 
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
@@ -345,60 +322,53 @@ def _slots(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
     return [Slots(*fields) for fields in product(n_caps, homes, _streams(problem, constraints))]
 
 
-def _over_inputs(problem: Problem, constraints: PlanConstraints) -> list[Route]:
-    """The routes over the inputs as they lie, of several tasks, that are tried."""
+def _over_inputs(
+    problem: Problem, constraints: PlanConstraints, shape: Decomposition
+) -> list[Route]:
+    """The routes of several tasks over the inputs as they lie that are tried."""
+    kernel, backend = problem.kernel, problem.place.backend
+    asked_for_slots = constraints.n_cap is not None or constraints.over_inputs is False
+    asked_for_slots |= constraints.accumulator == "host" and backend.own_memory
+    # A kernel of one launch a task may need all heads for a whole call (FlexAttention).
+    gains = kernel.several_streams or (kernel.own_attention and kernel.whole_tasks)
+    most = policy.MOST_OVER_INPUTS if backend.own_memory else policy.MOST_PIECES
+    if asked_for_slots or not gains or shape.depth != 1 or shape.n_tasks > most:
+        return []
     in_step = policy.PIECES_IN_STEP[problem.spec.backward]
-    pieces = policy.PIECES if problem.place.backend.own_memory else in_step
+    pieces = policy.PIECES if backend.own_memory else in_step
     every = product(_streams(problem, constraints), pieces)
     return [Blockwise(streams=streams, pieces=layout) for streams, layout in every]
 
 
-def _cuts_over_inputs(
-    problem: Problem, constraints: PlanConstraints, shapes: tuple[Decomposition, ...]
-) -> list[Decomposition]:
-    """The decompositions that are worth running on the inputs as they lie: some of ``shapes``, and
-    one more (``policy.FEWEST``)."""
-    work, kernel, place = problem.work, problem.kernel, problem.place
-    asked_for_slots = constraints.n_cap is not None or constraints.over_inputs is False
-    asked_for_slots |= constraints.accumulator == "host" and place.backend.own_memory
-    # A kernel of one launch a task may need all heads for a whole call (FlexAttention).
-    gains = kernel.several_streams or (kernel.own_attention and kernel.whole_tasks)
-    if asked_for_slots or not gains:
-        return []
-    most = policy.MOST_OVER_INPUTS if place.backend.own_memory else policy.MOST_PIECES
-    found = [s for s in shapes if s.depth == 1 and s.levels[0] <= most]
-    if place.backend.own_memory and constraints.levels is None and constraints.depth in (None, 1):
-        found.append(constraints.shape(work.n_tokens, policy.FEWEST))
-    return found
-
-
-@lru_cache(maxsize=16)
-def _deep_shapes(
-    n_tokens: int, depth: int | None, layout: Layout, tile: int
-) -> tuple[Decomposition, ...]:
-    """Of all decompositions into at most ``policy.MOST_TASKS`` tasks, by number of tasks, those
-    whose largest task is about as small as of any with fewer tasks."""
-    counts = [chunk_count(l) for l in quorum_sizes(policy.LARGEST_SINGLE) if l >= 3]
-    every: list[Decomposition] = []
-
-    def add(levels: tuple[int, ...], tasks: int, tokens: int) -> None:
-        for count in counts:
-            if tasks * count > policy.MOST_TASKS or (levels and count > levels[-1]):
-                return
-            shape = Decomposition(n_tokens, (*levels, count), layout, tile)
-            if shape.max_task_tokens < tokens:
-                every.append(shape)
-                add(shape.levels, tasks * count, shape.max_task_tokens)
-
-    # Also one whose largest task is the whole call: through slots it may take fewer bytes than the
-    # monolithic call, where that one copies something.
-    add((), 1, n_tokens + 1)
-    best: dict[int, Decomposition] = {}
-    for shape in sorted(every, key=lambda shape: shape.n_tasks):
+def _decompositions(n_tokens: int, constraints: PlanConstraints) -> Iterator[Decomposition]:
+    """Those asked for; or all into at most ``policy.MOST_TASKS`` tasks, by number of tasks, but for
+    those whose largest task is larger than another's with fewer tasks."""
+    if constraints.levels is not None:
+        yield constraints.shape(n_tokens, constraints.levels)
+        return
+    depth, smallest = constraints.depth, math.inf
+    if depth is not None and depth > policy.LISTED:
+        _check_depth(n_tokens, constraints)
+    counts = [chunk_count(l) for l in quorum_sizes(policy.LARGEST_SINGLE) if l > 2]
+    # (3,) is looked at by itself: as a second level it saves little.
+    waiting: list[tuple[int, tuple[int, ...], int]] = [(1, (), 0), (3, (3,), 0)]
+    while waiting:
+        n_tasks, levels, before = heappop(waiting)
+        shape = constraints.shape(n_tokens, levels)
         tokens = shape.max_task_tokens
-        if tokens < 1.05 * min(best, default=math.inf) and depth in (None, shape.depth):
-            best.setdefault(tokens, shape)
-    return tuple(best.values())
+        if len(levels) > 1 and tokens >= before:
+            continue
+        worth_it = tokens != smallest and tokens < policy.AS_SMALL * smallest
+        if worth_it and depth in (None, len(levels)):
+            smallest = min(smallest, tokens) if n_tasks > 3 else math.inf
+            yield shape
+        for count in counts:
+            if n_tasks * count > policy.MOST_TASKS or (levels and count > levels[-1]):
+                break
+            if depth is None or len(levels) < depth:
+                heappush(waiting, (n_tasks * count, (*levels, count), tokens))
+    if depth and smallest == math.inf:
+        yield constraints.shape(n_tokens, (policy.DEEP,) * depth)
 
 
 def _trimmed_tally(shape: Decomposition, problem: Problem) -> Tally | None:
@@ -414,26 +384,6 @@ def _trims(pairs: Pairs) -> bool:
     keys than queries) leave parts of them without pairs."""
     few, many = sorted((pairs.n_queries, pairs.n_keys))
     return pairs.verdict is not None or few * policy.LOPSIDED <= many
-
-
-def _decompositions(
-    work: Workload, constraints: PlanConstraints, pairs: Pairs
-) -> tuple[Decomposition, ...]:
-    """Those asked for, or those worth a look, coarser levels first."""
-    if constraints.levels is not None:
-        levels = [constraints.levels]
-    else:
-        levels = [
-            chosen
-            for chosen in _level_choices(pairs.verdict is not None)
-            if constraints.depth is None or len(chosen) == constraints.depth
-        ]
-        if constraints.depth is not None and constraints.depth > policy.LISTED:
-            _check_depth(work.n_tokens, constraints)
-            levels = [(policy.DEEP,) * constraints.depth]
-        useful = [chosen for chosen in levels if _is_useful(chosen, work.n_tokens, constraints)]
-        levels = useful or levels[:1]
-    return tuple(constraints.shape(work.n_tokens, chosen) for chosen in levels)
 
 
 def _check_depth(n_tokens: int, constraints: PlanConstraints) -> None:
@@ -452,57 +402,19 @@ def _check_depth(n_tokens: int, constraints: PlanConstraints) -> None:
         )
 
 
-@lru_cache(maxsize=2)
-def _level_choices(masked: bool) -> tuple[tuple[int, ...], ...]:
-    """The levels that a search looks at; fewer single levels under a mask of the kernel's own."""
-    sizes = policy.TRIMMED_SINGLE if masked else quorum_sizes(policy.LARGEST_SINGLE)
-    single = [(chunk_count(l),) for l in sizes if l >= (2 if masked else 3)]
-    pairs = [
-        (chunk_count(a), chunk_count(b)) for a, b in product(policy.PAIRED, policy.PAIRED) if a >= b
-    ]
-    return ((), *single, *pairs, *policy.TRIPLES)
-
-
-def _is_useful(levels: tuple[int, ...], n_tokens: int, constraints: PlanConstraints) -> bool:
-    """Whether the finest chunks still hold a tile."""
-    if not levels:
-        return True
-    smallest = constraints.tile if constraints.layout == "aligned" else 1
-    # At deeper levels a chunk is a part of a task, not of the sequence.
-    tokens = float(n_tokens)
-    for c in levels[:-1]:
-        tokens *= quorum_size(c) / c
-    return tokens / levels[-1] >= smallest
-
-
-def _or_streamed(taken: Plan, search: _Search) -> Plan:
-    """``taken``; or, if that is faster, rows that pass by a chunk which stays on the device."""
-    problem, constraints, hardware = search.problem, search.constraints, search.hardware
-    enough = taken.predicted_seconds * policy.PASSING
-    floor = least_seconds(problem, hardware) * policy.NEARLY_ARITHMETIC
-    if not constraints.free or floor >= enough:
-        return taken
-    streamed = _streamed(taken.schedule, constraints.budget_bytes, problem, hardware)
-    found = [price(schedule, problem, hardware) for schedule in streamed]
-    best = min(found, key=_score, default=taken)
-    if best.predicted_seconds >= enough:
-        return taken
-    spent = format_seconds(taken.predicted_seconds)
-    why = f"predicted to be faster than tasks through slots ({spent}; {taken.why})"
-    return replace(best, why=why, uncut_bytes=taken.uncut_bytes)
-
-
-def _streamed(
-    instead: Schedule, budget: int, problem: Problem, hardware: HardwareModel
-) -> Iterator[Schedule]:
-    """For every head group and a few sizes of a chunk, the schedule with the largest blocks that
-    fits ``budget`` bytes; none where the route cannot run the call.
+def _streamed(tasks: Plan, search: _Search) -> Iterator[Schedule]:
+    """For every head group and a few sizes of a chunk that stays on the device while rows stream
+    by, the schedule with the largest blocks that fits; none where the route cannot run the call.
 
     Args:
-        instead: the schedule through slots that takes over if memory runs out.
+        tasks: what takes over if memory runs out; through slots.
     """
+    problem, hardware, instead = search.problem, search.hardware, tasks.schedule
     route, work = instead.route, problem.work
-    if not isinstance(route, Slots) or problem.place.resident or not instead.decomposition.depth:
+    nearly = least_seconds(problem, hardware) * policy.NEARLY_ARITHMETIC
+    if not isinstance(route, Slots) or not instead.decomposition.depth:
+        return
+    if problem.place.resident or tasks.predicted_seconds <= nearly:
         return
     stays: Axis = "key" if problem.spec.backward else "query"
     length = work.n_keys if problem.spec.backward else work.n_queries
@@ -514,7 +426,7 @@ def _streamed(
             return
         for chunk in _stream_chunks(group, length, problem, hardware):
             streaming = Streaming(stays=stays, queries=chunk, keys=chunk, instead=route)
-            found = _largest_block(made, streaming, budget, problem)
+            found = _largest_block(made, streaming, search.constraints.budget_bytes, problem)
             if found is not None:
                 yield found
 
