@@ -49,20 +49,6 @@ def test_a_billion_tokens_stay_symbolic():
     assert next(decomposition.tasks()).path == (0, 0)  # lazily: the other 3248 are not made
 
 
-@pytest.mark.parametrize("layout", ["aligned", "balanced"])
-@pytest.mark.parametrize(
-    ("n", "levels"), [(5000, (13,)), (5000, (7, 13)), (300, (3, 1, 7)), (9, ())]
-)
-def test_a_path_through_a_token_leads_to_a_task_that_holds_it(n, levels, layout):
-    """Of every token, and of several tasks that hold it."""
-    shape = Decomposition(n, levels, layout, 16)
-    for position in (0, 1, n // 7, n // 2, n - 1):
-        paths = {shape.path_through(position, turn) for turn in range(4)}
-        assert len(paths) == 4 or levels != (13,)
-        for path in paths:
-            assert any(s.start <= position < s.stop for s in shape.task(path).spans)
-
-
 @settings(max_examples=100, deadline=None)
 @given(decompositions(), st.booleans(), st.data())
 def test_contiguous_parts_have_the_pairs_of_a_rectangle(shape, is_causal, data) -> None:

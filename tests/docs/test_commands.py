@@ -108,7 +108,7 @@ def test_calibrate_runs(
 ) -> None:
     """Real calls, short ones and once; what a busy machine does to them is not asked here."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(folder / "cache"))
-    sizes = TrialSizes(256, 256, 1 << 20, 0.0, torch.get_num_threads())
+    sizes = TrialSizes(256, 256, 1 << 20, 0.0)
     monkeypatch.setattr(Backend, "trial_sizes", lambda cpu, device: sizes)
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     (text,) = {text for text in OURS if text.startswith("quorum-attention calibrate")}

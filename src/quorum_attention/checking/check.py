@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from quorum_attention.checking.result import Broken, CaseResult, CheckResult, Ve
 from quorum_attention.checking.trial import Sizes, distance, limit, repeated, size
 from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.errors import first_line, is_out_of_memory
-from quorum_attention.execution.device.lookup import backend_of, present
+from quorum_attention.execution.device.lookup import present
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
 from quorum_attention.quorums import quorum_size
@@ -88,7 +86,7 @@ def check_kernel(
         seed: random seed of the inputs.
 
     Returns:
-        a ``CheckResult``: verdict, errors, first wrong rows, causes and time.
+        a ``CheckResult``: verdict, errors, first wrong rows and causes.
 
     Raises:
         NotImplementedError: the kernel cannot run these calls; says why.
@@ -165,12 +163,11 @@ class _Check:
         compared with itself.
         """
         inputs = list(sizes.inputs(self.seed, self.factor))
-        whole, seconds = self._run(sizes, inputs, causal, _UNCUT)
+        whole = self._run(sizes, inputs, causal, _UNCUT)
         if not name:
             kept = {result: tensor.clone() for result, tensor in whole.items()}
-            other, _ = self._run(sizes, [-2 * t for t in inputs], causal, _UNCUT)
-            again, seconds = self._run(sizes, inputs, causal, _UNCUT)
-            self.result.monolithic_seconds[causal] = seconds
+            other = self._run(sizes, [-2 * t for t in inputs], causal, _UNCUT)
+            again = self._run(sizes, inputs, causal, _UNCUT)
             where = ""
             if not all(repeated(kept[n], again[n], sizes.dtype) for n in kept):
                 where = "two calls with the same inputs"
@@ -182,8 +179,8 @@ class _Check:
                 self.result.broken.append(Broken(causes.STATE, f"{where}, {_kind(causal)}"))
         most = limit(inputs[0], inputs[1], whole["lse"], sizes.head_dim**-0.5)
         for cut in _cuts(sizes, levels):
-            found, seconds = self._run(sizes, inputs, causal, cut)
-            self.result.cases.append(_judge(found, whole, most, cut, causal, name, seconds))
+            found = self._run(sizes, inputs, causal, cut)
+            self.result.cases.append(_judge(found, whole, most, cut, causal, name))
 
     def other_sizes(self, kinds: Sequence[bool]) -> None:
         """Compare calls of other sizes that the kernel takes, uncut, with a few cuts."""
@@ -286,10 +283,8 @@ class _Check:
             if reason not in self.result.skipped:
                 self.result.skipped.append(reason)
 
-    def _run(
-        self, sizes: Sizes, inputs: list[torch.Tensor], causal: bool, cut: _Cut
-    ) -> tuple[Results, float]:
-        """Results of a call, and its seconds."""
+    def _run(self, sizes: Sizes, inputs: list[torch.Tensor], causal: bool, cut: _Cut) -> Results:
+        """Results of a call."""
         query, key, value, grad = inputs
         common: dict[str, Any] = {
             "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
@@ -303,16 +298,12 @@ class _Check:
             "kernel": self.kernel, "devices": sizes.device,
         }  # fmt: skip
         plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.backward)]
-        wait = partial(backend_of(sizes.device).synchronize, sizes.device)
-        wait()
-        began = time.perf_counter()
         out, lse = attention_with_lse(query, key, value, plan=plans[0], **options)
         found = {"out": out, "lse": lse}
         if sizes.backward:
             grads = attention_backward(grad, query, key, value, out, lse, plan=plans[1], **options)
             found |= dict(zip(_GRADIENTS, grads, strict=True))
-        wait()
-        return found, time.perf_counter() - began
+        return found
 
 
 def _grouped(sizes: Sizes) -> Sizes:
@@ -350,7 +341,7 @@ def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[_Cut]:
 
 
 def _judge(
-    found: Results, whole: Results, most: float, cut: _Cut, causal: bool, name: str, seconds: float
+    found: Results, whole: Results, most: float, cut: _Cut, causal: bool, name: str
 ) -> CaseResult:
     """The verdict on a cut call; errors are shares of each result's largest value."""
     errors: dict[str, float] = {}
@@ -368,5 +359,5 @@ def _judge(
         verdict = "bit-identical"
     return CaseResult(
         cut.levels, cut.layout, causal, cut.heads_per_group, name, verdict, errors, most,
-        tuple(rows[:5]), seconds,
+        tuple(rows[:5]),
     )  # fmt: skip

@@ -30,7 +30,6 @@ class CaseResult:
             call's largest value.
         limit: the largest error that counts as rounding.
         rows: the first wrong rows, as (result, batch, head, row); at most five.
-        seconds: seconds of forward and backward.
     """
 
     levels: tuple[int, ...]
@@ -42,7 +41,6 @@ class CaseResult:
     errors: dict[str, float]
     limit: float
     rows: tuple[tuple[str, int, int, int], ...]
-    seconds: float
 
     def worst(self) -> tuple[str, float]:
         """The result with the largest error, and that error."""
@@ -72,7 +70,6 @@ class CheckResult:
         cause: the likeliest cause of what is wrong; None if nothing is.
         others: the other causes that were found.
         skipped: what could not be tried, and why.
-        monolithic_seconds: seconds of the uncut call, forward and backward, by ``is_causal``.
     """
 
     kernel: str
@@ -81,7 +78,6 @@ class CheckResult:
     cause: str | None = None
     others: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    monolithic_seconds: dict[bool, float] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -126,16 +122,6 @@ class CheckResult:
                 f"  {case}: {name} has a relative error of {error:.1e} (rounding: at most "
                 f"{case.limit:.1e}); first wrong rows {rows}"
             )
-        for causal, seconds in self.monolithic_seconds.items():
-            mine = [
-                c.seconds
-                for c in self.cases
-                if c.is_causal == causal and len(c.levels) == 1 and not c.sizes
-            ]
-            if mine and seconds:
-                kind = "causal" if causal else "plain"
-                times = min(mine) / seconds
-                lines.append(f"cut once, a {kind} call took {times:.2f} times as long")
         lines += [f"not tried: {reason}" for reason in self.skipped]
         return "\n".join(lines)
 

@@ -299,21 +299,6 @@ class Decomposition:
             task = Task((*task.path, owner), tuple(joined(chosen, Span.continued)))
         return task
 
-    def path_through(self, position: int, turn: int = 0) -> tuple[int, ...]:
-        """The path of a task that holds the token at ``position``.
-
-        Args:
-            turn: which of the tasks that hold it; other numbers may name other tasks.
-        """
-        path: tuple[int, ...] = ()
-        for level, c in enumerate(self.levels):
-            parent = replace(self, levels=self.levels[:level]).task(path)
-            offsets, local = interest_set(quorum_size(c)), parent.count_below(position)
-            edges = (self._boundaries(parent.n_tokens, c, chunk)[1] for chunk in range(c))
-            mine = next(chunk for chunk, stop in enumerate(edges) if local < stop)
-            path = (*path, (mine - offsets[(turn + level) % len(offsets)]) % c)
-        return path
-
     def whole(self) -> Task:
         """The whole sequence as one task that keeps every pair.
 

@@ -8,7 +8,7 @@ part of the true probabilities, P = exp(s - lse) <= 1 (paper, Equation 9).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -18,7 +18,6 @@ import torch
 from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -321,8 +320,7 @@ class PassSpec:
         backward: whether it is the backward.
         inputs: the tensors it reads: query, key and value first.
         states: the tensors it accumulates; its results, in this order.
-        combined: groups of indices of ``states`` that are combined by one call.
-        combine: combines parts with states, in place: ``combine(*states, *parts)``.
+        combined: calls by which the parts of a rectangle are combined with the states.
         products: matrix products for each pair of tiles.
         divided: the input that a scaled backward divides by powers of two; None: never scaled.
     """
@@ -331,8 +329,7 @@ class PassSpec:
     backward: bool
     inputs: tuple[InputSpec, ...]
     states: tuple[StateSpec, ...]
-    combined: tuple[tuple[int, ...], ...]
-    combine: Callable[..., None]
+    combined: int
     products: int
     divided: str | None
 
@@ -385,8 +382,7 @@ FORWARD = PassSpec(
         StateSpec("out", "query", "value_dim", 0.0, "query", "the output"),
         StateSpec("lse", "query", "one", float("-inf"), None, "the log-sum-exp"),
     ),
-    combined=((0, 1),),
-    combine=merge_,
+    combined=1,
     products=2,
     divided=None,
 )
@@ -405,8 +401,7 @@ BACKWARD = PassSpec(
         StateSpec("key", "key", "head_dim", 0.0, "key", "the key's gradient"),
         StateSpec("value", "key", "value_dim", 0.0, "value", "the value's gradient"),
     ),
-    combined=((0,), (1,), (2,)),
-    combine=add_,
+    combined=3,
     products=5,
     divided="grad_out",
 )  # fmt: skip
@@ -603,11 +598,12 @@ def in_results(problem: Problem) -> bool:
     return not place.backend.own_memory and place.result_dtype == problem.work.state_dtype
 
 
-def moved_bytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of all inputs together, and of all states together."""
+def moved_bytes(problem: Problem, axis: Axis | None = None) -> tuple[int, int]:
+    """Bytes of all inputs together, and of all states together; of one side, or (None) of both."""
     work, spec = problem.work, problem.spec
-    inputs = sum(item.count(work) * item.dtype(work).itemsize for item in spec.inputs)
-    return inputs, sum(s.count(work) * work.state_dtype.itemsize for s in spec.states)
+    inputs = (i.count(work) * i.dtype(work).itemsize for i in spec.inputs if axis in (None, i.axis))
+    states = sum(s.count(work) for s in spec.states if axis in (None, s.axis))
+    return sum(inputs), states * work.state_dtype.itemsize
 
 
 def copied_bytes(

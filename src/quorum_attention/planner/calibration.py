@@ -37,13 +37,11 @@ _FILE = "calibration.json"
 _HEAD_DIMS = (64, 128)
 _COMMON = (
     "up_bytes_per_second", "down_bytes_per_second", "merge_bytes_per_second", "call_seconds",
-    "backward_call_seconds", "plan_seconds",
+    "backward_call_seconds",
 )  # fmt: skip
 _ROUNDS = 3
 # The largest factor between the measurements of a figure.
 _SPREAD = 1.5
-# Not compared: a shape is new only once, so this cannot be measured twice.
-_UNCHECKED = ("plan_seconds",)
 
 
 def cache_file() -> Path:
@@ -165,7 +163,7 @@ def calibrate(
     for number in range(_ROUNDS):
         if progress is not None:
             progress(f"round {number + 1} of {_ROUNDS}")
-        rounds.append(bench.round(number))
+        rounds.append(bench.round())
     values = {name: [measured[name] for measured in rounds] for name in rounds[0]}
     _check_agreement(values)
     median = {name: statistics.median(measured) for name, measured in values.items()}
@@ -197,7 +195,7 @@ def _check_agreement(values: dict[str, list[float]]) -> None:
     """
     for name, measured in values.items():
         known = all(math.isfinite(value) and value > 0 for value in measured)
-        if not known or (name not in _UNCHECKED and max(measured) > _SPREAD * min(measured)):
+        if not known or max(measured) > _SPREAD * min(measured):
             texts = ", ".join(f"{value:.3g}" for value in measured)
             raise CalibrationError(
                 f"nothing was stored: measurements disagree with each other: {name} ({texts}). "
@@ -218,14 +216,14 @@ class _Bench:
         self._generator = torch.Generator(device).manual_seed(0)
 
     @outside()
-    def round(self, number: int) -> dict[str, float]:
+    def round(self) -> dict[str, float]:
         """Everything once, by name: FLOP/s, bytes per second, and seconds (``..._seconds``)."""
         found = {}
         for head_dim in _HEAD_DIMS:
             forward, backward = self.rates(head_dim)
             found[f"head_dim {head_dim} forward"] = forward
             found[f"head_dim {head_dim} backward"] = backward
-        return {**found, "causal": self.causal(), **self.copies(), **self.calls(number)}
+        return {**found, "causal": self.causal(), **self.copies(), **self.calls()}
 
     def kernel(self, head_dim: int) -> InnerKernel:
         call = CallShape(self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True)
@@ -297,9 +295,8 @@ class _Bench:
         rate = n_bytes / self.seconds(self.backend.both_ways(self.device, n_bytes), 0.2)
         return {**found, "up_bytes_per_second": rate, "down_bytes_per_second": rate}
 
-    def calls(self, number: int) -> dict[str, float]:
-        """Seconds of the host for one call with its merge, and of a kernel's first call of a shape
-        (other shapes in every round)."""
+    def calls(self) -> dict[str, float]:
+        """Seconds of the host for one call with its merge."""
         kernel, count = self.kernel(64), 20
         query, key, value, grad = (self.random(128, 64) for _ in range(4))
         state = torch.zeros(1, 1, 128, 64, dtype=torch.float32, device=self.device)
@@ -318,16 +315,7 @@ class _Bench:
                     add_(state, part)
 
         # The factors are for slicing, scaling and streams around a call.
-        found = {
+        return {
             "call_seconds": 2 * self.seconds(forward, 0.1) / count,
             "backward_call_seconds": 2.5 * self.seconds(backward, 0.1) / count,
         }
-        fresh = [self.random(640 + 128 * (3 * number + i), 64) for i in range(3)]
-        times = []
-        for tensor in fresh:
-            self._wait()
-            started = time.perf_counter()
-            kernel.whole_forward(Call(tensor, tensor, tensor, False, 0.125))
-            self._wait()
-            times.append(time.perf_counter() - started)
-        return {**found, "plan_seconds": statistics.median(times)}

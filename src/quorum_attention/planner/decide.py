@@ -22,20 +22,18 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Placement, Problem, Workload, spec_of
 from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.execution.trimming import pairs_of
-from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy
-from quorum_attention.planner.calibration import hardware_of, rates_known
+from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Options, Plan
 from quorum_attention.planner.price import (
-    footprint_of,
     forward_flops,
     kernel_hardware,
     least_seconds,
 )
-from quorum_attention.planner.search import PlanConstraints, choose, refitted, short_call, uncut
+from quorum_attention.planner.search import PlanConstraints, choose, refitted, short_call
 from quorum_attention.sizes import format_bytes, format_least
 
 _Found = TypeVar("_Found")
@@ -163,16 +161,12 @@ def is_small(problem: Problem, device: torch.device) -> bool:
     answers are looked up or remembered.
     """
     work = problem.work
-    if not problem.place.in_place or len(work.batch_shape) > 1:
+    if not problem.place.in_place:
         return False
     # A kernel's own mask is defined for these lengths only: they cannot be rounded.
-    own_mask = pairs_of(work, problem.kernel).verdict is not None
-    rounded = problem if own_mask else replace(problem, work=_rounded(work))
-    if _fits_whole(rounded, device, rates_known()):
-        return True
-    # The rounded call may be too long where the call itself is not. On a CPU that does not matter:
-    # there a planned call is as quick.
-    return problem.place.backend.refuses and _fits_whole(problem, device, rates_known())
+    if pairs_of(work, problem.kernel).verdict is None:
+        problem = replace(problem, work=_rounded(work))
+    return short_call(problem, hardware_of(device, work.dtype, work.head_dim)) is not None
 
 
 def _rounded(work: Workload) -> Workload:
@@ -184,16 +178,6 @@ def _rounded(work: Workload) -> Workload:
         max(policy.SHORTEST, 1 << (n - 1).bit_length()) for n in (work.n_queries, work.n_keys)
     )
     return replace(work, n_queries=n_queries, n_keys=n_keys)
-
-
-@remembered(256)
-def _fits_whole(problem: Problem, device: torch.device, rates: object) -> bool:
-    """The answer by the rates that ``rates`` stands for, and to be asked again after others."""
-    work = problem.work
-    if problem.place.backend.refuses:
-        return short_call(problem, hardware_of(device, work.dtype, work.head_dim)) is not None
-    schedule = uncut(work)
-    return schedule.runs(problem) and footprint_of(schedule, problem).total <= policy.WHOLE_BYTES
 
 
 # --- With a plan ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -18,6 +18,7 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Footprint, Plan
+from quorum_attention.quorums import interest_set, quorum_size
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
 _DEVICE_COPIES = 6
@@ -68,39 +69,27 @@ class _Sample:
         return sum(call.first.n_queries * call.count * times for call, times in self.calls)
 
 
-def _tasks(decomposition: Decomposition) -> list[Task]:
-    """The tasks that are looked at: a few typical ones."""
-    # From the middle, since only few tasks hold the last chunk, which is shorter. Each level takes
-    # other positions: the rectangles of a child depend on its position in its parent.
-    paths = dict.fromkeys(
-        tuple((part + 2 * level) % 5 * c // 5 for level, c in enumerate(decomposition.levels))
-        for part in ((1, 2, 3) if decomposition.depth == 1 else (0, 1, 2, 3, 4))
-    )
-    return [decomposition.task(path) for path in paths]
-
-
-def _tasks_of_few(decomposition: Decomposition, few: int) -> list[Task]:
-    """A few that hold any of the first ``few`` tokens."""
-    through = (((2 * turn + 1) * few // 10, turn) for turn in range(5))
-    paths = dict.fromkeys(decomposition.path_through(*one) for one in through if few)
-    return [decomposition.task(path) for path in paths]
-
-
 def _sampled(
     decomposition: Decomposition, is_causal: bool, n_queries: int, n_keys: int
 ) -> tuple[list[Task], list[tuple[Rectangle, ...]]]:
-    """The tasks that are looked at, and their rectangles; tasks without any are not run."""
-    few = min(n_queries, n_keys)
-    chosen: list[Callable[[], list[Task]]]
-    chosen = [lambda: _tasks(decomposition), lambda: _tasks_of_few(decomposition, few)]
-    if 4 * few < 3 * decomposition.n_tokens:
-        chosen.reverse()  # many tasks hold none of the few
-    for choose in chosen:
-        cuts = [(task, task.rectangles(is_causal, n_queries, n_keys)) for task in choose()]
-        held = [one for one in cuts if one[1]]
-        if held:
-            return [task for task, _ in held], [rectangles for _, rectangles in held]
-    return _tasks(decomposition), [()]
+    """A few typical tasks, and their rectangles; tasks without any are not run."""
+    levels = decomposition.levels
+    if 4 * min(n_queries, n_keys) >= 3 * decomposition.n_tokens:
+        # From the middle, since only few tasks hold the last chunk, which is shorter. Each level
+        # takes other positions: the rectangles of a child depend on its position in its parent.
+        parts = (1, 2, 3) if decomposition.depth == 1 else (0, 1, 2, 3, 4)
+        paths = [tuple((p + 2 * at) % 5 * c // 5 for at, c in enumerate(levels)) for p in parts]
+    else:
+        # Many tasks hold none of the few queries, or keys: some that hold the first.
+        sets = [(interest_set(quorum_size(c)), c) for c in levels]
+        paths = [
+            tuple(-offsets[(turn + at) % len(offsets)] % c for at, (offsets, c) in enumerate(sets))
+            for turn in range(5)
+        ]
+    tasks = [decomposition.task(path) for path in dict.fromkeys(paths)]
+    cuts = [(task, task.rectangles(is_causal, n_queries, n_keys)) for task in tasks]
+    held = [one for one in cuts if one[1]] or [(tasks[0], ())]
+    return [task for task, _ in held], [rectangles for _, rectangles in held]
 
 
 @lru_cache(maxsize=1024)
@@ -276,7 +265,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         preparation = len(sample.calls) * hardware.plan_seconds
         if load.merges:
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
-            merged = sample.merged * lanes * scale * width * len(spec.combined)
+            merged = sample.merged * lanes * scale * width * spec.combined
     up_rate, down_rate = hardware.up_bytes_per_second, hardware.down_bytes_per_second
     copies = sample.runs * load.run_copies * group.batch * group.kv_heads
     if load.resident:

@@ -241,17 +241,19 @@ def uncut_bytes(problem: Problem) -> int:
 @remembered(256)
 def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
     """The monolithic call, where it is so short and small that no search is worth its time."""
-    work = problem.work
+    work, backend = problem.work, problem.place.backend
     # With several batch dimensions there may be several calls: those that are complete when memory
     # runs out must not be repeated, so such a pass needs a plan.
-    if not problem.place.backend.refuses or not group_sizes(work) or len(work.batch_shape) > 1:
+    if not group_sizes(work) or len(work.batch_shape) > 1:
         return None
     schedule = uncut(work)
     if not schedule.runs(problem):
         return None
-    found = price(schedule, problem, kernel_hardware(problem, hardware), _SHORT)
-    small = found.peak_bytes <= policy.SHORT_BYTES
-    return found if small and found.predicted_seconds < policy.WORTH_COMPARING else None
+    why = _SHORT if backend.refuses else _ON_A_CPU
+    found = price(schedule, problem, kernel_hardware(problem, hardware), why)
+    short = found.predicted_seconds < policy.WORTH_COMPARING or not backend.refuses
+    most = policy.SHORT_BYTES if backend.refuses else policy.WHOLE_BYTES
+    return found if short and found.peak_bytes <= most else None
 
 
 def _score(candidate: Plan) -> float:
@@ -334,6 +336,8 @@ def _over_inputs(
     most = policy.MOST_OVER_INPUTS if backend.own_memory else policy.MOST_PIECES
     if asked_for_slots or not gains or shape.depth != 1 or shape.n_tasks > most:
         return []
+    if shape.n_tasks == 3 and constraints.levels is None and not backend.own_memory:
+        return []  # no cut is faster there, and it saves little memory
     in_step = policy.PIECES_IN_STEP[problem.spec.backward]
     pieces = policy.PIECES if backend.own_memory else in_step
     every = product(_streams(problem, constraints), pieces)

@@ -86,14 +86,12 @@ class TrialSizes:
         other_rows: rows of the other side.
         copy_bytes: bytes of one copy.
         warm_seconds: seconds of work until the device's clock rate is steady.
-        threads: threads of this process that do the work.
     """
 
     rows: int
     other_rows: int
     copy_bytes: int
     warm_seconds: float
-    threads: int
 
 
 class Backend:
@@ -210,7 +208,7 @@ class Backend:
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
         """How large a calibration's measurements have to be: short calls, copies of 32 MiB."""
-        return TrialSizes(2048, 2048, 32 << 20, 0.0, torch.get_num_threads())
+        return TrialSizes(2048, 2048, 32 << 20, 0.0)
 
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
         """A function that copies ``n_bytes`` to the device and as many back at the same time; here,

@@ -42,9 +42,7 @@ from quorum_attention.execution.engine import (
 from quorum_attention.execution.problem import (
     Axis,
     Bytes,
-    InputSpec,
     Problem,
-    StateSpec,
     Tensors,
     WorkCounts,
     Workload,
@@ -292,17 +290,15 @@ class Streaming(Route):
         """What stays is copied once; what streams by, for every chunk that it meets."""
         work, spec = problem.work, problem.spec
         passage, groups = self.passage(work), count_groups(work, schedule.group)
-        inputs = {axis: _bytes_of(spec.inputs, axis, work) for axis in ("query", "key")}
-        states = sum(
-            s.count(work) * work.state_dtype.itemsize for s in spec.states if s.axis != self.stays
-        )
+        staying, _ = moved_bytes(problem, self.stays)
+        passing, states = moved_bytes(problem, self.streams_by)
         results = sum(s.count(work) * problem.place.result_dtype.itemsize for s in spec.states)
         units = passage.n_units
         visits = units / max(1, passage.n_blocks)
-        up = inputs[self.stays] + visits * inputs[self.streams_by] + max(0.0, visits - 1) * states
+        up = staying + visits * passing + max(0.0, visits - 1) * states
         down = results + max(0.0, visits - 1) * states
         # Between two chunks nothing computes while results are stored and inputs loaded.
-        alone = inputs[self.stays] + results
+        alone = staying + results
         return WorkCounts(
             units=groups * units,
             calls=_calls(passage),
@@ -311,8 +307,8 @@ class Streaming(Route):
             resident=problem.place.resident,
             hidden_by=max(1, round((up + down) / max(1, alone))),
             in_slots=True,
-            run_copies=_count(spec.inputs, self.streams_by)
-            + 2 * _count(spec.states, self.streams_by),
+            run_copies=sum(i.axis == self.streams_by for i in spec.inputs)
+            + 2 * sum(s.axis == self.streams_by for s in spec.states),
         )
 
     def slots(self, **changes: Any) -> Slots:
@@ -415,14 +411,6 @@ def _unit(
         stored=none if is_last else rows,
     )
     return Unit(group, visit, slot, side.fields(slot, group, visit), after)
-
-
-def _bytes_of(items: tuple[InputSpec, ...], axis: Axis, work: Workload) -> int:
-    return sum(i.count(work) * i.dtype(work).itemsize for i in items if i.axis == axis)
-
-
-def _count(items: tuple[InputSpec, ...] | tuple[StateSpec, ...], axis: Axis) -> int:
-    return sum(item.axis == axis for item in items)
 
 
 @lru_cache(maxsize=256)
