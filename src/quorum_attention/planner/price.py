@@ -73,22 +73,21 @@ def _sampled(
     decomposition: Decomposition, is_causal: bool, n_queries: int, n_keys: int
 ) -> tuple[list[Task], list[tuple[Rectangle, ...]]]:
     """A few typical tasks, and their rectangles; tasks without any are not run."""
-    levels = decomposition.levels
-    if 4 * min(n_queries, n_keys) >= 3 * decomposition.n_tokens:
-        # From the middle, since only few tasks hold the last chunk, which is shorter. Each level
-        # takes other positions: the rectangles of a child depend on its position in its parent.
-        parts = (1, 2, 3) if decomposition.depth == 1 else (0, 1, 2, 3, 4)
-        paths = [tuple((p + 2 * at) % 5 * c // 5 for at, c in enumerate(levels)) for p in parts]
-    else:
-        # Many tasks hold none of the few queries, or keys: some that hold the first.
-        sets = [(interest_set(quorum_size(c)), c) for c in levels]
-        paths = [
-            tuple(-offsets[(turn + at) % len(offsets)] % c for at, (offsets, c) in enumerate(sets))
-            for turn in range(5)
-        ]
+    sets = [(interest_set(quorum_size(c)), c) for c in decomposition.levels]
+    # From the middle, since only few tasks hold the last chunk, which is shorter. Each level takes
+    # other positions: the rectangles of a child depend on its position in its parent.
+    parts = (1, 2, 3) if decomposition.depth == 1 else (0, 1, 2, 3, 4)
+    paths = [tuple((p + 2 * at) % 5 * c // 5 for at, (_, c) in enumerate(sets)) for p in parts]
+    # Where queries or keys are few, many tasks hold none of them: some that hold the first; the
+    # first of these owns its chunk, and so keeps its pairs in any case.
+    first = [
+        tuple(-offsets[turn * (at + 1) % len(offsets)] % c for at, (offsets, c) in enumerate(sets))
+        for turn in range(5)
+    ]
+    paths = first if 4 * min(n_queries, n_keys) < 3 * decomposition.n_tokens else paths + first[:1]
     tasks = [decomposition.task(path) for path in dict.fromkeys(paths)]
     cuts = [(task, task.rectangles(is_causal, n_queries, n_keys)) for task in tasks]
-    held = [one for one in cuts if one[1]] or [(tasks[0], ())]
+    held = [one for one in cuts if one[1]][: len(parts)] or [(tasks[0], ())]
     return [task for task, _ in held], [rectangles for _, rectangles in held]
 
 
