@@ -415,11 +415,11 @@ def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
 
 
 def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
-    schedule, levels = plan.schedule, plan.levels
+    schedule, route, levels = plan.schedule, plan.schedule.route, plan.levels
     return PassReport(
         plan.kernel, levels, planned_levels=levels, n_groups=plan.n_groups,
         heads_per_group=schedule.group.kv_heads * plan.work.queries_per_key_head,
-        n_cap=schedule.n_cap, accumulator=schedule.accumulator, streams=schedule.streams,
+        n_cap=route.n_cap, accumulator=route.accumulator, streams=route.streams,
         planned_peak_bytes=plan.peak_bytes, budget_bytes=plan.budget_bytes, timed=timed,
     )  # fmt: skip
 

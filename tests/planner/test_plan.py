@@ -212,7 +212,7 @@ def test_many_tasks_are_trimmed_before_they_are_taken(backward: bool) -> None:
     """Thousands of whole tasks may fit as well, and take a hundred times as long."""
     kernel = from_score_mod(None, sliding_window(4096), compiled=True)
     found = [planned(budget, backward=backward, kernel=kernel) for budget in ("1GiB", "64MiB")]
-    assert all(plan.schedule.trimmed is not None for plan in found)
+    assert all(plan.schedule.route.trimmed is not None for plan in found)
     assert found[1].predicted_seconds < 30 * found[0].predicted_seconds
 
 

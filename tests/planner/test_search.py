@@ -95,7 +95,8 @@ def test_wishes_are_kept(asked: dict[str, Any], place: Placement) -> None:
         if name == "over_inputs":
             assert isinstance(schedule.route, Slots)
         elif name != "budget_bytes":
-            owner = schedule if hasattr(schedule, name) else schedule.decomposition
+            owners = schedule, schedule.route, schedule.decomposition
+            owner = next(one for one in owners if hasattr(one, name))
             assert getattr(owner, name) == wanted
     assert schedule.pinned == asked.get("pinned", False)
 

@@ -43,8 +43,8 @@ def line(before: str) -> str:
     levels = "x".join(map(str, made.levels)) or "uncut"
     return (
         f"{asked} | {levels}, {made.n_tasks} tasks, group "
-        f"{schedule.group.batch}x{schedule.group.kv_heads}, n_cap {schedule.n_cap}, streams "
-        f"{schedule.streams}, {schedule.route.words}, {made.peak_bytes} bytes, "
+        f"{schedule.group.batch}x{schedule.group.kv_heads}, n_cap {schedule.route.n_cap}, streams "
+        f"{schedule.route.streams}, {schedule.route.words}, {made.peak_bytes} bytes, "
         f"{made.predicted_seconds:.6g} s"
     )
 

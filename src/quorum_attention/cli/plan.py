@@ -100,7 +100,7 @@ def summary(made: Plan) -> dict[str, Any]:
     return {
         "kept": made.kept or "all pairs", "layout": made.decomposition.layout,
         "max_task_tokens": schedule.largest_task, "heads_per_group": heads,
-        "n_cap": schedule.n_cap, "accumulator": schedule.accumulator,
+        "n_cap": schedule.route.n_cap, "accumulator": schedule.route.accumulator,
         **{name: getattr(made, name) for name in own},
     }  # fmt: skip
 

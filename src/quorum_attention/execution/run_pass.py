@@ -59,7 +59,7 @@ def _controller(job: Job, schedule: Schedule) -> RecoveryController:
 
     cuts = None if route.whole_groups else Cutting(schedule, job.problem)
     return RecoveryController(
-        route.groups(job, schedule), cuts, schedule.n_cap,
+        route.groups(job, schedule), cuts, route.n_cap,
         pinned=schedule.pinned, fallback=fallback,
     )  # fmt: skip
 
@@ -83,9 +83,9 @@ def _attempt(
     assert report is not None
     backend = backend_of(device)
     report.accumulator, report.left_out = route.accumulators, schedule.left_out
-    report.levels, report.n_cap = schedule.decomposition.levels, schedule.n_cap
+    report.levels, report.n_cap = schedule.decomposition.levels, route.n_cap
     clock = backend.clock() if report.timed and route.measured else Clock()
-    tools, failure = Tools(clock, backend.lanes(device, schedule.streams)), None
+    tools, failure = Tools(clock, backend.lanes(device, route.streams)), None
     controller.start()
     last_done = time.perf_counter()
     try:

@@ -144,26 +144,6 @@ class Schedule:
     pinned: bool = False
 
     @property
-    def n_cap(self) -> int:
-        """Slots, i.e. tasks resident at once."""
-        return self.route.n_cap
-
-    @property
-    def accumulator(self) -> Home:
-        """The home of the state between visits: "device" or "host"."""
-        return self.route.accumulator
-
-    @property
-    def streams(self) -> int:
-        """Kernel calls of a task in flight at once."""
-        return self.route.streams
-
-    @property
-    def trimmed(self) -> Tally | None:
-        """The sizes of trimmed tasks; None if tasks are not trimmed, or their sizes not known."""
-        return self.route.trimmed
-
-    @property
     def limits(self) -> tuple[int, int]:
         """Most queries and keys of a rectangle."""
         return self.max_queries, self.max_keys
@@ -171,22 +151,24 @@ class Schedule:
     @property
     def left_out(self) -> float:
         """The share of tokens that is trimmed from the tasks."""
-        return 0.0 if self.trimmed is None else self.trimmed.left_out
+        return 0.0 if self.route.trimmed is None else self.route.trimmed.left_out
 
     @property
     def largest_task(self) -> int:
         """Tokens of the largest task."""
-        return self.decomposition.max_task_tokens if self.trimmed is None else self.trimmed.largest
+        trimmed = self.route.trimmed
+        return self.decomposition.max_task_tokens if trimmed is None else trimmed.largest
 
     @property
     def n_tasks(self) -> int:
         """Tasks of one head group."""
-        return self.decomposition.n_tasks if self.trimmed is None else self.trimmed.n_tasks
+        trimmed = self.route.trimmed
+        return self.decomposition.n_tasks if trimmed is None else trimmed.n_tasks
 
     def visits(self, work: Workload) -> float:
         """How many tasks hold a row, on average."""
-        if self.trimmed is not None:
-            return self.trimmed.tokens / max(1, work.n_tokens)
+        if self.route.trimmed is not None:
+            return self.route.trimmed.tokens / max(1, work.n_tokens)
         return float(math.prod(quorum_size(c) for c in self.decomposition.levels))
 
     def is_all(self, work: Workload) -> bool:
@@ -257,7 +239,7 @@ class Cutting:
 
     def __init__(self, planned: Schedule, problem: Problem) -> None:
         self.planned, self.problem, self.work = planned, problem, problem.work
-        self.depth, self.n_cap = planned.decomposition.depth, planned.n_cap
+        self.depth, self.n_cap = planned.decomposition.depth, planned.route.n_cap
         self.pairs = pairs_of(problem.work, problem.kernel)
         self._tasks: dict[int, list[Task]] = {}
         self._schedules: dict[int, Schedule] = {}
@@ -306,7 +288,7 @@ class Cutting:
                 end = written(self.pairs, self.problem.spec.backward)
                 children = trimmed(children, self.pairs, shape.tile, end)
             found += children
-        less = schedule.trimmed
+        less = schedule.route.trimmed
         if less is not None:
             largest = max((task.n_tokens for task in found), default=less.largest)
             less = replace(less, largest=max(less.largest, largest))

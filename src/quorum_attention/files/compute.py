@@ -268,7 +268,7 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
         # Without accumulators in memory less will do.
         return [_decision(call, part, in_file=True) for part in parts], True
     plans = [one.plan for one in decisions if one.plan is not None]
-    if on_host(call.device) or all(plan.schedule.accumulator != "host" for plan in plans):
+    if on_host(call.device) or all(plan.schedule.route.accumulator != "host" for plan in plans):
         return decisions, False
     numbers = sum(math.prod(shape) for shape, _ in call.results(lse=True).values())
     needed = numbers * call.work.state_dtype.itemsize // len(call.parts(heads))

@@ -189,7 +189,7 @@ class Plan:
 
     def _trimmed(self) -> list[Task] | None:
         """The tasks as they are run; None where they are those of the decomposition."""
-        if self.schedule.trimmed is None:
+        if self.schedule.route.trimmed is None:
             return None
         pairs, shape = self._pairs(), self.decomposition
         return trimmed(list(shape.tasks()), pairs, shape.tile, written(pairs, self.backward))
@@ -232,8 +232,8 @@ class Plan:
         units = (
             f"{counted(self.n_groups, 'head group')} of {schedule.group.batch} x "
             f"{schedule.group.kv_heads} key/value heads x {schedule.route.parts(schedule, work)}, "
-            f"{schedule.n_cap} at a time, "
-            f"{counted(schedule.streams, 'kernel call')} in flight"
+            f"{schedule.route.n_cap} at a time, "
+            f"{counted(schedule.route.streams, 'kernel call')} in flight"
         )
         within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
         terms = {

@@ -251,14 +251,14 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     # Pairs of the whole pass over those of the sample.
     scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * lanes)
     call_seconds = hardware.backward_call_seconds if spec.backward else hardware.call_seconds
-    call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
+    call_seconds += _STREAM_SECONDS * (schedule.route.streams > 1)
     merged = 0.0
     if kernel.whole_tasks:
         on_device = _launch_seconds(sample, problem, lanes, hardware)
         calls, preparation = kernel.launch_seconds[spec.backward] * load.units, 0.0
     else:
         on_device = _device_seconds(
-            sample, problem, lanes, hardware, streams=schedule.streams, uncut=load.uncut
+            sample, problem, lanes, hardware, streams=schedule.route.streams, uncut=load.uncut
         )
         calls = call_seconds * sum(n for _, n in sample.calls) / sample.tasks * load.units
         preparation = len(sample.calls) * hardware.plan_seconds

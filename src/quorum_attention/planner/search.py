@@ -94,7 +94,7 @@ def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
         trimmed = _trimmed_tally(schedule.decomposition, problem)
         schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
         # An uncut schedule goes through no slots where one call can run a head group as it lies.
-        whole = replace(schedule, route=Whole(schedule.n_cap, schedule.accumulator))
+        whole = replace(schedule, route=Whole(schedule.route.n_cap, schedule.route.accumulator))
         schedule = whole if not given.depth and whole.runs(problem) else schedule
     same_work = replace(given.work, batch_shape=work.batch_shape) == work
     if same_work and place == given.place and schedule == given.schedule:
