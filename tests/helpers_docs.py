@@ -70,7 +70,6 @@ def commands() -> Iterator[Command]:
 
 def normal(text: str) -> str:
     """Output without what differs from run to run: numbers, units of time, spaces, rules."""
-    text = re.sub(r"[━┏┓┡┩└┘┴┳╇│┃─┼┬]+", " ", text)
     text = re.sub(r"[0-9]+(,[0-9]{3})*([.][0-9]+)?(e[-+]?[0-9]+)?", "#", text)
     text = re.sub(r"# (us|ms|s|min|h|days?|years?)\b( # (s|min|h|days?)\b)?", "# s", text)
     text = re.sub(r"\blevels (none|#( x #)*)", "levels #", text)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +38,8 @@ QWEN3_8B = {
     ],
 )
 def test_sixty_columns_are_enough(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """And no word or figure is broken."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(QWEN3_8B))
     errors = {name: [1.234e-5] for name in ("out", "dQ", "dK", "dV")}

@@ -71,8 +71,7 @@ def test_the_smallest_budget_that_is_named_works_and_both_calls_are_shown(
     assert came_back.endswith("Matches float64 on sampled rows: yes.")
     for heading in ("first forward", "second forward", "first backward", "second backward"):
         (line,) = (line for line in price if heading in line)
-        cells = [cell.strip() for cell in line.strip("│").split("│")]
-        assert all(re.fullmatch(r"[0-9.]+ (us|ms|s)", cell) for cell in cells[1:]), line
+        assert len(re.findall(r"[0-9.]+ (?:us|ms|s)\b", line)) == 2, line
 
 
 def with_cause(error: Exception, cause: Exception) -> Exception:

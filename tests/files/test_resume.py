@@ -249,13 +249,6 @@ def test_a_second_run_at_the_same_time_is_refused(
         assert (folder / "new" / name).read_bytes() == (folder / "whole" / name).read_bytes()
 
 
-def test_a_finished_output_is_computed_again(folder: Path) -> None:
-    for options in ([], ["--causal"], ["--causal"]):
-        assert run(folder, "--resume", *options) == 0
-        assert run(folder, *options, out="whole") == 0
-        assert tensors(folder / "out") == tensors(folder / "whole")
-
-
 @pytest.mark.parametrize("when", ["before its run folder", "before the lock"])
 def test_a_folder_that_another_process_has_just_removed_is_its(
     folder: Path, when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,9 @@ from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.writing import write_text
 
+# Of one measurement.
+_LONGEST_SECONDS = 1800.0
+
 
 def add_to(commands: Any) -> None:
     """Add the command."""
@@ -33,8 +36,6 @@ def add_to(commands: Any) -> None:
         shared.DTYPE,
         ("--tokens", n, "length of the accuracy experiment (default: 8K; 1K on a CPU)"),
         ("--max-tokens", n, "longest call (default: 1M, or 64K with --quick; 16K, 4K on a CPU)"),
-        ("--timeout S", shared.number_of("seconds, a number above 0", lambda number: number > 0),
-         "time limit of one measurement, in seconds", 1800.0),
         ("--quick", None, "fewer methods, lengths and passes: some minutes"),
         ("--output FOLDER", shared.name_of, "where results.json and report.md are written",
          "bench-results"),
@@ -55,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
 
     def measure(experiment: str, spec: Spec) -> Answer:
         warn(f"{experiment}: {spec.method}, {spec.tokens:,} tokens, {spec.dtype}")
-        answer = run_child(spec, options.timeout)
+        answer = run_child(spec, _LONGEST_SECONDS)
         measured = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(answer)}
         found["measurements"].append(measured)
         write_text(folder / "results.json", json.dumps(found, indent=1))

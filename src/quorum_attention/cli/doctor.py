@@ -12,12 +12,11 @@ import torch
 import quorum_attention
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
-from quorum_attention.execution.device.backend import cpu_name
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.cache import refusal
 from quorum_attention.planner.calibration import hardware_of
-from quorum_attention.sizes import counted, format_bytes
+from quorum_attention.sizes import format_bytes
 
 _OPTIONAL = (
     "triton", "flash-attn-4", "nvidia-cutlass-dsl", "matplotlib", "cuda-bindings", "safetensors",
@@ -30,12 +29,6 @@ def add_to(commands: Any) -> None:
     parser = shared.add_command(commands, "doctor", "what this machine can run", __doc__)
     shared.add(parser, shared.JSON)
     parser.set_defaults(run=_run)
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
@@ -61,8 +54,9 @@ def _run(options: argparse.Namespace) -> int:
     devices: list[dict[str, Any]] = []
     for device in (*cuda, torch.device("cpu")):
         known = [n for n, dtype in shared.DTYPES.items() if hardware_of(device, dtype, 64).measured]
+        name = backend_of(device).model(device).removeprefix("cpu ")
         devices.append({
-            "device": str(device), "name": _name(device), "calibrated": known,
+            "device": str(device), "name": name, "calibrated": known,
             "free_bytes": backend_of(device).free_bytes(device), "kernels": _verdicts(device),
         })  # fmt: skip
     why = refusal()
