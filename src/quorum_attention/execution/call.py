@@ -327,11 +327,6 @@ class Job:
         return self.problem.kernel
 
     @property
-    def three(self) -> Three:
-        """Query, key and value."""
-        return self.tensors["query"], self.tensors["key"], self.tensors["value"]
-
-    @property
     def spec(self) -> PassSpec:
         """Which pass."""
         return self.problem.spec

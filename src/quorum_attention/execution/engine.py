@@ -27,10 +27,8 @@ from quorum_attention.execution.problem import (
     Axis,
     Group,
     GroupSize,
-    InputSpec,
     PassSpec,
     RowSpec,
-    RowTensor,
     StateSpec,
     Workload,
 )
@@ -196,11 +194,24 @@ _MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
-    """A tensor of which every task reads its rows: what it is, and where it lies."""
+class RowTensor:
+    """A tensor whose rows and heads are those of queries or of keys, as ``spec`` says.
 
-    spec: InputSpec
-    rows: RowTensor
+    It is (*batch, heads, n, width); or, ``of_group``, (entries, heads, n, width): memory for the
+    state of one head group, used by one group after another.
+    """
+
+    tensor: torch.Tensor
+    spec: RowSpec
+    of_group: bool = False
+
+    def blocks(self, group: Group) -> list[torch.Tensor]:
+        """The group's part: a view (heads, n, width) for each batch entry."""
+        heads = group.query_heads if self.spec.axis == "query" else group.key_heads
+        if self.of_group:
+            count = heads.stop - heads.start
+            return [self.tensor[entry, :count] for entry in range(len(group.entries))]
+        return [self.tensor[entry][heads] for entry in group.entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +338,7 @@ class SlotRows:
             for item in self._inputs:
                 name = item.spec.name
                 pieces = self._clipped(new if name in self._passed_on else runs, item.spec.axis)
-                for entry, block in enumerate(self._blocks_of(item.rows, unit.group)):
+                for entry, block in enumerate(self._blocks_of(item, unit.group)):
                     self.mover.load(unit.fields[name][entry], block, pieces)
 
     def load_states(self, unit: Unit) -> None:
@@ -392,7 +403,7 @@ class SlotRows:
 
     def release(self, group: Group) -> None:
         """Tell the mover that all units of a head group are stored."""
-        rows = [item.rows for item in self._inputs] + [state.final for state in self._states]
+        rows = [*self._inputs, *(state.final for state in self._states)]
         self.mover.release(block for each in rows for block in self._blocks_of(each, group))
 
     def _put(
@@ -427,7 +438,7 @@ class SlotRows:
 class Moved:
     """The inputs and states of a pass through slots, and their page locks."""
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[RowTensor, ...]
     states: tuple[State, ...]
     locks: PageLocks
 
@@ -454,17 +465,17 @@ def moved_tensors(
     inputs, states, copied = [], [], []
     for item in spec.inputs:
         tensor = _with_columns(job.tensors[item.name], item)
-        inputs.append(Input(item, RowTensor(tensor, item.axis)))
+        inputs.append(RowTensor(tensor, item))
         as_it_is = tensor.dtype == item.dtype(work)
         copied.append(Copied(tensor, by_address=as_it_is, only_read=True))
     for state, result in zip(spec.states, results, strict=True):
-        at = final = RowTensor(_with_columns(result, state), state.axis)
+        at = final = RowTensor(_with_columns(result, state), state)
         copied.append(Copied(result, is_result=True, fresh=id(result) not in given))
         if job.dtype_of(state) != work.state_dtype and state.axis in waiting:
             heads = state.heads(work, group.kv_heads)
             shape = group.batch, heads, state.rows(work), state.columns(work)
             tensor = travelling(shape, work.state_dtype, home, job.device)
-            at = RowTensor(tensor, state.axis, of_group=True)
+            at = RowTensor(tensor, state, of_group=True)
             copied.append(Copied(tensor))
         states.append(State(state, at, final))
     with backend_of(job.device).page_locks(copied) as locks:

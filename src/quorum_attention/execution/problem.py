@@ -206,27 +206,6 @@ def count_groups(work: Workload, size: GroupSize) -> int:
 Axis = Literal["query", "key"]
 
 
-@dataclass(frozen=True, slots=True)
-class RowTensor:
-    """A tensor whose rows and heads are those of queries or of keys.
-
-    It is (*batch, heads, n, width); or, ``of_group``, (entries, heads, n, width): memory for the
-    state of one head group, used by one group after another.
-    """
-
-    tensor: torch.Tensor
-    axis: Axis
-    of_group: bool = False
-
-    def blocks(self, group: Group) -> list[torch.Tensor]:
-        """The group's part: a view (heads, n, width) for each batch entry."""
-        heads = group.query_heads if self.axis == "query" else group.key_heads
-        if self.of_group:
-            count = heads.stop - heads.start
-            return [self.tensor[entry, :count] for entry in range(len(group.entries))]
-        return [self.tensor[entry][heads] for entry in group.entries]
-
-
 def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
     """A head group's part of (*batch, heads, ...), as a view (1, heads, ...); of one entry."""
     heads = group.query_heads if axis == "query" else group.key_heads
@@ -441,11 +420,6 @@ class Placement:
     def in_place(self) -> bool:
         """Whether operators can read the inputs where they are, without a copy."""
         return self.resident and self.dense_rows
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether the upstream gradient is divided."""
-        return self.divided is not None
 
     @property
     def backend(self) -> Backend:

@@ -15,21 +15,6 @@ _LOCK = Lock()
 
 
 @dataclass(slots=True)
-class KernelTotal:
-    """What the passes on one inner kernel came to.
-
-    Attributes:
-        passes: forwards and backwards.
-        cut: those that ran in more than one unit.
-        seconds: host wall-clock time.
-    """
-
-    passes: int = 0
-    cut: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
 class Total:
     """The sum of all passes that had a ``Report``. Any thread may add to it.
 
@@ -42,7 +27,7 @@ class Total:
             planned. Short calls, which run without a plan, have none.
         recoveries: how often a pass ran out of memory and recovered.
         recovery_seconds: the time that this cost.
-        kernels: the same for each kernel.
+        kernels: passes of each kernel.
     """
 
     forwards: int = 0
@@ -52,7 +37,7 @@ class Total:
     peak_bytes: int = 0
     recoveries: int = 0
     recovery_seconds: float = 0.0
-    kernels: dict[str, KernelTotal] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
 
     def add(self, one: PassReport, *, backward: bool) -> None:
         """Add one pass."""
@@ -64,10 +49,7 @@ class Total:
             self.peak_bytes = max(self.peak_bytes, one.peak_bytes or one.planned_peak_bytes)
             self.recoveries += len(one.recoveries)
             self.recovery_seconds += one.recovery_seconds
-            own = self.kernels.setdefault(one.kernel, KernelTotal())
-            own.passes += 1
-            own.cut += one.cut
-            own.seconds += one.seconds
+            self.kernels[one.kernel] = self.kernels.get(one.kernel, 0) + 1
 
     def to_dict(self) -> dict[str, Any]:
         """The total in plain types, for JSON."""
@@ -88,9 +70,7 @@ class Total:
             cost = format_seconds(self.recovery_seconds)
             lines.append(f"recoveries: {self.recoveries}, which cost {cost}")
         # A copy: another thread may meet another kernel meanwhile.
-        for name, own in dict(self.kernels).items():
-            text = f"{own.passes} passes, {own.cut} cut, {format_seconds(own.seconds)}"
-            lines.append(f"kernel {name}: {text}")
+        lines += [f"kernel {name}: {n} passes" for name, n in dict(self.kernels).items()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

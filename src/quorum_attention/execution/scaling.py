@@ -38,6 +38,8 @@ from quorum_attention.kernels.scaling import (
     usual_shift,
 )
 
+# At least the bytes of each small tensor that a scaled backward makes for a head group.
+SMALL_BYTES = 512
 # One step down makes the products of a head smaller by so many powers of two,
 _STEP = 8
 # of which so many are taken off the shift, but never more in all than this: typical probabilities

@@ -90,7 +90,8 @@ def decide(
     kernel = select_kernel(wanted, shape, device, flops=forward_flops(work))
     problem = Problem(work, kernel, spec_of(backward), place)
     decision = Decision(problem, options, shape, wanted == "auto")
-    free = options.free and not (options.watched or place.results_given or place.is_divided)
+    free = options.free and place.divided is None
+    free = free and not (options.watched or place.results_given)
     if free and place.lse_here and place.same_dtype and is_small(problem, device):
         return decision
     return with_plan(decision)

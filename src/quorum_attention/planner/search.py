@@ -281,7 +281,9 @@ def _schedules(
     for size, route in product(sizes, routes):
         if size.batch == 1:
             yield schedule_of(work, shape, size, route, pinned=pinned)
-    if (routes and constraints.over_inputs) or not _is_worth_slots(shape, constraints, pairs):
+    # Tasks of two chunks of three save little memory, but under a kernel's own mask.
+    worth_it = shape.levels != (3,) or constraints.levels is not None or pairs.verdict is not None
+    if not worth_it or (routes and constraints.over_inputs):
         return
     every = _slots(problem, constraints)
     if not shape.depth:
@@ -299,12 +301,6 @@ def _schedules(
     for size, slots in product(sizes, every):
         route = replace(slots, trimmed=trimmed)
         yield schedule_of(work, shape, size, route, pinned=pinned, max_pairs=max_pairs)
-
-
-def _is_worth_slots(shape: Decomposition, constraints: PlanConstraints, pairs: Pairs) -> bool:
-    """Whether a decomposition is run through slots: tasks of two chunks of three save little
-    memory, but under a kernel's own mask."""
-    return shape.levels != (3,) or constraints.levels is not None or pairs.verdict is not None
 
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:

@@ -39,16 +39,18 @@ from quorum_attention.execution.problem import (
     state_bytes,
 )
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.scaling import BackwardScaling, all_finite, what_is_read
+from quorum_attention.execution.scaling import (
+    SMALL_BYTES,
+    BackwardScaling,
+    all_finite,
+    what_is_read,
+)
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
 from quorum_attention.kernels.protocol import Call, TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.torch_private import capturing
-
-# At least the bytes of each small tensor that a scaled backward makes for a head group.
-_SMALL_BYTES = 512
 
 
 def all_rectangles(
@@ -189,7 +191,7 @@ def _gives_results(problem: Problem) -> bool:
     the kernel's 16 bits.
     """
     exact = problem.place.result_dtype == problem.work.dtype or not problem.scaled
-    return exact and not problem.place.is_divided
+    return exact and problem.place.divided is None
 
 
 def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
@@ -339,7 +341,7 @@ def scaled_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     spec, work = problem.spec, problem.work
     divided = next(item for item in spec.inputs if item.name == spec.divided)
     copy = divided.count(work, group) * work.element_bytes
-    return (*merged_bytes(problem, group), copy, *(_SMALL_BYTES,) * 4)
+    return (*merged_bytes(problem, group), copy, *(SMALL_BYTES,) * 4)
 
 
 def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:

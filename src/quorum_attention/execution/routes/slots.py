@@ -51,14 +51,10 @@ from quorum_attention.execution.problem import (
     moved_bytes,
     result_bytes,
 )
-from quorum_attention.execution.scaling import BackwardScaling, what_is_read
+from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, what_is_read
 from quorum_attention.execution.schedule import Attempt, Route, Schedule
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
-
-# At least the bytes of each small tensor that a scaled backward makes.
-_SMALL_BYTES = 512
-
 
 # --- Tasks ----------------------------------------------------------------------------------------
 
@@ -98,15 +94,13 @@ class Slots(Route):
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """The arena, workspace, results, and the accumulators if the budget counts them."""
-        work, place, group = problem.work, problem.place, schedule.group
-        rows = schedule.task_rows(work)
-        layout = slot_layout(problem.spec, work, group, rows, place.result_dtype)
+        work, group = problem.work, schedule.group
         homes = home_bytes(problem, group, self.accumulator)
         # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
         scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if problem.scaled else 0)
         return Bytes(
             self.streams * problem.workspace(schedule.extent(work)),
-            self.n_cap * layout.slot_bytes,
+            self.n_cap * layout_of(schedule, problem).slot_bytes,
             (*homes, *scaling),
             (problem.place.divided or 0, *result_bytes(problem)),
         )
@@ -149,7 +143,7 @@ class Slots(Route):
                 heads = group.batch, group.kv_heads
                 scaling = BackwardScaling(job.work, job.device, heads, n_slots, by_unit=True)
             done, total = controller.units_done, controller.units_done + controller.units_left
-            slots = _layout(job, schedule), n_slots
+            slots = layout_of(schedule, job.problem), n_slots
             with open_slots(job, moved, tools.clock, slots) as (rows,):
                 engine = Engine(job, tools, schedule.limits, rows, scaling)
                 for unit in engine.run(_units(job, rows, controller)):
@@ -162,15 +156,16 @@ class Slots(Route):
             yield attempt
 
 
-def _layout(job: Job, schedule: Schedule) -> SlotLayout:
-    work, dtype = job.work, job.problem.place.result_dtype
+def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) -> SlotLayout:
+    """The memory of a task, or of its rows of one side."""
+    work, dtype = problem.work, problem.place.result_dtype
     rows = schedule.task_rows(work)
-    return slot_layout(job.spec, work, schedule.group, rows, dtype)
+    return slot_layout(problem.spec, work, schedule.group, rows, dtype, axis=axis)
 
 
 def _has_headroom(job: Job, controller: RecoveryController) -> bool:
     """Whether the slots of one level less fit twice into free memory."""
-    coarser = _layout(job, controller.cuts.schedule(controller.depth - 1))
+    coarser = layout_of(controller.cuts.schedule(controller.depth - 1), job.problem)
     free = backend_of(job.device).free_bytes(job.device)
     return free >= 2 * controller.n_cap * coarser.slot_bytes
 
@@ -266,19 +261,12 @@ class Streaming(Route):
             self.stays, work.n_queries, work.n_keys, self.queries, self.keys, work.is_causal
         )
 
-    def layout(self, schedule: Schedule, problem: Problem, axis: Axis) -> SlotLayout:
-        """The memory of a chunk or of a block."""
-        work = problem.work
-        most = min(self.rows(axis), work.n_queries if axis == "query" else work.n_keys)
-        dtype, group = problem.place.result_dtype, schedule.group
-        return slot_layout(problem.spec, work, group, (most, most), dtype, axis=axis)
-
     def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
         """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
         results and states."""
         homes = home_bytes(problem, schedule.group, "host")
-        small = (_SMALL_BYTES,) * 4 if problem.scaled else ()
-        chunk, block = (self.layout(schedule, problem, a) for a in (self.stays, self.streams_by))
+        small = (SMALL_BYTES,) * 4 if problem.scaled else ()
+        chunk, block = (layout_of(schedule, problem, a) for a in (self.stays, self.streams_by))
         return Bytes(
             problem.workspace(schedule.extent(problem.work)),
             chunk.slot_bytes + self.n_cap * block.slot_bytes,
@@ -322,9 +310,7 @@ class Streaming(Route):
         work = job.work
         home = home_device("host", job.device)
         waiting = (self.streams_by,) if self.passage(work).n_chunks > 1 else ()
-        chunk, block = (
-            self.layout(schedule, job.problem, a) for a in (self.stays, self.streams_by)
-        )
+        chunk, block = (layout_of(schedule, job.problem, a) for a in (self.stays, self.streams_by))
         scaling = None
         if job.problem.scaled:
             heads = (1, schedule.group.kv_heads)
