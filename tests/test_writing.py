@@ -74,6 +74,19 @@ def test_another_users_file_gives_no_permissions_to_the_new_one(tmp_path: Path) 
     assert (path.stat().st_uid, path.stat().st_mode & 0o022) == (os.geteuid(), 0)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give links away")
+def test_another_users_link_in_a_folder_of_all_is_not_followed(tmp_path: Path) -> None:
+    mine, link = tmp_path / "mine", tmp_path / "x"
+    mine.write_bytes(EARLIER)
+    link.symlink_to(mine)
+    os.lchown(link, 12345, 12345)
+    write_text(link, "new")  # nobody else may put one there
+    tmp_path.chmod(0o1777)
+    with pytest.raises(PermissionError, match="link of user 12345"):
+        write_text(link, "newer")
+    assert mine.read_text() == "new"
+
+
 def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to("y")
     (tmp_path / "y").symlink_to("x")

@@ -26,13 +26,18 @@ def check_target(path: str | PathLike[str]) -> Path:
 
     Raises:
         OSError: it is not a regular file, may not be written, or its directory does not exist or
-            may not be written. Nothing has been changed.
+            may not be written; or it is another user's link in a folder that all may write to.
+            Nothing has been changed.
     """
-    wrong = f"{path} cannot be written"
+    wrong, path = f"{path} cannot be written", Path(path)
     with suppress(FileNotFoundError):
-        # Where ``fs.protected_symlinks`` is set, Linux refuses here to follow another user's link
-        # in a sticky folder, which could aim at this user's files.
-        if not stat.S_ISREG(os.stat(os.fspath(path) or ".").st_mode):
+        seen, around = os.lstat(path), os.stat(path.absolute().parent)
+        # Such a link could aim at this user's files. Linux itself has this rule for sticky folders
+        # (``fs.protected_symlinks``), also for links to links.
+        open_to_all = stat.S_ISLNK(seen.st_mode) and around.st_mode & stat.S_IWOTH
+        if open_to_all and seen.st_uid not in (os.geteuid(), around.st_uid):
+            raise PermissionError(f"{wrong}: it is a link of user {seen.st_uid}")
+        if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(f"{wrong}: it is not a regular file")
     target = Path(os.path.realpath(path))
     folder = target.parent
@@ -41,9 +46,7 @@ def check_target(path: str | PathLike[str]) -> Path:
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(f"{wrong}: it is read-only")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{wrong}: {folder} may not be written, and the new file is made beside the old one"
-        )
+        raise PermissionError(f"{wrong}: {folder}, where it is made, may not be written")
     return target
 
 
@@ -134,10 +137,9 @@ def reserve(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             disk = os.fstatvfs(file.fileno())
             free = disk.f_bavail * disk.f_frsize
-            missing = max(1, n_bytes - free)
             raise OSError(
                 f"{name} takes {format_bytes(n_bytes)}, and {format_bytes(free)} of disk are free: "
-                f"{missing} bytes ({format_bytes(missing)}) are missing"
+                f"{max(1, n_bytes - free)} bytes are missing"
             ) from error
         raise
 
