@@ -141,6 +141,41 @@ def test_attention_runs_once_and_the_same_is_dropped_again(
     assert all(tiled)
 
 
+class Experts(torch.nn.Module):
+    """Many, of which a few tokens meet a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = SIZES["hidden_size"]
+        self.every = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(200))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = (x[..., 0] * 1e4).long().remainder(200)
+        return sum((numbers == n)[..., None] * self.every[n](x) for n in numbers.unique().tolist())  # type: ignore[return-value]
+
+
+def test_experts_without_a_token_in_the_trial_and_late_hooks(tiled: list[bool]) -> None:
+    """Their gradients are there; a weight's hook sees one gradient; a second derivative raises."""
+    plain = tiny("llama")
+    for layer in plain.model.layers:
+        layer.mlp = Experts()
+    plain, model = pair(plain)
+    ids = torch.randint(1, VOCABULARY, (1, 150))
+    assert_the_same(plain, model, input_ids=ids, labels=ids)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    wanted, weight.grad = weight.grad.sign(), None
+    loss = model(input_ids=ids, labels=ids).loss
+    handle = weight.register_hook(torch.sign)
+    loss.backward()
+    handle.remove()
+    assert torch.equal(weight.grad, wanted)
+    loss = model(input_ids=ids, labels=ids).loss
+    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    assert all(tiled)
+
+
 def convolved(layer: Any) -> Any:
     """Each token takes something from the one before it."""
     return lambda x, plain=layer.mlp.forward: plain(x + x.roll(1, 1))
@@ -157,19 +192,55 @@ def counting(layer: Any, rotary: Any) -> Any:
     return forward
 
 
+def averaging(layer: Any) -> Any:
+    """Of all tokens something, by a weight that is 0 yet."""
+    layer.gate = torch.nn.Parameter(torch.zeros(SIZES["hidden_size"]))
+    return lambda x, plain=layer.mlp.forward: plain(x) + layer.gate * x.mean(1, keepdim=True)
+
+
+def normed(layer: Any) -> Any:
+    """Statistics of all tokens, in training."""
+    layer.norm = torch.nn.BatchNorm1d(SIZES["hidden_size"])
+    return lambda x, plain=layer.mlp.forward: layer.norm(plain(x).mT).mT
+
+
+def scaled(layer: Any) -> Any:
+    """Scores by the number of tokens."""
+
+    def forward(hidden_states: Any, own: Any = layer.self_attn, **named: Any) -> Any:
+        own.scaling = 0.1 * hidden_states.shape[1] ** 0.5
+        return type(own).forward(own, hidden_states=hidden_states, **named)
+
+    return forward
+
+
+def detached(layer: Any) -> Any:
+    """No gradient by way of keys."""
+    return lambda x, plain=layer.self_attn.k_proj.forward: plain(x).detach()
+
+
 def twice(layer: Any) -> Any:
     return lambda *a, own=layer.self_attn.forward, **n: (own(*a, **n)[0] + own(*a, **n)[0], 0)
 
 
-@pytest.mark.parametrize("what", ["convolved", "counting", "twice", "watched", "mask", "mixer"])
+OTHERS = {"convolved": convolved, "averaging": averaging, "normed": normed}
+
+
+@pytest.mark.parametrize(
+    "what", [*OTHERS, "counting", "twice", "scaled", "detached", "watched", "mask", "mixer"]
+)
 def test_what_does_not_suit_runs_whole(what: str, tiled: list[bool]) -> None:
     sizes = {**SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
     mixer = transformers.FalconH1Config(**sizes, mamba_chunk_size=16, use_cache=False)
     pairs = pair(transformers.FalconH1ForCausalLM(mixer) if what == "mixer" else tiny("llama"))
     for model in pairs:
         for layer in model.model.layers:
-            if what == "convolved":
-                layer.mlp.forward = convolved(layer)
+            if what in OTHERS:
+                layer.mlp.forward = OTHERS[what](layer)
+            elif what == "detached":
+                layer.self_attn.k_proj.forward = detached(layer)
+            elif what == "scaled":
+                layer.self_attn.forward = scaled(layer)
             elif what == "watched":
                 layer.mlp.register_forward_hook(lambda *_: None)
             elif what in ("counting", "twice"):

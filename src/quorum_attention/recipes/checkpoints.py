@@ -86,8 +86,7 @@ class LayerCheckpoints:
             step = self._step = self._begin(inputs[0])
         one, step.number = _Layer(step), number
         tiles = LayerInTiles(layer, inputs, step.tile, one.results) if step.tile else None
-        if tiles is not None and not tiles.suits(inputs[0]):
-            tiles = None
+        suits = tiles is not None and tiles.suits(inputs[0])
 
         def run(*given: Any) -> Any:  # once now, and again in the backward
             token = RESULTS.set(one.results)
@@ -97,10 +96,10 @@ class LayerCheckpoints:
                 RESULTS.reset(token)
 
         with saved_tensors_hooks(one.keep, one.unpack):
-            if tiles is not None:
-                found = tiles(inputs[0])
-            else:
-                found = checkpoint(run, *inputs, use_reentrant=False)
+            found = (
+                tiles(inputs[0]) if tiles and suits
+                else checkpoint(run, *inputs, use_reentrant=False)
+            )  # fmt: skip
         one.settle()
         step.before = ref(one)
         if 0 < step.result < one.result_bytes:

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.functional import dropout
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.recipes.modules import drawn, evaluating
+from quorum_attention.recipes.modules import drawn, swapping
 
-_TRIED = 16, 4  # tokens that a layer is tried on, whole and in tiles
+_TRIED = 64  # tokens that a layer is tried on
 
 
 class _ProjectedError(Exception):
@@ -51,65 +56,63 @@ class LayerInTiles:
         self._call: Any = None  # of attention, beside its tensors
 
     def suits(self, hidden: torch.Tensor) -> bool:
-        """Whether it computes the same in tiles, tried on a few drawn tokens and an output of
-        attention that is drawn; and nobody looks on."""
+        """Whether it computes the same in tiles, forward and backward, tried on a few drawn tokens
+        with something simple in place of attention; and nobody looks on."""
         from quorum_attention.integrations.transformers.masks import DescribedMask
 
         other = [*self._given, *self._layer.keywords.values()]
         for leaf in tree_leaves(other, is_leaf=lambda part: isinstance(part, dict)):
-            if isinstance(leaf, torch.Tensor):
-                square = sum(size == self._length for size in leaf.shape) > 1
-                if square or leaf.requires_grad:
-                    return False
-            elif not (leaf is None or isinstance(leaf, (bool, int, float, str, DescribedMask))):
+            plain = (type(None), bool, int, float, str, DescribedMask, torch.Tensor)
+            if not isinstance(leaf, plain) or getattr(leaf, "requires_grad", False):
                 return False
         module = (*self._layer.args, getattr(self._layer.func, "__self__", None))[0]
         hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
         watched = any(getattr(part, name) for part in module.modules() for name in hooks)
-        if watched or _has_any_global_hook() or self._length < _TRIED[0]:
+        # Weights that are computed have a graph, which is not of this layer.
+        if watched or _has_any_global_hook() or not all(p.is_leaf for p in module.parameters()):
             return False
         try:
-            with evaluating(module):
-                return self._is_the_same(hidden)
+            # Statistics of tokens that are drawn are not kept; those of tiles would differ.
+            buffers = {name: one.clone() for name, one in module.named_buffers()}
+            kept = dict(buffers)
+            with swapping, _reparametrize_module(module, buffers), _NoDropout():
+                same = self._is_the_same(hidden, module)
+            return same and all(buffers[n] is b and not b._version for n, b in kept.items())
         except Exception:  # whatever it is, the layer runs whole
             return False
 
-    def _is_the_same(self, hidden: torch.Tensor) -> bool:
-        tokens, step = _TRIED
+    def _is_the_same(self, hidden: torch.Tensor, module: torch.nn.Module) -> bool:
+        tokens = min(self._length, max(_TRIED // 4, min(_TRIED, 2 * self._tokens)))
         # Small beside what the layer adds to it.
-        x = (drawn(hidden.shape[0], tokens, hidden.shape[2]) / 100).to(hidden)
+        x, up = drawn(2, hidden.shape[0], tokens, hidden.shape[2]).to(hidden)
+        x = (x / 100).requires_grad_()
         seen: list[Any] = []
 
-        def note(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
-            seen.append((partial(call, *mask), *self._cast(query, key, value)))
-            return drawn(*query.shape[:3], value.shape[3]).to(seen[0][3])
+        def instead(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
+            seen.append(_beside(partial(call, *mask)))
+            return _alone(self._cast(query, key, value))
 
         with torch.enable_grad():
-            found = self._run(0, x, note)
-        ((call, *three),) = seen
-        (query, _, value), parts = three, []
-        rows = drawn(*query.shape[:3], value.shape[3]).to(value).split(step, 2)
-        for start, tile, some in zip(range(0, tokens, step), x.split(step, 1), rows, strict=True):
-            with torch.no_grad():
-                parts.append((*self._project(start, tile), self._finish(start, tile, some)))
-        beside, own = _beside(self._call), _beside(call)
-        # It would be given what is of one tile; or made of weights, by which graph is not known.
-        if [t.shape for t in beside] != [t.shape for t in own] or not all(t.is_leaf for t in own):
+            whole = self._run(0, x, instead)
+        # Some experts have no token of these; and a weight may be of another module.
+        own = [weight for weight in module.parameters() if weight.requires_grad]
+        self.weights = [w for w in dict.fromkeys([*own, *_leaves(whole)]) if w is not x]
+        small = copy(self)
+        small._tokens, small._attended = tokens // 2 + 1, _alone  # type: ignore[method-assign]
+        with _unhooked(self.weights):
+            grads = torch.autograd.grad(whole, [x, *self.weights], up, allow_unused=True)
+            found, others = small.forward(x.detach()), small.backward(x.detach(), up)
+        if seen != [_beside(small._call)]:  # attention is told of all tokens by one tile
             return False
-        if (found.shape, found.dtype) != (x.shape, x.dtype):
-            return False
-        results, room = [*three, found], max(8 * torch.finfo(self._dtype).eps, 1e-5)
-        for whole, some, dim in zip(results, zip(*parts, strict=True), (2, 2, 2, 1), strict=True):
-            far = (whole.detach() - torch.cat(some, dim)).double().norm()
-            if not bool(far <= room * whole.detach().double().norm()):
-                return False
-        self.weights = _leaves([*results, *own])
-        return not any(one._backward_hooks for one in self.weights)
+        room = max(8 * torch.finfo(self._dtype).eps, 1e-5)
+        rooms = [room, room, *(room**0.5 for _ in self.weights)]  # a token may meet other experts
+        return all(map(_near, [whole, *grads], [found, *others], rooms))
 
     def __call__(self, hidden: torch.Tensor) -> Any:
         """What the layer returns."""
         return _Function.apply(self, hidden, *self.weights)  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same, without a graph."""
         three = self._projected(hidden)
@@ -120,6 +123,7 @@ class LayerInTiles:
             target.copy_(self._finish(start, tile, self._here(out, start)))
         return found
 
+    @torch.no_grad()
     def backward(self, hidden: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
         """The gradients of its input and of its weights."""
         sums: list[torch.Tensor | None] = [None] * len(self.weights)
@@ -158,7 +162,7 @@ class LayerInTiles:
 
     def _tiles(self, *every: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         """Each tile's first token, and its part of every tensor (batch, tokens, ...)."""
-        starts = range(0, self._length, self._tokens)
+        starts = range(0, every[0].shape[1], self._tokens)
         return zip(starts, *(one.split(self._tokens, 1) for one in every), strict=True)
 
     def _rows(self, whole: torch.Tensor, start: int) -> torch.Tensor:
@@ -177,13 +181,12 @@ class LayerInTiles:
         shape, locked = (*like.shape[:2], tokens, like.shape[3]), self._device.type == "cuda"
         return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=locked)
 
-    @torch.no_grad()
     def _projected(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """q, k, v of all tokens, in host memory."""
         every: list[torch.Tensor] = []
         for start, tile in self._tiles(hidden):
             three = self._project(start, tile)
-            every = every or [self._on_host(one, self._length) for one in three]
+            every = every or [self._on_host(one, hidden.shape[1]) for one in three]
             for whole, one in zip(every, three, strict=True):
                 _copy(self._rows(whole, start), one)
         return every
@@ -197,7 +200,7 @@ class LayerInTiles:
         found: list[tuple[torch.Tensor, ...]] = []
 
         def end(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
-            self._call = partial(call, *mask)
+            self._call = self._call or partial(call, *mask)  # of one token, it may differ
             found.append(self._cast(query, key, value))
             raise _ProjectedError
 
@@ -266,8 +269,47 @@ class _Function(torch.autograd.Function):
         return layer.forward(hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        return None, *ctx.layer.backward(*ctx.saved_tensors, upstream)
+        with _unhooked(ctx.layer.weights):
+            return None, *ctx.layer.backward(*ctx.saved_tensors, upstream)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Each token has its own numbers, in tiles others."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        return args[0] if function is dropout else function(*args, **(named or {}))
+
+
+@contextmanager
+def _unhooked(weights: list[torch.Tensor]) -> Iterator[None]:
+    """Hooks of weights are for whole gradients, not for those of tiles."""
+    held = [
+        (one._backward_hooks, dict(one._backward_hooks)) for one in weights if one._backward_hooks
+    ]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
+
+
+@torch.enable_grad()
+def _alone(three: Any) -> Any:
+    """In place of attention, of each token alone."""
+    query, key, value = (one.requires_grad_() for one in three)
+    both = value * (1 + key.mean(-1, True))
+    return both.repeat_interleave(query.shape[1] // key.shape[1], 1) * (1 + query.mean(-1, True))
+
+
+def _near(one: torch.Tensor | None, other: torch.Tensor | None, room: float) -> bool:
+    if one is None or other is None or one.dtype != other.dtype:
+        return one is other
+    size = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    return bool(size(one.detach() - other) <= room * size(one.detach()))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -277,22 +319,24 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         one.copy_(other)
 
 
-def _beside(call: Any) -> list[torch.Tensor]:
-    """Tensors that an attention's result depends on, beside q, k and v."""
+def _beside(call: Any) -> list[Any]:
+    """What an attention's result depends on, beside q, k and v."""
     from quorum_attention.integrations.transformers.attending import WITHOUT_EFFECT
 
     named = [one for name, one in call.keywords.items() if name not in WITHOUT_EFFECT]
-    every = tree_leaves([*named, *call.args[2:]])
-    return [one for one in every if isinstance(one, torch.Tensor)]
+    return [
+        (one.shape, one.is_leaf, one.double().sum().item())
+        if isinstance(one, torch.Tensor)
+        else one
+        for one in tree_leaves([*named, *call.args[2:]])
+    ]
 
 
-def _leaves(results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What learns of what these are computed of."""
-    todo: list[Any] = [get_gradient_edge(one).node for one in results if one.requires_grad]
-    nodes: set[Any] = set()
+def _leaves(result: torch.Tensor) -> list[torch.Tensor]:
+    """What learns of what this is computed of."""
+    todo, nodes = [get_gradient_edge(result).node], set()
     while todo:
         node = todo.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            todo += [before for before, _ in node.next_functions]
+        nodes.add(node)
+        todo += [before for before, _ in node.next_functions if before and before not in nodes]
     return [node.variable for node in nodes if hasattr(node, "variable")]

@@ -36,7 +36,7 @@ from quorum_attention.sizes import counted
 
 _OURS = "_quorum_attention_recipe"
 # A module has other weights for a while: calls of other threads wait, or it might keep those.
-_swapping = threading.RLock()
+swapping = threading.RLock()
 _TRIED = 12  # tokens of a loss
 
 
@@ -171,7 +171,7 @@ def _tiles(
 
     def run(tile: torch.Tensor) -> Any:
         held = weights | {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
-        with _swapping, _reparametrize_module(module, held, tie_weights=True):
+        with swapping, _reparametrize_module(module, held, tie_weights=True):
             return plain(module, tile)  # without its hooks, which are called once, outside
 
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
