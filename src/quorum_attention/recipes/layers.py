@@ -88,7 +88,7 @@ class LayerInTiles:
         x = (x / 100).requires_grad_()
         seen: list[Any] = []
 
-        def instead(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
+        def instead(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> Any:
             seen.append(_beside(partial(call, *mask)))
             return _alone(self._cast(query, key, value))
 
