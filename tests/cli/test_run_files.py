@@ -173,7 +173,7 @@ def test_a_mask_in_the_file_is_taken(
     path, output = tmp_path / "in", tmp_path / "out"
     safetensors.torch.save_file({**tensors, name: mask}, path)
     assert main(["run", str(path), str(output), *CPU]) == 0
-    assert "mask 40 x 40 of the file" in capsys.readouterr().out
+    assert "float32, bias, on cpu" in capsys.readouterr().out
     wanted = torch.nn.functional.scaled_dot_product_attention(*tensors.values(), attn_mask=mask)
     torch.testing.assert_close(safetensors.torch.load_file(output)["out"], wanted)
     # Who cannot take one says so.

@@ -41,8 +41,7 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.model is not None:
         return _of_model(options)
-    if options.memory is not None or options.lora is not None:
-        raise ValueError("--memory and --lora go with --model CONFIG.json only")
+    shared.refuse(options, "goes with --model only", memory=None, lora=None, optimizer="adamw")
     found = estimate(options.tokens, **sizes_of(options))
     if options.json:
         of_all = ("budget_bytes", "fits_monolithic", "monolithic_bytes")
@@ -64,8 +63,8 @@ def _of_model(options: argparse.Namespace) -> int:
     Raises:
         ValueError: sizes of a call were given as well; or the file is no configuration.
     """
-    shared.refuse(options, "--model", heads=None, kv_heads=None, head_dim=64, kernel="auto",
-                  **masks.NOT_GIVEN)  # fmt: skip
+    shared.refuse(options, "does not go with --model", heads=None, kv_heads=None, head_dim=64,
+                  kernel="auto", **masks.NOT_GIVEN)  # fmt: skip
     shape = read_shape(options.model)
     training = step.Training(
         options.tokens, options.batch, options.dtype or torch.bfloat16, options.optimizer,

@@ -16,19 +16,15 @@ NAMES = (
     "causal", "lower_right", "offset", "window", "chunk", "softcap", "mask", "documents", "lengths",
     "sinks",
 )  # fmt: skip
-# Those that name a file, and what the tensor may be called there.
+# Those that name a file: what they are, and what the tensor may be called there.
 FILES = {
-    "mask": ("attn_mask", "mask"),
-    "documents": ("documents", "document_ids", "ids"),
-    "lengths": ("key_lengths", "lengths"),
-    "sinks": ("sinks",),
-}
-_OF_FILES = {
-    "mask": "boolean or additive mask; broadcasts (default: none)",
-    "documents": "document ids, (tokens,) or (batch, tokens) (default: none)",
-    "lengths": "number of keys of each batch entry, (batch,) (default: all)",
-    "sinks": "one logit for each head, (heads,) (default: none)",
-}
+    "mask": ("boolean or additive mask; broadcasts (default: none)", "attn_mask", "mask"),
+    "documents": ("document ids, (tokens,) or (batch, tokens) (default: none)",
+                  "documents", "document_ids", "ids"),
+    "lengths": ("number of keys of each batch entry, (batch,) (default: all)",
+                "key_lengths", "lengths"),
+    "sinks": ("one logit for each head, (heads,) (default: none)", "sinks"),
+}  # fmt: skip
 # What the others are where they are not given.
 NOT_GIVEN = {"lower_right": False} | dict.fromkeys(("offset", "window", "chunk", "softcap"))
 _positive = shared.number_of("a number above 0", lambda number: number > 0)
@@ -49,7 +45,7 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
         ("--chunk", shared.count_of, "pairs within one chunk of N tokens (default: all)"),
         ("--softcap", _positive, "scores become X tanh(score / X) (default: none)"),
     )  # fmt: skip
-    for name, text in _OF_FILES.items() if files else ():
+    for name, (text, *_) in FILES.items() if files else ():
         shared.add(parser, (f"--{name} FILE", str, text))
 
 
@@ -78,9 +74,9 @@ def mask_of(
     """
     tensors: dict[str, torch.Tensor] = {}
     files: dict[str, Seen] = {}
-    for name, names in FILES.items():
+    for name, (_, *names) in FILES.items():
         if getattr(options, name, None) is not None:
-            tensors[name], files[option(name)] = read_one(getattr(options, name), names)
+            tensors[name], files[shared.option(name)] = read_one(getattr(options, name), names)
     bias = tensors.pop("mask", None)
     if bias is not None and given is not None:
         raise ValueError("there is a mask among the inputs and another with --mask: one must go")
@@ -98,21 +94,3 @@ def mask_of(
         # is_causal counts from the first query, whatever the offset.
         fields["causal"], is_causal = True, False
     return (Mask(bias=bias, **fields) if fields else bias), is_causal, files
-
-
-def option(name: str) -> str:
-    """An option as users write it."""
-    return f"--{name.replace('_', '-')}"
-
-
-def words(options: argparse.Namespace, mask: Mask | None) -> str:
-    """The mask in words, for people."""
-    bias = None if mask is None else mask.bias
-    said = [] if bias is None else [f"mask {' x '.join(map(str, bias.shape))} of the file"]
-    for name in ("lower_right", "offset", "window", "chunk", "softcap", *list(FILES)[1:]):
-        value = getattr(options, name, None)
-        if value is not None and value is not False:
-            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            shown = "" if value is True else f" {value}"
-            said.append(f"{name.replace('_', '-')}{shown}")
-    return ", ".join(said) or "no mask"

@@ -126,15 +126,23 @@ def add(parser: Any, *options: Option) -> None:
         parser.add_argument(name, **more)
 
 
-def refuse(options: argparse.Namespace, beside: str, **usual: Any) -> None:
-    """Refuse options that have another value than the usual one beside another option.
+def option(name: str) -> str:
+    """An option as users write it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse(options: argparse.Namespace, why: str, **usual: Any) -> None:
+    """Refuse options that have another value than the usual one.
+
+    Args:
+        why: what follows the option's name: "does not go with --model".
 
     Raises:
         ValueError: names the first.
     """
     for name, value in usual.items():
         if getattr(options, name) != value:
-            raise ValueError(f"--{name.replace('_', '-')} does not go with {beside}")
+            raise ValueError(f"{option(name)} {why}")
 
 
 # Options of several commands.

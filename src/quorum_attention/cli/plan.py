@@ -144,8 +144,8 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     sizes = sizes_of(options)
     if options.device == "cuda":
         options.device = None
-    shared.refuse(options, "--devices", levels=None, layout="aligned", backward=False,
-                  census=False, device=None, **masks.NOT_GIVEN)  # fmt: skip
+    shared.refuse(options, "does not go with --devices", levels=None, layout="aligned",
+                  backward=False, census=False, device=None, **masks.NOT_GIVEN)  # fmt: skip
     devices: list[tuple[str, float]] = options.devices
     heads, batch, kv_heads = (sizes.pop(name) for name in ("heads", "batch", "kv_heads"))
     n, is_causal = options.tokens, sizes.pop("is_causal")

@@ -156,7 +156,7 @@ def _refuse_too_small(setting: _Setting) -> None:
 def _setting(options: argparse.Namespace) -> _Setting:
     device = shared.default_device(options.device)
     if options.qkv:
-        shared.refuse(options, "--qkv", tokens=None, heads=None, dtype=None)
+        shared.refuse(options, "does not go with --qkv", tokens=None, heads=None, dtype=None)
         given = read_inputs([options.qkv]).tensors
         if "mask" in given:
             raise ValueError(f"{options.qkv} has a mask, which this command does not take")

@@ -23,6 +23,7 @@ from quorum_attention.files.compute import Compute, FileCall, Work, compute_here
 from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.files.run import Mode, Ran, described, output_of, run_call
 from quorum_attention.kernels import get_kernel
+from quorum_attention.planner.estimate import words_of
 from quorum_attention.progress import progress_bar
 
 _amount = shared.number_of("a number of at least 0", lambda number: 0 <= number < 1e6)
@@ -110,21 +111,19 @@ def _computer(options: argparse.Namespace) -> Compute:
     return compute
 
 
-def _check_ray(options: argparse.Namespace) -> None:
-    """Refuse options that go with ``--ray`` only, or not with it."""
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    if options.backward:
+        shared.refuse(options, "is for a forward: a backward reads the log-sum-exp", lse=False)
     if options.ray is not None:
-        shared.refuse(options, "--ray", device=None)
-        return
-    usual = {"ray_workers": None, "ray_gpus": None, "ray_cpus": 1.0, "chunks": None}
-    for name, value in usual.items():
-        if getattr(options, name) != value:
-            raise ValueError(f"{masks.option(name)} goes with --ray only")
+        shared.refuse(options, "does not go with --ray", device=None)
+    else:
+        usual = {"ray_workers": None, "ray_gpus": None, "ray_cpus": 1.0, "chunks": None}
+        shared.refuse(options, "goes with --ray only", **usual)
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.backward and options.lse:
-        raise ValueError("--lse is for a forward: a backward reads the log-sum-exp")
-    _check_ray(options)
+    _check(options)
     inputs = read_inputs(options.input, BACKWARD if options.backward else FORWARD)
     device = shared.default_device(options.device)
     if options.kernel != "auto":
@@ -151,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
         say(_headline(options, call, where))
     report = Report()
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
-    arguments = {masks.option(n): value for n, value in _arguments(options).items()}
+    arguments = {shared.option(n): value for n, value in _arguments(options).items()}
     header = described(call, wanted, arguments, sources)
     ran = run_call(
         call, output, header, sources.values(), report,
@@ -171,7 +170,7 @@ def _tell(
         print_json({
             "output": options.output, "is_causal": options.causal,
             "mask": None if bias is None else list(bias.shape),
-            "keeps": masks.words(options, None), "unknown": inputs.unknown, **report.to_dict(),
+            "keeps": _kept(call), "unknown": inputs.unknown, **report.to_dict(),
             "total": report.total.to_dict(), "parts": settings.parts,
             "resumed_parts": resumed, "kv_heads_per_part": settings.heads,
             "accumulators_in_file": settings.in_file,
@@ -216,7 +215,7 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     for name in (*masks.NAMES, "scale") if "causal" in before else ():
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"{file} was written by a forward with {masks.option(name)} {before.get(name)}, "
+                f"{file} was written by a forward with {shared.option(name)} {before.get(name)}, "
                 f"and this is a backward with {now.get(name)}"
             )
 
@@ -226,6 +225,9 @@ def _headline(options: argparse.Namespace, call: FileCall, device: torch.device 
     dtype = str(call.tensors["query"].dtype).removeprefix("torch.")
     return (
         f"{'backward: ' if call.backward else ''}queries {query}, keys {key}, {dtype}, "
-        f"{'causal' if options.causal else 'not causal'}, "
-        f"{masks.words(options, call.whole.mask)}, on {device}"
+        f"{_kept(call)}, on {device}"
     )
+
+
+def _kept(call: FileCall) -> str:
+    return words_of(call.whole.mask, call.whole.is_causal) or "all pairs"

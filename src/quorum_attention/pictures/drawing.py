@@ -13,8 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from quorum_attention.decomposition import Decomposition, Pairs, Task
-from quorum_attention.pictures.geometry import Block, Point, blocks, chunk_edges, kept, shallow
+from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
+from quorum_attention.pictures.geometry import Point, blocks, corners, kept, shallow
 from quorum_attention.sizes import counted, format_bytes, format_seconds
 from quorum_attention.writing import check_target, replacing
 
@@ -179,7 +179,7 @@ def square(figure: Any, whole: Decomposition, pairs: Pairs, title: str) -> None:
     colours: list[Colour] = []
     for task in shape.tasks():
         for block in blocks(task, pairs, cell):
-            polygons.append(block.corners())
+            polygons.append(corners(block))
             colours.append(task_colour(task.path, shape.levels))
     axes.add_collection(
         PolyCollection(polygons, facecolors=colours, edgecolors=colours, linewidths=0.15)
@@ -188,7 +188,7 @@ def square(figure: Any, whole: Decomposition, pairs: Pairs, title: str) -> None:
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)
     axes.set_aspect("equal" if 1 / 3 <= rows / columns <= 3 else "auto", anchor="NW")
-    _number_chunks(axes, chunk_edges(shape), rows, columns)
+    _number_chunks(axes, [0, *(span.stop for span in shape.whole().spans)], rows, columns)
     note = "each pair in exactly one task: its colour says which"
     if not shape.levels:
         note = "one call computes every pair"
@@ -245,12 +245,12 @@ def _draw_task(axes: Any, shape: Decomposition, pairs: Pairs, task: Task) -> str
                 break
             across, down = starts[j] - column.start, starts[i] - row.start
             causal = pairs.is_causal and i == j
-            whole = Block(row.start, row.stop, column.start, column.stop, causal)
+            whole = Rectangle(row.start, row.stop, column.start, column.stop, causal)
             where = "elsewhere" if row.bits & column.bits else "computed"
             for part in kept(whole, pairs, cell):
-                cells[where].append([(x + across, y + down) for x, y in part.corners()])
+                cells[where].append([(x + across, y + down) for x, y in corners(part)])
             if i == j and row.bits == 0:
-                cells["owned"].append([(x + across, y + down) for x, y in whole.corners()])
+                cells["owned"].append([(x + across, y + down) for x, y in corners(whole)])
     width = 0 if pairs.verdict else 1.2 if len(task.spans) <= _NUMBERED else 0.3
     colour = task_colour(task.path, shape.levels)
     for name, face, edge, lw in (

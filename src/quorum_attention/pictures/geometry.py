@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs, Ranges, Task
 from quorum_attention.decomposition.pairs import quarters, walk
+from quorum_attention.decomposition.rectangles import Rectangle
 
 Point = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A kept block in global positions; with ``causal`` only its lower triangle."""
-
-    query_start: int
-    query_stop: int
-    key_start: int
-    key_stop: int
-    causal: bool
-
-    def corners(self) -> list[Point]:
-        """The corners of its polygon; x is the key, y the query."""
-        points: list[Point] = [
-            (self.key_start, self.query_start),
-            (self.key_stop, self.query_stop),
-            (self.key_start, self.query_stop),
-        ]
-        if not self.causal:
-            points.insert(1, (self.key_stop, self.query_start))
-        return points
+def corners(block: Rectangle) -> list[Point]:
+    """The corners of a kept block; x is the key, y the query."""
+    top: list[Point] = [(block.key_start, block.query_start)]
+    if not block.causal:
+        top.append((block.key_stop, block.query_start))
+    return [*top, (block.key_stop, block.query_stop), (block.key_start, block.query_stop)]
 
 
-def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Block]:
-    """The kept pairs of ``task``: its rectangles, cut where its tokens have gaps, under the mask as
-    ``kept`` draws it."""
+def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Rectangle]:
+    """The kept pairs of ``task``, in positions of the whole call: its rectangles, cut where its
+    tokens have gaps, under the mask as ``kept`` draws it."""
     for r in task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys):
         for queries, keys, causal in task.contiguous(r):
-            yield from kept(
-                Block(queries.start, queries.stop, keys.start, keys.stop, causal), pairs, cell
-            )
+            part = Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
+            yield from kept(part, pairs, cell)
 
 
-def kept(block: Block, pairs: Pairs, cell: int) -> Iterator[Block]:
+def kept(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle]:
     """What the mask of ``pairs`` keeps of ``block``: at its edges squares of ``cell`` tokens, each
     drawn if the pair in its middle is kept, or if the mask cannot tell."""
     if pairs.verdict is None:
@@ -55,7 +41,7 @@ def kept(block: Block, pairs: Pairs, cell: int) -> Iterator[Block]:
             row, column = (sum(side) // 2 for side in part)
             found = pairs.of(Ranges.of(row, row + 1, column, column + 1))
         if found is not EMPTY:
-            yield Block(*part.queries, *part.keys, False)
+            yield Rectangle(*part.queries, *part.keys)
 
 
 def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
@@ -72,15 +58,3 @@ def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
             break
         shape = replace(shape, levels=shape.levels[:-1])
     return shape
-
-
-def chunk_edges(shape: Decomposition) -> list[int]:
-    """Boundaries of the first level's chunks, including 0 and the number of tokens."""
-    if not shape.levels:
-        return [0, shape.n_tokens]
-    top = replace(shape, levels=shape.levels[:1])
-    stops = [0]
-    for task in top.tasks():
-        owned = [span.stop for span in task.spans if span.bits == 0]
-        stops.append(owned[0] if owned else stops[-1])
-    return stops

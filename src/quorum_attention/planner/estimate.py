@@ -178,18 +178,18 @@ def plan(
     pairs = None
     if chosen.sparse:
         pairs = chosen.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
-    kept = _words(attn_mask, given.is_causal)
+    kept = words_of(attn_mask, given.is_causal)
     return replace(found, budget_bytes=bytes_given, pairs=pairs, kept=kept)
 
 
-def _words(mask: Mask | None, is_causal: bool) -> str:
+def words_of(mask: Mask | None, is_causal: bool) -> str:
     """What a call keeps, in words: of tensors and functions, that there are some."""
     said = ["causal"] if is_causal else []
     for field in fields(Mask) if mask is not None else ():
         value, name = getattr(mask, field.name), field.name.replace("_", " ")
         if isinstance(value, tuple) and any(isinstance(one, Mask) for one in value):
             joint = " or " if field.name == "either" else " and "
-            said.append(joint.join(f"({_words(one, False)})" for one in value))
+            said.append(joint.join(f"({words_of(one, False)})" for one in value))
         elif value is True or isinstance(value, torch.Tensor) or callable(value):
             said += [name] if name not in said else []
         elif field.name == "documents" and value is not None:
