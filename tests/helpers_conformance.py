@@ -198,7 +198,7 @@ def by_files(case: Case, folder: Path) -> Found:
         call = file_call(options, tensors, case.mask, enable_gqa=True, **case.options)
         output = output_of(str(folder / name), call.results(lse=name == "forward"), {})
         heads = case.draw.choice([None, 1, 2, 5])
-        run_call(call, output, {}, [], Report(), heads=heads, progress=False)
+        run_call(call, output, {}, [], Report(), heads=heads)
         found |= open_tensors(folder / name)
     assert sorted(path.name for path in folder.iterdir()) == ["backward", "forward"]
     for path in folder.iterdir():

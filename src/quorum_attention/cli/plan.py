@@ -150,17 +150,16 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     heads, batch, kv_heads = (sizes.pop(name) for name in ("heads", "batch", "kv_heads"))
     n, is_causal = options.tokens, sizes.pop("is_causal")
     call = WholeCall((batch,), heads, kv_heads or heads, n, n, is_causal=is_causal)
-    total, passes, bars, said = sum(speed for _, speed in devices), {}, {}, []
+    total, passes, drawn, said = sum(speed for _, speed in devices), {}, {}, []
     for name in ("forward", "backward"):
         pair = predicted(call, backward=name == "backward", **sizes | {"device": "cuda"})
-        found = simulate(call, devices, pair)
+        found = drawn[name] = simulate(call, devices, pair)
         busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
         passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
-        bars[name] = found.devices, [(r.device, r.index, r.start, r.stop) for r in found.ran]
         spent = format_seconds(found.seconds)
         said.append(f"{name}: {spent}, {found.parts} parts, devices busy {busy:.1%} of the time")
     if options.draw is not None:
-        draw_gantt(options.draw, bars)
+        draw_gantt(options.draw, drawn)
     said.append(
         f"Predicted, not measured: {len(devices)} devices, together as fast as {total:g} H200s. "
         "The H200's rates were measured; other speeds are published ones, or yours. Each device "

@@ -25,7 +25,7 @@ from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor
 from quorum_attention.counts import shown, whole_number
-from quorum_attention.devices.buffers import InFile, give_back, handle_of, share, shared_memory
+from quorum_attention.devices.buffers import InFile, give_back, share, shared_memory
 from quorum_attention.devices.partition import Sums, pieces_of
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
 from quorum_attention.devices.scheduler import Coordinator, Schedule, expected_speed
@@ -405,13 +405,13 @@ class PoolCall:
             handles = {name: (new.get(name) or self._kept[name])[0] for name in inputs}
             results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             for name, (given, shape, dtype) in wanted.items():
-                if given is None:
-                    own = shared_memory(shape, dtype, home)
-                    handles[name] = handle_of(own)
-                    given = own if on_host(home) else torch.empty_like(own, device=home)
-                else:
-                    handles[name], own = share(given.detach(), mappings, written=True)
+                if given is not None:
                     torch.autograd.graph.increment_version(given)
+                elif on_host(home):
+                    given = shared_memory(shape, dtype)
+                else:
+                    given = torch.empty(shape, dtype=dtype, device=home)
+                handles[name], own = share(given.detach(), mappings, written=True)
                 results[name] = given, own
             spec = PassSpec(
                 next(pool.numbers), sums is not None, self._whole(request), self.mask, handles,

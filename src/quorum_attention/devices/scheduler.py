@@ -10,7 +10,6 @@ device waits 5 to 8 ms for messages, of the seconds that an order takes in long 
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -283,18 +282,14 @@ def simulate(
     pieces = pieces_of(call, speeds, alike=len(set(devices)) == 1)
     schedule = Schedule(call, speeds, pieces)
     report = PoolPass(devices=[name for name, _ in devices], parts=schedule.count)
-    events: list[tuple[float, int]] = []
-    idle, now = set(schedule.devices), 0.0
+    ends, now = dict[int, float](), 0.0  # of the orders that run
     while not schedule.finished:
-        for device in sorted(idle, key=lambda device: -speeds[device]):
-            order = schedule.take(device, now)
-            if order is not None:
-                idle.discard(device)
-                takes = _ORDER_SECONDS + order.work / speeds[device]
-                heapq.heappush(events, (now + takes, device))
-        now, device = heapq.heappop(events)
+        for device in sorted(schedule.devices - ends.keys(), key=lambda device: -speeds[device]):
+            if (order := schedule.take(device, now)) is not None:
+                ends[device] = now + _ORDER_SECONDS + order.work / speeds[device]
+        now, device = min((end, device) for device, end in ends.items())
+        del ends[device]
         order = schedule.running.pop(device)
         report.ran.append(Ran(device, order.number, order.begun, now, Report()))
-        idle.add(device)
     report.seconds = now
     return report

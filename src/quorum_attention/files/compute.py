@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -231,7 +230,6 @@ class Work:
         results: all of its results, in their files, with a dimension of heads.
         folder: for files of scratch space.
         report: filled while it runs.
-        progress: shows a bar, or lines.
     """
 
     call: FileCall
@@ -239,7 +237,6 @@ class Work:
     results: Mapping[str, torch.Tensor]
     folder: Path
     report: Report
-    progress: bool = True
 
     @property
     def parts(self) -> list[Block]:
@@ -310,10 +307,9 @@ def lse_given(call: FileCall, *, in_file: bool) -> bool:
 def compute_here(work: Work, numbers: Sequence[int]) -> Iterator[int]:
     """Compute parts one after the other in this process."""
     call, parts = work.call, work.parts
-    shown: AbstractContextManager[Any] = progress_bar() if work.progress else nullcontext()
-    with shown as bar, torch.no_grad():
+    with progress_bar() as bar, torch.no_grad():
         for number in numbers:
-            progress = None if bar is None else _shifted(bar, number, len(parts))
+            progress = _shifted(bar, number, len(parts))
             written = call.written._replace(report=work.report, progress=progress)
             _compute(work, parts[number], written)
             yield number

@@ -239,7 +239,6 @@ def run_call(
     mode: Mode = "new",
     heads: int | None = None,
     compute: Compute = compute_here,
-    progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Ran:
     """Compute a call into the files of ``output``, which are replaced when all of them are whole.
@@ -268,7 +267,7 @@ def run_call(
         if folder.resumed:
             say(f"resumed: {len(done)} of {settings.parts} parts were done")
         results = call.with_heads(folder.open())
-        work = Work(call, settings, results, output.run, report, progress)
+        work = Work(call, settings, results, output.run, report)
         try:
             for number in compute(work, left) if left else ():
                 for seen in inputs:

@@ -278,8 +278,6 @@ def task_colour(path: tuple[int, ...], levels: tuple[int, ...]) -> Colour:
 
 
 _FITS, _OVER = hue(0.35), (0.86, 0.36, 0.3)
-# (device number, part number, start, stop), seconds.
-Bar = tuple[int, int, float, float]
 
 
 def _bars(
@@ -405,35 +403,32 @@ def _title(name: str, part: Mapping[str, Any]) -> str:
 
 
 @own_style()
-def draw_gantt(
-    path: str | PathLike[str], passes: Mapping[str, tuple[Sequence[str], Sequence[Bar]]]
-) -> None:
+def draw_gantt(path: str | PathLike[str], passes: Mapping[str, Any]) -> None:
     """Write a picture with a chart for each pass, one above the other on the same scale of time.
 
     Args:
         path: the file; its ending is the format (.png, .svg, .pdf).
-        passes: by title, names of the devices, and a bar for each part that ran.
+        passes: a ``PoolPass`` each, by title.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: nothing ran.
     """
-    end = max((bar[3] for _, bars in passes.values() for bar in bars), default=0.0)
-    if not end:
+    if not any(one.ran for one in passes.values()):
         raise ValueError("passes: nothing ran, so there is nothing to draw")
-    rows = [len(names) for names, _ in passes.values()]
+    rows = [len(one.devices) for one in passes.values()]
     figure = new_figure(11.0, 0.26 * (sum(rows) + 3.2 * len(rows) + 1.9))
     figure.set_layout_engine("constrained")
     charts = figure.subplots(len(rows), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
-    for axes, (title, (names, bars)) in zip(charts, passes.items(), strict=True):
+    for axes, (title, one) in zip(charts, passes.items(), strict=True):
         axes.spines[["top", "right", "left"]].set_visible(False)
-        count = max((bar[1] for bar in bars), default=0) + 1
-        for device, part, start, stop in bars:
-            axes.barh(device, stop - start, left=start, height=0.72, color=[hue(part / count)])
-        last = max((bar[3] for bar in bars), default=0.0)
+        for ran in one.ran:
+            seconds, colour = ran.stop - ran.start, hue(ran.index / one.parts)
+            axes.barh(ran.device, seconds, left=ran.start, height=0.72, color=[colour])
+        last = max((ran.stop for ran in one.ran), default=0.0)
         axes.axvline(last, color=INK, lw=1)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(one.devices) - 0.4, -0.6)
+        axes.set_yticks(range(len(one.devices)), one.devices)
         axes.tick_params(length=0, labelcolor=INK, labelsize=8)
         text = f"{title}: {format_seconds(last)}"
         axes.set_title(text, loc="left", fontsize=10, color=INK, weight="bold")
