@@ -13,6 +13,12 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+# What the commands call config.json.
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 4096,
+}  # fmt: skip
 _COMMAND = re.compile(r"(quorum-attention|make|pip|python) ")
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 

@@ -92,6 +92,9 @@ class Driver:
         self.locked[start] = start + n_bytes
         return 0
 
+    def lock(self, start: int, n_bytes: int) -> bool:
+        return self.cudaHostRegister(start, n_bytes, 0) == 0
+
     def cudaHostUnregister(self, start: int) -> int:
         del self.locked[start]
         return 0

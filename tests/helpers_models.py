@@ -130,6 +130,18 @@ def logits_and_gradients(
     return kept.detach(), grads
 
 
+def some_ids(batch: int = 2, tokens: int = 41, device: str = "cpu") -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (batch, tokens), device=device)
+
+
+def padding(ids: torch.Tensor) -> torch.Tensor:
+    """One row padded on the left, one on the right."""
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    mask[1, -5:] = 0
+    return mask
+
+
 def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     """The largest difference, as a share of the largest value there is."""
     largest = exact.abs().max().item()
@@ -149,3 +161,14 @@ def assert_as_close_as_eager(
         room = max(3 * distance(eager[1][weight], gradient), 2e-5)
         if gradient.abs().max() > 1e-9:
             assert distance(ours[1][weight], gradient) <= room, weight
+
+
+def assert_logits_and_gradients(kind: str, name: str, ids: torch.Tensor) -> None:
+    """Of a model of that kind: of two texts, of padded ones, and of packed documents."""
+    model, mask = tiny(kind).to(ids.device), padding(ids)
+    assert_as_close_as_eager(model, name, ids)
+    assert_as_close_as_eager(model, name, ids, mask.bool(), attention_mask=mask)
+    if kind in DECODERS and kind != "opt":
+        lengths = 17, 1, ids.shape[1] - 18
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+        assert_as_close_as_eager(model, name, ids, position_ids=positions.to(ids.device))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
+from helpers_docs import my_attention
 
 from quorum_attention.cli import doctor, main
 
@@ -49,18 +51,14 @@ def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFi
     assert said.count("\n") == 1
 
 
-MODULE = """
+MODULE = f"""
 import torch
+from typing import Any
 
-def right(query, key, value, *, is_causal, scale):
-    scores = scale * (query @ key.mT)
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+{inspect.getsource(my_attention)}
 
 def wrong(query, key, value, *, is_causal, scale):
-    out, lse = right(query, key, value, is_causal=is_causal, scale=scale)
+    out, lse = my_attention(query, key, value, is_causal=is_causal, scale=scale)
     return out, lse * 0
 
 def refuses(query, key, value, *, is_causal, scale):
@@ -87,8 +85,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--device", "cpu", "--tokens", "80", "--forward-only"]
-    assert main(["check", "my_own_attention:right", *short]) == 0
-    assert "right: exact within rounding" in capsys.readouterr().out
+    assert main(["check", "my_own_attention:my_attention", *short]) == 0
+    assert "my_attention: exact within rounding" in capsys.readouterr().out
     assert main(["check", "my_own_attention:wrong", *short, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "not exact"

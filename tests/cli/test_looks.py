@@ -13,17 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers_docs import QWEN3_8B
 
 import quorum_attention as qa
 from quorum_attention.bench.child import Answer
 from quorum_attention.cli import bench, main
 from quorum_attention.cli.output import say, show_table
-
-QWEN3_8B = {
-    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 4096, "head_dim": 128,
-    "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

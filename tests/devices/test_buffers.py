@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers_late_cuda import Driver
 
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.devices.buffers import (
@@ -21,7 +22,7 @@ from quorum_attention.devices.buffers import (
     share,
     shared_memory,
 )
-from quorum_attention.execution.device.page_locks import Locker, addresses
+from quorum_attention.execution.device.page_locks import Locker
 
 
 def files() -> set[str]:
@@ -148,33 +149,14 @@ def test_used_again_when_it_is_freed() -> None:
     assert (torch.from_file(path, True, 1 << 20, dtype=torch.float16) == 3).all()
 
 
-class Driver:
-    """Locks and unlocks, made up."""
-
-    def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
-
-    def lock(self, address: int, n_bytes: int) -> bool:
-        assert n_bytes > 0
-        assert not any(a < address + n_bytes and address < a + n for a, n in self.locked.items())
-        self.locked[address] = n_bytes
-        return True
-
-    def unlock(self, address: int) -> None:
-        del self.locked[address]
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether it is in a locked range, all of it."""
-        start, stop = addresses(tensor)
-        return any(a <= start and stop <= a + n for a, n in self.locked.items())
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_memory_is_locked_once_within_a_bound_and_unlocked(seed: int) -> None:
     draw = random.Random(seed)
     driver = Driver()
     most_bytes, locked = draw.choice([1 << 40, 12 << 20]), 0
-    openings = MappedBuffers(Locker(driver.lock, driver.unlock, lambda: None), most_bytes)
+    openings = MappedBuffers(
+        Locker(driver.lock, driver.cudaHostUnregister, lambda: None), most_bytes
+    )
     shape = (4, 6, draw.choice([1000, 2048, 3333]), 64)
     every = [room(shape, torch.uint8) for _ in range(4)]
     for _ in range(40):
@@ -188,8 +170,8 @@ def test_memory_is_locked_once_within_a_bound_and_unlocked(seed: int) -> None:
             there = openings.open(handle)
             result = draw.random() < 0.5
             openings.lock(handle, result=result)
-            locked += driver.covers(there)
-            assert sum(driver.locked.values()) <= most_bytes
+            locked += driver.locked_bytes(there) == there.nbytes
+            assert driver.locked_bytes() <= most_bytes
     assert locked
     del tensor, there
     every.clear()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers_attention import attention as textbook
 from helpers_ranks import compare, inputs_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -200,12 +201,8 @@ def _a_graph_does_not_keep_its_group() -> None:
 
 
 def _named(factor: float) -> Any:
-    def function(query: Any, key: Any, value: Any, *, is_causal: bool, scale: float) -> Any:
-        scores = factor * scale * (query @ key.mT)
-        if is_causal:
-            later = torch.ones_like(scores).triu(1).bool()
-            scores = scores.masked_fill(later, -torch.inf)
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    def function(*three: torch.Tensor, is_causal: bool, scale: float) -> Any:
+        return textbook(*three, is_causal=is_causal, scale=factor * scale)
 
     return qa.from_lse_function(function, name="over ranks")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers_docs import ROOT, blocks, commands, my_attention, normal
+from helpers_docs import QWEN3_8B, ROOT, blocks, commands, my_attention, normal
 from helpers_kernels import taken_as_tried
 
 from quorum_attention.bench.cases import EXPERIMENTS
@@ -30,11 +30,6 @@ SHORT = {
     "check": ["--tokens", "64", "--forward-only"],
 }
 MODULE = f"import torch\nfrom typing import Any\n\n{inspect.getsource(my_attention)}"
-CONFIG = {
-    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 def filled(text: str) -> list[str]:
@@ -47,7 +42,7 @@ def filled(text: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_module.py").write_text(MODULE)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     (tmp_path / "docs" / "images").mkdir(parents=True)
     tensors = {name: torch.randn(1, 2, 64, 16) for name in "qkv"}
     safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")

@@ -18,8 +18,6 @@ from quorum_attention.passes import check_forward
 
 N, M = 70, 90
 
-N, M = 70, 90
-
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [1.0, 30.0])

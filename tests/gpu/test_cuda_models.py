@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 from helpers_models import (
     DECODERS,
     ENCODERS,
-    VOCABULARY,
-    assert_as_close_as_eager,
+    assert_logits_and_gradients,
     attended,
     register_all,
+    some_ids,
     tiny,
 )
 
@@ -28,29 +28,17 @@ def registered() -> None:
     register_all()
 
 
-def some_ids(batch: int, tokens: int) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, (batch, tokens), device="cuda")
-
-
 @pytest.mark.parametrize("name", ["quorum", "cut_once", "cut_twice"])
 @pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
 def test_logits_and_gradients(kind: str, name: str) -> None:
-    model, ids = tiny(kind).cuda(), some_ids(2, 300)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    mask[1, -5:] = 0
-    assert_as_close_as_eager(model, name, ids)
-    assert_as_close_as_eager(model, name, ids, mask.bool(), attention_mask=mask)
-    if kind in DECODERS and kind != "opt":
-        positions = torch.cat([torch.arange(n) for n in (170, 1, 129)])[None].expand(2, -1).cuda()
-        assert_as_close_as_eager(model, name, ids, position_ids=positions)
+    assert_logits_and_gradients(kind, name, some_ids(2, 300, "cuda"))
 
 
 def test_a_sliding_window_of_a_long_text_takes_no_square() -> None:
     """65,536 tokens: one boolean mask of all pairs would be 4 GiB."""
     register("watched", budget="256MiB")
     model = attended(tiny("gemma3_text").cuda(), "watched", torch.bfloat16)
-    ids = some_ids(1, 65_536)
+    ids = some_ids(1, 65_536, "cuda")
     model(ids[:, :4096])
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -61,7 +49,7 @@ def test_a_sliding_window_of_a_long_text_takes_no_square() -> None:
 
 def test_long_context_is_the_same_loss_in_less_memory() -> None:
     sizes = {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024}
-    model, ids = tiny("llama", sizes).cuda().bfloat16().train(), some_ids(1, 8192)
+    model, ids = tiny("llama", sizes).cuda().bfloat16().train(), some_ids(1, 8192, "cuda")
     peaks, losses = [], []
     for changed in (False, True):
         if changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,11 +367,8 @@ def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Host:
-        def free_bytes(self, device: torch.device) -> int:
-            return 600
-
-    monkeypatch.setattr(checkpoints, "backend_of", lambda device: Host())
+    host = SimpleNamespace(free_bytes=lambda device: 600)
+    monkeypatch.setattr(checkpoints, "backend_of", lambda device: host)
     monkeypatch.setattr(checkpoints._Kept, "most", checkpoints._Kept.alive)
     for ranks, room in (("", 500), ("1", 500), ("4", 125)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

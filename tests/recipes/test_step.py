@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_docs import QWEN3_8B
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -21,11 +22,6 @@ from quorum_attention.recipes.step import (
 )
 
 GIB = 1 << 30
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
-    "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 4096,
-}  # fmt: skip
 SHAPE = read_shape(QWEN3_8B)
 
 

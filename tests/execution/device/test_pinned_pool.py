@@ -31,9 +31,6 @@ class Pooled(Driver):
         super().__init__()
         self.waits, self.now = 0, 0.0
 
-    def lock(self, address: int, n_bytes: int) -> bool:
-        return self.cudaHostRegister(address, n_bytes, 0) == 0
-
     def wait(self) -> None:
         self.waits += 1
 

@@ -15,11 +15,14 @@ from helpers_models import (
     ENCODERS,
     VOCABULARY,
     assert_as_close_as_eager,
+    assert_logits_and_gradients,
     attended,
     distance,
     exact_attention,
     logits_and_gradients,
+    padding,
     register_all,
+    some_ids,
     tiny,
 )
 
@@ -34,27 +37,9 @@ def registered() -> None:
     register_all()
 
 
-def some_ids(batch: int = 2, tokens: int = TOKENS) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, (batch, tokens))
-
-
-def padding(ids: torch.Tensor) -> torch.Tensor:
-    """One row padded on the left, one on the right."""
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    mask[1, -5:] = 0
-    return mask
-
-
 @pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
 def test_logits_and_gradients(kind: str) -> None:
-    model, ids = tiny(kind), some_ids()
-    assert_as_close_as_eager(model, "quorum", ids)
-    mask = padding(ids)
-    assert_as_close_as_eager(model, "quorum", ids, mask.bool(), attention_mask=mask)
-    if kind in DECODERS and kind != "opt":  # packed documents
-        positions = torch.cat([torch.arange(n) for n in (17, 1, TOKENS - 18)])[None].expand(2, -1)
-        assert_as_close_as_eager(model, "quorum", ids, position_ids=positions)
+    assert_logits_and_gradients(kind, "quorum", some_ids())
 
 
 def test_bf16() -> None:
