@@ -236,18 +236,6 @@ def test_plans_and_estimates_of_a_mask() -> None:
         qa.plan(4096, attn_mask=torch.zeros(1), **sizes)  # type: ignore[arg-type]
 
 
-def test_the_earlier_name_of_the_mask_still_works() -> None:
-    sizes = {**CALL, "heads": 2}
-    mask = qa.Mask(causal=True, window=(200, 0))
-    wanted = qa.plan(4096, attn_mask=mask, **sizes).describe()
-    for call in (qa.plan, qa.estimate):
-        with pytest.warns(DeprecationWarning, match="attn_mask"):
-            found = call(4096, mask=mask, **sizes)
-        assert wanted in found.describe()
-        with pytest.raises(TypeError, match="one argument"):
-            call(4096, mask=mask, attn_mask=mask, **sizes)
-
-
 IDS = torch.arange(3_000) // 350
 SHOWN = [
     (qa.Mask(window=(500, 0)), True, "causal, window 500,0"),

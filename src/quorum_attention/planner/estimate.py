@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -76,7 +75,6 @@ def plan(
     kernel: str | InnerKernel = "auto",
     backward: bool = False,
     attn_mask: Mask | None = None,
-    mask: Mask | None = None,
 ) -> Plan:
     """Plan an attention call of ``n_tokens`` queries.
 
@@ -106,7 +104,6 @@ def plan(
         backward: plan the backward pass instead of the forward.
         attn_mask: the call's ``Mask``; its tensors must fit the sizes. Give a tensor as
             ``Mask(bias=tensor)``.
-        mask: the earlier name of ``attn_mask``, deprecated.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -139,7 +136,6 @@ def plan(
     )  # fmt: skip
     where = _device(device)
     backward = switch(backward, "backward")
-    attn_mask = _one_mask(attn_mask, mask)
     given, (work, kernel) = work, _under(attn_mask, work, kernel, where, backward)
     bytes_given = None if budget is None else parse_bytes(budget)
     levels = _levels(levels)
@@ -198,20 +194,6 @@ def words_of(mask: Mask | None, is_causal: bool) -> str:
             numbers = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else value
             said.append(f"{name} {numbers}")
     return ", ".join(said)
-
-
-def _one_mask(attn_mask: Mask | None, mask: Mask | None) -> Mask | None:
-    """The mask of a call, by whichever name it came.
-
-    Raises:
-        TypeError: it came by both.
-    """
-    if mask is None:
-        return attn_mask
-    if attn_mask is not None:
-        raise TypeError("attn_mask and mask are one argument, under its name and its earlier name")
-    warnings.warn("mask is called attn_mask, as in attention()", DeprecationWarning, stacklevel=3)
-    return mask
 
 
 def _under(
@@ -337,7 +319,7 @@ _OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
 _MOST_OTHERS = 6
 
 
-def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object) -> Estimate:
+def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -> Estimate:
     """Whether a call fits; its plans, memory, time and alternatives.
 
     Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).
@@ -353,10 +335,8 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
     for name in ("levels", "depth", "backward"):
         if name in call:
             raise TypeError(f"estimate does not take {name}: it chooses, and plans both passes")
-    options: dict[str, Any] = dict(call)
-    options["attn_mask"] = _one_mask(options.get("attn_mask"), options.pop("mask", None))
     forward, backward = both_passes(
-        lambda back: plan(n_tokens, budget=budget, backward=back, **options)
+        lambda back: plan(n_tokens, budget=budget, backward=back, **call)
     )
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
@@ -370,7 +350,7 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object
         looked_at = levels != forward.levels and math.prod(levels) <= most
         if looked_at and n_tokens >= 128 * max(levels, default=0):
             try:
-                others.append(plan(n_tokens, levels=levels, budget=room, **options))
+                others.append(plan(n_tokens, levels=levels, budget=room, **call))
             except BudgetError:
                 continue
     others.sort(key=lambda other: other.predicted_seconds)
