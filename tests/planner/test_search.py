@@ -21,7 +21,7 @@ from quorum_attention.kernels import get_kernel
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import cost, footprint_of, kernel_hardware, least_seconds, price
+from quorum_attention.planner.price import cost, kernel_hardware, least_seconds, price
 from quorum_attention.planner.search import (
     PlanConstraints,
     _decompositions,
@@ -150,7 +150,8 @@ def test_less_takes_no_more(levels, n_cap, backward, resident, given_results) ->
     def total(route=None, levels=levels, group=None, place=place) -> int:
         shape = Decomposition(WORK.n_tokens, levels)
         made = schedule_of(WORK, shape, group or GroupSize(1, 2), route or Slots(n_cap, "device"))
-        return footprint_of(made, Problem(WORK, DENSE, spec_of(backward), place)).total
+        problem = Problem(WORK, DENSE, spec_of(backward), place)
+        return made.route.memory_use(made, problem).total
 
     usual = total()
     assert total(Slots(n_cap + 1, "device")) > usual

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
 import torch
 
 from quorum_attention.decomposition.pieces import Pieces
-from quorum_attention.execution.device.backend import Backend
+from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels.protocol import (
     Call,
@@ -30,6 +30,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.sizes import format_bytes
 
 ELEMENT_BYTES = {
     torch.float16: 2,
@@ -482,20 +483,48 @@ def takes_wide(kernel: InnerKernel, work: Workload) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
-    """Most device bytes, each tensor by itself because allocators round up each of them.
+class Footprint:
+    """Most device bytes of a pass by purpose; ``total`` is what is held against the budget.
+
+    What a backward reads of its forward is not counted: it is allocated when the pass begins.
 
     Attributes:
-        workspace: of kernels; rounded up already.
+        place: where the pass runs.
+        workspace: of kernels.
         slots: of the arena.
         accumulators: of each state outside of slots.
         results: of each result, and of each copy of an input.
     """
 
+    place: Placement = field(repr=False)
     workspace: int
     slots: int = 0
     accumulators: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
+
+    @property
+    def rounding(self) -> int:
+        """What the allocator may hand out beyond what it is asked for, for each tensor."""
+        tensors = [size for size in (self.slots, *self.accumulators, *self.results) if size > 0]
+        # A workspace is counted with one fixed rounding: the kernel's bound includes the rest.
+        return ROUNDING_BYTES * (self.workspace > 0) + self.place.backend.rounding(tensors)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        tensors = sum(self.accumulators) + sum(self.results)
+        return self.slots + self.workspace + tensors + self.rounding
+
+    @property
+    def words(self) -> str:
+        """Its parts, without those that are 0."""
+        parts = {
+            "slots": self.slots,
+            "kernel workspace": self.workspace,
+            "accumulators": sum(self.accumulators),
+            "results": sum(self.results),
+        }
+        return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.problem import (
-    Bytes,
+    Footprint,
     Group,
     GroupSize,
     Problem,
@@ -93,7 +93,7 @@ class Route(ABC):
         """Whether the route can run the pass ``problem``."""
 
     @abstractmethod
-    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """Most device bytes that it takes."""
 
     @abstractmethod

@@ -13,43 +13,13 @@ import torch
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.problem import Placement, Workload, count_groups
+from quorum_attention.execution.problem import Footprint, Placement, Workload, count_groups
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import written
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.sizes import as_html, counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Device bytes by purpose; ``total`` is what is held against the budget.
-
-    ``rounding``: what the allocator may hand out beyond what it is asked for.
-    """
-
-    slots: int
-    workspace: int
-    accumulators: int
-    results: int
-    rounding: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.slots + self.workspace + self.accumulators + self.results + self.rounding
-
-    @property
-    def words(self) -> str:
-        """Its parts, without those that are 0."""
-        parts = {
-            "slots": self.slots,
-            "kernel workspace": self.workspace,
-            "accumulators": self.accumulators,
-            "results": self.results,
-        }
-        return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,34 +12,17 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
-from quorum_attention.execution.device.backend import ROUNDING_BYTES
 from quorum_attention.execution.problem import PassSpec, Problem, Workload, count_groups
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.planner.hardware import HardwareModel
-from quorum_attention.planner.plan import Cost, Footprint, Plan
+from quorum_attention.planner.plan import Cost, Plan
 from quorum_attention.quorums import interest_set, quorum_size
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
 _DEVICE_COPIES = 6
 # Host time per call for keeping two streams in order.
 _STREAM_SECONDS = 30e-6
-
-
-def footprint_of(schedule: Schedule, problem: Problem) -> Footprint:
-    """Device bytes of a pass. What a backward reads of its forward is not counted: it is allocated
-    when the pass begins."""
-    taken = schedule.route.memory_use(schedule, problem)
-    tensors = [size for size in (taken.slots, *taken.accumulators, *taken.results) if size > 0]
-    # A workspace is counted with one fixed rounding: the kernel's bound includes the rest.
-    rounding = ROUNDING_BYTES if taken.workspace > 0 else 0
-    return Footprint(
-        slots=taken.slots,
-        workspace=taken.workspace,
-        accumulators=sum(taken.accumulators),
-        results=sum(taken.results),
-        rounding=rounding + problem.place.backend.rounding(tensors),
-    )
 
 
 @dataclass(frozen=True)
@@ -297,7 +280,7 @@ def price(schedule: Schedule, problem: Problem, hardware: HardwareModel, why: st
         kernel=problem.kernel.name,
         backward=problem.spec.backward,
         schedule=schedule,
-        footprint=footprint_of(schedule, problem),
+        footprint=schedule.route.memory_use(schedule, problem),
         cost=cost(schedule, problem, hardware),
         why=why,
     )

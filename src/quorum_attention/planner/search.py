@@ -14,6 +14,7 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.problem import (
     Axis,
+    Footprint,
     GroupSize,
     Problem,
     Workload,
@@ -27,9 +28,8 @@ from quorum_attention.execution.trimming import Tally, pairs_of, sizes_of, tally
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import HardwareModel
-from quorum_attention.planner.plan import Footprint, Plan
+from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import (
-    footprint_of,
     kernel_hardware,
     least_seconds,
     price,
@@ -161,7 +161,7 @@ class _Search:
     def look(self, schedules: Iterable[Schedule]) -> Plan | None:
         """Price the schedules that fit. A monolithic call that needs no comparison is returned."""
         for schedule in schedules:
-            footprint = footprint_of(schedule, self.problem)
+            footprint = schedule.route.memory_use(schedule, self.problem)
             total = footprint.total
             if self.smallest is None or total < self.smallest[1].total:
                 self.smallest = schedule, footprint
@@ -235,7 +235,7 @@ def uncut_bytes(problem: Problem) -> int:
     schedule = uncut(problem.work)
     if not schedule.runs(problem):
         schedule = schedule.through_slots(problem.work, accumulator="host")
-    return footprint_of(schedule, problem).total
+    return schedule.route.memory_use(schedule, problem).total
 
 
 @remembered(256)
@@ -464,6 +464,6 @@ def _largest_block(
         if units > policy.MOST_PASSAGES:
             return None
         made = schedule_of(work, instead.decomposition, instead.group, one, pinned=instead.pinned)
-        if footprint_of(made, problem).total <= budget:
+        if made.route.memory_use(made, problem).total <= budget:
             return made
     return None

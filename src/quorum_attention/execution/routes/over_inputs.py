@@ -23,7 +23,7 @@ from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.execution.call import Job, Tools, flat, flat_batch, operand
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.problem import (
-    Bytes,
+    Footprint,
     Group,
     GroupSize,
     Problem,
@@ -115,7 +115,7 @@ class Whole(OverInputs):
         _, rectangles = all_rectangles(work, schedule.decomposition)
         return [(r.n_queries, r.n_keys) for r in rectangles] == [(work.n_queries, work.n_keys)]
 
-    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """Results take nothing more where the kernel's own are returned: those of all head groups
         in one call, in the right dtype."""
         work = problem.work
@@ -137,7 +137,7 @@ class Whole(OverInputs):
         elif problem.place.result_dtype == work.dtype and not (problem.scaled or _widened(problem)):
             results = ()
         given = (problem.place.divided or 0, *copied_bytes(problem, schedule.group))
-        return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
+        return Footprint(problem.place, workspace, 0, tuple(accumulators), (*given, *results))
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Kernel calls, and nothing else."""
@@ -298,12 +298,13 @@ class Blockwise(OverInputs):
         maskless = problem.work.mask is None or self.pieces != "halves"
         return maskless and problem.place.in_place and problem.place.lse_here
 
-    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """The states of one head group, the results of all, and the copies of inputs."""
         states = scaled_bytes if problem.scaled else merged_bytes
         rows = schedule.max_queries if self._copied_by_kernel(problem) else None
         copied = copied_bytes(problem, schedule.group, rows)
-        return Bytes(
+        return Footprint(
+            problem.place,
             self.streams * problem.workspace(schedule.extent(problem.work)),
             0,
             (*states(problem, schedule.group), *final_bytes(problem)),

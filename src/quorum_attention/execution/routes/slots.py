@@ -41,7 +41,7 @@ from quorum_attention.execution.engine import (
 )
 from quorum_attention.execution.problem import (
     Axis,
-    Bytes,
+    Footprint,
     Problem,
     Tensors,
     WorkCounts,
@@ -92,13 +92,14 @@ class Slots(Route):
         """Always true."""
         return True
 
-    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """The arena, workspace, results, and the accumulators if the budget counts them."""
         work, group = problem.work, schedule.group
         homes = home_bytes(problem, group, self.accumulator)
         # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
         scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if problem.scaled else 0)
-        return Bytes(
+        return Footprint(
+            problem.place,
             self.streams * problem.workspace(schedule.extent(work)),
             self.n_cap * layout_of(schedule, problem).slot_bytes,
             (*homes, *scaling),
@@ -261,13 +262,14 @@ class Streaming(Route):
             self.stays, work.n_queries, work.n_keys, self.queries, self.keys, work.is_causal
         )
 
-    def memory_use(self, schedule: Schedule, problem: Problem) -> Bytes:
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
         results and states."""
         homes = home_bytes(problem, schedule.group, "host")
         small = (SMALL_BYTES,) * 4 if problem.scaled else ()
         chunk, block = (layout_of(schedule, problem, a) for a in (self.stays, self.streams_by))
-        return Bytes(
+        return Footprint(
+            problem.place,
             problem.workspace(schedule.extent(problem.work)),
             chunk.slot_bytes + self.n_cap * block.slot_bytes,
             (*homes, *small),
