@@ -16,8 +16,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.problem import Placement, Problem, spec_of
-from quorum_attention.execution.schedule import Cutting
-from quorum_attention.execution.trimming import tally, trimmed_tasks
+from quorum_attention.execution.schedule import Cutting, tally, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask

@@ -30,7 +30,6 @@ from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.problem import Group, Workload, group_part
-from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.protocol import Saved
 from quorum_attention.kernels.reference import PLAIN, BackwardRows, Block, runs
@@ -114,7 +113,7 @@ def add_up_mask_gradient(
     assert job.mask is not None
     mask = job.mask.mask
     target = target.reshape(mask.shape)
-    walk = _Walk(job, given, target, pairs_of(job.work, job.kernel))
+    walk = _Walk(job, given, target, job.problem.pairs)
     # What is tested of each pair takes a distance of 64 bits, and a few flags.
     tested = 8 if job.kernel.own_attention else 0
     tile = fitting(job.work, job.device, left, mask.element_size() + tested)

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend
 from quorum_attention.execution.device.lookup import BACKENDS
@@ -39,6 +40,9 @@ ELEMENT_BYTES = {
     torch.float64: 8,
 }
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENT_BYTES)
+
+Lengths = tuple[int, int, bool]
+"""Queries, keys, and whether the call is causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,11 @@ class Workload:
     def batch(self) -> int:
         """Batch entries, all batch dimensions together."""
         return math.prod(self.batch_shape)
+
+    @property
+    def lengths(self) -> Lengths:
+        """What the pairs of a call depend on, beside its kernel."""
+        return self.n_queries, self.n_keys, self.is_causal
 
     @property
     def n_tokens(self) -> int:
@@ -452,6 +461,11 @@ class Problem:
     def without_kernel(self) -> tuple[Workload, PassSpec, Placement]:
         """All but the kernel, which caches must not hold."""
         return self.work, self.spec, self.place
+
+    @property
+    def pairs(self) -> Pairs:
+        """The pairs that the call keeps, by its lengths and the kernel's own mask."""
+        return self.kernel.kept_pairs(*self.work.lengths)
 
     @property
     def scaled(self) -> bool:

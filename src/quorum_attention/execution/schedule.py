@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import Decomposition, Pairs, Task
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.call import Job, Tools
@@ -20,19 +20,14 @@ from quorum_attention.execution.problem import (
     Footprint,
     Group,
     GroupSize,
+    Lengths,
     Problem,
     WorkCounts,
     Workload,
     groups,
 )
-from quorum_attention.execution.trimming import (
-    Tally,
-    pairs_of,
-    sizes_of,
-    trimmed_tasks,
-    written,
-)
-from quorum_attention.kernels.protocol import Extent
+from quorum_attention.kernels.cache import remembered
+from quorum_attention.kernels.protocol import Extent, InnerKernel
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
 
@@ -41,6 +36,28 @@ Attempt = Callable[["Schedule", RecoveryController, Tools], Iterator[int]]
 
 # Chunks of each level that a recovery adds.
 DEEPEN_BY = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """The sizes of the trimmed tasks of a head group.
+
+    Attributes:
+        n_tasks: how many tasks are left.
+        tokens: of all tasks together.
+        largest: tokens of the largest task.
+        before: tokens of all tasks together without trimming.
+    """
+
+    n_tasks: int
+    tokens: int
+    largest: int
+    before: int
+
+    @property
+    def left_out(self) -> float:
+        """The share of tokens that was trimmed."""
+        return 1.0 - self.tokens / self.before if self.before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +251,45 @@ def schedule_of(
     return Schedule(shape, group, route, queries, keys, pinned)
 
 
+# --- Trimmed tasks: without the tokens that have no partner under the call's mask ----------------
+
+
+def trim(shape: Decomposition, pairs: Pairs, backward: bool) -> tuple[tuple[Task, ...], Tally]:
+    """The trimmed tasks, in order, and their sizes."""
+    tasks = list(shape.tasks())
+    found = trimmed(tasks, pairs, shape.tile, _written(pairs, backward)) if shape.depth else tasks
+    lengths = [task.n_tokens for task in found]
+    before = sum(task.n_tokens for task in tasks)
+    return tuple(found), Tally(len(found), sum(lengths), max(lengths, default=0), before)
+
+
+# A small cache, because thousands of tasks take some megabytes.
+@remembered(8)
+def trimmed_tasks(
+    shape: Decomposition, lengths: Lengths, kernel: InnerKernel, backward: bool
+) -> tuple[tuple[Task, ...], Tally]:
+    """``trim``, remembered as long as the kernel lives."""
+    return trim(shape, kernel.kept_pairs(*lengths), backward)
+
+
+@remembered(256)
+def tally(shape: Decomposition, lengths: Lengths, kernel: InnerKernel, backward: bool) -> Tally:
+    """The sizes of ``trimmed_tasks``, for plans that keep no tasks."""
+    return trim(shape, kernel.kept_pairs(*lengths), backward)[1]
+
+
+def _written(pairs: Pairs, backward: bool) -> int:
+    """The end of the positions whose rows the pass returns."""
+    return max(pairs.n_queries, pairs.n_keys) if backward else pairs.n_queries
+
+
 class Cutting:
     """The tasks of one pass of a call, at the depth it was planned for and deeper."""
 
     def __init__(self, planned: Schedule, problem: Problem) -> None:
         self.planned, self.problem, self.work = planned, problem, problem.work
         self.depth, self.n_cap = planned.decomposition.depth, planned.route.n_cap
-        self.pairs = pairs_of(problem.work, problem.kernel)
+        self.pairs = problem.pairs
         self._tasks: dict[int, list[Task]] = {}
         self._schedules: dict[int, Schedule] = {}
 
@@ -261,7 +310,7 @@ class Cutting:
             else:
                 problem = self.problem
                 found = trimmed_tasks(
-                    shape, sizes_of(self.work), problem.kernel, problem.spec.backward
+                    shape, self.work.lengths, problem.kernel, problem.spec.backward
                 )
                 self._tasks[depth] = list(found[0])
                 schedule = schedule.changed(trimmed=found[1])
@@ -285,7 +334,7 @@ class Cutting:
                 # the state of their rows, or have finished it.
                 within = tokens_of(task)
                 children = [restricted(child, within) for child in children]
-                end = written(self.pairs, self.problem.spec.backward)
+                end = _written(self.pairs, self.problem.spec.backward)
                 children = trimmed(children, self.pairs, shape.tile, end)
             found += children
         less = schedule.route.trimmed

@@ -21,7 +21,6 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Placement, Problem, Workload, spec_of
 from quorum_attention.execution.routes.over_inputs import Whole
-from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy
@@ -165,7 +164,7 @@ def is_small(problem: Problem, device: torch.device) -> bool:
     if not problem.place.in_place:
         return False
     # A kernel's own mask is defined for these lengths only: they cannot be rounded.
-    if pairs_of(work, problem.kernel).verdict is None:
+    if problem.pairs.verdict is None:
         problem = replace(problem, work=_rounded(work))
     return short_call(problem, hardware_of(device, work.dtype, work.head_dim)) is not None
 

@@ -11,11 +11,9 @@ from os import PathLike
 import torch
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
-from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.problem import Footprint, Placement, Workload, count_groups
-from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.trimming import written
+from quorum_attention.execution.schedule import Schedule, trim
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.sizes import as_html, counted, format_bytes, format_seconds
 
@@ -161,8 +159,7 @@ class Plan:
         """The tasks as they are run; None where they are those of the decomposition."""
         if self.schedule.route.trimmed is None:
             return None
-        pairs, shape = self._pairs(), self.decomposition
-        return trimmed(list(shape.tasks()), pairs, shape.tile, written(pairs, self.backward))
+        return list(trim(self.decomposition, self._pairs(), self.backward)[0])
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the coverage to ``path`` (needs matplotlib: the ``draw`` extra)."""

@@ -14,7 +14,6 @@ from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
 from quorum_attention.execution.problem import PassSpec, Problem, Workload, count_groups
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Plan
 from quorum_attention.quorums import interest_set, quorum_size
@@ -188,7 +187,7 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     higher rate of counted pairs.
     """
     kernel = problem.kernel
-    share = kept_share(pairs_of(problem.work, kernel))
+    share = kept_share(problem.pairs)
     forward, backward = kernel.rates
     if kernel.pace is not None:
         hardware = kernel.pace(hardware, problem.work.head_dim, problem.spec.backward)

@@ -23,8 +23,14 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
 from quorum_attention.execution.routes.slots import Slots, Streaming
-from quorum_attention.execution.schedule import Route, Schedule, deepest, schedule_of
-from quorum_attention.execution.trimming import Tally, pairs_of, sizes_of, tally
+from quorum_attention.execution.schedule import (
+    Route,
+    Schedule,
+    Tally,
+    deepest,
+    schedule_of,
+    tally,
+)
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import HardwareModel
@@ -117,7 +123,7 @@ def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareMod
     if short is not None and short.peak_bytes <= constraints.budget_bytes:
         return short
     search = _Search(problem, constraints, kernel_hardware(problem, hardware))
-    trims = _trims(pairs_of(problem.work, problem.kernel))
+    trims = _trims(problem.pairs)
     few, enough = policy.PRICED_TRIMMED if trims else policy.PRICED
     fitting = 0
     for shape in _decompositions(problem.work.n_tokens, constraints):
@@ -273,7 +279,7 @@ def _schedules(
 ) -> Iterator[Schedule]:
     """Every schedule of a decomposition that is worth a price."""
     work, pinned = problem.work, constraints.pinned
-    pairs = pairs_of(work, problem.kernel)
+    pairs = problem.pairs
     sizes = [constraints.group] if constraints.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
     offered = _over_inputs(problem, constraints, shape)
@@ -373,10 +379,10 @@ def _decompositions(n_tokens: int, constraints: PlanConstraints) -> Iterator[Dec
 
 def _trimmed_tally(shape: Decomposition, problem: Problem) -> Tally | None:
     """What trimming leaves of the tasks, None where there is nothing to leave out."""
-    pairs = pairs_of(problem.work, problem.kernel)
+    pairs = problem.pairs
     if shape.depth == 0 or not _trims(pairs):
         return None
-    return tally(shape, sizes_of(problem.work), problem.kernel, problem.spec.backward)
+    return tally(shape, problem.work.lengths, problem.kernel, problem.spec.backward)
 
 
 def _trims(pairs: Pairs) -> bool:
