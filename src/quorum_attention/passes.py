@@ -89,19 +89,21 @@ def decide_forward(tensors: Tensors, request: Request) -> Decision:
     Raises:
         BudgetError, NotImplementedError: it cannot be.
     """
-    work, options, records = request.work, request.options, request.records
-    here, budget = forward_place(tensors, request), options.budget_bytes
+    work, dtype, records = request.work, request.out_dtype, request.records
+    here, budget = forward_place(tensors, request), request.options.budget_bytes
     held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
 
     def of(backward: bool) -> Decision:
-        place, wanted = (place_after(here, request) if backward else here), options
-        if backward and held and budget is not None:
-            wanted = replace(options, budget_bytes=max(0, budget - held))
-        kept = {"backward": backward, "needs_grad": records}
-        return decide(work, place, wanted, request.out_dtype, **kept)
+        place = place_after(here, request) if backward else here
+
+        def within(left: Request) -> Decision:
+            how = left.options
+            return decide(work, place, how, dtype, backward=backward, needs_grad=records)
+
+        return beside(request, held * backward, "the mask's gradient", within)
 
     # The backward, which has to fit the same budget, is decided again when its turn comes.
-    return of(False) if budget is None or not records else both_passes(of, held)[0]
+    return of(False) if budget is None or not records else both_passes(of)[0]
 
 
 def run_backward(

@@ -17,6 +17,7 @@ import torch
 
 from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.pieces import Pieces
+from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels.protocol import (
@@ -556,8 +557,8 @@ class WorkCounts:
         in_slots: whether units go through slots, which the host sets up.
         run_copies: copies that the host issues for each run of neighbouring tokens of a unit.
         even: whether all units take the same time.
-        calls: the kernel calls of a head, where they are no tasks': (queries, keys, causal, how
-            many) of each size; None: those of the decomposition's tasks.
+        calls: the kernel calls of a head, where they are no tasks', and how many of each size there
+            are; None: those of the decomposition's tasks.
     """
 
     units: int
@@ -571,7 +572,7 @@ class WorkCounts:
     in_slots: bool = False
     run_copies: int = 0
     even: bool = True
-    calls: tuple[tuple[int, int, bool, int], ...] | None = None
+    calls: tuple[tuple[Batch, int], ...] | None = None
 
 
 def result_bytes(problem: Problem) -> tuple[int, ...]:

@@ -196,6 +196,10 @@ class Schedule:
         """Query rows and key rows of the largest task that a kernel gets."""
         return self.route.task_rows(self.decomposition, work)
 
+    def lanes(self, work: Workload) -> int:
+        """Query heads of a head group, of all its batch entries together."""
+        return self.group.batch * self.group.kv_heads * work.queries_per_key_head
+
     def extent(self, work: Workload) -> Extent:
         """The sizes of the largest task that a kernel gets."""
         return Extent(

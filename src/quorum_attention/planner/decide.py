@@ -119,12 +119,8 @@ def with_plan(decision: Decision) -> Decision:
     return replace(decision, problem=replace(decision.problem, kernel=kernel), plan=plan)
 
 
-def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, _Found]:
-    """What ``of`` finds for a forward and for a backward within one budget.
-
-    Args:
-        of: given whether it is the backward.
-        beside: bytes of the backward's budget that the mask's gradient will hold.
+def both_passes(of: Callable[[bool], _Found]) -> tuple[_Found, _Found]:
+    """What ``of``, given whether it is the backward, finds for both passes within one budget.
 
     Raises:
         BudgetError: one of them does not fit; names the pass that needs more, and a budget that
@@ -132,18 +128,11 @@ def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, 
     """
     found: list[_Found] = []
     refused: list[tuple[int, str]] = []
-    for backward, name, held in ((False, "forward", 0), (True, "backward", beside)):
+    for backward, name in ((False, "forward"), (True, "backward")):
         try:
             found.append(of(backward))
         except BudgetError as error:
-            smallest = (error.smallest_bytes or -held) + held
-            words = f"{name} pass"
-            if held:
-                words += (
-                    f", beside {format_bytes(held)} of the mask's gradient: the smallest that "
-                    f"works for both is {format_least(smallest)} ({smallest} bytes)"
-                )
-            refused.append((smallest, f"{words}: {error}"))
+            refused.append((error.smallest_bytes or 0, f"{name} pass: {error}"))
     if refused:
         smallest, words = max(refused)
         raise BudgetError(words, smallest_bytes=smallest or None)

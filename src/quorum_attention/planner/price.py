@@ -12,7 +12,13 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
-from quorum_attention.execution.problem import PassSpec, Problem, Workload, count_groups
+from quorum_attention.execution.problem import (
+    Lengths,
+    PassSpec,
+    Problem,
+    Workload,
+    count_groups,
+)
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Plan
@@ -76,12 +82,11 @@ def _sampled(
 @lru_cache(maxsize=1024)
 def _sample(
     decomposition: Decomposition,
-    is_causal: bool,
-    n_queries: int,
-    n_keys: int,
+    lengths: Lengths,
     together: tuple[int, int] | None,
     at_once: Pieces | None,
 ) -> _Sample:
+    n_queries, n_keys, is_causal = lengths
     if at_once is None:
         tasks, cuts = _sampled(decomposition, is_causal, n_queries, n_keys)
     else:
@@ -117,15 +122,6 @@ def _calls_of(
     return calls
 
 
-def _sample_of(calls: tuple[tuple[int, int, bool, int], ...], units: int) -> _Sample:
-    """The calls of a head, which come one by one, in ``units``; each unit copies one run."""
-    every = [
-        (Batch(Rectangle(0, queries, 0, keys, causal)), count)
-        for queries, keys, causal, count in calls
-    ]
-    return _Sample(tuple(every), 1.0, max(1, units), 0.0)
-
-
 def _alike(batch: Batch, count: int) -> Batch:
     """One batch for all that take as long as ``count`` rectangles of ``batch``."""
     r = batch.first
@@ -133,21 +129,16 @@ def _alike(batch: Batch, count: int) -> Batch:
 
 
 def _device_seconds(
-    sample: _Sample,
-    problem: Problem,
-    lanes: int,
-    hardware: HardwareModel,
-    *,
-    streams: int,
-    uncut: bool,
+    sample: _Sample, problem: Problem, schedule: Schedule, hardware: HardwareModel, *, uncut: bool
 ) -> float:
-    """Seconds of the sample's calls for a head group of ``lanes`` query heads and batch entries."""
-    work, spec = problem.work, problem.spec
+    """Seconds of the sample's calls for a head group."""
+    work, spec, lanes = problem.work, problem.spec, schedule.lanes(problem.work)
     seconds = 0.0
     for call, times in sample.calls:
         r = call.first
         rows = (r.n_keys if spec.backward else r.n_queries) * call.count * lanes
-        share = hardware.share_of_rate(rows, r.n_queries if r.causal else 0, streams)
+        side = r.n_queries if r.causal else 0
+        share = hardware.share_of_rate(rows, side, schedule.route.streams)
         if uncut or r.causal:
             # The plain rectangles of a task are cut so that the cache holds their inner operand.
             inner = r.n_queries if spec.backward else r.n_keys
@@ -221,15 +212,14 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
     work, spec, kernel = problem.work, problem.spec, problem.kernel
     group, load = schedule.group, schedule.route.work_counts(schedule, problem)
-    lanes = group.batch * group.kv_heads * work.queries_per_key_head
+    lanes = schedule.lanes(work)
     together = schedule.limits if group.batch == 1 else None
     if load.calls is None:
-        sample = _sample(
-            schedule.decomposition, work.is_causal, work.n_queries, work.n_keys, together,
-            load.at_once,
-        )  # fmt: skip
+        sample = _sample(schedule.decomposition, work.lengths, together, load.at_once)
     else:
-        sample = _sample_of(load.calls, load.units // max(1, count_groups(work, group)))
+        # The calls of a head come one by one; each unit copies one run.
+        units = load.units // max(1, count_groups(work, group))
+        sample = _Sample(load.calls, 1.0, max(1, units), 0.0)
     # Pairs of the whole pass over those of the sample.
     scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * lanes)
     call_seconds = hardware.backward_call_seconds if spec.backward else hardware.call_seconds
@@ -239,9 +229,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         on_device = _launch_seconds(sample, problem, lanes, hardware)
         calls, preparation = kernel.launch_seconds[spec.backward] * load.units, 0.0
     else:
-        on_device = _device_seconds(
-            sample, problem, lanes, hardware, streams=schedule.route.streams, uncut=load.uncut
-        )
+        on_device = _device_seconds(sample, problem, schedule, hardware, uncut=load.uncut)
         calls = call_seconds * sum(n for _, n in sample.calls) / sample.tasks * load.units
         preparation = len(sample.calls) * hardware.plan_seconds
         if load.merges:

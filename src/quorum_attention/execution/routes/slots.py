@@ -24,6 +24,7 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Rows
 from quorum_attention.decomposition.decomposition import Span, Task
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pieces import Passage
+from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import Group, RecoveryController
 from quorum_attention.execution.control.visits import Visit
@@ -402,17 +403,15 @@ def _unit(
 
 
 @lru_cache(maxsize=256)
-def _calls(passage: Passage) -> tuple[tuple[int, int, bool, int], ...]:
-    """The rectangles of a head: (queries, keys, causal, how many)."""
-    found: Counter[tuple[int, int, bool]] = Counter()
+def _calls(passage: Passage) -> tuple[tuple[Batch, int], ...]:
+    """The rectangles of a head, as calls: how many of each size there are."""
+    found: Counter[Batch] = Counter()
     for number in range(passage.n_chunks):
-        blocks, plain = passage.blocks(number), passage.plain_blocks(number)
-        if plain:
-            # One stands for all.
-            (one,) = passage.rectangles(number, plain[0])
-            found[one.n_queries, one.n_keys, False] += len(plain)
-        for block in blocks:
-            if block not in plain:
-                for r in passage.rectangles(number, block):
-                    found[r.n_queries, r.n_keys, r.causal] += 1
-    return tuple((*size, count) for size, count in found.items())
+        plain = passage.plain_blocks(number)
+        # One stands for all.
+        times = {plain[0]: len(plain)} if plain else {}
+        times |= dict.fromkeys((b for b in passage.blocks(number) if b not in plain), 1)
+        for block, n in times.items():
+            for r in passage.rectangles(number, block):
+                found[Batch(Rectangle(0, r.n_queries, 0, r.n_keys, r.causal))] += n
+    return tuple(found.items())
