@@ -151,7 +151,7 @@ def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:
     assert smallest[1] == smallest[0]
     assert smallest[2] == smallest[0] + mask.nbytes
     leaf = mask.clone().requires_grad_()
-    with pytest.raises(qa.BudgetError, match=r"beside 3\.81 MiB of the mask") as said:
+    with pytest.raises(qa.BudgetError, match=r"mask's gradient 3\.81 MiB, and beside") as said:
         qa.attention(*given.three, leaf, budget=smallest[2] - 1)
     assert said.value.smallest_bytes == smallest[2]
     assert usage(lambda: run(grad_mask=True, budget=smallest[2])).peak <= smallest[2]

@@ -160,33 +160,30 @@ def slot_layout(
         rows: most queries and keys of a task (``Schedule.task_rows``).
         axis: leave out what is not of this side, queries or keys; None: have both.
     """
-    shared, most = work.queries_per_key_head, {"query": rows[0], "key": rows[1]}
+    most = {"query": rows[0], "key": rows[1]}
     fields: dict[str, Field] = {}
     end = 0
 
-    def add(name: str, axis: Axis, width: int, dtype: torch.dtype, over: str | None = None) -> None:
-        """A field; over an input if it fits there."""
+    def add(name: str, rows: RowSpec, dtype: torch.dtype, over: str | None = None) -> None:
+        """A field, if it is of this side; over an input if it fits there."""
         nonlocal end
-        heads = group.kv_heads * (shared if axis == "query" else 1)
-        n_bytes = group.batch * heads * most[axis] * width * dtype.itemsize
+        if axis not in (None, rows.axis):
+            return
+        n_bytes, at = rows.count(work, group, most[rows.axis]) * dtype.itemsize, end
         if over is not None and aligned(n_bytes) <= aligned(fields[over].n_bytes):
-            fields[name] = Field(name, axis, width, dtype, fields[over].offset, n_bytes, over)
+            at = fields[over].offset
         else:
-            fields[name] = Field(name, axis, width, dtype, end, n_bytes)
-            end = fields[name].stop
+            over, end = None, end + aligned(n_bytes)
+        fields[name] = Field(name, rows.axis, rows.columns(work), dtype, at, n_bytes, over)
 
-    states = [state for state in spec.states if axis in (None, state.axis)]
     for item in spec.inputs:
-        if axis in (None, item.axis):
-            add(item.name, item.axis, item.columns(work), item.dtype(work))
-    for state in states:
-        add(f"state_{state.name}", state.axis, state.columns(work), work.state_dtype)
-    if result_dtype != work.state_dtype:
-        for state in states:
-            if state.over is not None:
-                width = state.columns(work)
-                add(f"final_{state.name}", state.axis, width, result_dtype, state.over)
-    return SlotLayout(fields, end, shared)
+        add(item.name, item, item.dtype(work))
+    for state in spec.states:
+        add(f"state_{state.name}", state, work.state_dtype)
+    for state in spec.states:
+        if result_dtype != work.state_dtype and state.over is not None:
+            add(f"final_{state.name}", state, result_dtype, state.over)
+    return SlotLayout(fields, end, work.queries_per_key_head)
 
 
 # Most lists of views that are remembered: enough for a few head groups.

@@ -121,28 +121,22 @@ def add_up_mask_gradient(
     for index in product(*(range(n) for n in mask.shape[:-3])):
         # Blocks are those of the tile that began; a failed one is computed by smaller tiles.
         for block in _blocks(mask, job.work, tile):
-            while (failure := _attempt(walk, index, block, tile)) is not None:
-                after = tile.smaller()
-                assert after is not None
+            while True:
+                try:
+                    walk.fill(index, block, tile)
+                    break
+                except Exception as error:
+                    smaller = tile.smaller()
+                    if not is_out_of_memory(error) or smaller is None:
+                        raise
+                    # Only the text stays: the traceback would hold the failed tile's tensors.
+                    tile, failure = smaller, first_line(error)
                 backend_of(job.device).give_back_cached()
                 recoveries.append(
-                    f"mask gradient out of memory ({failure}): tiles of {after.queries} queries "
-                    f"by {after.keys} keys of {counted(after.heads, 'key/value head')}"
+                    f"mask gradient out of memory ({failure}): tiles of {tile.queries} queries "
+                    f"by {tile.keys} keys of {counted(tile.heads, 'key/value head')}"
                 )
-                tile = after
     return recoveries
-
-
-def _attempt(walk: _Walk, index: tuple[int, ...], block: _Block, tile: Tile) -> str | None:
-    """Compute a block; the allocator's message if memory ran out and smaller tiles are left."""
-    try:
-        walk.fill(index, block, tile)
-    except Exception as error:
-        if not is_out_of_memory(error) or tile.smaller() is None:
-            raise
-        # Only the text leaves: the traceback would hold the failed tile's tensors.
-        return first_line(error)
-    return None
 
 
 class _Block(NamedTuple):

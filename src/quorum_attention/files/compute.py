@@ -25,8 +25,7 @@ from quorum_attention.execution.problem import Workload
 from quorum_attention.execution.report import Report
 from quorum_attention.files.formats import Wanted, create_tensors
 from quorum_attention.mask import Mask
-from quorum_attention.planner import policy
-from quorum_attention.planner.decide import Decision
+from quorum_attention.planner.decide import Decision, usable_bytes
 from quorum_attention.progress import progress_bar
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -207,7 +206,7 @@ class Settings:
         """
         budget = call.written.budget
         if budget is None:
-            budget = int(backend_of(call.device).free_bytes(call.device) * (1 - policy.MARGIN))
+            budget = usable_bytes(call.device)
             call = replace(call, written=call.written._replace(budget=budget))
         assert isinstance(budget, int)
         if heads is None:

@@ -227,26 +227,32 @@ def choose_plan(
 
 
 def _constraints(options: Options) -> PlanConstraints:
-    """What a schedule has to be. Without a budget it may take what is free, less a margin."""
+    """What a schedule has to be."""
     budget = options.budget_bytes
-    if budget is None:
-        free = backend_of(options.device).free_bytes(options.device) * (1 - policy.MARGIN)
-        # Rounded down in steps of a few per cent: a remembered plan still serves when a little
-        # more or less is free.
-        step = 1 << max(0, int(free).bit_length() - 6)
-        budget = int(free) // step * step
     found = PlanConstraints(
-        budget,
+        usable_bytes(options.device) if budget is None else budget,
         depth=options.depth,
         accumulator=options.accumulator,
         pinned=options.pinned,
         # A pinned depth without a budget is run even where it is not expected to fit.
-        enforce_budget=options.budget_bytes is not None or not options.pinned,
+        enforce_budget=budget is not None or not options.pinned,
     )
     if options.plan is None:
         return found
     shape = options.plan.decomposition
     return replace(found, levels=shape.levels, layout=shape.layout, tile=shape.tile)
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What a call may take where no budget is given: what is free, less a margin."""
+    backend = backend_of(device)
+    if not backend.is_here():
+        return policy.ASSUMED_DEVICE_BYTES
+    free = int(backend.free_bytes(device) * (1 - policy.MARGIN))
+    # Rounded down in steps of a few per cent: a remembered plan still serves when a little more or
+    # less is free.
+    step = 1 << max(0, free.bit_length() - 6)
+    return free // step * step
 
 
 def _check_budget(plan: Plan, budget: int | None) -> None:

@@ -36,7 +36,7 @@ from quorum_attention.kernels.registry import rivals, select_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
-from quorum_attention.planner.decide import both_passes, choose_plan
+from quorum_attention.planner.decide import both_passes, choose_plan, usable_bytes
 from quorum_attention.planner.plan import Plan, is_cut
 from quorum_attention.planner.price import forward_flops
 from quorum_attention.planner.search import PlanConstraints
@@ -144,7 +144,7 @@ def plan(
         raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
     pinned = levels is not None or depth is not None
     constraints = PlanConstraints(
-        budget_bytes=_free(where) if bytes_given is None else bytes_given,
+        budget_bytes=usable_bytes(where) if bytes_given is None else bytes_given,
         levels=levels,
         depth=depth,
         layout=one_of(layout, "layout", ("aligned", "balanced")),
@@ -261,13 +261,6 @@ def _device(device: str | torch.device | None) -> torch.device:
     return present(named, "device") if backend_of(named).is_here() else named
 
 
-def _free(device: torch.device) -> int:
-    backend = backend_of(device)
-    if not backend.is_here():
-        return policy.ASSUMED_DEVICE_BYTES
-    return int(backend.free_bytes(device) * (1 - policy.MARGIN))
-
-
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A dry run: the memory, time and plans of a call.
@@ -339,7 +332,7 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
         lambda back: plan(n_tokens, budget=budget, backward=back, **call)
     )
     limit = None if budget is None else parse_bytes(budget)
-    room = limit if limit is not None else _free(torch.device(forward.place.device_type))
+    room = limit if limit is not None else usable_bytes(torch.device(forward.place.device_type))
     whole = forward.peak_bytes
     if is_cut(forward) and forward.uncut_bytes is not None:
         whole = forward.uncut_bytes

@@ -27,10 +27,10 @@ def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
     copies, stream = Copies(driver), LateStream()
     ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
     near, far = torch.ones(300, dtype=torch.uint8), torch.full((300,), 7, dtype=torch.uint8)
-    ring.down(near.data_ptr(), far.data_ptr(), 100, stream)
+    ring.move(near.data_ptr(), far.data_ptr(), 100, stream, up=False)
     copies.flush(stream)
     ring.ended(stream, given_up=False)
-    ring.down(near.data_ptr(), far.data_ptr() + 100, 100, stream)
+    ring.move(near.data_ptr(), far.data_ptr() + 100, 100, stream, up=False)
     copies.forget()
     ring.ended(stream, given_up=True)
     stream.synchronize()
@@ -132,15 +132,16 @@ def test_buffers_are_freed_after_a_failure_too(at: int, monkeypatch) -> None:
     stand_in(monkeypatch, buffer_bytes=512)
     made: list[weakref.ref[Staging]] = []
     given, plans, causal = a_call(random.Random(at), 60, torch.float32)
-    up = Staging.up
+    move = Staging.move
 
-    def failing(self, near, far, n_bytes, stream) -> None:  # type: ignore[no-untyped-def]
-        made.append(weakref.ref(self))
-        if len(made) == at:
-            raise ZeroDivisionError
-        up(self, near, far, n_bytes, stream)
+    def failing(self, *where, up) -> None:  # type: ignore[no-untyped-def]
+        if up:
+            made.append(weakref.ref(self))
+            if len(made) == at:
+                raise ZeroDivisionError
+        move(self, *where, up=up)
 
-    monkeypatch.setattr(Staging, "up", failing)
+    monkeypatch.setattr(Staging, "move", failing)
     gc.collect()
     gc.disable()
     try:

@@ -38,14 +38,6 @@ Path = tuple[int, ...]
 Group: TypeAlias = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A unit to run. Its visit is valid only if units run in the order given."""
-
-    group: Group
-    visit: Visit
-
-
 # The task of a head group that is not cut: the whole group is one unit.
 WHOLE = Task((), ())
 _WHOLE_VISIT = Visit(WHOLE, (), (), (), (), ())
@@ -60,7 +52,6 @@ class GroupTasks:
         depth: the depth of the tasks left.
         left: the tasks that are not done, by path, in order.
         completed: the tasks that are done, by path.
-        in_flight: the paths of tasks left that were launched.
         is_level: whether its tasks are all tasks of one depth, none of them cut further since.
     """
 
@@ -68,7 +59,6 @@ class GroupTasks:
     depth: int
     left: dict[Path, Task]
     completed: dict[Path, Task] = field(default_factory=dict)
-    in_flight: set[Path] = field(default_factory=set)
     is_level: bool = True
 
 
@@ -115,11 +105,12 @@ class RecoveryController:
         self.units_done, self.n_slots = 0, n_cap
         self.history: list[str] = []
         self.given_up = ""
-        # Of this attempt: groups begun before it, the group launched from last, what is left of its
-        # visits, and whether state may be carried from one slot to the next.
+        # Of this attempt: groups begun before it, the group whose units were given last (None
+        # before the first), its visits that are not given yet, and whether state may be carried
+        # from one slot to the next.
         self._ahead: list[GroupTasks] = []
-        self._current: GroupTasks | None = None
-        self._visits: Iterator[Visit] = iter(())
+        self._current: Group | None = None
+        self._visits: deque[Visit] = deque()
         self._carry = False
         # Visits of all tasks of a depth, worked out once for all groups.
         self._level_visits: dict[tuple[int, bool], list[Visit]] = {}
@@ -160,9 +151,8 @@ class RecoveryController:
     @property
     def between_groups(self) -> bool:
         """Whether the next unit begins a group, but not the first of an attempt."""
-        current = self._current
-        launched = current is not None and len(current.in_flight) == len(current.left)
-        return launched and not self._ahead and bool(self.waiting)
+        given = self._current is not None and not self._visits
+        return given and not self._ahead and bool(self.waiting)
 
     @property
     def where(self) -> str:
@@ -177,32 +167,30 @@ class RecoveryController:
         if not self.begun:
             self._take()
         n_slots = 1 if self.groups_are_whole else min(self.n_cap, max(1, self.units_left))
-        self._ahead, self._current, self._visits = list(self.begun.values()), None, iter(())
+        self._ahead, self._current, self._visits = list(self.begun.values()), None, deque()
         self.n_slots, self._carry = n_slots, n_slots > 1
         return n_slots
 
-    def next(self) -> Launch | None:
-        """The next unit; None if there is no more."""
-        while (visit := next(self._visits, None)) is None:
+    def next(self) -> tuple[Group, Visit] | None:
+        """The next unit, as its head group and visit; None if there is no more. A visit is valid
+        only if units run in the order given."""
+        while not self._visits:
             one = self._ahead.pop(0) if self._ahead else self._take()
             if one is None:
                 return None
-            self._current, self._visits = one, self._visits_of(one)
-        assert self._current is not None
-        self._current.in_flight.add(visit.task.path)
-        return Launch(self._current.group, visit)
+            self._current, self._visits = one.group, deque(self._visits_of(one))
+        return self._current, self._visits.popleft()
 
     def whole_groups(self) -> Iterator[Group]:
         """The head groups left, each as one unit. A group counts as done when the next one is asked
         for."""
-        while (launch := self.next()) is not None:
-            yield launch.group
-            self.done(launch.group, launch.visit.task.path)
+        while (unit := self.next()) is not None:
+            yield unit[0]
+            self.done(unit[0], unit[1].task.path)
 
     def done(self, group: Group, path: Path) -> None:
         """The results of a unit are stored, or their copies are issued."""
         one = self.begun[group]
-        one.in_flight.remove(path)
         one.completed[path] = one.left.pop(path)
         self.units_done += 1
         self._finish_empty()
@@ -225,17 +213,17 @@ class RecoveryController:
             del self.begun[group]
             self.n_finished += 1
 
-    def _visits_of(self, one: GroupTasks) -> Iterator[Visit]:
+    def _visits_of(self, one: GroupTasks) -> Iterable[Visit]:
         """The visits of the tasks left of a group."""
         if one.left.get(()) is WHOLE:
-            return iter((_WHOLE_VISIT,))
+            return (_WHOLE_VISIT,)
         left, key = list(one.left.values()), (one.depth, self._carry)
         if one.completed or not one.is_level:
             rows = tokens_of(*one.completed.values())
             return visits(left, touched=rows, carry=self._carry)
         if key not in self._level_visits:
             self._level_visits[key] = list(visits(left, carry=self._carry))
-        return iter(self._level_visits[key])
+        return self._level_visits[key]
 
     def out_of_memory(self, said: str = "") -> None:
         """Memory ran out: units that were not reported done have to run again.
@@ -249,20 +237,16 @@ class RecoveryController:
             self.given_up = f"{where} and no recovery: {reason}"
         elif self._cuts is None:
             self._fall_back(said)
-        elif self.n_cap == 1 and self.depth >= self._cuts.deepest:
+        elif self.n_cap > 1:
+            self.n_cap -= 1
+            self.history.append(f"{where}: slots {self.n_cap + 1} -> {self.n_cap}")
+        elif self.depth >= self._cuts.deepest:
             reason = f"one slot at depth {self.depth} is the finest decomposition"
             self.given_up = f"{where} and no recovery: {reason}"
         else:
-            for one in self.begun.values():
-                one.in_flight.clear()
-            if self.n_cap > 1:
-                self.n_cap -= 1
-                change = f"slots {self.n_cap + 1} -> {self.n_cap}"
-            else:
-                self.depth += 1
-                self._cut_further()
-                change = f"depth {self.depth - 1} -> {self.depth}"
-            self.history.append(f"{where}: {change}")
+            self.depth += 1
+            self._cut_further()
+            self.history.append(f"{where}: depth {self.depth - 1} -> {self.depth}")
 
     def _fall_back(self, said: str) -> None:
         """Cut the whole groups that are not done: they are too large."""

@@ -95,25 +95,22 @@ class Staging:
         # The caller's is one of them; the others end when the pool is freed.
         self._pool = ThreadPoolExecutor(max(1, self._n_threads - 1), "copies")
 
-    def up(self, near: int, far: int, n_bytes: int, stream: Any) -> None:
-        """Copy pageable memory from address ``far`` on to address ``near`` of the device, within a
-        stage on ``stream``. When it returns, the memory has been read."""
-        while n_bytes > 0:
-            buffer = self._room(self._ups, stream)
-            count = min(n_bytes, BUFFER_BYTES - buffer.used)
-            self._copy(buffer.address, far, count)
-            self._copies.add(near, buffer.address, count)
-            buffer.used += -(-count // _ALIGNMENT) * _ALIGNMENT
-            near, far, n_bytes = near + count, far + count, n_bytes - count
+    def move(self, near: int, far: int, n_bytes: int, stream: Any, *, up: bool) -> None:
+        """Copy between address ``near`` of the device and pageable memory from address ``far`` on,
+        within a stage on ``stream``.
 
-    def down(self, near: int, far: int, n_bytes: int, stream: Any) -> None:
-        """Copy from address ``near`` of the device to pageable memory from address ``far`` on,
-        within a stage on ``stream``. It is written later (``settle``, ``finish``)."""
+        When it returns, memory that is copied ``up`` to the device has been read. What is copied
+        down is written later (``settle``, ``finish``).
+        """
         while n_bytes > 0:
-            buffer = self._room(self._downs, stream)
+            buffer = self._room(self._ups if up else self._downs, stream)
             count = min(n_bytes, BUFFER_BYTES - buffer.used)
-            self._copies.add(buffer.address, near, count)
-            buffer.writes.append((buffer.address, far, count))
+            if up:
+                self._copy(buffer.address, far, count)
+                self._copies.add(near, buffer.address, count)
+            else:
+                self._copies.add(buffer.address, near, count)
+                buffer.writes.append((buffer.address, far, count))
             buffer.used += -(-count // _ALIGNMENT) * _ALIGNMENT
             near, far, n_bytes = near + count, far + count, n_bytes - count
 
@@ -385,7 +382,7 @@ class CudaMover(Mover):
             elif buffers is None:
                 self._copies.at_once(target, source, count, self._stream)
             else:
-                (buffers.up if up else buffers.down)(here, start, count, self._stream)
+                buffers.move(here, start, count, self._stream, up=up)
 
     def _buffers(self, host: torch.Tensor) -> Staging | None:
         """The buffers for memory that is not page-locked, such as that of ``host``; None if there

@@ -179,10 +179,9 @@ def _units(job: Job, rows: SlotRows, controller: RecoveryController) -> Iterator
     for number in count():
         if controller.between_groups and controller.may_coarsen and _has_headroom(job, controller):
             return
-        launch = controller.next()
-        if launch is None:
+        if (unit := controller.next()) is None:
             return
-        group, visit, slot = launch.group, launch.visit, number % n_slots
+        (group, visit), slot = unit, number % n_slots
         before = None
         if previous is not None and previous.group == group and visit.carried:
             before = (previous.slot, previous.fields)
