@@ -22,13 +22,16 @@ from quorum_attention.devices.buffers import room
 def passes(tensors: list[torch.Tensor], rounds: int, **options: Any) -> tuple[Any, Any]:
     """Seconds of forward and backward, by round; and a sample of the rows of every result."""
     *inputs, grad = tensors
-    found, rows = [], slice(0, None, max(1, grad.shape[2] // 4096))
-    for _ in range(rounds):
+    rows = slice(0, None, max(1, grad.shape[2] // 4096))
+
+    def once() -> tuple[Any, Any]:
+        # Results are freed before the next round, as a training loop frees them.
         first, (out, lse) = timed(lambda: qa.attention_with_lse(*inputs, **options))
-        second, grads = timed(lambda: qa.attention_backward(grad, *inputs, out, lse, **options))  # noqa: B023
-        found.append((first, second))
-        sample = [t[:, :, rows].double() for t in (out, *grads)]
-    return found, sample
+        second, grads = timed(lambda: qa.attention_backward(grad, *inputs, out, lse, **options))
+        return (first, second), [t[:, :, rows].double() for t in (out, *grads)]
+
+    seconds, samples = zip(*(once() for _ in range(rounds)), strict=True)
+    return seconds, samples[-1]
 
 
 def killed(pool: Pool, tensors: list[torch.Tensor], wanted: float, **how: Any) -> float:
