@@ -1,5 +1,5 @@
-"""``bench``: the paper's experiments on this machine, beside torch's kernels. Calls are causal, as
-in the paper.
+"""``bench``: repeat the paper's experiments on this machine, beside torch's kernels. Calls are
+causal, as in the paper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST_SECONDS = 1800.0
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(commands, "bench", "the paper's experiments", __doc__)
+    parser = shared.add_command(commands, "bench", "repeat the paper's experiments", __doc__)
     for name, choices in (("--only", list(EXPERIMENTS)), ("--methods", list(METHODS))):
         text = f"some of {', '.join(choices)} (default: all that can run)"
         parser.add_argument(name, nargs="+", choices=choices, metavar="NAME", help=text)

@@ -1,4 +1,4 @@
-"""``calibrate``: measure this machine, so that predicted times are its own. Each rate is measured
+"""``calibrate``: measure how fast this machine is, for predictions of time. Each rate is measured
 three times and the median is kept. Run it while the machine is idle: if the three differ too much,
 nothing is stored.
 """

@@ -1,4 +1,6 @@
-"""``check``: is a kernel of your own recovered exactly? Exit status: 1 if not, 2 on errors."""
+"""``check``: does a kernel of your own stay exact when calls are cut? Exit status: 0 if it does, 1
+if not, 2 on errors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from quorum_attention.cli.output import print_json, say, warn
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    summary = "test whether a kernel of your own is recovered exactly"
+    summary = "test whether a kernel of your own stays exact when calls are cut"
     parser = shared.add_command(commands, "check", summary, __doc__)
     words = (
         "a registered name; or module:name of a kernel, or of a function that returns (out, lse)"
@@ -28,13 +30,13 @@ def add_to(commands: Any) -> None:
     usual = inspect.signature(check_kernel).parameters
     shared.add(
         parser,
-        ("--tokens", shared.count_of, "queries, and as many keys", usual["n_tokens"].default),
+        ("--tokens", shared.count_of, "number of queries and of keys", usual["n_tokens"].default),
         ("--heads", shared.count_of, "query heads", usual["heads"].default),
         shared.KV_HEADS,
         ("--head-dim", shared.count_of, "dimension of a head", usual["head_dim"].default),
         ("--dtype", shared.dtype_of, f"one of {', '.join(shared.DTYPES)}", "float32"),
-        ("--causal", bool, "test causal calls only, or none (default: both kinds)"),
-        ("--forward-only", None, "no gradients"),
+        ("--causal", bool, "test only causal calls, or only others (default: both)"),
+        ("--forward-only", None, "leave the gradients out"),
         shared.DEVICE,
         shared.JSON,
     )

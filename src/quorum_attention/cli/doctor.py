@@ -1,4 +1,4 @@
-"""``doctor``: what this machine can run."""
+"""``doctor``: which kernels this machine can run, for which dtypes, and why not others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONAL = (
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(commands, "doctor", "what this machine can run", __doc__)
+    parser = shared.add_command(commands, "doctor", "list kernels that can run here", __doc__)
     shared.add(parser, shared.JSON)
     parser.set_defaults(run=_run)
 

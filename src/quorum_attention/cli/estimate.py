@@ -21,15 +21,15 @@ from quorum_attention.sizes import format_bytes
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    words = "whether a call or a training step fits, and in what time"
+    words = "tell whether a call or a training step fits in memory"
     parser = shared.add_command(commands, "estimate", words, __doc__)
     add_call(parser)
     shared.add(
         parser,
         ("--model CONFIG.json", str, "a model's config.json from Hugging Face: estimate a "
          "training step of it (default: one attention call)"),
-        ("--memory", shared.bytes_of, "with --model: memory of the device; switches on only what "
-         "is needed to fit (default: everything on)"),
+        ("--memory", shared.bytes_of, "with --model: memory of the device; only the switches that "
+         "are needed to fit are on (default: all)"),
         ("--optimizer", step.OPTIMIZERS, "with --model: adamw keeps two states in the weights' "
          "dtype; adamw-fp32 two, and the weights, in float32 (default: adamw)", "adamw"),
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
@@ -106,7 +106,7 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory
     if found.host_bytes:
         say(f"in host memory: {format_bytes(found.host_bytes)}")
     say(
-        "Peak: what is always there, and the larger of one layer and the loss. CUDA's context and "
-        "what a trainer keeps come on top. A budget of attention includes its results. "
-        "docs/long-context.md has the switches."
+        "The peak is what is always there plus the larger of one layer and the loss. CUDA's "
+        "context and what a trainer keeps come on top. The budget of attention includes its "
+        "results. docs/long-context.md explains the switches."
     )

@@ -39,11 +39,12 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
     shared.add(
         parser,
         shared.CAUSAL,
-        ("--lower-right", None, "causal; the last query sees the last key"),
-        ("--offset N", int, "position of the first query (default: 0)"),
-        ("--window N", _window, "keys within N tokens, or LEFT,RIGHT; -1: no limit (default: all)"),
-        ("--chunk", shared.count_of, "pairs within one chunk of N tokens (default: all)"),
-        ("--softcap", _positive, "scores become X tanh(score / X) (default: none)"),
+        ("--lower-right", None, "causal, aligned so that the last query sees the last key"),
+        ("--offset N", int, "position of the first query among the keys (default: 0)"),
+        ("--window N", _window, "a query sees keys within N tokens, or within LEFT,RIGHT; -1: no "
+         "limit (default: all keys)"),
+        ("--chunk", shared.count_of, "a query sees keys in its chunk of N tokens (default: all)"),
+        ("--softcap", _positive, "cap scores: X tanh(score / X) (default: no cap)"),
     )  # fmt: skip
     for name, (text, *_) in FILES.items() if files else ():
         shared.add(parser, (f"--{name} FILE", str, text))

@@ -155,8 +155,8 @@ DTYPE: Option = (
 )  # fmt: skip
 DEVICE: Option = ("--device", str, "cuda, cuda:1 or cpu (default: a GPU if there is one)")
 JSON: Option = ("--json", None, "print JSON")
-KERNEL: Option = ("--kernel", str, "inner kernel", "auto")
-TOKENS = "queries, and as many keys: 100000, 1e6, or 1M (1,048,576)"
+KERNEL: Option = ("--kernel", str, "inner kernel; `doctor` lists them", "auto")
+TOKENS = "number of queries and of keys: 100000, 1e6, or 1M (1,048,576)"
 
 
 def default_dtype(device: str) -> torch.dtype:

@@ -45,7 +45,7 @@ def devices_of(text: str) -> list[tuple[str, float]]:
 
 def add_to(commands: Any) -> None:
     """Add the command ``plan``."""
-    parser = shared.add_command(commands, "plan", "describe and draw the plan of a call", __doc__)
+    parser = shared.add_command(commands, "plan", "show how a call would be run", __doc__)
     add_call(parser)
     shared.add(
         parser,
@@ -53,9 +53,9 @@ def add_to(commands: Any) -> None:
          "planner's choice)"),
         ("--layout", ("aligned", "balanced"), "chunks of whole tiles, or of equal size",
          "aligned"),
-        ("--backward", None, "plan the backward pass"),
-        ("--census", None, "count masked, clear and mixed tiles"),
-        ("--draw FILE", str, "write a picture of the coverage (.png, .svg)"),
+        ("--backward", None, "plan the backward (default: the forward)"),
+        ("--census", None, "shares of tiles that are left out, computed whole, or in part"),
+        ("--draw FILE", str, "write a picture of which task computes which pairs (.png, .svg)"),
         ("--devices LIST", devices_of, "simulate several devices, e.g. 8xH200,4xA100 or "
          "2xNAME:SPEED (default: one device)"),
     )  # fmt: skip
@@ -71,7 +71,7 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     masks.add_to(parser, files=False)
     shared.add(
         parser,
-        ("--batch", shared.count_of, "sequences", 1),
+        ("--batch", shared.count_of, "sequences in the batch", 1),
         ("--budget", shared.bytes_of, "device memory, e.g. 2GiB (default: what is free)"),
         ("--device", str, "cuda or cpu; need not be present (default: a GPU if there is one)"),
         shared.KERNEL,

@@ -42,7 +42,7 @@ _ACCEPTED = {
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    summary = "let a call run out of memory, and recover it"
+    summary = "make a call run out of memory, then recover it"
     parser = shared.add_command(commands, "recover", summary, __doc__)
     shared.add(
         parser,
@@ -55,8 +55,8 @@ def add_to(commands: Any) -> None:
         ("--budget", shared.bytes_of, "memory limit of both methods, e.g. 64MiB (default: too "
          "little for torch)"),
         shared.DEVICE,
-        ("--qkv", shared.name_of, "safetensors file with your own tensors (default: random ones)"),
-        ("--forward-only", None, "no gradients"),
+        ("--qkv", shared.name_of, "safetensors file with query, key and value (default: random)"),
+        ("--forward-only", None, "compute no gradients"),
         ("--draw FILE", str, "write a picture of the call (.png, .svg)",
          "quorum-attention-out/recover.png"),
         ("--seed", int, "seed of random inputs", 0),

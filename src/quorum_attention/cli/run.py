@@ -1,5 +1,5 @@
 """``run``: attention, or its gradients, from files to files, inside a memory budget. A stopped run
-leaves no incomplete output; --resume goes on with it. More in docs/files.md.
+leaves no incomplete output; --resume continues it. More in docs/files.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
     files = "safetensors or .npy files, or folders of .npy files"
     parser.add_argument("input", nargs="+", help=files)
     parser.add_argument("output", help="a safetensors or .npy file, or a folder (NAME/)")
-    shared.add(parser, ("--backward", None, "gradients; grad_out, out and lse are inputs too"))
+    shared.add(parser, ("--backward", None, "compute gradients, from grad_out, out and lse too"))
     masks.add_to(parser, files=True)
     shared.add(
         parser,
@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
         ("--out-dtype", shared.dtype_of, "dtype of out or of gradients (default: the query's)"),
         ("--lse", None, "write the log-sum-exp as well"),
         shared.KERNEL,
-        ("--depth", shared.depth_of, "levels of cutting; 0: uncut", "auto"),
+        ("--depth", shared.depth_of, "number of levels of cutting; 0: uncut", "auto"),
         ("--budget", shared.bytes_of, "device memory, e.g. 2GiB or 1e9 (default: what is free)"),
         shared.DEVICE,
         ("--keep-every N", shared.count_of, "save progress every N key/value heads (default: "
@@ -59,14 +59,14 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     shared.add(
         parser.add_mutually_exclusive_group(),
-        ("--resume", None, "go on with a stopped run; else begin one, which replaces OUTPUT"),
-        ("--restart", None, "discard a stopped run, and begin anew"),
+        ("--resume", None, "continue a stopped run; if there is none, start one"),
+        ("--restart", None, "discard a stopped run, and start again"),
     )
     shared.add(
         parser.add_argument_group("on a Ray cluster"),
         ("--ray ADDRESS", str, "local (a new cluster on this machine), HOST:PORT, or auto (one "
          "that already runs here) (default: none)"),
-        ("--ray-workers", shared.count_of, "units at a time (default: as many as fit)"),
+        ("--ray-workers", shared.count_of, "units computed at a time (default: as many as fit)"),
         ("--ray-gpus", _amount, "GPUs for each unit (default: 1 if the cluster has any)"),
         ("--ray-cpus", _amount, "CPUs for each unit", 1.0),
         ("--chunks", shared.count_of, "tasks of a head: 1, 7, 13, 21, ... (default: as many as "

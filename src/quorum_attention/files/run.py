@@ -196,7 +196,7 @@ class RunFolder:
                     found |= formats.open_tensors(path, writable=True)
             except (OSError, ValueError) as error:
                 raise ValueError(
-                    f"{self.output.name} cannot be resumed: {error}; begin with --restart"
+                    f"{self.output.name} cannot be resumed: {error}; --restart starts again"
                 ) from error
         return found
 
@@ -276,7 +276,7 @@ def run_call(
             folder.finish()
         except BaseException:
             if kept := len(folder.progress["done"]):
-                say(f"{kept} of {settings.parts} parts are done and kept: --resume goes on")
+                say(f"{kept} of {settings.parts} parts are done and kept: --resume continues")
             raise
     return settings, len(done) if folder.resumed else None
 
@@ -320,9 +320,9 @@ def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
         return RunFolder(output, begun, False)
     if mode == "new":
         raise ValueError(
-            f"{output.name} was begun {left['begun']} and is not finished: {len(left['done'])} of "
-            f"{left['settings']['parts']} parts are done ({output.run}); --resume goes on "
-            f"with it, --restart removes it and begins anew"
+            f"{output.name} was started {left['begun']} and is not finished: {len(left['done'])} "
+            f"of {left['settings']['parts']} parts are done ({output.run}); --resume continues it, "
+            f"--restart discards it and starts again"
         )
     before = left["call"]
     differences = [
@@ -332,7 +332,7 @@ def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
     ]
     if differences:
         raise ValueError(
-            f"{output.name} cannot be resumed, because it was begun otherwise: "
+            f"{output.name} cannot be resumed, because it was started otherwise: "
             f"{'; '.join(differences)}. Give what was given then, or --restart"
         )
     return RunFolder(output, left, True)
@@ -349,7 +349,7 @@ def _left(output: Output) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}; --restart begins anew") from error
+        raise ValueError(f"{path} is damaged: {error}; --restart starts again") from error
 
 
 @contextmanager
