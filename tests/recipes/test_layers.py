@@ -28,19 +28,20 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every step is in tiles of 48 tokens, of long texts 4; of each layer whether it suits."""
-    begin, suits, said = checkpoints.LayerCheckpoints._begin, layers.LayerInTiles.suits, []
+    begin, why_not, said = checkpoints.LayerCheckpoints._begin, layers.LayerInTiles.why_not, []
 
     def begun(self: Any, hidden: torch.Tensor) -> Any:
         found = begin(self, hidden)
         found.tile = 48 if hidden.shape[1] <= 150 else 4
         return found
 
-    def noted(*args: Any) -> bool:
-        said.append(suits(*args))
-        return said[-1]
+    def noted(*args: Any) -> str | None:
+        why = why_not(*args)
+        said.append(why is None)
+        return why
 
     monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin", begun)
-    monkeypatch.setattr(layers.LayerInTiles, "suits", noted)
+    monkeypatch.setattr(layers.LayerInTiles, "why_not", noted)
     return said
 
 
@@ -118,6 +119,14 @@ def test_sixteen_bits(auto: bool, tiled: list[bool]) -> None:
     assert tiled == [True] * 2
 
 
+def test_autocast_leaves_float64_as_it_is(tiled: list[bool]) -> None:
+    plain, model = pair(tiny("llama").double())
+    ids = torch.randint(1, VOCABULARY, (1, 150))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_the_same(plain, model, 1e-9, input_ids=ids, labels=ids)
+    assert tiled == [True] * 2
+
+
 def test_attention_runs_once_and_the_same_is_dropped_again(
     tiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,11 +165,16 @@ class Experts(torch.nn.Module):
 
 
 def test_experts_without_a_token_in_the_trial_and_late_hooks(tiled: list[bool]) -> None:
-    """Their gradients are there; a weight's hook sees one gradient; a second derivative raises."""
-    plain = tiny("llama")
-    for layer in plain.model.layers:
-        layer.mlp = Experts()
-    plain, model = pair(plain)
+    """Their gradients are there, and those of a weight of another module; a weight's hook sees one
+    gradient; a second derivative raises."""
+    pairs = pair(tiny("llama"))
+    for one in pairs:
+        torch.manual_seed(2)
+        lent = one.model.norm.lent = torch.nn.Parameter(torch.ones(()))
+        for layer in one.model.layers:
+            layer.mlp = Experts()
+            around(layer.mlp, lambda plain, x, lent=lent: plain(x) * lent)
+    plain, model = pairs
     ids = torch.randint(1, VOCABULARY, (1, 150))
     assert_the_same(plain, model, input_ids=ids, labels=ids)
     weight = model.model.layers[0].self_attn.q_proj.weight
@@ -233,8 +247,10 @@ def test_what_does_not_suit_runs_whole(what: str, tiled: list[bool]) -> None:
     ids = torch.randint(1, VOCABULARY, (1, 60))
     square = torch.full((1, 1, 60, 60), -1e9).triu(1)
     asked = {"attention_mask": square} if what == "mask" else {}
-    assert_the_same(*pairs, input_ids=ids, labels=ids, **asked)
+    with pytest.warns(UserWarning, match="DecoderLayer runs whole: it ") as said:
+        assert_the_same(*pairs, input_ids=ids, labels=ids, **asked)
     assert tiled == [False] * 2
+    assert len(said) == 1
 
 
 def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +265,17 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "host_room", lambda: 300 << 30)
     monkeypatch.setattr(checkpoints, "_Copies", lambda device: None)
     ours = checkpoints.LayerCheckpoints(tiny("llama"), "auto", shape, training)
-    for tokens, tile in ((50_000, 0), (340_000, 8192), (1_200_000, 8192)):
+    kept: list[int] = []
+    monkeypatch.setattr(memory, "shares", lambda *room: (kept.append(room[-1]), (0, 0))[1])
+    for tokens, tile in ((50_000, 0), (340_000, 8192), (1_200_000, 8192), (1_200_000, 8192)):
         x = SimpleNamespace(
             device=torch.device("cuda", 0), shape=(1, tokens, 2560), dtype=torch.bfloat16,
             nbytes=tokens * 5120, numel=lambda n=tokens: n * 2560,
         )  # fmt: skip
         assert ours._begin(x).tile == tile  # type: ignore[arg-type]
+    # What tiles page-locked in one step is there in the next.
+    others = memory.tiled_bytes(shape, replace(training, tokens=1_310_720))[1]
+    assert kept[2] < kept[3] == (300 << 30) - others
     found, fits = memory.switch_until_it_fits(shape, replace(training, on=()), "24GiB")
     assert fits
     assert {memory.TILES, memory.ATTENTION, memory.HOST} <= set(found.on)

@@ -343,7 +343,7 @@ def broadcast_inputs(
     dtype = _autocast_dtype(query.device.type)
     if dtype is not None:
         given = (query, key, value)
-        query, key, value = (_cast(tensor, dtype) for tensor in given)
+        query, key, value = (cast_by_autocast(tensor, dtype) for tensor in given)
         made = zip((query, key, value), given, strict=True)
         # Not ``nbytes``, which torch's compiler cannot read of lengths that may vary.
         cast_bytes = sum(n.numel() * n.element_size() for n, old in made if n is not old)
@@ -393,7 +393,7 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_by_autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``tensor`` as autocast casts it: only floating dtypes, and not float64."""
     spared = not tensor.is_floating_point() or tensor.dtype == torch.float64
     return tensor if spared else tensor.to(dtype)

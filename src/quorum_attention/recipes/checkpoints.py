@@ -9,6 +9,7 @@ host memory, copied beside the computation. What fits nowhere is computed again.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ class LayerCheckpoints:
         self.model, self.where, self.shape, self.training = model, where, shape, training
         self._step: _Step | None = None  # the last one
         self._times = 1.0  # what a layer's results took, over what ``kept_bytes`` says
+        self._locked = 0  # bytes of host memory that tiles of earlier steps page-locked
+        self._said: set[str] = set()
 
     def install(self) -> bool:
         """Switch the model's checkpoints on, these where its layers take them; False: none does.
@@ -85,21 +88,25 @@ class LayerCheckpoints:
         if step is None or number <= step.number:
             step = self._step = self._begin(inputs[0])
         one, step.number = _Layer(step), number
-        tiles = LayerInTiles(layer, inputs, step.tile, one.results) if step.tile else None
-        suits = tiles is not None and tiles.suits(inputs[0])
+        compute = layer
+        if step.tile:
+            tiles = LayerInTiles(layer, inputs, step.tile)
+            why = tiles.why_not(inputs[0])
+            if why is None:
+                compute, inputs = tiles, inputs[:1]
+            elif (said := f"{type(tiles.module).__name__} runs whole: {why}") not in self._said:
+                self._said.add(said)
+                warnings.warn(said, stacklevel=2)
 
         def run(*given: Any) -> Any:  # once now, and again in the backward
             token = RESULTS.set(one.results)
             try:
-                return layer(*given)
+                return compute(*given)
             finally:
                 RESULTS.reset(token)
 
         with saved_tensors_hooks(one.keep, one.unpack):
-            found = (
-                tiles(inputs[0]) if tiles and suits
-                else checkpoint(run, *inputs, use_reentrant=False)
-            )  # fmt: skip
+            found = checkpoint(run, *inputs, use_reentrant=False)
         one.settle()
         step.before = ref(one)
         if 0 < step.result < one.result_bytes:
@@ -131,7 +138,9 @@ class LayerCheckpoints:
             free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
             left = free - later - 2 * (checkpoint_bytes + result)
             if host and result and not memory.layer_fits(self.shape, training, left):
-                host = max(0, host - memory.tiled_bytes(self.shape, training))
+                locked, others = memory.tiled_bytes(self.shape, training)
+                host = max(0, host - others - max(0, locked - self._locked))
+                self._locked = max(locked, self._locked)
                 tile, room = max(1, memory.MLP_TILE // batch), 0
             else:
                 room = max(0, free - memory.transient_bytes(self.shape, training) - later)

@@ -9,21 +9,21 @@ tile. It adds up the gradients of weights in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import dropout
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quorum_attention.autograd import RESULTS
+from quorum_attention.call.validation import cast_by_autocast
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.recipes.modules import drawn, swapping
 
@@ -35,54 +35,61 @@ class _ProjectedError(Exception):
 
 
 class LayerInTiles:
-    """One layer of one forward.
+    """One layer of one forward, for torch's checkpoint.
 
     Args:
         layer: as Transformers gives it to a checkpoint: a partial of its forward.
         inputs: those of that; the first is the hidden states (batch, tokens, width).
         tokens: of a tile.
-        results: for ``RESULTS``.
     """
 
-    def __init__(self, layer: Any, inputs: Any, tokens: int, results: Callable[..., Any]) -> None:
+    def __init__(self, layer: Any, inputs: Any, tokens: int) -> None:
         hidden, *self._given = inputs
-        self._layer, self._tokens, self._results = layer, tokens, results
+        self._layer, self._tokens = layer, tokens
+        self.module = (*layer.args, getattr(layer.func, "__self__", None))[0]
         self._device, self._length = hidden.device, hidden.shape[1]
+        self.stream = torch.cuda.current_stream(hidden.device) if hidden.is_cuda else None
         self._seed = int(torch.randint(1 << 62, (), device="cpu"))
         kind = hidden.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._dtype = self._autocast[1] if self._autocast[2] else hidden.dtype
         self.weights: list[torch.Tensor] = []  # that learn
         self._call: Any = None  # of attention, beside its tensors
+        self._ran = False
+        self._mode: Callable[[], Any] = nullcontext  # of each run
 
-    def suits(self, hidden: torch.Tensor) -> bool:
-        """Whether it computes the same in tiles, forward and backward, tried on a few drawn tokens
-        with something simple in place of attention; and nobody looks on."""
+    def why_not(self, hidden: torch.Tensor) -> str | None:
+        """Why it runs whole, if it does: it computes the same in tiles, forward and backward, tried
+        on a few drawn tokens with something simple in place of attention; and nobody looks on."""
         from quorum_attention.integrations.transformers.masks import DescribedMask
 
         other = [*self._given, *self._layer.keywords.values()]
         for leaf in tree_leaves(other, is_leaf=lambda part: isinstance(part, dict)):
             plain = (type(None), bool, int, float, str, DescribedMask, torch.Tensor)
             if not isinstance(leaf, plain) or getattr(leaf, "requires_grad", False):
-                return False
-        module = (*self._layer.args, getattr(self._layer.func, "__self__", None))[0]
+                return f"it is given a {type(leaf).__name__}, or a tensor that has a gradient"
         hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-        watched = any(getattr(part, name) for part in module.modules() for name in hooks)
-        # Weights that are computed have a graph, which is not of this layer.
-        if watched or _has_any_global_hook() or not all(p.is_leaf for p in module.parameters()):
-            return False
+        watched = any(getattr(part, name) for part in self.module.modules() for name in hooks)
+        # These have a graph, which is not of this layer.
+        computed = not all(weight.is_leaf for weight in self.module.parameters())
+        if watched or computed or _has_any_global_hook():
+            return "it has hooks, or weights that are computed"
+        small = copy(self)
         try:
             # Statistics of tokens that are drawn are not kept; those of tiles would differ.
-            buffers = {name: one.clone() for name, one in module.named_buffers()}
+            buffers = {name: one.clone() for name, one in self.module.named_buffers()}
             kept = dict(buffers)
-            with swapping, _reparametrize_module(module, buffers), _NoDropout():
-                same = self._is_the_same(hidden, module)
-            return same and all(buffers[n] is b and not b._version for n, b in kept.items())
-        except Exception:  # whatever it is, the layer runs whole
-            return False
+            small._mode = partial(_on_trial, self.module, buffers)
+            same = small._is_the_same(hidden)
+        except Exception as error:  # whatever it is, the layer runs whole
+            return f"it failed on a few tokens: {type(error).__name__}: {error}"
+        self.weights = small.weights
+        same = same and all(buffers[n] is b and not b._version for n, b in kept.items())
+        return None if same else "it has other results for parts of the tokens"
 
-    def _is_the_same(self, hidden: torch.Tensor, module: torch.nn.Module) -> bool:
+    def _is_the_same(self, hidden: torch.Tensor) -> bool:
         tokens = min(self._length, max(_TRIED // 4, min(_TRIED, 2 * self._tokens)))
+        self._tokens, self._attended = tokens // 2 + 1, _alone  # type: ignore[method-assign]
         # Small beside what the layer adds to it.
         x, up = drawn(2, hidden.shape[0], tokens, hidden.shape[2]).to(hidden)
         x = (x / 100).requires_grad_()
@@ -93,107 +100,51 @@ class LayerInTiles:
             return _alone(self._cast(query, key, value))
 
         with torch.enable_grad():
-            whole = self._run(0, x, instead)
-        # Some experts have no token of these; and a weight may be of another module.
-        own = [weight for weight in module.parameters() if weight.requires_grad]
-        self.weights = [w for w in dict.fromkeys([*own, *_leaves(whole)]) if w is not x]
-        small = copy(self)
-        small._tokens, small._attended = tokens // 2 + 1, _alone  # type: ignore[method-assign]
+            whole = self._run(instead, 0, x)
+            # Some experts have no token of these; and a weight may be of another module.
+            own = [weight for weight in self.module.parameters() if weight.requires_grad]
+            self.weights = [w for w in dict.fromkeys([*own, *_leaves(whole)]) if w is not x]
+            both, wanted = (whole, self(x)), [x, *self.weights]
         with _unhooked(self.weights):
-            grads = torch.autograd.grad(whole, [x, *self.weights], up, allow_unused=True)
-            found, others = small.forward(x.detach()), small.backward(x.detach(), up)
-        if seen != [_beside(small._call)]:  # attention is told of all tokens by one tile
+            grads = [torch.autograd.grad(one, wanted, up, allow_unused=True) for one in both]
+        if seen != [_beside(self._call)]:  # attention is told of all tokens by one tile
             return False
         room = max(8 * torch.finfo(self._dtype).eps, 1e-5)
         rooms = [room, room, *(room**0.5 for _ in self.weights)]  # a token may meet other experts
-        return all(map(_near, [whole, *grads], [found, *others], rooms))
+        found = ([one, *of] for one, of in zip(both, grads, strict=True))
+        return all(map(_near, *found, rooms))
 
     def __call__(self, hidden: torch.Tensor) -> Any:
         """What the layer returns."""
-        return _Function.apply(self, hidden, *self.weights)  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same, without a graph."""
-        three = self._projected(hidden)
-        with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-            out = self._attended(three).detach()
-        found = torch.empty_like(hidden)
-        for start, tile, target in self._tiles(hidden, found):
-            target.copy_(self._finish(start, tile, self._here(out, start)))
+        three = _Tiles.apply(self, self._project, hidden, *self.weights)  # type: ignore[no-untyped-call]
+        out = self._attended(three)
+        finish = None if self._ran else self._finish
+        self._ran = True
+        (found,) = _Tiles.apply(self, finish, hidden, out, *self.weights)  # type: ignore[no-untyped-call]
         return found
 
-    @torch.no_grad()
-    def backward(self, hidden: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients of its input and of its weights."""
-        sums: list[torch.Tensor | None] = [None] * len(self.weights)
+    def tiles(self, *every: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+        """Each tile's first token, and its part of every tensor (..., tokens, width)."""
+        starts = range(0, every[0].shape[-2], self._tokens)
+        return zip(starts, *(one.split(self._tokens, -2) for one in every), strict=True)
 
-        def gradients(outputs: Any, upstream: Any, *inputs: torch.Tensor) -> Any:
-            wanted = [*inputs, *self.weights]
-            found = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
-            for number, one in enumerate(found[len(inputs) :]):
-                if one is not None:
-                    wide = one.to(torch.promote_types(one.dtype, torch.float32))
-                    before = sums[number]
-                    sums[number] = wide if before is None else before + wide
-            return found
+    def room(self, tile: torch.Tensor, tokens: int) -> torch.Tensor:
+        """For so many tokens of what this is a tile of: of heads in host memory, page-locked."""
+        here, locked = tile.dim() < 4, self._device.type == "cuda"
+        shape, device = (*tile.shape[:-2], tokens, tile.shape[-1]), self._device if here else "cpu"
+        return torch.empty(shape, dtype=tile.dtype, device=device, pin_memory=locked and not here)
 
-        three = self._projected(hidden)
-        out = self._attended(three)
-        grad, of_out = torch.zeros_like(hidden), self._on_host(out, out.shape[2])
-        for start, tile, up, target in self._tiles(hidden, upstream, grad):
-            tile, rows = tile.detach().requires_grad_(), self._here(out, start).requires_grad_()
-            with torch.enable_grad():
-                whole = self._finish(start, tile, rows)
-            of_tile, of_rows, *_ = gradients(whole, up, tile, rows)
-            if of_tile is not None:
-                target.copy_(of_tile)
-            _copy(self._rows(of_out, start), torch.zeros_like(rows) if of_rows is None else of_rows)
-        of_three = gradients(out, of_out, *three)[:3]
-        del out, of_out, three
-        for start, tile, target in self._tiles(hidden, grad):
-            tile = tile.detach().requires_grad_()
-            with torch.enable_grad():
-                found = self._project(start, tile)
-            here = [self._here(one, start) for one in of_three]
-            target.add_(gradients(found, here, tile)[0])
-        pairs = zip(sums, self.weights, strict=True)
-        return [grad, *(None if one is None else one.to(weight.dtype) for one, weight in pairs)]
-
-    def _tiles(self, *every: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-        """Each tile's first token, and its part of every tensor (batch, tokens, ...)."""
-        starts = range(0, every[0].shape[1], self._tokens)
-        return zip(starts, *(one.split(self._tokens, 1) for one in every), strict=True)
-
-    def _rows(self, whole: torch.Tensor, start: int) -> torch.Tensor:
-        """A tile's, of (batch, heads, tokens, dim)."""
-        return whole.detach()[:, :, start : start + self._tokens]
-
-    def _here(self, whole: torch.Tensor, start: int) -> torch.Tensor:
-        """The same, on the layer's device."""
-        rows = self._rows(whole, start)
-        here = torch.empty(rows.shape, dtype=rows.dtype, device=self._device)
-        _copy(here, rows)
-        return here
-
-    def _on_host(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Host memory, page-locked, for so many tokens (batch, heads, tokens, dim)."""
-        shape, locked = (*like.shape[:2], tokens, like.shape[3]), self._device.type == "cuda"
-        return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=locked)
-
-    def _projected(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """q, k, v of all tokens, in host memory."""
-        every: list[torch.Tensor] = []
-        for start, tile in self._tiles(hidden):
-            three = self._project(start, tile)
-            every = every or [self._on_host(one, hidden.shape[1]) for one in three]
-            for whole, one in zip(every, three, strict=True):
-                _copy(self._rows(whole, start), one)
-        return every
+    def here(self, tile: torch.Tensor) -> torch.Tensor:
+        """A tile, on the layer's device."""
+        if tile.dim() < 4:
+            return tile
+        return _copy(torch.empty(tile.shape, dtype=tile.dtype, device=self._device), tile)
 
     def _cast(self, *three: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As autocast would: in host memory it is another's."""
-        return tuple(t.to(self._dtype) for t in three) if self._autocast[2] else three
+        return (
+            tuple(cast_by_autocast(t, self._dtype) for t in three) if self._autocast[2] else three
+        )
 
     def _project(self, start: int, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v of a tile; and what else is said of the attention."""
@@ -205,28 +156,22 @@ class LayerInTiles:
             raise _ProjectedError
 
         with suppress(_ProjectedError):
-            self._run(start, tile, end)
+            self._run(end, start, tile)
         return found[0]
 
-    def _attended(self, three: list[torch.Tensor]) -> torch.Tensor:
-        """Attention of what is in host memory, with a graph."""
+    def _attended(self, three: Any) -> torch.Tensor:
+        """Attention of what is in host memory."""
         call, given = self._call.func, self._call.args
-        with torch.enable_grad(), self._alike(-1):
+        with self._alike(-1):
             named = tree_map_only(torch.Tensor, torch.Tensor.cpu, self._call.keywords)
-            inputs = [one.requires_grad_() for one in three]
-            token = RESULTS.set(self._results)
-            try:
-                out: torch.Tensor = call(*given[:2], *inputs, *given[2:], **named)
-            finally:
-                RESULTS.reset(token)
+            out: torch.Tensor = call(*given[:2], *three, *given[2:], **named)
         return out
 
-    def _finish(self, start: int, tile: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _finish(self, start: int, tile: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
         """What comes of a tile and its rows of attention's output."""
-        found: torch.Tensor = self._run(start, tile, lambda *_: rows)
-        return found
+        return [self._run(lambda *_: rows, start, tile)]
 
-    def _run(self, start: int, tile: torch.Tensor, instead: Callable[..., Any]) -> Any:
+    def _run(self, instead: Callable[..., Any], start: int, tile: torch.Tensor) -> Any:
         """The layer on a tile, with something in place of its attention."""
         from quorum_attention.integrations.transformers.attending import HERE
 
@@ -240,7 +185,7 @@ class LayerInTiles:
         given, named = tree_map_only(torch.Tensor, part, (self._given, self._layer.keywords))
         outside, HERE.instead = HERE.instead, instead
         try:
-            with self._alike(start):
+            with self._alike(start), self._mode():
                 return self._layer.func(*self._layer.args, tile, *given, **named)
         finally:
             HERE.instead = outside
@@ -261,18 +206,45 @@ class LayerInTiles:
             yield
 
 
-class _Function(torch.autograd.Function):
+class _Tiles(torch.autograd.Function):
+    """What ``run(start, *tiles)`` of a layer returns of each tile of tensors, put together."""
+
     @staticmethod
-    def forward(ctx: Any, layer: LayerInTiles, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(hidden)
-        return layer.forward(hidden)
+    def forward(ctx: Any, layer: LayerInTiles, run: Any, *tensors: torch.Tensor) -> Any:
+        inputs = tensors[: len(tensors) - len(layer.weights)]
+        ctx.layer, ctx.run = layer, run
+        ctx.save_for_backward(*inputs)
+        if run is None:  # the second run of a checkpoint is for what is saved alone
+            return (inputs[0].new_empty(()),)
+        wholes: list[torch.Tensor] = []
+        for start, *tiles in layer.tiles(*inputs):
+            found = run(start, *map(layer.here, tiles))
+            wholes = wholes or [layer.room(one, inputs[0].shape[-2]) for one in found]
+            for whole, one in zip(wholes, found, strict=True):
+                _copy(whole.narrow(-2, start, one.shape[-2]), one)
+        return tuple(wholes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        with _unhooked(ctx.layer.weights):
-            return None, *ctx.layer.backward(*ctx.saved_tensors, upstream)
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        layer, inputs, sums = ctx.layer, ctx.saved_tensors, dict[int, torch.Tensor]()
+        # What comes of host memory has no stream of its own.
+        with torch.cuda.stream(layer.stream), _unhooked(layer.weights):
+            wholes, count = [layer.room(one, one.shape[-2]) for one in inputs], len(inputs)
+            for start, *every in layer.tiles(*inputs, *wholes, *upstream):
+                tiles = [layer.here(one).detach().requires_grad_() for one in every[:count]]
+                with torch.enable_grad():
+                    found = ctx.run(start, *tiles)
+                up = [*map(layer.here, every[2 * count :])]
+                of = torch.autograd.grad(found, [*tiles, *layer.weights], up, allow_unused=True)
+                for target, tile, grad in zip(every[count:], tiles, of, strict=False):
+                    _copy(target, torch.zeros_like(tile) if grad is None else grad)
+                for n, grad in enumerate(of[count:]):
+                    if grad is not None:
+                        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                        sums[n] = sums[n] + wide if n in sums else wide
+            kinds = enumerate(one.dtype for one in layer.weights)
+            return None, None, *wholes, *(sums[n].to(k) if n in sums else None for n, k in kinds)
 
 
 class _NoDropout(TorchFunctionMode):
@@ -297,7 +269,12 @@ def _unhooked(weights: list[torch.Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-@torch.enable_grad()
+@contextmanager
+def _on_trial(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> Iterator[None]:
+    with swapping, _reparametrize_module(module, buffers), _NoDropout():
+        yield
+
+
 def _alone(three: Any) -> Any:
     """In place of attention, of each token alone."""
     query, key, value = (one.requires_grad_() for one in three)
@@ -312,11 +289,12 @@ def _near(one: torch.Tensor | None, other: torch.Tensor | None, room: float) -> 
     return bool(size(one.detach() - other) <= room * size(one.detach()))
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Between devices: of each head all rows in one piece."""
     source = source if source.device.type == "cpu" else source.contiguous()
-    for one, other in zip(target.flatten(0, 1), source.flatten(0, 1), strict=True):
+    for one, other in zip(target.flatten(0, -3), source.flatten(0, -3), strict=True):
         one.copy_(other)
+    return target
 
 
 def _beside(call: Any) -> list[Any]:

@@ -245,7 +245,7 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
     both = zip(_parts(shape, training), _parts(shape, replace(training, on=())), strict=True)
     parts = tuple(replace(now, plain_bytes=plain.bytes) for now, plain in both)
     held = shape.layers * sum(kept_bytes(shape, training)) if HOST in training.on else 0
-    held += tiled_bytes(shape, training) if TILES in training.on else 0
+    held += sum(tiled_bytes(shape, training)) if TILES in training.on else 0
     budget = training.budget if ATTENTION in training.on else None
     return StepMemory(parts, training.on, budget, held)
 
@@ -266,12 +266,13 @@ def layer_fits(shape: ModelShape, training: Training, free: int) -> bool:
         return False
 
 
-def tiled_bytes(shape: ModelShape, training: Training) -> int:
-    """In host memory: q, k, v, o of a layer in tiles, and their gradients; half of it page-locked,
-    of which torch gives powers of two."""
+def tiled_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
+    """In host memory: q, k, v, o of a layer in tiles, and their gradients: page-locked, of which
+    torch gives powers of two; and not."""
     heads = 2 * (shape.heads + shape.kv_heads)
     rows = training.tokens * training.batch
-    return 3 * rows * heads * shape.head_dim * training.dtype.itemsize
+    half = rows * heads * shape.head_dim * training.dtype.itemsize
+    return 2 * half, half
 
 
 def kept_bytes(shape: ModelShape, training: Training) -> tuple[int, int]:
