@@ -9,11 +9,10 @@ import torch
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions, RunOptions
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.direct import checked_request
+from quorum_attention.direct import attention_results, checked_request
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.operator import attention_results
 from quorum_attention.passes import run_backward
 
 if TYPE_CHECKING:

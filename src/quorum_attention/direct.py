@@ -22,6 +22,7 @@ from quorum_attention.execution.device.lookup import BACKENDS, best_device
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.torch_private import has_modes, has_transforms, uncompiled
 from quorum_attention.mask import Mask
+from quorum_attention.operator import as_operator
 from quorum_attention.planner.calibration import rates_known
 
 # By names of this file: to look them up in torch would take longer than the shortest calls.
@@ -67,7 +68,7 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
         # It has no memory of its own: it belongs to a transformation, even to one that is over.
         return None
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    best = best_device()
+    best = query.device if BACKENDS[kind].own_memory else best_device()
     grows = not (best.type != "cpu" or records or is_causal or mask)
     grows = grows and 0 < key.shape[2] == value.shape[2]
     return (
@@ -123,24 +124,35 @@ def _is_unusual(kind: str) -> bool:
     )
 
 
-@uncompiled
-def attend_eagerly(
+def attention_results(
     query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call that is not traced, by the request of an earlier one if that may be."""
+    """(out, lse): by an operator where the call is traced and one can make it."""
+    compiled = torch.compiler.is_dynamo_compiling()
+    results = as_operator(query, key, value, call) if compiled else None
+    return results or _eagerly(query, key, value, call)
+
+
+@uncompiled
+def _eagerly(
+    query: Any, key: Any, value: Any, call: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) outside of torch's compiler, by the request of an earlier call if that may be."""
     name = cache_key(query, key, value, call)
     request = None if name is None else _CACHE.get(name)
-    if request is not None:  # of a call without ``out``
+    if request is not None:  # of a call without ``out``, outside of all traces
         mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
-        tensors = Tensors(query, key, value, mask)
-    else:
-        tensors, request = checked_request("attention", query, key, value, call)
-        # Of tensors that were broadcast, others like the given ones are not.
-        same = tensors.query is query and tensors.key is key and tensors.value is value
-        if name is not None and same:
-            if len(_CACHE) >= _MOST:
-                _CACHE.clear()
-            _CACHE[name] = request = replace(request, decisions={})
+        return attend(Tensors(query, key, value, mask), request, None)
+    results = as_operator(query, key, value, call)
+    if results is not None:
+        return results
+    tensors, request = checked_request("attention", query, key, value, call)
+    # Of tensors that were broadcast, others like the given ones are not.
+    same = tensors.query is query and tensors.key is key and tensors.value is value
+    if name is not None and same:
+        if len(_CACHE) >= _MOST:
+            _CACHE.clear()
+        _CACHE[name] = request = replace(request, decisions={})
     return attend(tensors, request, call.out)
 
 

@@ -25,12 +25,11 @@ from typing import Any, TypeVar
 import torch
 from torch import library
 
-from quorum_attention.autograd import needed_of, refuse_second, upstream_of
+from quorum_attention.autograd import gradients_of, refuse_second, upstream_of
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, CallOptions, Layer, current, fill, several
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
-from quorum_attention.direct import attend_eagerly
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms, is_traced, refuse_traces
 from quorum_attention.mask import NAMES, Mask
@@ -59,14 +58,6 @@ _SCHEMAS = {
         "bool of_mask, bool of_sinks) -> Tensor[]"
     ),
 }
-
-
-def attention_results(
-    query: Any, key: Any, value: Any, call: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): by an operator where the call is traced and one can make it."""
-    results = as_operator(query, key, value, call)
-    return results or attend_eagerly(query, key, value, call)
 
 
 def as_operator(
@@ -328,7 +319,7 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     # An empty list counts as one of tensors.
     numbers: list[Any] | None = None if ctx.call[-1] else []
     rest = None, [None] * len(parts), *(None,) * 6, numbers, None, None
-    return (*needed_of(grads, needed), *rest)
+    return (*gradients_of(grads, *needed[3:5]), *rest)
 
 
 def _register() -> library.Library:
