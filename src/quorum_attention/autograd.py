@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._C._functorch import unwrap_if_dead
 
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request, records
@@ -83,8 +84,8 @@ class Attention(torch.autograd.Function):
         if has_transforms():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         # As torch's does: wrappers of a transformation that is over are replaced by their tensors.
-        args = torch._functorch.utils.unwrap_dead_wrappers(args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        alive = [unwrap_if_dead(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return super(torch.autograd.Function, cls).apply(*alive)  # type: ignore[misc]
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -108,13 +109,14 @@ class Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad
         if ctx.one.learned is not None:
             refuse_second()
-        if not any(grad is not None for grad in upstream):
+        grad_out, grad_lse = upstream
+        if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
         read = ctx.saved_tensors[:8]
-        read += upstream_of(read[6], *upstream)
+        read += upstream_of(read[6], grad_out, grad_lse)
         one = Pass(ctx.one.request, needed[3:5])
         grads = Attention.apply(*read, one) if records(*read) else one.compute(*read)
-        return (*needed_of(grads, needed), None, None)
+        return (*gradients_of(grads, *needed[3:5]), None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -144,15 +146,16 @@ def upstream_of(
     return grad_out, grad_lse
 
 
-def needed_of(grads: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
-    """Those gradients of query, key, value, mask and sinks that are needed.
+def gradients_of(
+    grads: Sequence[torch.Tensor], of_mask: bool, of_sinks: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of query, key, value, mask and sinks.
 
     Args:
-        grads: of query, key and value, then of mask and sinks where those are needed.
+        grads: of query, key and value, then of mask and sinks where those are wanted.
     """
-    learned = iter(grads[3:])
-    five = (*grads[:3], *(next(learned) if wanted else None for wanted in needed[3:5]))
-    return [grad if wanted else None for grad, wanted in zip(five, needed, strict=False)]
+    learned = [*grads[3:], None, None]
+    return (*grads[:3], learned.pop(0) if of_mask else None, learned[0] if of_sinks else None)
 
 
 def refuse_second(*args: Any) -> Any:

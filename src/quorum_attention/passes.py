@@ -29,14 +29,14 @@ from quorum_attention.execution.call import Job, MaskView, Progress, divided_ups
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.problem import Problem, takes_wide
+from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.over_inputs import Whole, at_once
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, registrations
-from quorum_attention.kernels.torch_private import without_autocast
+from quorum_attention.kernels.torch_private import numbers_only
 from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
 from quorum_attention.planner.plan import Plan, log_cut
 from quorum_attention.sizes import format_bytes, format_least
@@ -51,12 +51,12 @@ _CHECKED_ROWS = 4
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), planned and run; ``out`` is the request's, if it has one."""
+    if (made := _again(tensors, request)) is not None:
+        return made[0], made[1]
     return beside(request, request.cast_bytes, _CASTS, partial(_run_forward, tensors))
 
 
 def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    if (made := _again(tensors, request)) is not None:
-        return made[0], made[1]
     if request.decisions is not None:
         # Calls that share a request may differ in how many keys they have (``direct``).
         work = replace(request.work, n_keys=tensors.key.shape[-2])
@@ -112,6 +112,8 @@ def run_backward(
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
+    if given.grad_lse is None and (made := _again(tensors, request, given)) is not None:
+        return made
     held = request.cast_bytes
     if request.runner is None and given.grad_mask is True:
         held += _mask_gradient_bytes(tensors, request)
@@ -144,8 +146,6 @@ def _run_backward(
 def _run_gradients(
     tensors: Tensors, request: Request, given: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    if (made := _again(tensors, request, given)) is not None:
-        return made
     decision = decide_backward(tensors, request, given)
     _keep(request, given, decision)
     of_mask = _mask_gradient(tensors, request, given, decision.problem)
@@ -163,21 +163,18 @@ def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -
     return decide(request.work, place, request.options, given.out.dtype, backward=True)
 
 
-def _pass_key(request: Request, given: BackwardInputs | None) -> Hashable:
+def _pass_key(given: BackwardInputs | None) -> Hashable:
     """All that differs between passes of calls that share a request."""
     if given is None:
         return None
-    grad_out, out, lse = given[:3]
-    return (
-        request.work.columns, grad_out.dtype, grad_out.device, out.device, lse.device,
-        torch.are_deterministic_algorithms_enabled(), registrations(), torch.get_num_threads(),
-    )  # fmt: skip
+    deterministic = torch._C._get_deterministic_algorithms()
+    return deterministic, registrations(), torch.get_num_threads()
 
 
 def _keep(request: Request, given: BackwardInputs | None, decision: Decision) -> None:
     """Keep a decision for one kernel call, if the request serves later calls too (``direct``)."""
     if request.decisions is not None and _is_one_call(decision, request):
-        request.decisions[_pass_key(request, given)] = decision.problem
+        request.decisions[_pass_key(given)] = decision.problem
 
 
 def _again(
@@ -187,13 +184,15 @@ def _again(
     planned now."""
     if request.decisions is None:
         return None
-    problem = request.decisions.get(_pass_key(request, given))
+    problem = request.decisions.get(_pass_key(given))
     made = None if problem is None else _at_once(_job(tensors, request, problem, None, given))
-    return None if made is None else tuple([as_own(result) for result in made])
+    return None if made is None else tuple(map(as_own, made))
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:
     plan, problem = decision.plan, decision.problem
+    if request.work.columns:
+        return False  # of inputs that were made wider
     if plan is None:
         return True
     # Scaled gradients are looked at afterwards, by what is planned for those that overflow.
@@ -233,8 +232,7 @@ def _computing(device: torch.device) -> Iterator[None]:
     """For what a device computes: without gradients and autocast, by our error out of memory."""
     with (
         backend_of(device).current(device),
-        torch.no_grad(),
-        without_autocast("cpu", device.type),
+        numbers_only("cpu", device.type),
         named_out_of_memory(),
     ):
         yield
@@ -407,7 +405,7 @@ def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     gradients in 16 bits are not finite."""
     backend = backend_of(job.device)
     try:
-        with backend.current(job.device), torch.no_grad(), without_autocast("cpu", job.device.type):
+        with backend.current(job.device), numbers_only("cpu", job.device.type):
             return at_once(job)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -468,7 +466,6 @@ def _job(
         request.dropout, dict(results or {}),
     )  # fmt: skip
     if given is not None:
-        wide = takes_wide(problem.kernel, work)
-        upstream, job.divisor = divided_upstream(given.grad_out, work, device, wide=wide)
+        upstream, job.divisor = divided_upstream(given.grad_out, problem, device)
         job.tensors.update(out=given.out, grad_out=upstream, lse=given.lse)
     return job

@@ -26,6 +26,7 @@ from quorum_attention.execution.problem import (
     Workload,
     flat_entries,
     group_part,
+    takes_wide,
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.kernels.dropout import Dropout
@@ -132,8 +133,8 @@ def no_bias(rectangle: Rectangle) -> None:
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def rows_are_dense(*tensors: torch.Tensor) -> bool:
-    """Whether operators can read ``tensors``, all of one device, without a copy.
+def rows_are_dense(tensor: torch.Tensor) -> bool:
+    """Whether operators can read ``tensor`` without a copy.
 
     The last dimension has to be contiguous, and no row may begin within another: torch's operators
     refuse such rows on some processors, and write their output as if it were not so. On a GPU every
@@ -141,13 +142,15 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
     with misaligned addresses. Rows whose length is no multiple of a word may start anywhere,
     because they are padded, which copies them.
     """
-    word = backend_of(tensors[0].device).word_bytes
-    return all(
-        (t.stride(-1) == 1 or t.shape[-1] <= 1)
-        and _rows_apart(t)
-        and (word == 1 or _at_whole_words(t, word))
-        for t in tensors
-    )
+    *sizes, width = tensor.shape
+    *steps, step = tensor.stride()
+    if step != 1 and width > 1:
+        return False
+    # Rows may be all the same.
+    if True in [n > 1 and 0 < s < width for n, s in zip(sizes, steps, strict=True)]:
+        return False
+    word = backend_of(tensor.device).word_bytes
+    return word == 1 or _at_whole_words(tensor, word)
 
 
 def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -160,13 +163,7 @@ def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
         laid_out = steps.count(1) < 2 or 0 not in steps
     else:
         laid_out = all(n <= 1 or s > 0 for n, s in zip(query.shape, steps, strict=True))
-    return laid_out and rows_are_dense(query, key, value)
-
-
-def _rows_apart(tensor: torch.Tensor) -> bool:
-    """Whether no row begins within another; rows may be all the same."""
-    *sizes, width = tensor.shape
-    return all(n <= 1 or not 0 < s < width for n, s in zip(sizes, tensor.stride(), strict=False))
+    return laid_out and all(map(rows_are_dense, (query, key, value)))
 
 
 def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:
@@ -234,22 +231,21 @@ def outreaches(gradient: torch.dtype, inputs: torch.dtype) -> bool:
 
 
 def divided_upstream(
-    grad_out: torch.Tensor, work: Workload, device: torch.device, *, wide: bool
+    grad_out: torch.Tensor, problem: Problem, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of ``work``'s dtype, divided if
-    that cannot hold it.
+    """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of a backward's dtype, divided
+    if that cannot hold it.
 
     The host does not wait for the device.
 
     Args:
         device: the device that computes.
-        wide: whether no product of the backward overflows, however large its elements are: see
-            ``takes_wide``.
 
     Returns:
         the gradient, with any strides, and the powers of two that it was divided by, (*batch,
         kv_heads), in the state's dtype on ``device``; None if it was not divided.
     """
+    work = problem.work
     if not outreaches(grad_out.dtype, work.dtype):
         return grad_out, None
     # Rows that are not finite do not count.
@@ -258,7 +254,7 @@ def divided_upstream(
     largest = rows.unflatten(-2, (work.kv_heads, -1)).amax(dim=(-2, -1))
     # 2**(exponent - 1) <= largest < 2**exponent
     exponent = torch.frexp(largest.to(torch.float64)).exponent
-    exponent -= _WIDE_LARGEST if wide else _PLAIN_LARGEST
+    exponent -= _WIDE_LARGEST if takes_wide(problem.kernel, work) else _PLAIN_LARGEST
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     by_query = _power(-exponent).repeat_interleave(work.queries_per_key_head, dim=-1)
     tensor = torch.empty(grad_out.shape, dtype=work.dtype, device=grad_out.device)
@@ -387,11 +383,13 @@ class Job:
     def take_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
         that the caller gave tensors for, or that have another dtype."""
-        work, results, states = self.work, self.results, self.spec.states
+        work, results, states = self.problem.work, self.results, self.problem.spec.states
         for state, part in zip(states, parts, strict=True):
             result = part if len(work.batch_shape) == 1 else part.reshape(state.shape(work))
             given, dtype = results.get(state.name), self.dtype_of(state)
-            results[state.name] = result.to(dtype) if given is None else given.copy_(result)
+            if given is not None:
+                result = given.copy_(result)
+            results[state.name] = result if result.dtype == dtype else result.to(dtype)
         return tuple([results[state.name] for state in states])
 
     def targets(self, group: Group) -> list[torch.Tensor]:

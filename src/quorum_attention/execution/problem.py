@@ -21,13 +21,11 @@ from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels.protocol import (
-    Call,
     CallShape,
     Extent,
     Gradients,
     InnerKernel,
     MaskShape,
-    Saved,
     Statistics,
     TaskTensors,
 )
@@ -338,19 +336,10 @@ class PassSpec:
         """
         if self.backward:
             query, key, value = states
-            kernel.backward(task, Gradients(*_saved(given), query, key, value, scaling))
+            saved = given["grad_out"], given["out"], given["lse"]
+            kernel.backward(task, Gradients(*saved, query, key, value, scaling))
         else:
             kernel.forward(task, Statistics(*states))
-
-    def of_call(self, kernel: InnerKernel, call: Call, given: Tensors) -> tuple[torch.Tensor, ...]:
-        """The results of a whole call, as the kernel returns them; of the lse, 0 for -inf."""
-        if self.backward:
-            return kernel.whole_backward(call, Saved(*_saved(given)))
-        return kernel.whole_forward(call)
-
-
-def _saved(given: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return given["grad_out"], given["out"], given["lse"]
 
 
 def spec_of(backward: bool) -> PassSpec:

@@ -20,10 +20,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.nn.attention
 from torch._C import _len_torch_function_stack
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.overrides import _pop_mode, _push_mode
 
 _autograd: Any = torch._C._autograd
+_modes_before_dispatch = mode_stack_state_for_pre_dispatch()
 has_transforms = torch._C._are_functorch_transforms_active
 """Whether a transformation of torch.func's is active."""
 
@@ -45,10 +46,9 @@ def outside() -> Iterator[None]:
             from torch._functorch import pyfunctorch
 
             off.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
-        # Before no_grad, because it also sets whether gradients are recorded.
+        # First, because it also sets whether gradients are recorded.
         off.enter_context(torch.inference_mode(False))
-        off.enter_context(torch.no_grad())
-        off.enter_context(without_autocast("cpu", "cuda"))
+        off.enter_context(numbers_only("cpu", "cuda"))
         # For what records a graph of its own. Torch calls the innermost hooks alone; where it has
         # been told to refuse hooks, there are none. A saved output would hold the graph that has
         # it, for good.
@@ -63,7 +63,7 @@ def outside() -> Iterator[None]:
 
 def has_modes() -> bool:
     """Whether a dispatch mode is active, also one that traces before dispatch."""
-    return bool(torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch())
+    return bool(torch._C._len_torch_dispatch_stack() or _modes_before_dispatch.count())
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,12 +71,13 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def without_autocast(*device_types: str) -> AbstractContextManager[object]:
-    """Turns autocast off, so that kernels compute in the dtypes of their inputs."""
+def numbers_only(*device_types: str) -> AbstractContextManager[object]:
+    """Turns gradients off, and autocast, so that kernels compute in the dtypes of their inputs."""
     kinds = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
     if not kinds:
-        return nullcontext()
+        return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     off = ExitStack()
+    off.enter_context(torch.no_grad())
     for kind in kinds:
         off.enter_context(torch.autocast(kind, enabled=False))
     return off
@@ -91,7 +92,7 @@ def has_no_numbers(*tensors: object) -> bool:
         return True
     keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
     return has_modes() and (
-        _len_torch_dispatch_stack_pre_dispatch() > 0
+        _modes_before_dispatch.count() > 0
         or any(mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL, keys.FAKE))
     )
 
@@ -197,12 +198,11 @@ def lock_pages_with_threads() -> None:
         change(f"{current},{ours}" if current else ours)
 
 
-def flash_implementation() -> str | None:
-    """What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from
-    torch 2.11 or so on), by its name; None: they are torch's own."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
-    found: str | None = current()
-    return found
+flash_implementation: Callable[[], str | None] = getattr(
+    torch.nn.attention, "current_flash_attention_impl", lambda: None
+)
+"""What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from torch
+2.11 or so on), by its name; None: they are torch's own."""
 
 
 # Backwards that have no derivative of their own, and say so.

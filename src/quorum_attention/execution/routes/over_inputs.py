@@ -47,7 +47,7 @@ from quorum_attention.execution.scaling import (
 )
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
-from quorum_attention.kernels.protocol import Call, TaskTensors
+from quorum_attention.kernels.protocol import Call, Saved, TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.torch_private import capturing
@@ -218,23 +218,28 @@ def _of_call(
     Returns:
         None if gradients that may have to be scaled are not finite.
     """
-    problem, given = job.problem, {}
-    work, spec, kernel = problem.work, problem.spec, problem.kernel
-    for item in spec.inputs:
-        tensor = job.tensors[item.name]
-        part = flat(tensor, work) if group is None else group_part(tensor, group, item.axis)
-        if item.name == "lse":
-            part = part.to(job.device)
-            part = part if kernel.empty_rows else without_empty_rows(part)
-        given[item.name] = operand(part, work.dtype) if item.copied else part
+    problem, given = job.problem, job.tensors
+    work, backward, kernel = problem.work, problem.spec.backward, problem.kernel
+    if group is not None:
+        axes = {item.name: item.axis for item in problem.spec.inputs}
+        given = {name: group_part(t, group, axes[name]) for name, t in given.items()}
+    elif len(work.batch_shape) != 1:
+        given = {name: flat(t, work) for name, t in given.items()}
     dropout = job.dropout if group is None else job.dropout_of(group)
-    joins = not spec.backward and job.sinks is not None
+    joins = not backward and job.sinks is not None
     one = Call(
         given["query"], given["key"], given["value"], causal, job.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
         work.state_dtype if joins else problem.place.result_dtype, dropout,
     )  # fmt: skip
-    parts = spec.of_call(kernel, one, given)
+    parts: tuple[torch.Tensor, ...]
+    if not backward:
+        parts = kernel.whole_forward(one)
+    else:
+        lse = given["lse"].to(job.device)
+        lse = lse if kernel.empty_rows else without_empty_rows(lse)
+        grad_out, out = operand(given["grad_out"], work.dtype), operand(given["out"], work.dtype)
+        parts = kernel.whole_backward(one, Saved(grad_out, out, lse))
     if joins and job.sinks is not None:
         sinks = job.sinks if group is None else job.sinks[group.query_heads]
         join_sinks_(parts[0], parts[1], sinks)
