@@ -113,7 +113,7 @@ class Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
         read = ctx.saved_tensors[:8]
-        read += upstream_of(read[6], grad_out, grad_lse)
+        read += upstream_of(read[6], grad_out), grad_lse
         one = Pass(ctx.one.request, needed[3:5])
         grads = Attention.apply(*read, one) if records(*read) else one.compute(*read)
         return (*gradients_of(grads, *needed[3:5]), None, None)
@@ -137,13 +137,11 @@ class Attention(torch.autograd.Function):
         return stacked, (0,) * len(stacked)
 
 
-def upstream_of(
-    out: torch.Tensor, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of output and log-sum-exp, the first of them zeros where there is none."""
-    if grad_out is None:
-        grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    return grad_out, grad_lse
+def upstream_of(out: torch.Tensor, grad_out: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of the output, zeros where there is none."""
+    if grad_out is not None:
+        return grad_out
+    return torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
 
 
 def gradients_of(

@@ -310,7 +310,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     query, key, value, mask, sinks, seed, out, lse, known, *parts = ctx.saved_tensors
-    grad_out, grad_lse = upstream_of(out, *upstream[:2])
+    grad_out, grad_lse = upstream_of(out, upstream[0]), upstream[1]
     needed = ctx.needs_input_grad
     grads = torch.ops.quorum_attention.attention_backward(
         grad_out, query, key, value, out, lse, mask, sinks, grad_lse, known, seed, parts,
