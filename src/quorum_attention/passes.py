@@ -146,6 +146,8 @@ def _run_backward(
 def _run_gradients(
     tensors: Tensors, request: Request, given: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
+    if request.work.columns and (made := _again(tensors, request, given)) is not None:
+        return made
     decision = decide_backward(tensors, request, given)
     _keep(request, given, decision)
     of_mask = _mask_gradient(tensors, request, given, decision.problem)
@@ -163,18 +165,18 @@ def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -
     return decide(request.work, place, request.options, given.out.dtype, backward=True)
 
 
-def _pass_key(given: BackwardInputs | None) -> Hashable:
+def _pass_key(request: Request, given: BackwardInputs | None) -> Hashable:
     """All that differs between passes of calls that share a request."""
     if given is None:
         return None
     deterministic = torch._C._get_deterministic_algorithms()
-    return deterministic, registrations(), torch.get_num_threads()
+    return request.work.columns, deterministic, registrations(), torch.get_num_threads()
 
 
 def _keep(request: Request, given: BackwardInputs | None, decision: Decision) -> None:
     """Keep a decision for one kernel call, if the request serves later calls too (``direct``)."""
     if request.decisions is not None and _is_one_call(decision, request):
-        request.decisions[_pass_key(given)] = decision.problem
+        request.decisions[_pass_key(request, given)] = decision.problem
 
 
 def _again(
@@ -184,15 +186,13 @@ def _again(
     planned now."""
     if request.decisions is None:
         return None
-    problem = request.decisions.get(_pass_key(given))
+    problem = request.decisions.get(_pass_key(request, given))
     made = None if problem is None else _at_once(_job(tensors, request, problem, None, given))
     return None if made is None else tuple(map(as_own, made))
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:
     plan, problem = decision.plan, decision.problem
-    if request.work.columns:
-        return False  # of inputs that were made wider
     if plan is None:
         return True
     # Scaled gradients are looked at afterwards, by what is planned for those that overflow.
