@@ -119,10 +119,11 @@ def attended(model: Any, name: str, dtype: torch.dtype = torch.float32) -> Any:
 def logits_and_gradients(
     model: Any, ids: torch.Tensor, keep: torch.Tensor | None = None, **asked: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of tokens that are kept (padding says nothing): logits; and gradients of their squares."""
+    """Logits, 0 where tokens are not kept (padding says nothing); and gradients of their
+    squares."""
     model.zero_grad()
     logits = model(input_ids=ids, **asked).logits
-    kept = logits if keep is None else logits[keep]
+    kept = logits if keep is None else logits.masked_fill(~keep[..., None], 0.0)
     # Weighted, so that no gradient is the sum of things that cancel.
     weights = torch.linspace(0.5, 1.5, kept.numel(), dtype=torch.float64, device=kept.device)
     (kept.double().square() * weights.view(kept.shape)).mean().backward()

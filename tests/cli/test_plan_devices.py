@@ -39,7 +39,8 @@ def test_more_devices_take_less_time(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "option", [["--levels", "7"], ["--census"], ["--backward"], ["--device", "cpu"]]
+    "option",
+    [["--levels", "7"], ["--census"], ["--backward"], ["--device", "cpu"], ["--window", "9"]],
 )
 def test_what_would_be_ignored_is_refused(
     option: list[str], capsys: pytest.CaptureFixture[str]

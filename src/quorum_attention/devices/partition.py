@@ -158,10 +158,10 @@ class Sums:
         value: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        self._call, self._like = call, (key, value)
+        self._call, self._like = call, {"grad_key": key, "grad_value": value}
         self.bias = None if bias is None else _zeros(bias.shape, bias)
         # By batch entry and key/value head: its sums; query head and row of what is added next.
-        self._totals: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._totals: dict[tuple[int, int], Buffers] = {}
         self._next: dict[tuple[int, int], tuple[int, int]] = {}
         # What has come before its turn.
         self._early: dict[tuple[tuple[int, int], tuple[int, int]], tuple[Block, Buffers]] = {}
@@ -169,13 +169,12 @@ class Sums:
     def buffers(self, block: Block) -> Buffers:
         """Where a worker puts those of a block's gradients that are added up, by name; the others
         are results themselves."""
-        shapes: dict[str, tuple[Sequence[int], torch.Tensor]] = {}
+        likes: Buffers = {}
         if not is_whole(self._call, block):
-            for name, like in zip(("grad_key", "grad_value"), self._like, strict=True):
-                shapes[name] = (1, 1, block.keys.length, like.shape[-1]), like
+            likes = {n: self._call.cut(t, block, of_keys=True) for n, t in self._like.items()}
         if self.bias is not None:
-            shapes["grad_bias"] = self._call.cut_bias(self.bias, block).shape, self.bias
-        return {n: room(tuple(shape), state_dtype(t.dtype)) for n, (shape, t) in shapes.items()}
+            likes["grad_bias"] = self._call.cut_bias(self.bias, block)
+        return {n: room(tuple(t.shape), state_dtype(t.dtype)) for n, t in likes.items()}
 
     def add(self, block: Block, made: Buffers) -> None:
         """Add the gradients of a block that is done: those of a head in the order of query heads
@@ -190,8 +189,8 @@ class Sums:
         while (found := self._early.pop((head, at), None)) is not None:
             (_, heads, rows, keys), parts = found
             if head not in self._totals:
-                self._totals[head] = [_zeros(t.shape[-2:], t) for t in self._like]
-            for total, name in zip(self._totals[head], ("grad_key", "grad_value"), strict=True):
+                self._totals[head] = {n: _zeros(t.shape[-2:], t) for n, t in self._like.items()}
+            for name, total in self._totals[head].items():
                 total[: keys.length] += parts[name][0, 0]
             at = (heads.stop, 0) if rows.stop == call.n_queries else (heads.start, rows.stop)
         self._next[head] = at
@@ -203,7 +202,7 @@ class Sums:
             share = self._call.heads // self._call.kv_heads
             rows = Interval(0, self._call.n_queries)
             block = block_of(self._call, entry, Interval(head * share, (head + 1) * share), rows)
-            for grad, total in zip(grads, totals, strict=True):
+            for grad, total in zip(grads, totals.values(), strict=True):
                 self._call.cut(grad, block, of_keys=True).copy_(total)
 
 

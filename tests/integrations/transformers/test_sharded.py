@@ -15,23 +15,11 @@ from helpers_ranks import spawn
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_models import attended, distance, register_all, tiny
+from helpers_models import attended, distance, logits_and_gradients, register_all, tiny
 
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.integrations.transformers import register, sharded_positions
 from quorum_attention.recipes import long_context
-
-
-def _of_all(
-    model: Any, ids: torch.Tensor, keep: torch.Tensor, **asked: Any
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of one process, and gradients of a weighted sum of squares of tokens that are kept."""
-    model.zero_grad()
-    logits = model(input_ids=ids, **asked).logits
-    weights = torch.linspace(0.5, 1.5, logits.numel(), dtype=torch.float64).view(logits.shape)
-    (logits.double().square() * weights * keep[..., None]).mean().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
 
 
 def _same(
@@ -50,11 +38,12 @@ def _same(
     model = tiny(kind, change).double()
     tokens, batch = sum(sizes), 2 if padding is not None else 1
     ids = torch.randint(1, 96, (batch, tokens))
-    keep = torch.ones(batch, tokens) if padding is None else padding.double()
+    keep = torch.ones(batch, tokens).bool() if padding is None else padding.bool()
     whole: dict[str, Any] = {} if padding is None else {"attention_mask": padding}
     if positions is not None:
         whole["position_ids"] = positions
-    exact, exact_grads = _of_all(attended(model, "exact", torch.float64), ids, keep, **whole)
+    alone = attended(model, "exact", torch.float64)
+    exact, exact_grads = logits_and_gradients(alone, ids, keep, **whole)
     rows = slice(*[0, *accumulate(sizes)][rank : rank + 2])
     places = torch.arange(tokens)[None] if positions is None else positions
     mine: dict[str, Any] = {} if hooked else {"position_ids": places[:, rows]}
@@ -69,7 +58,7 @@ def _same(
     weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64).view(exact.shape)
     part = logits.square() * weights[:, rows] * keep[:, rows, None]
     (part.sum() / exact.numel()).backward()
-    real = keep[:, rows].bool()
+    real = keep[:, rows]
     assert distance(logits.detach()[real], exact[:, rows][real]) < 1e-7, (kind, sizes)
     assert report.ranks == len(sizes)
     for name, weight in ours.named_parameters():
