@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,15 @@ if __name__ == "__main__":
         main.__builtins__ = __builtins__
         exec(compile(code, "<string>", "exec"), main.__dict__)
 """
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for it."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(1e-3)
+
 
 _nests: list[subprocess.Popen[str]] = []
 

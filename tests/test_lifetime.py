@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from helpers_processes import until
 
 import quorum_attention
 from quorum_attention.bench import child
@@ -44,10 +44,7 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 60
-    while alive(child) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not alive(child)
+    until(lambda: not alive(child), 60)
 
 
 def test_a_child_whose_parent_has_ended_before_ends_at_once() -> None:

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_masks import fifths
+from helpers_processes import until
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -266,10 +266,7 @@ def test_memory_of_a_pass_is_let_go_of() -> None:
         assert mapped() > 0  # the next pass may read it again
         del q
         gc.collect()
-        until = time.monotonic() + 10
-        while mapped():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: not mapped(), 10)
         q = torch.randn(1, 2, 100, 8)
         assert torch.allclose(qa.attention(q, q, q, devices=pool), qa.attention(q, q, q), atol=1e-5)
 

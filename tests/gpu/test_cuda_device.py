@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from helpers_attention import Inputs
 from helpers_cuda import both
 from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
+from helpers_processes import until
 
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import page_locks
@@ -117,9 +117,7 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
         mover.release([far[:2], target[:2]])
         mover.finish(wait=True)
         assert torch.equal(target, far)
-        until = time.monotonic() + 10
-        while locks.covers(far[:1]):
-            assert time.monotonic() < until
+        until(lambda: not locks.covers(far[:1]), 10)
         assert locks.covers(far[2])
     assert not far.is_pinned()
 

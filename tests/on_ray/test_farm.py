@@ -26,6 +26,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers_conformance import Case, by_farm, in_files
+from helpers_processes import until
 from helpers_ray import FakeRay, fake_farm
 
 import quorum_attention as qa
@@ -313,10 +314,8 @@ def commands_below(pid: int) -> dict[int, str]:
 
 
 def wait_for_end(pids: Iterable[int]) -> None:
-    limit, pids = time.monotonic() + 30, set(pids)
-    while any(map(command_of, pids)):
-        assert time.monotonic() < limit, "a process is still there"
-        time.sleep(0.1)
+    pids = set(pids)
+    until(lambda: not any(map(command_of, pids)), 30)
 
 
 @pytest.fixture(scope="module")

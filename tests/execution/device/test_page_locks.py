@@ -6,13 +6,14 @@ import mmap
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers_late_cuda import Driver
+from helpers_processes import until
 
 from quorum_attention.execution.device import page_locks
 from quorum_attention.execution.device.page_locks import PAGE_BYTES, Copied, PageLocks
@@ -87,13 +88,6 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
             assert any(start <= first and last <= stop for start, stop in pieces)
     if rows % 64 == 0:
         assert len(pieces) > 5
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(1e-3)
 
 
 @pytest.mark.parametrize("rows", [1024, 4096, 1000])
