@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from helpers_models import SIZES, VOCABULARY, tiny
+from torch.utils.checkpoint import checkpoint
 
 from quorum_attention import autograd
 from quorum_attention.recipes import checkpoints, layers, long_context
@@ -117,6 +118,21 @@ def test_sixteen_bits(auto: bool, tiled: list[bool]) -> None:
     far = [(one - found[0]).norm() for one in found[1:]]
     assert far[1] <= 1.1 * far[0]
     assert tiled == [True] * 2
+
+
+def test_within_another_checkpoint_and_two_backwards(tiled: list[bool]) -> None:
+    found, ids = [], torch.randint(1, VOCABULARY, (1, 150))
+    for model in pair(tiny("llama")):
+        words = model.get_input_embeddings()(ids).detach()
+        run = partial(model, labels=ids)
+        loss = checkpoint(lambda x, run=run: run(inputs_embeds=x).loss, words, use_reentrant=False)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([p.grad for p in model.model.layers.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(tiled) >= 4
+    assert all(tiled)
 
 
 def test_autocast_leaves_float64_as_it_is(tiled: list[bool]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.functional import dropout
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
@@ -99,14 +99,15 @@ class LayerInTiles:
             seen.append(_beside(partial(call, *mask)))
             return _alone(self._cast(query, key, value))
 
-        with torch.enable_grad():
+        # A checkpoint around the model is not to count what is saved here.
+        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             whole = self._run(instead, 0, x)
             # Some experts have no token of these; and a weight may be of another module.
             own = [weight for weight in self.module.parameters() if weight.requires_grad]
             self.weights = [w for w in dict.fromkeys([*own, *_leaves(whole)]) if w is not x]
             both, wanted = (whole, self(x)), [x, *self.weights]
-        with _unhooked(self.weights):
-            grads = [torch.autograd.grad(one, wanted, up, allow_unused=True) for one in both]
+            with _unhooked(self.weights):
+                grads = [torch.autograd.grad(one, wanted, up, allow_unused=True) for one in both]
         if seen != [_beside(self._call)]:  # attention is told of all tokens by one tile
             return False
         room = max(8 * torch.finfo(self._dtype).eps, 1e-5)
