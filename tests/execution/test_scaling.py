@@ -53,6 +53,21 @@ def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ..
         assert (report.backward.repeated_units > 0) == repeated
 
 
+def test_a_sum_that_has_to_go_down_two_steps() -> None:
+    """Gradients of one column, beside small values: dV is 2000 times what scaling allows for."""
+    usual, grad_out = sink(4096), torch.zeros(1, 1, 4096, 64).half()
+    grad_out[..., 0] = 1.0
+    key, value = (t[:, :, 500:540] for t in (usual.key, usual.value / 64))
+    made = Inputs(usual.query, key.clone(), value.clone(), grad_out)
+    reference, report = exact(made, gradients=True), qa.Report()
+    plan = plan_of(made, n_keys=40, levels=(3,), over_inputs=False)
+    grads = tuple(torch.empty(t.shape) for t in made.three)
+    results = reference.out.half(), reference.lse.float()
+    pass_of(made, True, results, plan=plan, grads=grads, report=report)()
+    assert report.backward.repeated_units >= 2
+    assert_close(grads[2], reference.grads[2], 1e-3)
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, masked: bool) -> None:

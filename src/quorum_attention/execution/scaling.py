@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Axis, Group, Tensors, Workload, group_part
+from quorum_attention.execution.problem import BACKWARD, Group, Tensors, Workload, group_part
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
@@ -56,16 +56,13 @@ def all_finite(parts: Sequence[torch.Tensor]) -> bool:
     return math.isfinite(float(sum(others, first)))
 
 
-# What a backward reads beside the log-sum-exp, with the rows that each has. Of a unit:
-# (b, h, n, d) or (b, hk, m, d).
-_READ: dict[str, Axis] = {
-    "query": "query", "out": "query", "grad_out": "query", "key": "key", "value": "key",
-}  # fmt: skip
+# What a backward reads beside the log-sum-exp. Of a unit: (b, h, n, d) or (b, hk, m, d).
+_READ = [item for item in BACKWARD.inputs if item.width != "one"]
 
 
 def what_is_read(tensors: Tensors, group: Group) -> Tensors:
     """The inputs of a backward's head group of one batch entry."""
-    return {name: group_part(tensors[name], group, axis) for name, axis in _READ.items()}
+    return {item.name: group_part(tensors[item.name], group, item.axis) for item in _READ}
 
 
 class BackwardScaling:
@@ -159,7 +156,8 @@ class BackwardScaling:
 
     def _may_lower(self, read: Tensors, own: int, entry: int, head: int) -> bool:
         taken = self._steps[own].get((entry, head), 0)
-        one = {name: _head(part, read["value"], entry, head) for name, part in read.items()}
+        # Of a unit in a slot, states are there as well: those that overflowed.
+        one = {i.name: _head(read[i.name], read["value"], entry, head) for i in _READ}
         if not all_finite(list(one.values())):
             return taken == 0
         grad_out, value, usual = one["grad_out"], one["value"], usual_shift(self._n_keys)
