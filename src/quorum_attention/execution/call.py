@@ -20,6 +20,7 @@ from quorum_attention.execution.device.residency import empty_result
 from quorum_attention.execution.problem import (
     Axis,
     Group,
+    InputSpec,
     PassSpec,
     Problem,
     StateSpec,
@@ -336,26 +337,11 @@ class Job:
             found = found.repeat_interleave(group.queries_per_key_head, dim=-1)
         return found[:, :, None, None]
 
-    def operands(self, group: Group, *, copied: bool = True) -> dict[str, torch.Tensor]:
-        """The inputs after query, key and value, for a head group of one batch entry.
-
-        They are copied if operators cannot read them otherwise. An input that will be divided is
-        not: dividing it makes a copy anyway.
-
-        Args:
-            copied: False leaves them as they are.
-        """
-        found = {}
-        for item in self.spec.inputs[3:]:
-            part = group_part(self.tensors[item.name], group, item.axis)
-            if (
-                copied
-                and item.copied
-                and not (self.problem.scaled and item.name == self.spec.divided)
-            ):
-                part = operand(part, self.work.dtype)
-            found[item.name] = part
-        return found
+    def read(self, item: InputSpec, group: Group, copied: bool = True) -> torch.Tensor:
+        """An input's part for a head group of one batch entry, (1, heads, ...). It is copied if
+        operators cannot read it otherwise and it is ``copied``."""
+        part = group_part(self.tensors[item.name], group, item.axis)
+        return operand(part, self.work.dtype) if copied and item.copied else part
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
         """The dtype of the result of ``state``."""
@@ -445,8 +431,7 @@ class Job:
                 head group of one batch entry.
         """
         if three is None:
-            read = self.spec.inputs[:3]
-            three = [group_part(self.tensors[item.name], group, item.axis) for item in read]
+            three = [self.read(item, group) for item in self.spec.inputs[:3]]
         return TaskTensors(
             task=task,
             rectangles=rectangles,

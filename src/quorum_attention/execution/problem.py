@@ -426,10 +426,6 @@ class Placement:
         """The backend of the device that computes."""
         return BACKENDS[self.device_type]
 
-    def counts(self, home: str) -> bool:
-        """Whether the budget counts memory at ``home``, which is "device" or "host"."""
-        return home == "device" or not self.backend.own_memory
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -591,8 +587,8 @@ def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
 
 
 def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]:
-    """Bytes of the states that wait at ``home``, if the budget counts them."""
-    if not problem.place.counts(home):
+    """Bytes of the states that wait at ``home``, "device" or "host", if the budget counts them."""
+    if home == "host" and problem.place.backend.own_memory:
         return ()
     own = problem.place.result_dtype == problem.work.state_dtype
     return final_bytes(problem) + (() if own else state_bytes(problem, group))

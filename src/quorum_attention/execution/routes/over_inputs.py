@@ -129,7 +129,7 @@ class Whole(OverInputs):
         if problem.scaled:
             # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
-            accumulators += scaled_bytes(problem, one.group)
+            accumulators += allocated_bytes(problem, one.group)
             workspace = max(workspace, problem.workspace(one.extent(work)))
         results = result_bytes(problem)
         if not schedule.is_all(work):
@@ -305,14 +305,13 @@ class Blockwise(OverInputs):
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """The states of one head group, the results of all, and the copies of inputs."""
-        states = scaled_bytes if problem.scaled else merged_bytes
         rows = schedule.max_queries if self._copied_by_kernel(problem) else None
         copied = copied_bytes(problem, schedule.group, rows)
         return Footprint(
             problem.place,
             self.streams * problem.workspace(schedule.extent(problem.work)),
             0,
-            (*states(problem, schedule.group), *final_bytes(problem)),
+            (*allocated_bytes(problem, schedule.group), *final_bytes(problem)),
             (problem.place.divided or 0, *copied, *result_bytes(problem)),
         )
 
@@ -336,18 +335,15 @@ class Blockwise(OverInputs):
         yield schedule.decomposition.n_tasks
 
 
-def merged_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
-    """Bytes of the states that ``compute_group`` allocates."""
-    return () if in_results(problem) else state_bytes(problem, group)
-
-
-def scaled_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
-    """Bytes of what ``compute_group`` allocates where it is scaled: the states, a copy of the input
-    that is divided, and a few numbers for every head."""
-    spec, work = problem.spec, problem.work
-    divided = next(item for item in spec.inputs if item.name == spec.divided)
-    copy = divided.count(work, group) * work.element_bytes
-    return (*merged_bytes(problem, group), copy, *(SMALL_BYTES,) * 4)
+def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
+    """Bytes of what ``compute_group`` allocates: the states; where it is scaled, a copy of the
+    input that is divided, and a few numbers for every head."""
+    states = () if in_results(problem) else state_bytes(problem, group)
+    if not problem.scaled:
+        return states
+    divided = next(item for item in problem.spec.inputs if item.name == problem.spec.divided)
+    copy = divided.count(problem.work, group) * problem.work.element_bytes
+    return (*states, copy, *(SMALL_BYTES,) * 4)
 
 
 def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
@@ -365,12 +361,13 @@ def compute_group(
         copied: whether to copy inputs that operators cannot read; if not, the kernel does.
     """
     work, spec = job.work, job.spec
-    given = job.operands(group, copied=copied)
+    divides = spec.divided if job.problem.scaled else None
+    # An input that is divided is not copied: dividing it makes a copy anyway.
+    given = {i.name: job.read(i, group, copied and i.name != divides) for i in spec.inputs[3:]}
     scaling = upstream = None
-    if job.problem.scaled and spec.divided is not None:
-        upstream = given[spec.divided]
-        divided = torch.empty(upstream.shape, dtype=work.dtype, device=job.device)
-        given[spec.divided] = divided
+    if divides is not None:
+        upstream = given[divides]
+        divided = given[divides] = torch.empty(upstream.shape, dtype=work.dtype, device=job.device)
         scaling = BackwardScaling(work, job.device, (task.value.shape[0], task.value.shape[1]))
     targets = job.targets(group)
     own = in_results(job.problem)
