@@ -57,7 +57,7 @@ def unit(mover, slot, source, target, pieces, compute, stored=None, carried: int
     with mover.compute_stage(0):
         compute()
     with mover.store_stage(0):
-        mover.store(target, slot if stored is None else stored, pieces)
+        mover.store(slot if stored is None else stored, target, pieces)
 
 
 @pytest.mark.parametrize("lay", LAYS, ids=str)

@@ -7,7 +7,7 @@ A unit has all its rows in its slot, or its rows stream by others that stay in a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -281,6 +281,10 @@ class Beside:
     closes: bool
 
 
+# Loads rows into a slot's field from a tensor outside, or stores them there.
+Move = Callable[[torch.Tensor, torch.Tensor, Sequence[Rows]], None]
+
+
 class SlotRows:
     """Moves the rows of units between their slots and the tensors outside.
 
@@ -334,17 +338,15 @@ class SlotRows:
         with self.mover.input_stage(unit.slot):
             for item in self._inputs:
                 name = item.spec.name
-                pieces = self._clipped(new if name in self._passed_on else runs, item.spec.axis)
-                for entry, block in enumerate(self._blocks_of(item, unit.group)):
-                    self.mover.load(unit.fields[name][entry], block, pieces)
+                rows = new if name in self._passed_on else runs
+                self._move(self.mover.load, unit, unit.fields[name], rows, item)
 
     def load_states(self, unit: Unit) -> None:
         """Load the rows of states that wait at home."""
         with self.mover.state_stage(unit.slot, unit.after):
             for state in self._states:
-                pieces = self._clipped(unit.visit.loaded, state.spec.axis)
-                for entry, block in enumerate(self._blocks_of(state.home, unit.group)):
-                    self.mover.load(unit.fields[state.field][entry], block, pieces)
+                current = unit.fields[state.field]
+                self._move(self.mover.load, unit, current, unit.visit.loaded, state.home)
 
     def fill(self, unit: Unit) -> None:
         """Write what fresh rows of states begin with."""
@@ -394,26 +396,21 @@ class SlotRows:
         with self.mover.store_stage(unit.slot):
             for state in self._states:
                 current = unit.fields[state.field]
-                self._put(unit, state.spec.axis, unit.visit.stored, current, state.home)
+                self._move(self.mover.store, unit, current, unit.visit.stored, state.home)
                 finished = unit.fields.get(state.final_field, current)
-                self._put(unit, state.spec.axis, unit.visit.finished, finished, state.final)
+                self._move(self.mover.store, unit, finished, unit.visit.finished, state.final)
 
     def release(self, group: Group) -> None:
         """Tell the mover that all units of a head group are stored."""
         rows = [*self._inputs, *(state.final for state in self._states)]
         self.mover.release(block for each in rows for block in self._blocks_of(each, group))
 
-    def _put(
-        self,
-        unit: Unit,
-        axis: Axis,
-        rows: Iterable[Rows],
-        source: torch.Tensor,
-        target: RowTensor,
+    def _move(
+        self, move: Move, unit: Unit, field: torch.Tensor, rows: Iterable[Rows], far: RowTensor
     ) -> None:
-        pieces = self._clipped(rows, axis)
-        for entry, block in enumerate(self._blocks_of(target, unit.group)):
-            self.mover.store(block, source[entry], pieces)
+        pieces = self._clipped(rows, far.spec.axis)
+        for part, block in zip(field, self._blocks_of(far, unit.group), strict=True):
+            move(part, block, pieces)
 
     def _blocks_of(self, rows: RowTensor, group: Group) -> list[torch.Tensor]:
         key = (id(rows), group)

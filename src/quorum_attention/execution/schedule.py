@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -308,17 +308,13 @@ class Cutting:
             deepens = depth > self.planned.decomposition.depth
             schedule = self.schedule(depth - 1).deeper(self.work) if deepens else self.planned
             shape = schedule.decomposition
-            if self.pairs.every_token_meets:
-                self._tasks[depth] = list(shape.tasks())
-                schedule = schedule.changed(trimmed=None)
-            else:
-                problem = self.problem
-                found = trimmed_tasks(
-                    shape, self.work.lengths, problem.kernel, problem.spec.backward
-                )
-                self._tasks[depth] = list(found[0])
-                schedule = schedule.changed(trimmed=found[1])
-            self._schedules[depth] = schedule
+            tasks: Iterable[Task] = shape.tasks()
+            sizes = None
+            if not self.pairs.every_token_meets:
+                kernel, backward = self.problem.kernel, self.problem.spec.backward
+                tasks, sizes = trimmed_tasks(shape, self.work.lengths, kernel, backward)
+            self._tasks[depth] = list(tasks)
+            self._schedules[depth] = schedule.changed(trimmed=sizes)
         return self._tasks[depth]
 
     def schedule(self, depth: int) -> Schedule:

@@ -26,7 +26,7 @@ def there_and_back(mover: Mover, far: torch.Tensor, target: torch.Tensor) -> Non
     with mover.compute_stage(0):
         found.copy_(slot)
     with mover.store_stage(0):
-        mover.store(target, state, PIECES)
+        mover.store(state, target, PIECES)
     mover.finish(wait=True)
     assert torch.equal(found.float(), wanted)
     assert torch.equal(target, expected)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Rows
-from quorum_attention.execution.device.mover import Clock, HostClock, Mover, local_part
+from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks, addresses, is_locked
 from quorum_attention.kernels.tensors import copy_on_device
 
@@ -291,14 +291,6 @@ class CudaMover(Mover):
         if wait and self._staging is not None:
             self._staging.finish()
 
-    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """See ``Mover.load``."""
-        self.loaded_bytes += self._move(target, source, pieces, up=True)
-
-    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """See ``Mover.store``."""
-        self.stored_bytes += self._move(source, target, pieces, up=False)
-
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """See ``Mover.release``; they are unlocked when the copies have been made."""
         events = [torch.cuda.Event() for _ in range(2)]
@@ -306,16 +298,10 @@ class CudaMover(Mover):
             event.record(stream)
         self._locks.release(tensors, lambda: all(event.query() for event in events))
 
-    def _move(
+    def move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
     ) -> int:
-        """Copy ``pieces`` between a slot's field and ``far``; returns how many bytes that is.
-
-        Args:
-            slot: (heads, n, width), on the device.
-            far: (heads, N, width), the tensor outside of the slot.
-            up: from ``far`` to ``slot``.
-        """
+        """See ``Mover.move``."""
         if not pieces:
             return 0
         heads, _, width = slot.shape
@@ -333,10 +319,7 @@ class CudaMover(Mover):
             self._staging.settle(start, stop - start)
         if not by_address:
             with torch.cuda.stream(self._stream):
-                for piece in pieces:
-                    part, other = local_part(slot, piece), far[:, piece.start : piece.stop]
-                    self._copy(*((part, other) if up else (other, part)), far=other)
-            return sum(piece.length for piece in pieces) * row * heads
+                return super().move(slot, far, pieces, up=up)
         assert self._copies is not None
         was_locked = self._is_locked_before(far)
         here_step = slot.stride(0) * slot.element_size()
@@ -396,8 +379,9 @@ class CudaMover(Mover):
                 self._may_stage = False
         return self._staging
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, far: torch.Tensor) -> None:
-        """Copy (heads, rows, width); ``far`` is the one of the two tensors outside of the slot."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Mover.copy``."""
+        far = target if self._stream is self.down else source  # the one outside of the slot
         heads, rows, width = far.shape
         if far.device.type != "cpu":
             copy_on_device(target, source)

@@ -168,26 +168,30 @@ class Mover:
             if done is not None:
                 done.record(stream)
 
-    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
+    def load(self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows into a slot, within a load stage.
 
         Args:
-            target: a field of the slot, (heads, n, width); gets each piece from ``local`` on.
-            source: (heads, N, width); each piece is its rows [start, stop).
+            slot: a field of the slot, (heads, n, width); has each piece from ``local`` on.
+            far: (heads, N, width), outside of the slot; each piece is its rows [start, stop).
             pieces: the rows.
         """
-        for piece in pieces:
-            part = local_part(target, piece)
-            self.copy(part, source[:, piece.start : piece.stop])
-            self.loaded_bytes += part.numel() * part.element_size()
+        self.loaded_bytes += self.move(slot, far, pieces, up=True)
 
-    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy rows out of a slot, within a store stage; target and source as the source and the
-        target of ``load``."""
+    def store(self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
+        """Copy rows out of a slot, within a store stage, as ``load`` copies them in."""
+        self.stored_bytes += self.move(slot, far, pieces, up=False)
+
+    def move(
+        self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
+    ) -> int:
+        """Copy rows into a slot (``up``) or out of it; returns how many bytes that is."""
+        n_bytes = 0
         for piece in pieces:
-            part = local_part(source, piece)
-            self.copy(target[:, piece.start : piece.stop], part)
-            self.stored_bytes += part.numel() * part.element_size()
+            part, other = local_part(slot, piece), far[:, piece.start : piece.stop]
+            self.copy(*((part, other) if up else (other, part)))
+            n_bytes += part.nbytes
+        return n_bytes
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy rows (heads, n, width) on the stream of the present stage."""
