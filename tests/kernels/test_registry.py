@@ -97,6 +97,13 @@ def test_a_kernel_is_tried_on_the_sign_of_the_scale_that_it_gets() -> None:
         qa.attention(q, k, v, scale=-0.3, kernel=kernel, depth=1, devices="cpu")
 
 
+def test_a_call_without_heads_is_tried_as_one_with_some() -> None:
+    """Of none, torch's operator for CPUs ends the process: it divides by their number."""
+    q = torch.randn(2, 0, 40, 16)
+    window = qa.Mask(window=(3, 0))
+    assert qa.attention(q, q, q, attn_mask=window, devices="cpu").shape == q.shape
+
+
 def test_what_is_no_kernel_is_refused() -> None:
     @dataclass
     class Compared(CpuKernel):

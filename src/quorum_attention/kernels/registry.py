@@ -255,7 +255,7 @@ def probe(kernel: Kernel, call: CallShape, device: torch.device | None = None) -
         device = torch.device("cuda", torch.cuda.current_device())
     # Compiled kernels may depend on how many query heads share a key head. Causal calls and others
     # are tested together.
-    group = call.query_heads // max(1, call.key_heads)
+    group = max(1, call.query_heads // max(1, call.key_heads))
     call = replace(call, query_heads=2 * group, key_heads=2, is_causal=False, exact_scale=True)
     return _answer(kernel, call, device, torch.are_deterministic_algorithms_enabled())
 
