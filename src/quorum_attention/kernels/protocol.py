@@ -135,7 +135,8 @@ class TaskTensors:
 
     Attributes:
         task: which tokens these are.
-        rectangles: its kept pairs, in local positions.
+        rectangles: its kept pairs, in local positions; none is empty, and there are none where
+            there is no head or no batch entry.
         query, key, value: (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv), where nq and nk count
             the task's tokens that are queries and keys.
         scale: factor of the scores.
@@ -280,9 +281,10 @@ class Call:
 def whole_task(call: Call) -> TaskTensors:
     """A whole call as one task."""
     n_queries, n_keys = call.query.shape[2], call.key.shape[2]
+    r = Rectangle(0, n_queries, 0, n_keys, call.is_causal)
     return TaskTensors(
         uncut(max(n_queries, n_keys)),
-        (Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
+        () if 0 in (*call.query.shape[:3], n_keys) else (r,),
         *call.inputs,
         scale=call.scale,
         is_causal=call.is_causal,

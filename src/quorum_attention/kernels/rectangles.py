@@ -251,10 +251,7 @@ class RectangleKernel(CallsKernel):
 
     def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
-        if 0 in task.query.shape[:2]:
-            return
-        # Some operators divide by the number of keys.
-        rectangles = [r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0]
+        rectangles = task.rectangles
         if rectangles and task.has_mask(rectangles[0]):
             limit = self.masked_limit
             cuts = rectangles if limit is None else cut(rectangles, limit, limit)

@@ -296,12 +296,10 @@ class BackwardRows:
 def _blocks(task: TaskTensors, like: torch.Tensor, how: Scores) -> Iterator[Block]:
     """The blocks of a task; all query heads of a key head are in one tile."""
     batch, key_heads = task.key.shape[:2]
-    if 0 in task.query.shape[:2]:
+    if not task.rectangles:
         return
     shared, limits = task.query.shape[1] // key_heads, how.limits(task.query.device.type)
     for r in task.rectangles:
-        if r.n_queries == 0 or r.n_keys == 0:
-            continue
         keys = how.most_keys(r.n_keys, limits)
         queries = max(1, min(limits.pairs // (shared * keys), limits.rows // shared))
         rows = shared * min(r.n_queries, queries)
@@ -445,7 +443,8 @@ class DenseKernel(Tiles):
             # ones.
             mask = mask.tril()
         scores = replace(WHOLE_ROWS, kept=lambda block, keys: mask[block.rows, keys])
-        return replace(task, rectangles=(Rectangle(0, n_queries, 0, n_keys),)), scores
+        every = (Rectangle(0, n_queries, 0, n_keys),) if task.rectangles else ()
+        return replace(task, rectangles=every), scores
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time; quadratic in tokens."""

@@ -250,16 +250,16 @@ class Launch:
 def regions(task: TaskTensors) -> list[tuple[Rectangle, tuple[Rectangle, ...]]]:
     """What is one call each, with its rectangles, counted from its first query and key: the whole
     task, unless rectangles end within blocks."""
-    live, whole = tuple(r for r in task.rectangles if r.n_queries and r.n_keys), whole_region(task)
+    every, whole = tuple(task.rectangles), whole_region(task)
     aligned = (
         at % BLOCK == 0 or at == n
-        for r in live
+        for r in every
         for side, (_, n) in zip(sides(r), sides(whole), strict=True)
         for at in side
     )
     if all(aligned):
-        return [(whole, live)]
-    return [(r, (Rectangle(0, r.n_queries, 0, r.n_keys),)) for r in live]
+        return [(whole, every)]
+    return [(r, (Rectangle(0, r.n_queries, 0, r.n_keys),)) for r in every]
 
 
 @lru_cache(maxsize=64)
@@ -483,7 +483,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         self, task: TaskTensors, region: Rectangle, rectangles: tuple[Rectangle, ...]
     ) -> Launch | None:
         """The call for a region of a task; None if it keeps no pair."""
-        if 0 in (*task.query.shape[:3], *task.key.shape[1:3]):
+        if not rectangles:
             return None
         is_causal = has_diagonal(task)
         geometry = self._under(is_causal)

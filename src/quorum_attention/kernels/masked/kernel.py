@@ -229,11 +229,11 @@ class ByParts(Kernel):
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors]]:
         """The parts of the task: for the operator, upper triangles, and ragged ones."""
-        live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
-        if not live or 0 in task.query.shape[:2]:
+        every = tuple(task.rectangles)
+        if not every:
             return
-        call = task.shape(_ANY_MASK if task.has_mask(live[0]) else None)
-        kernel, parts = self._kernel_for(call), self._parts_of(task, live, call)
+        call = task.shape(_ANY_MASK if task.has_mask(every[0]) else None)
+        kernel, parts = self._kernel_for(call), self._parts_of(task, every, call)
         limits = task.max_queries, task.max_keys
         if task.max_queries:
             limits = self._limits(limits, call)
@@ -496,8 +496,6 @@ class MaskedKernel(ModsKernel):
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
         found = [self.geometries[entry % len(self.geometries)] for entry in entries]
-        if not found:
-            yield slice(0, 0), self.geometries[0]
         start = 0
         for geometry, run in groupby(found):
             stop = start + len(list(run))

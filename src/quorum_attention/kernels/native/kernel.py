@@ -277,12 +277,13 @@ class NativeKernel(Kernel):
         All rectangles are one launch, and each is one where they have masks. There are more where
         a table or the bits of rules would exceed the workspace bound.
         """
-        live = tuple(r for r in task.rectangles if whole or (r.n_queries > 0 and r.n_keys > 0))
-        if not live or (not whole and 0 in task.query.shape[:2]):
+        # Results of a whole call without pairs are written, too.
+        every = tuple(task.rectangles) or (Rectangle(0, 0, 0, 0),) * whole
+        if not every:
             return
         device, spans = task.query.device, task.task.spans
         slopes, heads = self._slopes_on(device), slice(task.first_head, None)
-        for rectangles in [(r,) for r in live] if task.has_mask(live[0]) else [live]:
+        for rectangles in [(r,) for r in every] if task.has_mask(every[0]) else [every]:
             r = rectangles[0]
             call = Call(
                 task.query, task.key, task.value, scale=task.scale, bias=task.bias(r),

@@ -67,8 +67,6 @@ def pieces(rectangles: Sequence[Rectangle], task: Task, geometry: Geometry) -> I
     """
     band, found = geometry.band, []
     for r in rectangles:
-        if r.n_queries <= 0 or r.n_keys <= 0:
-            continue
         for queries, keys, causal in task.contiguous(r):
             high = band.high if band.low is None else None
             if causal and (band.high is None or band.high > 0):
