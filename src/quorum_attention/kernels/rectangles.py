@@ -37,11 +37,9 @@ from quorum_attention.kernels.tensors import (
     Pick,
     dead_rows,
     dead_rows_bytes,
-    jth_of_group,
     key_rows,
     query_rows,
 )
-from quorum_attention.kernels.torch_private import as_it_is
 
 
 class TaskCall(NamedTuple):
@@ -89,15 +87,10 @@ class CallsKernel(Kernel):
 
         self._run(task, added, backward=True)
 
-    def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
-        """The query heads of each call: what selects them, and their numbers."""
-        key_heads = key.shape[1]
-        shared = query.shape[1] // key_heads
-        if shared == 1 or self.grouped:
-            return [(as_it_is, slice(None))]
-        return [
-            (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
-        ]
+    def _heads(self, query: torch.Tensor, key: torch.Tensor) -> list[slice]:
+        """The query heads of each call: all, or one of every key head."""
+        shared = 1 if self.grouped else query.shape[1] // key.shape[1]
+        return [slice(j, None, shared) for j in range(shared)]
 
     def _run(
         self, task: TaskTensors, run: Callable[[TaskCall, int], None], *, backward: bool
@@ -224,10 +217,9 @@ class RectangleKernel(CallsKernel):
         key, value = (self._turned(key_rows(t, batch)) for t in (task.key, task.value))
         # Runs of rows with the same keys each return a part of these keys' gradients.
         keys = partial(key_rows, batch=batch if batch.key_step else Batch(batch.first))
-        for pick, _ in self._picks(task.query, task.key):
-            by_head = bias is not None and bias.shape[1] == task.query.shape[1] > 1
-            mask = pick(bias) if by_head and bias is not None else bias
-            rows = partial(_rows_of, pick, batch)
+        for heads in self._heads(task.query, task.key):
+            mask = bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
+            rows = partial(query_rows, batch=batch, heads=heads)
             query = self._turned(rows(task.query))
             call = Call(query, key, value, batch.first.causal, task.scale, mask)
             yield TaskCall(rows, keys, partial(self._forward, call), partial(self._backward, call))
@@ -300,10 +292,6 @@ class RectangleKernel(CallsKernel):
             yield Batch(Rectangle(even, stop, k + even - q, r.key_stop, causal=True))
         for first, last in pairwise(edges[1:]):
             yield from self._in_parts(task, Batch(Rectangle(first, last, k, k + first - q)))
-
-
-def _rows_of(pick: Pick, batch: Batch, tensor: torch.Tensor) -> torch.Tensor:
-    return query_rows(pick(tensor), batch)
 
 
 def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

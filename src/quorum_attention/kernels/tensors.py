@@ -18,38 +18,36 @@ from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.rectangles import Batch
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
-"""Selects some heads, as a view, of a tensor whose dimension 1 is all query heads."""
+"""Selects a part of a tensor (b, h, n, ...), as a view."""
 
 
-def query_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The batch's query rows of (b, h, n, ...): (b, h, rows, ...), or (count, h, rows, ...)."""
+def query_rows(tensor: torch.Tensor, batch: Batch, heads: slice = slice(None)) -> torch.Tensor:
+    """The batch's query rows of some heads of (b, h, n, ...): (b, h, rows, ...), or
+    (count, h, rows, ...)."""
     first = batch.first
-    return _rows(tensor, first.query_start, first.n_queries, batch.query_step, batch.count)
+    return _rows(tensor, heads, first.query_start, first.n_queries, batch.query_step, batch.count)
 
 
 def key_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The batch's key rows of (b, h, n, ...): (b, h, rows, ...), or (count, h, rows, ...)."""
     first = batch.first
-    return _rows(tensor, first.key_start, first.n_keys, batch.key_step, batch.count)
+    return _rows(tensor, slice(None), first.key_start, first.n_keys, batch.key_step, batch.count)
 
 
-def _rows(tensor: torch.Tensor, start: int, rows: int, step: int, count: int) -> torch.Tensor:
+def _rows(
+    tensor: torch.Tensor, heads: slice, start: int, rows: int, step: int, count: int
+) -> torch.Tensor:
     if count == 1:
-        return tensor[:, :, start : start + rows]
+        return tensor[:, heads, start : start + rows]
     # Runs of rows at regular distances become batch entries.
     assert tensor.shape[0] == 1, "only a single batch entry leaves room for another"
+    tensor = tensor[:, heads]
     row = tensor.stride(2)
     return tensor.as_strided(
         (count, tensor.shape[1], rows, *tensor.shape[3:]),
         (step * row, *tensor.stride()[1:]),
         tensor.storage_offset() + start * row,
     )
-
-
-def jth_of_group(key_heads: int, j: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The j-th query head of every key head, a view."""
-    batch, heads, *rest = tensor.shape
-    return tensor.view(batch, key_heads, heads // key_heads, *rest)[:, :, j]
 
 
 def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
-from quorum_attention.kernels.tensors import Pick, row_blocks
-from quorum_attention.kernels.torch_private import as_it_is
+from quorum_attention.kernels.tensors import row_blocks
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 BackwardFunction = Callable[..., "Three"]
@@ -116,8 +116,8 @@ class FunctionKernel(CallsKernel):
         """See ``Kernel``."""
         named = {"is_causal": False, "scale": 1.0, **_named(self._wants, at)}
         found: list[torch.Tensor] = []
-        for pick, chosen in self._picks(query, key):
-            found += self._called(pick(query), key, value, **_for_heads(named, chosen))
+        for heads in self._heads(query, key):
+            found += self._called(query[:, heads], key, value, **_for_heads(named, heads))
         return found
 
     def refusal(self, call: CallShape) -> str | None:
@@ -145,11 +145,11 @@ class FunctionKernel(CallsKernel):
         for r in task.rectangles:
             numbers = _named(wants, task.indices(r)) if wants else {}
             named = {"is_causal": r.causal, "scale": task.scale, **numbers}
-            columns = partial(_rows, as_it_is, slice(r.key_start, r.key_stop))
-            for pick, chosen in self._picks(task.query, task.key):
-                rows = partial(_rows, pick, slice(r.query_start, r.query_stop))
+            columns = itemgetter((slice(None), slice(None), slice(r.key_start, r.key_stop)))
+            for heads in self._heads(task.query, task.key):
+                rows = itemgetter((slice(None), heads, slice(r.query_start, r.query_stop)))
                 inputs = rows(task.query), columns(task.key), columns(task.value)
-                mine = _for_heads(named, chosen)
+                mine = _for_heads(named, heads)
                 forward = partial(self._forward, *inputs, **mine)
                 yield (TaskCall(rows, columns, forward, partial(self._gradients, inputs, mine)),)
 
@@ -287,7 +287,3 @@ def _named(wants: tuple[str, ...], at: Indices) -> dict[str, torch.Tensor]:
 def _for_heads(named: dict[str, Any], chosen: slice) -> dict[str, Any]:
     """The arguments of a call of some heads."""
     return {n: value[chosen] if n == "head_indices" else value for n, value in named.items()}
-
-
-def _rows(pick: Pick, rows: slice, tensor: torch.Tensor) -> torch.Tensor:
-    return pick(tensor)[:, :, rows]
