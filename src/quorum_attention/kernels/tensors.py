@@ -120,6 +120,8 @@ def bias_for_padding(
         query: (b, h, lq, d), before padding.
     """
     missing_keys = max(0, least[1] - n_keys)
+    if not missing_keys and query.shape[2] >= least[0]:
+        return bias
     if bias is None:
         if causal or not missing_keys:
             return None

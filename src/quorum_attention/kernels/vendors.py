@@ -300,35 +300,21 @@ class CudnnKernel(RectangleKernel):
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
-        query, key, value, bias = *call.inputs, call.bias
-        rows = query.shape[2]
-        if min(rows, key.shape[2]) < _SHORTEST:
-            least = (_SHORTEST, _SHORTEST)
-            bias = bias_for_padding(bias, query, key.shape[2], least, call.is_causal)
-            query, key = (repeat_last(t, _SHORTEST) for t in (query, key))
-            value = pad_rows(value, _SHORTEST)
-        mask = None if bias is None else aligned_bias(bias, key.shape[2])
+        rows, (padded, mask) = call.query.shape[2], _padded(call, (_SHORTEST, _SHORTEST))
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, True, 0.0, call.is_causal, False, scale=call.scale
+            *padded, mask, True, 0.0, call.is_causal, False, scale=call.scale
         )[:2]
-        return out[:, :, :rows], lse.reshape(query.shape[:3])[:, :, :rows]
+        return out[:, :, :rows], lse.reshape(padded[0].shape[:3])[:, :, :rows]
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
-        query, key, value, bias = *call.inputs, call.bias
-        grad_out, out, lse, causal = saved.grad_out, saved.out, saved.lse, call.is_causal
-        rows, keys = query.shape[2], key.shape[2]
+        rows, keys, causal = call.query.shape[2], call.key.shape[2], call.is_causal
         least = _backward_least(rows, keys, causal)
-        if rows < least[0] or keys < least[1]:
-            bias = bias_for_padding(bias, query, keys, least, causal)
-            query, key = repeat_last(query, least[0]), repeat_last(key, least[1])
-            lse = repeat_last(lse, least[0], -1)
-            out, grad_out = pad_rows(out, least[0]), pad_rows(grad_out, least[0])
-            value = pad_rows(value, least[1])
+        (query, key, value), mask = _padded(call, least)
+        out, grad_out = pad_rows(saved.out, least[0]), pad_rows(saved.grad_out, least[0])
+        lse = repeat_last(saved.lse, least[0], -1).contiguous()
         lse_dims, seed_dtype = _forward_template(query.device)
-        lse = lse.contiguous()
         seed = torch.zeros((), dtype=seed_dtype, device=query.device)
-        mask = None if bias is None else aligned_bias(bias, key.shape[2])
         # torch caches cuDNN's plans by the strides of query, key and value alone. A plan made for
         # other strides of grad_out and out would read the wrong elements.
         gradients: Three = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -376,6 +362,15 @@ class CudnnKernel(RectangleKernel):
         if sizes.shared > 1:
             internal += sizes.shared_key_rows * (call.head_dim + call.value_dim) * sizes.item
         return sizes.backward_bytes(copies + internal + sizes.aligned_bias_bytes)
+
+
+def _padded(call: Call, least: tuple[int, int]) -> tuple[Three, torch.Tensor | None]:
+    """Query, key and value with at least so many rows, and the mask as cuDNN needs it."""
+    query, key, bias = call.query, call.key, call.bias
+    bias = bias_for_padding(bias, query, key.shape[2], least, call.is_causal)
+    key = repeat_last(key, least[1])
+    mask = None if bias is None else aligned_bias(bias, key.shape[2])
+    return (repeat_last(query, least[0]), key, pad_rows(call.value, least[1])), mask
 
 
 def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
