@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from quorum_attention.kernels.rectangles import (
     operator_refusal,
     round_up,
 )
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 def by_head_dim(table: Mapping[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
@@ -56,23 +53,21 @@ _TILE = 128
 _RATES = {
     64: (1.16, 1.17), 96: (1.36, 1.30), 128: (1.12, 1.16), 192: (1.12, 1.60), 256: (1.10, 1.0),
 }  # fmt: skip
-_Machine = TypeVar("_Machine", bound="DataclassInstance")
 
 
-def pace(machine: _Machine, head_dim: int, backward: bool) -> _Machine:
+def pace(machine: Any, head_dim: int, backward: bool) -> Any:
     """The rates of an H200 (``planner.hardware.HardwareModel``) as this kernel reaches them.
 
     It begins a causal call with the longest rows, walks keys in an order that suits the cache, and
     has nothing to prepare for a new shape.
     """
-    known: Any = machine
     forward, back = by_head_dim(_RATES, head_dim)
     wide = head_dim <= 96 and not backward
     return replace(
         machine,
-        flops=known.flops * forward,
-        backward_flops=known.backward_flops * back,
-        wave_rows=known.wave_rows * 192 // 128 if wide else known.wave_rows,
+        flops=machine.flops * forward,
+        backward_flops=machine.backward_flops * back,
+        wave_rows=machine.wave_rows * 192 // 128 if wide else machine.wave_rows,
         filling_causal=4_000,
         cache_penalty=0.0,
         plan_seconds=0.0,

@@ -465,33 +465,26 @@ class MaskedKernel(ModsKernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
-        whole = self._whole(call)
-        if whole is None:
-            return super().whole_forward(replace(call, causal=False))
-        kernel, call = whole
+        kernel, call = self._whole(call)
         return kernel.whole_forward(call)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
-        whole = self._whole(call)
-        if whole is None:
-            return super().whole_backward(replace(call, causal=False), saved)
-        kernel, call = whole
+        kernel, call = self._whole(call)
         return kernel.whole_backward(call, saved)
 
-    def _whole(self, call: Call) -> tuple[Kernel, Call] | None:
-        """The one call of the native kernel, or of an operator that takes bands, that a whole call
-        is; None: it is run as a task."""
+    def _whole(self, call: Call) -> tuple[Kernel, Call]:
+        """What runs a whole call, and that call: the native kernel or an operator that takes bands,
+        if it is one call of theirs; else this kernel, as a task."""
         geometry, base = self._distinct[0], self.base
-        if not self._uniform or geometry.rules:
-            return None
-        if self._native:
-            return self._native[geometry], call
-        bands = isinstance(base, RectangleKernel) and base.bands and geometry.blocks is None
-        more = call.bias is not None or call.dropout is not None
-        if not bands or more or 0 in (*call.query.shape[:3], *call.key.shape[2:3]):
-            return None
-        return base, replace(call, causal=geometry.band)
+        if self._uniform and not geometry.rules:
+            if self._native:
+                return self._native[geometry], call
+            bands = isinstance(base, RectangleKernel) and base.bands and geometry.blocks is None
+            more = call.bias is not None or call.dropout is not None
+            if bands and not more and 0 not in (*call.query.shape[:3], *call.key.shape[2:3]):
+                return base, replace(call, causal=geometry.band)
+        return cast(Kernel, super()), replace(call, causal=False)
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
