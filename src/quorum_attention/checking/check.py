@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -106,10 +106,8 @@ def check_kernel(
         value_dim=value_dim, dtype=dtype, levels=(), kernel="dense", device=where, inputs="device",
         backward=backward,
     ).work  # fmt: skip
-    sizes = Sizes(
-        work.n_queries, work.n_keys, work.batch, work.heads, work.kv_heads, work.head_dim,
-        work.value_dim, work.dtype, where, backward,
-    )  # fmt: skip
+    numbers = {field.name: getattr(work, field.name) for field in fields(work)}
+    sizes = Sizes(**numbers, device=where, backward=backward)
     if is_causal is not None:
         is_causal = switch(is_causal, "is_causal")
     levels = [_checked(cut) for cut in levels]

@@ -57,9 +57,7 @@ def small(sizes: Sizes) -> Sizes:
 def writes_into_inputs(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int) -> bool:
     """Whether a call writes into what it is handed, which may be the caller's."""
     handed = list(sizes.inputs(seed))
-    trial = Trial(
-        kernel, (handed[0], handed[1], handed[2], handed[3]), square(sizes.n_keys), causal
-    )
+    trial = Trial(kernel, tuple(handed), square(sizes.n_keys), causal)
     kept = [t.clone() for t in handed]
     rows = trial.forward()
     same = all(map(torch.equal, kept, handed))
@@ -80,9 +78,8 @@ def views_differ(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int) -> 
         room = torch.full((b, h + 1, n + 5, d + 8), 7.0, dtype=tensor.dtype, device=tensor.device)
         return room[:, :h, 2 : n + 2, :d].copy_(tensor)
 
-    query, key, value, grad_out = map(within, inputs)
     found = []
-    for tensors in (inputs, (query, key, value, grad_out)):
+    for tensors in (inputs, tuple(map(within, inputs))):
         trial = Trial(kernel, tensors, square(sizes.n_keys), causal)
         rows = trial.forward()
         found.append([rows.out, rows.lse, *(trial.backward(rows) if sizes.backward else ())])
@@ -96,7 +93,7 @@ def scale_is_ignored(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int)
     scale, task = sizes.head_dim**-0.5, square(sizes.n_keys)
 
     def out(query: torch.Tensor, scale: float) -> torch.Tensor:
-        return Trial(kernel, (query, rest[0], rest[1], rest[2]), task, causal, scale).forward().out
+        return Trial(kernel, (query, *rest), task, causal, scale).forward().out
 
     usual = out(query, scale)
     ignored = torch.equal(usual, out(query, 2 * scale))
@@ -128,7 +125,7 @@ class _Weights:
     """Weights and scores of one batch entry."""
 
     def __init__(self, kernel: InnerKernel, sizes: Sizes, kinds: list[bool], seed: int) -> None:
-        self.kernel, self.sizes, self.kinds = kernel, replace(sizes, batch=1), kinds
+        self.kernel, self.sizes, self.kinds = kernel, replace(sizes, batch_shape=(1,)), kinds
         self.inputs, self.n = self.sizes.inputs(seed), sizes.n_keys
         self.tolerance = max(2e-5, 16 * torch.finfo(sizes.dtype).eps)
         # The call to compare with: plain if the kernel takes that, because it has all pairs.
@@ -179,8 +176,7 @@ class _Weights:
 
     def _trial(self, task: Task, causal: bool) -> Trial:
         at = tokens(task, self.sizes.device)
-        query, key, value, grad = (t[:, :, at] for t in self.inputs)
-        return Trial(self.kernel, (query, key, value, grad), task, causal)
+        return Trial(self.kernel, [t[:, :, at] for t in self.inputs], task, causal)
 
     def _overwrites(self, causal: bool) -> bool:
         """Whether what was merged before is lost."""

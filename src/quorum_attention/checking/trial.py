@@ -6,12 +6,14 @@ errors: a kernel that is noisy or rounds too much must not widen its own limits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from quorum_attention.decomposition import Span, Task
 from quorum_attention.execution.call import no_bias
+from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels import CallShape, Gradients, InnerKernel, Statistics, TaskTensors
 from quorum_attention.kernels import empty_ as make_empty
 
@@ -19,32 +21,19 @@ from quorum_attention.kernels import empty_ as make_empty
 # weight of a whole rectangle.) 16-bit inputs are summed in fp32, wider ones in their own dtype.
 _ULPS, _ULPS_16_BITS = 6.0, 3.0
 
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes(Workload):
+    """The sizes of the calls that a kernel is tried with, causal or not."""
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of the calls that a kernel is tried with."""
-
-    n_queries: int
-    n_keys: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
     device: torch.device
     backward: bool
 
     def call(self, is_causal: bool) -> CallShape:
         """The ``CallShape`` of such a call."""
-        return CallShape(
-            self.device.type, self.dtype, self.heads, self.kv_heads, self.head_dim, self.value_dim,
-            is_causal, self.backward,
-        )  # fmt: skip
+        return replace(self, is_causal=is_causal).call_shape(self.device.type, self.backward)
 
-    def inputs(self, seed: int, factor: float = 1.0) -> Four:
+    def inputs(self, seed: int, factor: float = 1.0) -> Sequence[torch.Tensor]:
         """Query, key, value and grad_out, normally distributed times ``factor``."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -81,7 +70,7 @@ class Trial:
     """
 
     kernel: InnerKernel
-    tensors: Four
+    tensors: Sequence[torch.Tensor]
     task: Task
     is_causal: bool
     scale: float | None = None
@@ -111,23 +100,21 @@ class Trial:
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight of each key in each row (b, h, rows, keys) and lse, float64: from the output
         for values that are 1 for one key."""
-        query, key, value, grad_out = self.tensors
+        query, key, value, _ = self.tensors
         n, width = key.shape[2], value.shape[3]
         shares = query.new_zeros((*query.shape[:3], n), dtype=torch.float64)
         for start in range(0, n, width):
             stop = min(n, start + width)
             one = torch.zeros_like(value)
             one[:, :, range(start, stop), range(stop - start)] = 1
-            found = replace(self, tensors=(query, key, one, grad_out)).forward()
+            found = self.moved(2, one).forward()
             shares[..., start:stop] = found.out[..., : stop - start]
         return shares, found.lse.double()
 
     def moved(self, index: int, tensor: torch.Tensor) -> Trial:
         """The same with another query (0), key (1) or value (2)."""
-        query, key, value, grad_out = (
-            tensor if i == index else t for i, t in enumerate(self.tensors)
-        )
-        return replace(self, tensors=(query, key, value, grad_out))
+        tensors = [tensor if i == index else t for i, t in enumerate(self.tensors)]
+        return replace(self, tensors=tensors)
 
     def _task(self) -> TaskTensors:
         query, key, value, _ = self.tensors
