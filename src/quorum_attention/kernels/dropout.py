@@ -67,8 +67,6 @@ class Dropout:
 
     def at(self, head: int, entry: int) -> Dropout:
         """The same from a query head and a batch entry on, numbered among those at hand."""
-        if head == 0 and entry == 0:
-            return self
         return replace(
             self, first_head=self.first_head + head, first_entry=self.first_entry + entry
         )

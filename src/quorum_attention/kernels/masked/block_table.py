@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import FULL, PARTIAL, Ranges, Rectangle, Task
 from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.protocol import Indices, TaskTensors
-from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import outside
 
 BLOCK = 128
@@ -149,15 +148,11 @@ class BlockEvaluator:
     that rectangles hold in part, all pairs are."""
 
     def __init__(self, geometry: Geometry, task: TaskTensors, region: Rectangle) -> None:
-        device, first = task.query.device, task.first_head
-        depends = geometry.depends(device)
+        at, (entries, heads) = task.indices(region), geometry.depends(task.query.device)
         self._geometry = geometry
-        self._entries = torch.tensor(task.entries[: None if depends[0] else 1], device=device)
-        heads = task.query.shape[1] if depends[1] else 1
-        self._heads = torch.arange(first, first + heads, device=device)
-        self._queries, self._keys = (
-            _padded(positions(task.task, *side, device)) for side in sides(region)
-        )
+        self._entries = at.entries if entries else at.entries[:1]
+        self._heads = at.heads if heads else at.heads[:1]
+        self._queries, self._keys = _padded(at.queries), _padded(at.keys)
 
     @property
     def lanes(self) -> tuple[int, int]:
