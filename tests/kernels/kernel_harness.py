@@ -78,7 +78,7 @@ class Case:
     def call(self, device: str) -> CallShape:
         mask = None
         if self.mask is not None:
-            mask = MaskShape(self.mask.dtype == torch.bool, *(n > 1 for n in self.mask.shape))
+            mask = MaskShape(*(n > 1 for n in self.mask.shape))
         sizes = self.heads, self.key_heads, self.head_dim, self.value_dim
         return CallShape(
             device, self.dtype, *sizes, self.causal, True, mask, self.scale > 0,

@@ -38,7 +38,6 @@ def mask_shape(mask: torch.Tensor, batch_dims: int) -> MaskShape:
     """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over."""
     sizes = (1,) * (batch_dims + 3 - mask.dim()) + tuple(mask.shape)
     return MaskShape(
-        boolean=mask.dtype == torch.bool,
         batch=any(n > 1 for n in sizes[:batch_dims]),
         heads=sizes[batch_dims] > 1,
         rows=sizes[batch_dims + 1] > 1,

@@ -72,12 +72,8 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class MaskShape:
-    """The kind of an attention mask, and which dimensions it spans.
+    """Which dimensions an attention mask spans; one that it broadcasts over is False."""
 
-    A dimension that the mask broadcasts over is False.
-    """
-
-    boolean: bool
     batch: bool
     heads: bool
     rows: bool

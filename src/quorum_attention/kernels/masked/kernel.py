@@ -68,7 +68,7 @@ _WIDEST = 4096
 _MOST_TASKS = 512
 # Device bytes for evaluating users' functions block by block, unless there are many heads.
 _EVALUATED_BYTES = 8 << 20
-_ANY_MASK = MaskShape(boolean=True, batch=True, heads=True, rows=True)
+_ANY_MASK = MaskShape(batch=True, heads=True, rows=True)
 
 
 class ModsKernel(Kernel):
