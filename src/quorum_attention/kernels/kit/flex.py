@@ -437,17 +437,15 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
-        made = self._whole(call)
-        if made is None:
-            return super().whole_forward(call)
-        return self._run_forward(made)
+        for (only,) in self.task_calls(whole_task(call), backward=False):
+            return only.forward()
+        return super().whole_forward(call)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
-        made = self._whole(call)
-        if made is None:
-            return super().whole_backward(call, saved)
-        return self._gradients(made, saved)
+        for (only,) in self.task_calls(whole_task(call), backward=True):
+            return only.backward(saved)
+        return super().whole_backward(call, saved)
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
@@ -474,10 +472,6 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         make = partial(compiled_flex, in_blocks=made.in_blocks)
         call = self._compiled.get(made.kind(needs_grad), make)
         return partial(call, score_mod=made.score_mod, scale=made.scale)
-
-    def _whole(self, call: Call) -> Launch | None:
-        task = whole_task(call)
-        return self._launch(task, *regions(task)[0])
 
     def _launch(
         self, task: TaskTensors, region: Rectangle, rectangles: tuple[Rectangle, ...]

@@ -75,10 +75,10 @@ def classify(
         single = (_blocks_along(nodes) == 1).all(axis=1)
         if evaluated:
             codes[(opaque & (codes == FULL)) | (single & (codes == PARTIAL))] = UNKNOWN
-        for code in (FULL, UNKNOWN):
-            found[code].append(nodes[codes == code])
-        found[PARTIAL].append(nodes[single & (codes == PARTIAL)])
-        nodes = _quarters(nodes[~single & (codes == PARTIAL)])
+        is_cut = ~single & (codes == PARTIAL)
+        for code, parts in found.items():
+            parts.append(nodes[(codes == code) & ~is_cut])
+        nodes = _quarters(nodes[is_cut])
     return {code: joined(parts) for code, parts in found.items()}
 
 

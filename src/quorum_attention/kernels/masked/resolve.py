@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -92,14 +93,14 @@ def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
 
     # Before they are read: what another thread writes meanwhile is a change.
     held = list(map(_contents, tensors))
-    cache = _SHARED
+    known = _SHARED
     if _has_functions(mask):
         # The geometries hold them: in the shared cache they would outlive their mask.
-        cache = _BY_MASK.setdefault(mask, Cache(1, lambda known: 1))
-    then, resolved = cache.get(key, lambda: (held, ResolvedMask(mask, sizes, is_causal)))
+        known = _BY_MASK.setdefault(mask, Cache(1, lambda known: 1))
+    then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, sizes, is_causal)))
     if then != held:  # an id may be used again, too
         resolved = ResolvedMask(mask, sizes, is_causal)
-        cache.put(key, (held, resolved))
+        known.put(key, (held, resolved))
     return resolved
 
 
@@ -159,12 +160,8 @@ def geometries(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...
 
 def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geometry, ...]:
     """What two masks keep, entry by entry; the same objects give the same object."""
-    made: dict[tuple[int, int], Geometry] = {}
-    for i in range(count := max(len(one), len(other))):
-        a, b = one[i % len(one)], other[i % len(other)]
-        if (id(a), id(b)) not in made:
-            made[id(a), id(b)] = a & b
-    return tuple(made[id(one[i % len(one)]), id(other[i % len(other)])] for i in range(count))
+    meeting, count = cache(Geometry.__and__), max(len(one), len(other))
+    return tuple(meeting(one[i % len(one)], other[i % len(other)]) for i in range(count))
 
 
 def _own(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
