@@ -34,16 +34,9 @@ _WIDER = "in a wider dtype"
 _CUTS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
 
 Results = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    levels: tuple[int, ...]
-    layout: str
-    heads_per_group: int | None
-
-
-_UNCUT = _Cut((), "aligned", None)
+Cut = dict[str, Any]
+"""How a call is cut, as options of a plan."""
+_UNCUT: Cut = {"levels": (), "layout": "aligned", "heads_per_group": None}
 
 
 def check_kernel(
@@ -281,15 +274,14 @@ class _Check:
             if reason not in self.result.skipped:
                 self.result.skipped.append(reason)
 
-    def _run(self, sizes: Sizes, inputs: list[torch.Tensor], causal: bool, cut: _Cut) -> Results:
+    def _run(self, sizes: Sizes, inputs: list[torch.Tensor], causal: bool, cut: Cut) -> Results:
         """Results of a call."""
         query, key, value, grad = inputs
         common: dict[str, Any] = {
             "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
             "value_dim": sizes.value_dim, "n_keys": sizes.n_keys, "batch": sizes.batch,
-            "dtype": query.dtype, "is_causal": causal, "levels": cut.levels, "layout": cut.layout,
-            "tile": 16, "heads_per_group": cut.heads_per_group, "kernel": self.kernel,
-            "device": sizes.device, "inputs": "device",
+            "dtype": query.dtype, "is_causal": causal, "tile": 16, "kernel": self.kernel,
+            "device": sizes.device, "inputs": "device", **cut,
         }  # fmt: skip
         options: dict[str, Any] = {
             "is_causal": causal, "enable_gqa": sizes.heads != sizes.kv_heads,
@@ -324,7 +316,7 @@ def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(levels)
 
 
-def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[_Cut]:
+def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[Cut]:
     """A cut of the heads alone, then two cuts of the tokens for each of ``levels``.
 
     Aligned chunks are run with all heads and entries together, balanced chunks of one level with
@@ -332,14 +324,15 @@ def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[_Cut]:
     """
     alone = sizes.heads // sizes.kv_heads
     if sizes.batch > 1 or sizes.kv_heads > 1:
-        yield _Cut((), "aligned", alone)
+        yield {**_UNCUT, "heads_per_group": alone}
     for cut in levels:
-        yield _Cut(tuple(cut), "aligned", None)
-        yield _Cut(tuple(cut), "balanced", alone if len(cut) == 1 else None)
+        yield {**_UNCUT, "levels": tuple(cut)}
+        group = alone if len(cut) == 1 else None
+        yield {"levels": tuple(cut), "layout": "balanced", "heads_per_group": group}
 
 
 def _judge(
-    found: Results, whole: Results, most: float, cut: _Cut, causal: bool, name: str
+    found: Results, whole: Results, most: float, cut: Cut, causal: bool, name: str
 ) -> CaseResult:
     """The verdict on a cut call; errors are shares of each result's largest value."""
     errors: dict[str, float] = {}
@@ -356,6 +349,6 @@ def _judge(
     elif all(map(torch.equal, found.values(), whole.values())):
         verdict = "bit-identical"
     return CaseResult(
-        cut.levels, cut.layout, causal, cut.heads_per_group, name, verdict, errors, most,
-        tuple(rows[:5]),
+        **cut, is_causal=causal, sizes=name, verdict=verdict, errors=errors, limit=most,
+        rows=tuple(rows[:5]),
     )  # fmt: skip

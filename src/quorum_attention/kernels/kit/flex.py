@@ -84,16 +84,12 @@ class ScoreModKernel(ModsKernel):
         self.score_mod, self.mask_mod, self.name = score_mod, mask_mod, name
         self.geometry = geometry_of(mask_mod)
         self.mask_mods = self.geometry.functions
-        self._causal = Geometry(Band(None, 0)) & self.geometry
+        self._under = {False: self.geometry, True: Geometry(Band(None, 0)) & self.geometry}
         change = None if score_mod is None else partial(_changed, score_mod)
         scores = reference.Scores(change, tiles=reference.LARGE, matrices=_MATRICES)
         self._by_parts = {
-            causal: ByParts(self._under(causal), Tiles(scores), scores) for causal in (False, True)
+            causal: ByParts(kept, Tiles(scores), scores) for causal, kept in self._under.items()
         }
-
-    def _under(self, is_causal: bool) -> Geometry:
-        """What a call keeps."""
-        return self._causal if is_causal else self.geometry
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -480,7 +476,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         if not rectangles:
             return None
         is_causal = has_diagonal(task)
-        geometry = self._under(is_causal)
+        geometry = self._under[is_causal]
 
         def make() -> list[torch.Tensor]:
             how = geometry, task, region, rectangles
