@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,8 +55,10 @@ class Pass:
     def compute(self, *read: Any) -> tuple[torch.Tensor, ...]:
         """(out, lse) of ``Tensors``; or the gradients of query, key and value, and those that are
         wanted of mask and sinks, of ``Tensors``, out, lse, grad_out and grad_lse."""
-        tensors = Tensors(*read[:6])
-        request = self.request.seeded(tensors.seed)
+        tensors, request = Tensors(*read[:6]), self.request
+        if tensors.seed is not None and request.dropout is not None:
+            dropout = replace(request.dropout, seed=int(tensors.seed))
+            request = replace(request, dropout=dropout)
         if self.learned is None:
             result, lse = computed_once(partial(run_forward, tensors, request))
             # ``out`` gets no graph, so it can be given again. What is returned and saved is another
@@ -65,13 +67,6 @@ class Pass:
         out, lse, grad_out, grad_lse = read[6:]
         given = BackwardInputs(grad_out, out, lse, None, *self.learned, grad_lse)
         return run_backward(tensors, request, given)
-
-    def captured(self) -> list[torch.Tensor]:
-        """The tensors that the kernel captures, less those of inference mode, which cannot be
-        saved."""
-        kernel = self.request.options.kernel
-        tensors = [] if kernel == "auto" else get_kernel(kernel).captured()
-        return [tensor for tensor in tensors if not tensor.is_inference()]
 
 
 class Attention(torch.autograd.Function):
@@ -100,7 +95,10 @@ class Attention(torch.autograd.Function):
         *read, ctx.one = inputs
         ctx.set_materialize_grads(False)
         if ctx.one.learned is None:
-            ctx.save_for_backward(*read, *output, *ctx.one.captured())
+            kernel = ctx.one.request.options.kernel
+            captured = [] if kernel == "auto" else get_kernel(kernel).captured()
+            # Those of inference mode cannot be saved.
+            ctx.save_for_backward(*read, *output, *(t for t in captured if not t.is_inference()))
 
     @staticmethod
     @uncompiled

@@ -92,12 +92,6 @@ class Request:
         """A result with the dimensions that its caller expects, a view."""
         return result.squeeze(0) if self.without_heads else result
 
-    def seeded(self, seed: torch.Tensor | None) -> Request:
-        """The same request with a drawn seed, if there is one."""
-        if seed is None or self.dropout is None:
-            return self
-        return replace(self, dropout=replace(self.dropout, seed=int(seed)))
-
 
 def request_of(
     function: str,
