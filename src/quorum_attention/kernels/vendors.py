@@ -509,11 +509,9 @@ class CpuKernel(RectangleKernel):
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
         value_dim = call.value.shape[-1]
-        width = max(call.query.shape[-1], value_dim)
-        pad = partial(pad_last, width=width)
-        inputs = map(pad, call.inputs)
+        inputs = [pad_last(t, max(call.query.shape[-1], value_dim)) for t in call.inputs]
         out, lse = _forward(*inputs, 0.0, call.causal, attn_mask=call.bias, scale=call.scale)
-        return (out if width == value_dim else out[..., :value_dim]), lse
+        return (out if out.shape[-1] == value_dim else out[..., :value_dim]), lse
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
@@ -523,6 +521,8 @@ class CpuKernel(RectangleKernel):
             pad(saved.grad_out), *map(pad, call.inputs), pad(saved.out), saved.lse, 0.0,
             call.causal, attn_mask=call.bias, scale=call.scale,
         )  # fmt: skip
+        if head_dim == value_dim:
+            return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
     def backward_parts(self, batch_and_heads: int) -> int:
