@@ -198,11 +198,10 @@ def lock_pages_with_threads() -> None:
         change(f"{current},{ours}" if current else ours)
 
 
-# What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from torch
-# 2.11 or so on), by its name; None: they are torch's own.
-flash_implementation: Callable[[], str | None] = getattr(
-    torch.nn.attention, "current_flash_attention_impl", lambda: None
-)
+def flash_implementation() -> Any:
+    """What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from
+    torch 2.11 or so on), by its name; None: they are torch's own."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
 # Backwards that have no derivative of their own, and say so.
