@@ -9,16 +9,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.kernels import (
-    CallShape,
-    CpuKernel,
-    DenseKernel,
-    MaskShape,
-    get_kernel,
-    probe,
-    registry,
-    vendors,
-)
+from quorum_attention.kernels import CallShape, CpuKernel, DenseKernel, MaskShape, get_kernel, probe
 from quorum_attention.kernels.registry import registrations, select_kernel
 
 
@@ -137,7 +128,8 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     flash, half = get_kernel("flash"), call("cuda", torch.float16)
     before = registrations()
     assert flash.refusal(half) is None
-    for module in (registry, vendors):
-        monkeypatch.setattr(module, "flash_implementation", lambda: "FA4")
+    monkeypatch.setattr(
+        torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False
+    )
     assert "replaced by FA4" in str(flash.refusal(half))
     assert registrations() != before
