@@ -185,10 +185,10 @@ def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
 def test_results_used_again(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows leave a slot as with pinned results of a GPU: by copies that torch never sees."""
 
-    def store(self, target, source, pieces) -> None:
+    def store(self, slot, far, pieces) -> None:
         for piece in pieces:
-            rows = source[:, piece.local : piece.local + piece.stop - piece.start]
-            target.numpy()[:, piece.start : piece.stop] = rows.numpy()
+            rows = slot[:, piece.local : piece.local + piece.stop - piece.start]
+            far.numpy()[:, piece.start : piece.stop] = rows.numpy()
 
     monkeypatch.setattr(Mover, "store", store)
     plan = qa.plan(

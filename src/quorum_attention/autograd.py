@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._functorch import unwrap_if_dead
 
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request, records
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import has_transforms, uncompiled
+from quorum_attention.kernels.torch_private import has_transforms, uncompiled, unwrap_if_dead
 from quorum_attention.passes import run_backward, run_forward
 
 _REFUSED = (

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.nn.attention
 from torch._C import _len_torch_function_stack
+from torch._C._functorch import unwrap_if_dead as unwrap_if_dead
 from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.overrides import _pop_mode, _push_mode
 
