@@ -7,6 +7,7 @@ look at every one that differs, and write the table anew (run this file with Pyt
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ VALUES: dict[str, Any] = {
     "True": True, "False": False, "torch.float32": torch.float32, "(7,)": (7,), "(7,7)": (7, 7),
     "flex": from_score_mod(None, sliding_window(4096), compiled=False),
 }  # fmt: skip
+
+CAPABILITY = partial(str, "AVX512")
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -50,8 +53,10 @@ def line(before: str) -> str:
 
 
 @pytest.fixture
-def assumed(one_thread: None) -> Iterator[None]:
-    """The rates of a CPU are assumed by its threads, and remembered."""
+def assumed(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The rates of a CPU are assumed by its threads, and remembered; workspace depends on what it
+    can do."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", CAPABILITY)
     hardware_of.cache_clear()
     yield
     hardware_of.cache_clear()
@@ -65,4 +70,5 @@ def test_a_plan_is_what_it_was(before: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.backends.cpu.get_cpu_capability = CAPABILITY
     TABLE.write_text("".join(f"{line(before)}\n" for before in LINES), encoding="utf-8")
