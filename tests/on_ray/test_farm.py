@@ -404,9 +404,7 @@ def test_a_killed_driver_loses_nothing_but_time(
         [sys.executable, "-m", "quorum_attention", *command],
         env={**os.environ, "RAY_AUTH_MODE": "disabled"}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    limit = time.monotonic() + 60
-    while not list(tmp_path.glob("**/*.states-*/*-*")) and time.monotonic() < limit:
-        time.sleep(0.05)
+    until(lambda: list(tmp_path.glob("**/*.states-*/*-*")), 120)
     time.sleep(random.uniform(0, 1.5))
     # Agents of Ray's own stay for a minute.
     of_ray = [pid for pid, command in commands_below(driver.pid).items()
