@@ -142,17 +142,17 @@ def _eagerly(
     request = None if name is None else _CACHE.get(name)
     if request is not None:  # of a call without ``out``, outside of all traces
         mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
-        return attend(Tensors(query, key, value, mask), request, None)
-    results = as_operator(query, key, value, call)
-    if results is not None:
+        tensors = Tensors(query, key, value, mask)
+    elif (results := as_operator(query, key, value, call)) is not None:
         return results
-    tensors, request = checked_request("attention", query, key, value, call)
-    # Of tensors that were broadcast, others like the given ones are not.
-    same = tensors.query is query and tensors.key is key and tensors.value is value
-    if name is not None and same:
-        if len(_CACHE) >= _MOST:
-            _CACHE.clear()
-        _CACHE[name] = request = replace(request, decisions={})
+    else:
+        tensors, request = checked_request("attention", query, key, value, call)
+        # Of tensors that were broadcast, others like the given ones are not.
+        same = tensors.query is query and tensors.key is key and tensors.value is value
+        if name is not None and same:
+            if len(_CACHE) >= _MOST:
+                _CACHE.clear()
+            _CACHE[name] = request = replace(request, decisions={})
     return attend(tensors, request, call.out)
 
 
