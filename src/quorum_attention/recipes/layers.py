@@ -48,7 +48,6 @@ class LayerInTiles:
         self._layer, self._tokens = layer, tokens
         self.module = (*layer.args, getattr(layer.func, "__self__", None))[0]
         self._device, self._length = hidden.device, hidden.shape[1]
-        self.stream = torch.cuda.current_stream(hidden.device) if hidden.is_cuda else None
         self._seed = int(torch.randint(1 << 62, (), device="cpu"))
         kind = hidden.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -117,11 +116,11 @@ class LayerInTiles:
 
     def __call__(self, hidden: torch.Tensor) -> Any:
         """What the layer returns."""
-        three = _Tiles.apply(self, self._project, hidden, *self.weights)  # type: ignore[no-untyped-call]
+        *three, _ = _Tiles.apply(self, self._project, hidden, *self.weights)  # type: ignore[no-untyped-call]
         out = self._attended(three)
         finish = None if self._ran else self._finish
         self._ran = True
-        (found,) = _Tiles.apply(self, finish, hidden, out, *self.weights)  # type: ignore[no-untyped-call]
+        found, *_ = _Tiles.apply(self, finish, hidden, out, *self.weights)  # type: ignore[no-untyped-call]
         return found
 
     def tiles(self, *every: torch.Tensor) -> Iterator[tuple[Any, ...]]:
@@ -208,31 +207,33 @@ class LayerInTiles:
 
 
 class _Tiles(torch.autograd.Function):
-    """What ``run(start, *tiles)`` of a layer returns of each tile of tensors, put together."""
+    """What ``run(start, *tiles)`` of a layer returns of each tile of tensors, put together.
+
+    And a number on the device: by that torch knows the stream that it ran on, and goes back on it.
+    q, k and v in host memory have none.
+    """
 
     @staticmethod
     def forward(ctx: Any, layer: LayerInTiles, run: Any, *tensors: torch.Tensor) -> Any:
         inputs = tensors[: len(tensors) - len(layer.weights)]
         ctx.layer, ctx.run = layer, run
         ctx.save_for_backward(*inputs)
-        if run is None:  # the second run of a checkpoint is for what is saved alone
-            return (inputs[0].new_empty(()),)
         wholes: list[torch.Tensor] = []
-        for start, *tiles in layer.tiles(*inputs):
+        # The second run of a checkpoint is for what is saved alone.
+        for start, *tiles in layer.tiles(*inputs) if run is not None else ():
             found = run(start, *map(layer.here, tiles))
             wholes = wholes or [layer.room(one, inputs[0].shape[-2]) for one in found]
             for whole, one in zip(wholes, found, strict=True):
                 _copy(whole.narrow(-2, start, one.shape[-2]), one)
-        return tuple(wholes)
+        return *wholes, inputs[0].new_empty(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         layer, inputs, sums = ctx.layer, ctx.saved_tensors, dict[int, torch.Tensor]()
-        # What comes of host memory has no stream of its own.
-        with torch.cuda.stream(layer.stream), _unhooked(layer.weights):
+        with _unhooked(layer.weights):
             wholes, count = [layer.room(one, one.shape[-2]) for one in inputs], len(inputs)
-            for start, *every in layer.tiles(*inputs, *wholes, *upstream):
+            for start, *every in layer.tiles(*inputs, *wholes, *upstream[:-1]):
                 tiles = [layer.here(one).detach().requires_grad_() for one in every[:count]]
                 with torch.enable_grad():
                     found = ctx.run(start, *tiles)
