@@ -1,12 +1,22 @@
-"""The benchmark itself: right figures, recorded failures, whole tables, nothing measured twice."""
+"""The benchmark itself: right figures, recorded failures, whole tables, nothing measured twice.
+
+A child of it ends with its process: it would take memory and time that others count on.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from helpers_processes import until
 
+import quorum_attention
 from quorum_attention.bench import child
 from quorum_attention.bench.cases import EXPERIMENTS, spec
 from quorum_attention.bench.child import RESULTS, Answer, Spec
@@ -98,3 +108,51 @@ def test_experiments_make_whole_tables(quick: bool) -> None:
         assert all(len(row) == len(columns) for row in rows), title
         every += asked
     assert len(set(every)) == len(every)
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ends them")
+SOURCE = str(Path(quorum_attention.__file__).parents[1])
+# The beginning of a child of ``recover``, which tells its number, and then works for long.
+WORK = (
+    child.CODE.partition("from quorum_attention.bench.child")[0]
+    + """
+import os, time
+
+os.write(1, b"%d\\n" % os.getpid())
+time.sleep(600)
+"""
+)
+PARENT = f"""
+import os, subprocess, sys
+
+subprocess.run([sys.executable, "-c", {WORK!r}, sys.argv[1] or str(os.getpid())])
+"""
+
+
+def start(parent: str = "") -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    command = [sys.executable, "-c", PARENT, parent]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@linux
+def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+    with start() as parent:
+        assert parent.stdout is not None
+        number = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
+    until(lambda: not alive(number), 60)
+
+
+@linux
+def test_a_child_whose_parent_has_ended_before_ends_at_once() -> None:
+    with start("1") as parent:  # not the one that started it
+        assert parent.communicate(timeout=120)[0] == ""
+
+
+def alive(number: int) -> bool:
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -6,6 +6,7 @@ import contextvars
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 
 import pytest
 import torch
@@ -16,7 +17,17 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention.call.options import CallOptions, current, filled, layer_of, set_base, using
+from quorum_attention.call.options import (
+    Arguments,
+    CallOptions,
+    current,
+    filled,
+    layer_of,
+    set_base,
+    using,
+)
+from quorum_attention.devices import Pool
+from quorum_attention.files.compute import file_call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -179,3 +190,12 @@ def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
         out.sum().backward()
     assert levels(report) == levels(report, "backward") == 1
     assert report.total.forwards == 2, "recomputed"
+
+
+@pytest.mark.parametrize("function", [qa.attention, Pool.attention, file_call])
+def test_the_same_defaults_everywhere(function) -> None:  # type: ignore[no-untyped-def]
+    usual = {**Arguments._field_defaults, **CallOptions._field_defaults}
+    usual.pop("written")
+    known = {n: p.default for n, p in signature(function).parameters.items() if n in usual}
+    assert {"attn_mask", "dropout_p", "dropout_seed", "is_causal"} <= known.keys()
+    assert known == {name: usual[name] for name in known}

@@ -1,7 +1,11 @@
-"""The site of docs/: every public name is in its reference, and it builds without a warning."""
+"""The site of docs/: every public name is in its reference, and it builds without a warning.
+
+Links lead somewhere, tables are up to date, and examples in docstrings print what they show.
+"""
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.util
 import os
@@ -9,11 +13,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers_docs import ROOT
+import torch
+from helpers_docs import PAGES, ROOT
 
 import quorum_attention as qa
+from quorum_attention.kernels import registry
 
 DOCS = ROOT / "docs"
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
@@ -84,3 +91,78 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_builds(site: Path) -> None:
     """Strictly: every page is on the menu, every link and anchor leads somewhere."""
     assert (site / "reference" / "calls.html").exists()
+
+
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page are linked by."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:")):
+            continue
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+SCRIPT = ROOT / "benchmarks" / "tables.py"
+
+
+def test_the_script_runs_as_it_says() -> None:
+    """And the page and README are up to date."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_raw_file_is_read_or_linked() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), SCRIPT, ROOT / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    for file in (ROOT / "benchmarks" / "results").iterdir():
+        assert file.name in text or file.name.endswith("-random-calls.json"), file.name
+
+
+# Subpackages whose names are public too.
+PARTS = ("pool", "distributed", "recipes", "decomposition", "kernels", "kernels.kit")
+
+
+def public() -> dict[str, Any]:
+    found = {name: getattr(qa, name) for name in qa.__all__}
+    found["kernels"] = registry.kernels  # a subpackage that can be called as this one
+    for part in PARTS:
+        module = importlib.import_module(f"quorum_attention.{part}")
+        found |= {f"{part}.{name}": getattr(module, name) for name in module.__all__}
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+def examples(name: str, value: Any) -> list[doctest.DocTest]:
+    """Those of an object and of its methods; torch and the package are imported."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    module = importlib.import_module(value.__module__)
+    known = {**vars(module), "torch": torch, "qa": qa}
+    return [test for test in finder.find(value, name, module=False, globs=known) if test.examples]
+
+
+WITH = {name: tests for name, value in public().items() if (tests := examples(name, value))}
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_examples_print_what_they_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
+    if name == "NativeKernel":
+        pytest.importorskip("triton")
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in WITH[name]:
+        runner.run(test, out=said.append)
+    assert runner.failures == 0, "".join(said)
+    assert runner.tries > 0

@@ -1,4 +1,7 @@
-"""The native kernel under a mask: bands of any offset, windows and blocks in one launch."""
+"""The native kernel under a mask: bands of any offset, windows and blocks in one launch.
+
+And dropout in Triton: the pairs of ``kernels/dropout.py``, wherever they lie.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ import torch
 from helpers_masks import RULES, check, few_at_a_time, random_mask
 
 import quorum_attention as qa
-from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.decomposition import Rectangle, Span, Task
+from quorum_attention.kernels import Statistics, TaskTensors
+from quorum_attention.kernels.dropout import Dropout, dropped
+from quorum_attention.kernels.native import NativeKernel
 
 
 @pytest.mark.parametrize("seed", range(9))
@@ -57,3 +63,39 @@ def test_a_mask_is_one_launch(device: str, launched: list[Any]) -> None:
     launched.clear()
     assert torch.equal(qa.attention(q, k, v, attn_mask=mask, kernel="native"), first)
     assert len(launched) == 1
+
+
+KERNEL = NativeKernel()
+SEED = 2**62 + 2**31 + 5  # words are passed as signed numbers of 32 bits
+
+
+def weights(task: Task, rectangles: tuple[Rectangle, ...], dropout: Dropout, device: str) -> Any:
+    """Which pairs of a task are kept: all weigh the same, values are columns of the identity."""
+    n = task.n_tokens
+    zeros = torch.zeros(2, 2, n, 4, device=device)
+    value = torch.eye(n, device=device).expand(2, 1, n, n)
+    tensors = TaskTensors(
+        task, rectangles, zeros, zeros[:, :1], value, 1.0, False, lambda r: None, dropout=dropout
+    )
+    out = torch.zeros(2, 2, n, n, device=device)
+    lse = torch.full((2, 2, n), -torch.inf, device=device)
+    KERNEL.forward(tensors, Statistics(out, lse))
+    return out.cpu() != 0
+
+
+@pytest.mark.parametrize(
+    ("starts", "way"),
+    [((0, 40), 2), ((10**9, 2 * 10**9), 2), ((3, 50), 1), ((2**31 - 60, 2**31 - 33), 1)],
+)
+def test_the_pairs_are_those_of_the_definition(
+    device: str, launched: list[Any], starts: tuple[int, int], way: int
+) -> None:
+    """At any position: of runs that begin at a multiple of four, and of others."""
+    spans = tuple(Span(start, start + 16, 0) for start in starts)
+    task = Task((), spans)
+    dropout = Dropout(0.37, SEED, 6, 1)
+    found = weights(task, (Rectangle(0, 32, 0, 32),), dropout, device)
+    rows = torch.cat([torch.arange(start, start + 16) for start in starts])
+    wanted = ~dropped(dropout, 2, 2, rows, task.segments(0, 32))
+    assert torch.equal(found, wanted)
+    assert {constants.DROPOUT for _, constants in launched} == {way}
