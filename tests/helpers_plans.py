@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 import quorum_attention as qa
 from quorum_attention.execution.problem import GroupSize, Problem, spec_of
 from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.execution.schedule import schedule_of
-from quorum_attention.kernels import get_kernel
+from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.price import price
+
+
+def shape_of(
+    batch: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+    n: int,
+    m: int,
+    causal: bool = False,
+    **more: Any,
+) -> CallShape:
+    """Of a call on a GPU, in fp16."""
+    of_heads = heads, kv_heads, 64, 64
+    of_rows: Any = {"batch_shape": batch, "n_queries": n, "n_keys": m}
+    return CallShape("cuda", torch.float16, *of_heads, causal, **of_rows, **more)
 
 
 def unpinned(plan: qa.Plan) -> qa.Plan:

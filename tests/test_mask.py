@@ -15,13 +15,14 @@ import torch
 from helpers_attention import assert_close, inputs
 from helpers_masks import check, dense, exact
 from helpers_passes import both_passes, pass_of
+from helpers_plans import shape_of
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.kernels.kit import document, sliding_window
-from quorum_attention.kernels.masked.resolve import Sizes, resolve
+from quorum_attention.kernels.masked.resolve import resolve
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -88,14 +89,14 @@ def test_a_tensor_that_changes_is_read_again(change: str, again: bool) -> None:
 
 def test_a_mask_is_read_once_for_all_masks_of_the_same_tensors() -> None:
     ids = torch.arange(40) // 7
-    sizes = Sizes(1, 1, 40, 40)
-    one = resolve(Mask(documents=ids), sizes, False)
-    assert resolve(Mask(documents=ids), sizes, False) is one
+    call = shape_of((1,), 1, 1, 40, 40)
+    one = resolve(Mask(documents=ids), call)
+    assert resolve(Mask(documents=ids), call) is one
     ids += 1
-    other = resolve(Mask(documents=ids), sizes, False)
+    other = resolve(Mask(documents=ids), call)
     assert other is not one
-    assert resolve(Mask(documents=ids), sizes, False) is other
-    assert resolve(Mask(documents=ids.clone()), sizes, False) is not other
+    assert resolve(Mask(documents=ids), call) is other
+    assert resolve(Mask(documents=ids.clone()), call) is not other
 
 
 def test_masks_are_combined() -> None:

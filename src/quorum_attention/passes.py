@@ -273,7 +273,7 @@ def check_forward(
     for part in range(parts):
         at = draw.randrange(n * part // parts, n * (part + 1) // parts)
         row = block.rows.start + at
-        last = min(row + 1, block.keys.stop) if call.is_causal else block.keys.stop
+        last = min(row + 1, block.keys.stop) if call.work.is_causal else block.keys.stop
         keys = Interval(block.keys.start, last)
         read = {name: inputs[name][:, :, : keys.length] for name in ("key", "value")}
         read["query"], lse = (inputs[name][:, :, at : at + 1] for name in ("query", "lse"))
@@ -285,7 +285,7 @@ def check_forward(
         # Of a GPU's TF32 products ten bits are right. What has overflowed says nothing.
         size = abs(scale) * key_norm * read["query"].to(now).norm(dim=-1)
         if bool(((now - lse.to(now)).abs() > 1e-3 + size * 2.0**-9).any()):
-            how = "causal" if call.is_causal else "not causal"
+            how = "causal" if call.work.is_causal else "not causal"
             raise ValueError(
                 "out and lse are from another forward: the lse of a few rows, computed again "
                 f"({how}, scale {scale:.6g}), differs; give the backward the forward's inputs, "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers_attention import inputs
 from helpers_conformance import NAMES, Case
+from helpers_plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -39,8 +40,8 @@ def test_blocks_together_are_the_call(first: int) -> None:
             case.mask = Mask(bias=case.mask)
         p, of = (case.options.get(name) for name in ("dropout_p", "dropout_seed"))
         call = WholeCall(
-            tuple(batch), heads, kv_heads, n, m, case.mask, case.options["is_causal"],
-            case.options["scale"], dropout=None if p is None else Dropout(p, of),
+            shape_of(tuple(batch), heads, kv_heads, n, m, case.options["is_causal"]), case.mask,
+            case.options["scale"], None if p is None else Dropout(p, of),
         )  # fmt: skip
 
         def cuts(count: int, step: int = 1, case: Case = case) -> list[Interval]:
@@ -109,13 +110,13 @@ def test_only_rows_of_the_same_call_are_the_same(dtype: torch.dtype, spread: flo
         out, lse = qa.attention_with_lse(*given.three, mask, **named)
         read = dict(zip(("query", "key", "value"), given.three, strict=True))
         read |= {"out": out, "lse": lse}
-        call = WholeCall((2,), 4, 2, N, M, mask, causal)
+        call = WholeCall(shape_of((2,), 4, 2, N, M, causal), mask)
         for budget in (None, 300_000):
             check(call, read, budget)
     for changed, tensors in (
         (call, {"lse": lse + 0.1}),
         (replace(call, scale=2 * 8**-0.5), {}),
-        (replace(call, is_causal=True), {}),
+        (replace(call, work=replace(call.work, is_causal=True)), {}),
         (replace(call, mask=Mask(bias=~kept)), {}),
         (call, {"query": read["query"].flip(-1)}),
     ):

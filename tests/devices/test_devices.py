@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_masks import fifths
+from helpers_plans import shape_of
 from helpers_processes import until
 
 import quorum_attention as qa
@@ -292,7 +293,7 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
 
     block = Block(Interval(0, 1), Interval(0, 1), Interval(2, 6), Interval(0, 6))
     tensors: Any = {"query": None}
-    spec = PassSpec(1, True, WholeCall((1,), 2, 2, 6, 6), tensors=tensors)
+    spec = PassSpec(1, True, WholeCall(shape_of((1,), 2, 2, 6, 6)), tensors=tensors)
     said = BlockWorker(HOST, Scarce()).answer(Compute(spec, block))
     assert said.memory
     assert not said.broken

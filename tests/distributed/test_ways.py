@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_masks import dense
+from helpers_plans import shape_of
 
 from quorum_attention import Mask
 from quorum_attention.distributed.attention import pairs_above
@@ -21,7 +22,6 @@ from quorum_attention.distributed.partition import (
     keys,
     quorums,
 )
-from quorum_attention.kernels.masked.resolve import Sizes
 
 # One for each vector of a query, and of a key and a value; results likewise.
 ELEMENTS = RowBytes(1, 2, 1, 1)
@@ -144,7 +144,7 @@ MASKS = {
 def test_kept_pairs_are_shared_evenly(name: str, heads_: int) -> None:
     mask = MASKS[name]
     above = np.array([0, *dense(mask, 2, 1, TOKENS, TOKENS).sum((0, 1, 3)).cumsum(0).tolist()])
-    kept = pairs_above(mask, Sizes(2, heads_, TOKENS, TOKENS), False)
+    kept = pairs_above(mask, shape_of((2,), heads_, heads_, TOKENS, TOKENS))
     entries = 1 if mask.key_lengths is None else 2  # of different pairs
     assert kept[-1] * 2 == above[-1] * entries
     for ranks in (2, 5, 8):

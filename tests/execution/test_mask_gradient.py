@@ -16,8 +16,8 @@ import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
 from quorum_attention.execution.call import Job, MaskView, mask_shape
 from quorum_attention.execution.mask_gradient import Tile, add_up_mask_gradient, fitting, tile_bytes
-from quorum_attention.execution.problem import FORWARD, Placement, Problem, Workload
-from quorum_attention.kernels import DenseKernel, get_kernel
+from quorum_attention.execution.problem import FORWARD, Placement, Problem
+from quorum_attention.kernels import CallShape, DenseKernel, get_kernel
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Saved
 
@@ -55,8 +55,8 @@ def a_call(
     if dropout is not None:
         call |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
     out, lse = qa.attention_with_lse(*given.three, mask, **call)
-    work = Workload(
-        batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
+    work = CallShape(
+        "cpu", batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
         mask=mask_shape(mask, 1), **sizes,
     )  # fmt: skip
     problem = Problem(work, get_kernel("dense"), FORWARD, Placement("cpu", True, False, dtype))

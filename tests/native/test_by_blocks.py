@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from helpers_masks import RULES, check, dense, off, random_mask
+from helpers_plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Rectangle
 from quorum_attention.kernels.masked import block_table
 from quorum_attention.kernels.masked.block_table import BlockEvaluator, listed_blocks
-from quorum_attention.kernels.masked.resolve import Sizes, resolve
+from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.native import runs
 from quorum_attention.kernels.native.runs import bits_of
 from quorum_attention.kernels.protocol import Call, whole_task
@@ -39,7 +40,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
             mask, keeps=draw.choice([*RULES, lambda b, h, q, k: (q // 128 + h) % 2 == 0])
         )
     keep = dense(mask, 1, 2, n, m)
-    (geometry,) = resolve(mask, Sizes(1, 2, n, m), False).geometries
+    (geometry,) = resolve(mask, shape_of((1,), 2, 2, n, m)).geometries
     rectangles = (Rectangle(0, n, 0, m),)
     task = whole_task(Call(torch.zeros(1, 2, n, 4), *torch.zeros(2, 1, 2, m, 4)))
     codes = np.zeros((-(-n // 128), -(-m // 128)), dtype=np.int8)

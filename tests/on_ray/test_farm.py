@@ -26,18 +26,17 @@ import pytest
 import safetensors.torch
 import torch
 from helpers_conformance import Case, by_farm, in_files
+from helpers_plans import shape_of
 from helpers_processes import until
 from helpers_ray import FakeRay, fake_farm
 
 import quorum_attention as qa
-from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.cli import main
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import open_tensors
 from quorum_attention.files.compute import file_call
-from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute
 from quorum_attention.ray import farm as ray_farm
@@ -234,7 +233,7 @@ def test_chunks_lie_side_by_side_and_each_pair_is_in_one_task(seed: int) -> None
     draw = random.Random(seed)
     n = draw.choice([1, 2, 100, 999, 5000, 20_011, 70_000, 900_001])
     m = draw.choice([n, n, 1, 250, 4097, 66_000, 800_000])
-    call = WholeCall((1,), 2, 1, n, m, is_causal=draw.random() < 0.5)
+    call = shape_of((1,), 2, 1, n, m, draw.random() < 0.5)
     chunks = draw.choice([3, 7, 13, 21, 31])
     every = range(chunks)
     for a, b in product(every, every):
@@ -253,10 +252,10 @@ def test_chunks_lie_side_by_side_and_each_pair_is_in_one_task(seed: int) -> None
 
 
 def test_large_heads_are_cut_though_there_are_many() -> None:
-    call = WholeCall((1,), 64, 64, 1 << 24, 1 << 24)
+    call = shape_of((1,), 64, 64, 1 << 24, 1 << 24)
     assert chunks_of(call, 64, 2, 1 << 20, None) == 1
     assert chunks_of(call, 64, 2, 3 << 31, None) >= 13
-    assert chunks_of(replace(call, dropout=Dropout(0.5, 1)), 64, 2, 3 << 31, None) == 1
+    assert chunks_of(replace(call, dropout=True), 64, 2, 3 << 31, None) == 1
 
 
 def test_rows_are_written_only_into_the_files_of_a_call_that_runs(

@@ -14,10 +14,11 @@ from helpers_attention import inputs
 from helpers_masks import dense
 from helpers_memory import usage
 from helpers_passes import pass_of, smallest_budget
+from helpers_plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.problem import Placement, Problem, Workload, spec_of
+from quorum_attention.execution.problem import Placement, Problem, spec_of
 from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
@@ -153,7 +154,7 @@ def test_a_budget_that_only_another_fits() -> None:
 
 
 def chosen(constraints: PlanConstraints, kernel_works: Any) -> str:
-    work = Workload((1,), 8, 8, N, N, 64, 64, torch.float16, True)
+    work = shape_of((1,), 8, 8, N, N, True)
     place = Placement("cuda", False, False, torch.float16)
     case = Problem(work, get_kernel("cudnn"), spec_of(True), place)
     hardware = hardware_of(torch.device("cuda"), torch.float16, 64)

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_plans import shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.problem import GroupSize, Placement, Problem, Workload, spec_of
+from quorum_attention.execution.problem import GroupSize, Placement, Problem, spec_of
 from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import schedule_of
-from quorum_attention.kernels import get_kernel
+from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.plan import Plan
@@ -37,12 +38,12 @@ NEAR = replace(FAR, resident=True)
 KERNEL = get_kernel("cudnn")
 
 
-def work(n: int = 1 << 18, heads: int = 4, **more) -> Workload:  # type: ignore[no-untyped-def]
-    return replace(Workload((1,), heads, heads, n, n, 64, 64, torch.float16, True), **more)
+def work(n: int = 1 << 18, heads: int = 4, **more) -> CallShape:  # type: ignore[no-untyped-def]
+    return shape_of((1,), heads, heads, n, n, True, **more)
 
 
 def chosen(
-    call: Workload, constraints: PlanConstraints, place: Placement = FAR, *, backward: bool = False
+    call: CallShape, constraints: PlanConstraints, place: Placement = FAR, *, backward: bool = False
 ) -> Plan:
     case = Problem(call, KERNEL, spec_of(backward), place)
     return choose(case, constraints, MACHINE)
@@ -120,7 +121,7 @@ def test_a_plan_for_inputs_here_serves_inputs_elsewhere(backward: bool) -> None:
 # --- Predicted seconds and bytes -----------------------------------------------------------------
 
 DENSE = get_kernel("dense")
-WORK = Workload((2,), 8, 2, 1 << 16, 1 << 16, 64, 64, torch.float16, True)
+WORK = shape_of((2,), 8, 2, 1 << 16, 1 << 16, True)
 
 
 @pytest.mark.parametrize("spec", map(spec_of, (False, True)), ids=["forward", "backward"])

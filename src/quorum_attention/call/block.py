@@ -18,6 +18,7 @@ from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Keeps, Mask
 
 Masked = tuple[Mask | None, bool]
@@ -39,22 +40,17 @@ class WholeCall:
     """A call that is computed in blocks.
 
     Attributes:
-        batch_shape, heads, kv_heads, n_queries, n_keys: its sizes.
+        work: its sizes.
         mask: its ``attn_mask``, for all of it, a tensor as ``Mask.bias``; that broadcasts to
             (*batch_shape, heads, n_queries, n_keys).
-        is_causal, scale: as for ``attention``.
+        scale: as for ``attention``.
         dropout: None: none.
         records: whether a gradient may follow, which the forward's kernel then has to have.
         mask_grad: whether the gradient of the mask may follow.
     """
 
-    batch_shape: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    n_queries: int
-    n_keys: int
+    work: CallShape
     mask: Mask | None = None
-    is_causal: bool = False
     scale: float | None = None
     dropout: Dropout | None = None
     records: bool = False
@@ -62,7 +58,7 @@ class WholeCall:
 
     def key_heads(self, block: Block) -> Interval:
         """The key/value heads that the block's query heads read."""
-        share = self.heads // self.kv_heads
+        share = self.work.queries_per_key_head
         return Interval(block.heads.start // share, -(-block.heads.stop // share))
 
     def cut(self, tensor: torch.Tensor, block: Block, *, of_keys: bool) -> torch.Tensor:
@@ -74,7 +70,7 @@ class WholeCall:
         """
         heads = self.key_heads(block) if of_keys else block.heads
         tokens = block.keys if of_keys else block.rows
-        if len(self.batch_shape) == 1:
+        if len(self.work.batch_shape) == 1:
             entries = tensor[slice(*block.entries)]
         else:
             entries = tensor[self._index(block)][None]
@@ -85,7 +81,7 @@ class WholeCall:
         mask, rows, keys = self.mask, block.rows, block.keys
         if mask is not None:
             mask = self._cut_mask(mask, block)
-        if not self.is_causal or keys.stop <= rows.start + 1:
+        if not self.work.is_causal or keys.stop <= rows.start + 1:
             return mask, False  # no key is later than any query
         if rows.start == keys.start:
             return mask, True
@@ -102,15 +98,15 @@ class WholeCall:
         dims = bias.dim() - 3
         if dims <= 0:
             return bias
-        if len(self.batch_shape) == 1:
+        if len(self.work.batch_shape) == 1:
             return _entries(bias, block, 4)
-        index = self._index(block)[len(self.batch_shape) - dims :]
+        index = self._index(block)[len(self.work.batch_shape) - dims :]
         return bias[tuple(0 if n == 1 else i for n, i in zip(bias.shape, index, strict=False))]
 
     def _index(self, block: Block) -> tuple[int, ...]:
         """Where the block's one entry is among several batch dimensions, or none."""
         entry, index = block.entries.start, list[int]()
-        for size in reversed(self.batch_shape):
+        for size in reversed(self.work.batch_shape):
             entry, at = divmod(entry, size)
             index.append(at)
         return tuple(reversed(index))
@@ -119,10 +115,10 @@ class WholeCall:
         """The mask of a block; tensors of which it has everything stay the very tensors."""
         entries, heads, rows, keys = block
         changes: dict[str, Any] = {}
-        all_rows, all_keys = rows == (0, self.n_queries), keys == (0, self.n_keys)
+        all_rows, all_keys = rows == (0, self.work.n_queries), keys == (0, self.work.n_keys)
         offset = mask.offset
         if offset is None:
-            offset = self.n_keys - self.n_queries if mask.causal == "lower_right" else 0
+            offset = self.work.n_keys - self.work.n_queries if mask.causal == "lower_right" else 0
         shifted = rows.start or keys.start or mask.causal == "lower_right"
         if shifted and not (all_rows and all_keys):
             changes["offset"] = offset + rows.start - keys.start

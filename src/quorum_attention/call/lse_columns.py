@@ -32,18 +32,18 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty
-from quorum_attention.execution.problem import Workload
+from quorum_attention.kernels.protocol import CallShape
 
 
-def column_count(work: Workload, backend: Backend) -> int:
+def column_count(work: CallShape, backend: Backend) -> int:
     """How many columns are added: those that hold digits, in fp16 one for the norm, and more of 0
     for whole words."""
-    digits = 3 if work.element_bytes == 2 else 1
+    digits = 3 if work.dtype.itemsize == 2 else 1
     digits += work.dtype == torch.float16
-    return max(digits, backend.word_bytes // work.element_bytes)
+    return max(digits, backend.word_bytes // work.dtype.itemsize)
 
 
-def _widened(work: Workload, backend: Backend) -> Workload:
+def _widened(work: CallShape, backend: Backend) -> CallShape:
     more = column_count(work, backend)
     # Some kernels of devices take query and value of one width alone.
     equal = work.head_dim == work.value_dim and backend.word_bytes > 1
@@ -61,7 +61,7 @@ def column_bytes(tensors: Tensors, request: Request, given: BackwardInputs) -> i
         widths = wide.head_dim, wide.head_dim, wide.value_dim
         made += zip(given.grads, widths, strict=True)
     found = sum(
-        t.numel() // t.shape[-1] * width * max(t.element_size(), work.element_bytes)
+        t.numel() // t.shape[-1] * width * max(t.element_size(), work.dtype.itemsize)
         for t, width in made
         if t.device == device and width != t.shape[-1]
     )
@@ -97,7 +97,7 @@ def with_columns(
     grad_out, out = _wider(given.grad_out, wide.value_dim), given.out
     # Parts are rounded as kernels get them; a narrower output would round them more.
     out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, work.dtype))
-    digits = 3 if work.element_bytes == 2 else 1
+    digits = 3 if work.dtype.itemsize == 2 else 1
     if work.dtype == torch.float16:
         value[..., work.value_dim + digits] = least.to(value.device)
     left = gradient.div(factor).neg_()
@@ -120,7 +120,7 @@ def with_columns(
 
 
 def without_columns(
-    made: tuple[torch.Tensor, ...], work: Workload, grads: tuple[torch.Tensor, ...] | None
+    made: tuple[torch.Tensor, ...], work: CallShape, grads: tuple[torch.Tensor, ...] | None
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value as wide as ``work`` has them; in ``grads`` if given."""
     widths = (work.head_dim, work.head_dim, work.value_dim)
@@ -143,7 +143,7 @@ def _norms(value: torch.Tensor) -> torch.Tensor:
     return found.clamp_(max=2.0**14)
 
 
-def _least_norms(gradient: torch.Tensor, grad_out: torch.Tensor, work: Workload) -> torch.Tensor:
+def _least_norms(gradient: torch.Tensor, grad_out: torch.Tensor, work: CallShape) -> torch.Tensor:
     """How large a norm of the value's keeps factors as small as the upstream gradient, shaped as
     ``_norms``: powers of two, from 1 to 2**14."""
     wide = torch.promote_types(grad_out.dtype, torch.float32)

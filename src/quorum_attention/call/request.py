@@ -12,12 +12,11 @@ from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
 from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.problem import Problem, Workload, scale_is_exact
+from quorum_attention.execution.problem import Problem, scale_is_exact
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
-from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
-from quorum_attention.kernels.protocol import Indices, InnerKernel
+from quorum_attention.kernels.protocol import CallShape, Indices, InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import capturing, has_transforms, outside
 from quorum_attention.mask import map_tensors
@@ -67,7 +66,7 @@ class Request:
             are one kernel call; None: it serves one call.
     """
 
-    work: Workload
+    work: CallShape
     scale: float
     options: Options
     out: torch.Tensor | None
@@ -127,11 +126,12 @@ def request_of(
     exact_scale, recorded = scale_is_exact(factor, query.dtype), records(query, key, value, sinks)
     kernel = options.kernel
     if described is not None:
-        work = replace(sizes, is_causal=causal, mask=shape, dropout=p > 0.0)
-        kind = work.call_shape(options.device.type, needs_grad=backward or recorded)
-        extent = MaskSizes(work.batch, work.heads, work.n_queries, work.n_keys)
         described = map_tensors(described, _readable)
-        causal, kernel = kernel_for_mask(described, extent, kernel, kind, options.device)
+        asked = replace(
+            sizes, device_type=options.device.type, is_causal=causal, mask=shape, dropout=p > 0.0,
+            needs_grad=backward or recorded,
+        )  # fmt: skip
+        causal, kernel = kernel_for_mask(described, kernel, asked, options.device)
     if kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(kernel)
@@ -139,8 +139,8 @@ def request_of(
             refuse_learned(kernel, query, key, value, options.device)
     options = replace(options, kernel=kernel)
     work = replace(
-        sizes, is_causal=causal, mask=shape, dropout=p > 0.0, positive_scale=factor > 0,
-        sinks=sinks is not None, exact_scale=exact_scale,
+        sizes, device_type=options.device.type, is_causal=causal, mask=shape, dropout=p > 0.0,
+        positive_scale=factor > 0, sinks=sinks is not None, exact_scale=exact_scale,
     )  # fmt: skip
     if options.plan is not None:
         check_plan(options.plan, work)

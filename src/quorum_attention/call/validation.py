@@ -20,7 +20,8 @@ from quorum_attention.call.options import Arguments
 from quorum_attention.call.overlap import Mappings, overlaps_itself
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
-from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES, Workload
+from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
 
@@ -41,7 +42,7 @@ class Tensors(NamedTuple):
 
 def check_tensors(
     query: Any, key: Any, value: Any, call: Arguments
-) -> tuple[Tensors, torch.Tensor | None, Mask | None, Workload, bool, int]:
+) -> tuple[Tensors, torch.Tensor | None, Mask | None, CallShape, bool, int]:
     """The tensors of a call, checked and broadcast.
 
     Returns:
@@ -188,7 +189,7 @@ def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
 
 def sizes_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> Workload:
+) -> CallShape:
     """The sizes of a call, from tensors that have passed ``check_kind``.
 
     Raises:
@@ -223,8 +224,10 @@ def sizes_of(
         raise ValueError(f"key has {kv_heads} heads and query {heads}: give enable_gqa=True")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"query must have a multiple of the key's {kv_heads} heads, got {heads}")
-    sizes = tuple(batch), heads, kv_heads, n_queries, n_keys, head_dim, value_dim
-    return Workload(*sizes, dtype, is_causal=False)
+    return CallShape(
+        home.type, dtype, heads, kv_heads, head_dim, value_dim,
+        batch_shape=tuple(batch), n_queries=n_queries, n_keys=n_keys,
+    )  # fmt: skip
 
 
 def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -308,7 +311,7 @@ def check_apart(
         before[name] = result
 
 
-def check_plan(plan: Plan, work: Workload) -> None:
+def check_plan(plan: Plan, work: CallShape) -> None:
     """Check that a plan was made for a call of these sizes.
 
     Raises:

@@ -100,7 +100,7 @@ def check_kernel(
         backward=backward,
     ).work  # fmt: skip
     numbers = {field.name: getattr(work, field.name) for field in fields(work)}
-    sizes = Sizes(**numbers, device=where, backward=backward)
+    sizes = Sizes(**numbers | {"needs_grad": backward}, device=where)
     if is_causal is not None:
         is_causal = switch(is_causal, "is_causal")
     levels = [_checked(cut) for cut in levels]
@@ -256,7 +256,7 @@ class _Check:
             (causes.SIZES, scale_is_ignored), (causes.PAIRS, causal_is_not_plain),
             (causes.BACKWARD, wrong_gradients),
         ]  # fmt: skip
-        for cause, law in laws[: 2 + sizes.backward]:
+        for cause, law in laws[: 2 + sizes.needs_grad]:
             where = self._try(
                 law.__name__.replace("_", " "), law, self.kernel, sizes, causal, self.seed
             )
@@ -287,10 +287,10 @@ class _Check:
             "is_causal": causal, "enable_gqa": sizes.heads != sizes.kv_heads,
             "kernel": self.kernel, "devices": sizes.device,
         }  # fmt: skip
-        plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.backward)]
+        plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.needs_grad)]
         out, lse = attention_with_lse(query, key, value, plan=plans[0], **options)
         found = {"out": out, "lse": lse}
-        if sizes.backward:
+        if sizes.needs_grad:
             grads = attention_backward(grad, query, key, value, out, lse, plan=plans[1], **options)
             found |= dict(zip(_GRADIENTS, grads, strict=True))
         return found

@@ -61,7 +61,7 @@ def writes_into_inputs(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: in
     kept = [t.clone() for t in handed]
     rows = trial.forward()
     same = all(map(torch.equal, kept, handed))
-    if same and sizes.backward:
+    if same and sizes.needs_grad:
         handed += [rows.out, rows.lse]
         kept = [t.nan_to_num() for t in handed]
         trial.backward(rows)
@@ -82,7 +82,7 @@ def views_differ(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int) -> 
     for tensors in (inputs, tuple(map(within, inputs))):
         trial = Trial(kernel, tensors, square(sizes.n_keys), causal)
         rows = trial.forward()
-        found.append([rows.out, rows.lse, *(trial.backward(rows) if sizes.backward else ())])
+        found.append([rows.out, rows.lse, *(trial.backward(rows) if sizes.needs_grad else ())])
     most = limit(inputs[0], inputs[1], found[0][1], sizes.head_dim**-0.5)
     return any(exceeds(a, b, most) for a, b in zip(*found, strict=True))
 

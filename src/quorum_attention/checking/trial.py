@@ -13,7 +13,6 @@ import torch
 
 from quorum_attention.decomposition import Span, Task
 from quorum_attention.execution.call import no_bias
-from quorum_attention.execution.problem import Workload
 from quorum_attention.kernels import CallShape, Gradients, InnerKernel, Statistics, TaskTensors
 from quorum_attention.kernels import empty_ as make_empty
 
@@ -23,15 +22,14 @@ _ULPS, _ULPS_16_BITS = 6.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes(Workload):
+class Sizes(CallShape):
     """The sizes of the calls that a kernel is tried with, causal or not."""
 
     device: torch.device
-    backward: bool
 
     def call(self, is_causal: bool) -> CallShape:
         """The ``CallShape`` of such a call."""
-        return replace(self, is_causal=is_causal).call_shape(self.device.type, self.backward)
+        return replace(self, is_causal=is_causal)
 
     def inputs(self, seed: int, factor: float = 1.0) -> Sequence[torch.Tensor]:
         """Query, key, value and grad_out, normally distributed times ``factor``."""

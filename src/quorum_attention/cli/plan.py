@@ -6,11 +6,10 @@ import argparse
 import re
 from typing import Any
 
-from quorum_attention.call.block import WholeCall
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say
-from quorum_attention.devices.scheduler import SPEEDS, predicted, simulate
+from quorum_attention.devices.scheduler import SPEEDS, simulate
 from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.pictures import check_drawable, draw_gantt
 from quorum_attention.planner import Plan, plan
@@ -147,13 +146,10 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     shared.refuse(options, "does not go with --devices", levels=None, layout="aligned",
                   backward=False, census=False, device=None, **masks.NOT_GIVEN)  # fmt: skip
     devices: list[tuple[str, float]] = options.devices
-    heads, batch, kv_heads = (sizes.pop(name) for name in ("heads", "batch", "kv_heads"))
-    n, is_causal = options.tokens, sizes.pop("is_causal")
-    call = WholeCall((batch,), heads, kv_heads or heads, n, n, is_causal=is_causal)
     total, passes, drawn, said = sum(speed for _, speed in devices), {}, {}, []
     for name in ("forward", "backward"):
-        pair = predicted(call, backward=name == "backward", **sizes | {"device": "cuda"})
-        found = drawn[name] = simulate(call, devices, pair)
+        made = plan(options.tokens, backward=name == "backward", **sizes | {"device": "cuda"})
+        found = drawn[name] = simulate(made.work, devices, made.predicted_seconds)
         busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
         passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
         spent = format_seconds(found.seconds)

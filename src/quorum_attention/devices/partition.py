@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import room
-from quorum_attention.execution.problem import state_dtype
+from quorum_attention.kernels.protocol import CallShape, state_dtype
 
 Buffers = dict[str, torch.Tensor]
 # Rows are cut at multiples of a kernel's tile.
@@ -39,107 +38,98 @@ _PIECES, _FEW_HEADS = 10, 4
 _LONGEST_SECONDS = 2.0
 
 
-def block_of(call: WholeCall, entry: int, heads: Interval, rows: Interval) -> Block:
+def block_of(work: CallShape, entry: int, heads: Interval, rows: Interval) -> Block:
     """Rows of query heads of a batch entry, with all the keys they see; the last rows have every
     key, so that the gradient of one that no row sees is written as well."""
-    cut = call.is_causal and call.dropout is None and rows.stop < call.n_queries
-    keys = min(rows.stop, call.n_keys) if cut else call.n_keys
+    cut = work.is_causal and not work.dropout and rows.stop < work.n_queries
+    keys = min(rows.stop, work.n_keys) if cut else work.n_keys
     return Block(Interval(entry, entry + 1), heads, rows, Interval(0, keys))
 
 
-def is_whole(call: WholeCall, block: Block) -> bool:
+def is_whole(work: CallShape, block: Block) -> bool:
     """Whether no other block contributes to the gradients of a block's keys."""
-    share, (low, high) = call.heads // call.kv_heads, call.key_heads(block)
-    return block.heads == (low * share, high * share) and block.rows == (0, call.n_queries)
+    heads_are = not any(edge % work.queries_per_key_head for edge in block.heads)
+    return heads_are and block.rows == (0, work.n_queries)
 
 
-def pairs(call: WholeCall, block: Block) -> int:
+def pairs(work: CallShape, block: Block) -> int:
     """Query-key pairs of a block, as if nothing but later keys were masked."""
-    low, high = (_pairs_above(call, row) for row in block.rows)
+    low, high = map(work.pairs_above, block.rows)
     return block.heads.length * (high - low)
 
 
-def pieces_of(call: WholeCall, speeds: Mapping[int, float], *, alike: bool) -> int:
+def pieces_of(work: CallShape, speeds: Mapping[int, float], *, alike: bool) -> int:
     """In how many pieces to cut what a device has.
 
     Args:
         speeds: of the devices, in pairs a second.
         alike: whether all are GPUs of one kind, and blocks take as long as their pairs say.
     """
-    batch = math.prod(call.batch_shape)
-    each = batch * call.kv_heads // len(speeds)
+    each = work.batch * work.kv_heads // len(speeds)
     if not alike:
         return _PIECES if each < _FEW_HEADS else min(_PIECES, each)
     # One call of many heads is quicker than several.
-    seconds = batch * call.heads * _pairs_above(call, call.n_queries) / sum(speeds.values())
+    seconds = work.batch * work.heads * work.pairs / sum(speeds.values())
     return max(1, min(math.ceil(seconds / _LONGEST_SECONDS - 1e-3), each))
 
 
-def partition(call: WholeCall, speeds: Sequence[float], pieces: int = 1) -> list[list[Block]]:
+def partition(work: CallShape, speeds: Sequence[float], pieces: int = 1) -> list[list[Block]]:
     """The blocks of each device, in order; the same ones for calls of the same sizes.
 
     Args:
         speeds: of the devices, relative to each other.
         pieces: in how many each device's part is cut, so that others can take some.
     """
-    heads = math.prod(call.batch_shape) * call.kv_heads
-    if not heads or not call.n_queries:
+    heads = work.batch * work.kv_heads
+    if not heads or not work.n_queries:
         return [[] for _ in speeds]
     ends = [heads * at / sum(speeds) for at in accumulate(speeds, initial=0.0)]
     cuts = [round(at) if abs(at - round(at)) < _CLOSE else at for at in ends]
-    return [_cut(call, low, high, pieces) for low, high in pairwise(cuts)]
+    return [_cut(work, low, high, pieces) for low, high in pairwise(cuts)]
 
 
-def _cut(call: WholeCall, low: float, high: float, pieces: int) -> list[Block]:
+def _cut(work: CallShape, low: float, high: float, pieces: int) -> list[Block]:
     """The blocks between two shares of the work, as of ``_blocks``, in so many pieces."""
     inner = [low + (high - low) * n / pieces for n in range(1, pieces)]
     if high - low >= pieces:
         inner = [round(at) for at in inner]
-    return [block for part in pairwise((low, *inner, high)) for block in _blocks(call, *part)]
+    return [block for part in pairwise((low, *inner, high)) for block in _blocks(work, *part)]
 
 
-def _blocks(call: WholeCall, low: float, high: float) -> Iterator[Block]:
+def _blocks(work: CallShape, low: float, high: float) -> Iterator[Block]:
     """The blocks between two shares of the work of all key/value heads, which are numbered through
     all batch entries: rows of the first and of the last query head, and all rows of those between,
     all query heads of some key/value heads or some of one's."""
-    share, n = call.heads // call.kv_heads, call.n_queries
-    (first, start), (last, stop) = (_point(call, share * at) for at in (low, high))
+    share, n = work.queries_per_key_head, work.n_queries
+    (first, start), (last, stop) = (_point(work, share * at) for at in (low, high))
     runs = [(first, first + 1, start, stop)]
     if first < last:
         runs[0] = first, first + 1, start, n if start else 0
         first += start > 0
         inner = {-(-first // share) * share, last // share * share}
-        inner |= set(range(-(-first // call.heads) * call.heads, last, call.heads))
+        inner |= set(range(-(-first // work.heads) * work.heads, last, work.heads))
         edges = sorted({first, last} | {edge for edge in inner if first < edge < last})
         runs += [(one, other, 0, n) for one, other in pairwise(edges)]
         runs.append((last, last + 1, 0, stop))
     for one, other, row, end in runs:
         if row < end:
-            entry, head = divmod(one, call.heads)
-            yield block_of(call, entry, Interval(head, head + other - one), Interval(row, end))
+            entry, head = divmod(one, work.heads)
+            yield block_of(work, entry, Interval(head, head + other - one), Interval(row, end))
 
 
-def _point(call: WholeCall, at: float) -> tuple[int, int]:
+def _point(work: CallShape, at: float) -> tuple[int, int]:
     """Query head and row at which the work of ``at`` query heads is done."""
-    if call.dropout is not None:
+    if work.dropout:
         return round(at), 0
     head = math.floor(at + _CLOSE)
-    return head, _row(call, max(0.0, at - head))
+    return head, _row(work, max(0.0, at - head))
 
 
-def _row(call: WholeCall, part: float) -> int:
+def _row(work: CallShape, part: float) -> int:
     """The row at which a part of a head's work is done, at the end of a tile."""
-    n, above = call.n_queries, partial(_pairs_above, call)
-    row = bisect_left(range(n), part * above(n), key=above)
+    n = work.n_queries
+    row = bisect_left(range(n), part * work.pairs, key=work.pairs_above)
     return min(n, round(row / _TILE) * _TILE)
-
-
-def _pairs_above(call: WholeCall, row: int) -> int:
-    """Query-key pairs of a head above a row."""
-    if not call.is_causal:
-        return row * call.n_keys
-    square = min(row, call.n_keys)
-    return square * (square + 1) // 2 + (row - square) * call.n_keys
 
 
 class Sums:
@@ -170,7 +160,7 @@ class Sums:
         """Where a worker puts those of a block's gradients that are added up, by name; the others
         are results themselves."""
         likes: Buffers = {}
-        if not is_whole(self._call, block):
+        if not is_whole(self._call.work, block):
             likes = {n: self._call.cut(t, block, of_keys=True) for n, t in self._like.items()}
         if self.bias is not None:
             likes["grad_bias"] = self._call.cut_bias(self.bias, block)
@@ -183,25 +173,27 @@ class Sums:
             self._call.cut_bias(self.bias, block).add_(made["grad_bias"])
         if "grad_key" not in made:
             return
-        call, head = self._call, (block.entries.start, self._call.key_heads(block).start)
+        work, head = self._call.work, (block.entries.start, self._call.key_heads(block).start)
         self._early[head, (block.heads.start, block.rows.start)] = block, made
-        at = self._next.get(head, (head[1] * (call.heads // call.kv_heads), 0))
+        at = self._next.get(head, (head[1] * work.queries_per_key_head, 0))
         while (found := self._early.pop((head, at), None)) is not None:
             (_, heads, rows, keys), parts = found
             if head not in self._totals:
                 self._totals[head] = {n: _zeros(t.shape[-2:], t) for n, t in self._like.items()}
             for name, total in self._totals[head].items():
                 total[: keys.length] += parts[name][0, 0]
-            at = (heads.stop, 0) if rows.stop == call.n_queries else (heads.start, rows.stop)
+            at = (heads.stop, 0) if rows.stop == work.n_queries else (heads.start, rows.stop)
         self._next[head] = at
 
     def store(self, *grads: torch.Tensor) -> None:
         """Put the sums where they belong, the gradients of keys and values."""
         assert not self._early, "a block is missing"
         for (entry, head), totals in self._totals.items():
-            share = self._call.heads // self._call.kv_heads
-            rows = Interval(0, self._call.n_queries)
-            block = block_of(self._call, entry, Interval(head * share, (head + 1) * share), rows)
+            share = self._call.work.queries_per_key_head
+            rows = Interval(0, self._call.work.n_queries)
+            block = block_of(
+                self._call.work, entry, Interval(head * share, (head + 1) * share), rows
+            )
             for grad, total in zip(grads, totals.values(), strict=True):
                 self._call.cut(grad, block, of_keys=True).copy_(total)
 

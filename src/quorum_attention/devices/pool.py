@@ -31,10 +31,9 @@ from quorum_attention.devices.report import PoolPass, PoolReport, as_one
 from quorum_attention.devices.scheduler import Coordinator, Schedule, expected_speed
 from quorum_attention.devices.worker import PassSpec, Worker, end, pickled, start
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
-from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.masked.resolve import Sizes as MaskSizes
 from quorum_attention.kernels.masked.resolve import resolve
+from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
@@ -276,11 +275,10 @@ def request_on_devices(
     sent = None
     if mask is not None:
         mask, work = replace(mask, bias=None, sinks=None), request.work
-        sizes = work.batch, work.heads, work.n_queries, work.n_keys
-        resolve(mask, MaskSizes(*sizes), work.is_causal)
+        resolve(mask, work)
         # Now: the caller may write to its tensors before the backward.
         mask = map_tensors(mask, lambda tensor, name: tensor.detach().cpu())
-        sent = pickled(mask, sizes, home.type)
+        sent = pickled(mask, work, home.type)
     options = CallOptions(
         depth=written.depth, kernel=written.kernel, accumulator=written.accumulator
     )
@@ -429,11 +427,8 @@ class PoolCall:
         return tuple(given for given, _ in results.values())
 
     def _whole(self, request: Request) -> WholeCall:
-        work = request.work
-        return WholeCall(
-            work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, None,
-            work.is_causal, request.scale, request.dropout, request.records, request.mask_grad,
-        )  # fmt: skip
+        how = request.scale, request.dropout, request.records, request.mask_grad
+        return WholeCall(request.work, None, *how)
 
     def _budget(
         self, number: int, worker: Worker, request: Request, home: torch.device
@@ -464,7 +459,7 @@ class PoolCall:
         }
         alike = self.steady and len({(w.name, budgets[n]) for n, w in here.items()}) == 1
         alike &= all(backend_of(torch.device(w.device)).own_memory for w in here.values())
-        return Schedule(spec.call, speeds, pieces_of(spec.call, speeds, alike=alike))
+        return Schedule(work, speeds, pieces_of(work, speeds, alike=alike))
 
     @contextmanager
     def _reported(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:

@@ -10,16 +10,15 @@ device waits 5 to 8 ms for messages, of the seconds that an order takes in long 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import Block
 from quorum_attention.devices.buffers import handle_of
 from quorum_attention.devices.partition import Buffers, Sums, pairs, partition, pieces_of
 from quorum_attention.devices.report import PoolPass, Ran
@@ -27,8 +26,8 @@ from quorum_attention.devices.worker import Answer, Compute, PassSpec, Worker, e
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner.calibration import calibrated_flops
-from quorum_attention.planner.estimate import plan
 from quorum_attention.planner.hardware import assumed
 
 # Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
@@ -64,13 +63,13 @@ class Schedule:
         devices: those that take part.
     """
 
-    def __init__(self, call: WholeCall, speeds: Mapping[int, float], pieces: int) -> None:
+    def __init__(self, work: CallShape, speeds: Mapping[int, float], pieces: int) -> None:
         self.count, self.devices, self._speeds = 0, set(speeds), speeds
         # By home, what waits.
         self._waiting: dict[int, list[Order]] = {}
-        homes = partition(call, list(speeds.values()), pieces)
+        homes = partition(work, list(speeds.values()), pieces)
         for home, blocks in zip(speeds, homes, strict=True):
-            orders = [Order(n, home, b, pairs(call, b)) for n, b in enumerate(blocks, self.count)]
+            orders = [Order(n, home, b, pairs(work, b)) for n, b in enumerate(blocks, self.count)]
             self._waiting[home] = orders
             self.count += len(blocks)
         self.running: dict[int, Order] = {}
@@ -254,33 +253,19 @@ def expected_speed(
     return relative * (usual.backward_flops if backward else usual.flops) / head_dim
 
 
-def predicted(call: WholeCall, *, backward: bool, **options: Any) -> float:
-    """Seconds on an H200 for a pair, as the planner predicts for the whole call.
-
-    Args:
-        options: other arguments of ``plan``: head_dim, dtype, budget, kernel, device ...
-    """
-    made = plan(
-        call.n_queries, n_keys=call.n_keys, heads=call.heads, kv_heads=call.kv_heads,
-        batch=math.prod(call.batch_shape), is_causal=call.is_causal, backward=backward, **options,
-    )  # fmt: skip
-    return made.predicted_seconds / max(1, sum(pairs(call, b) for b in partition(call, [1.0])[0]))
-
-
-def simulate(
-    call: WholeCall, devices: Sequence[tuple[str, float]], pair_seconds: float
-) -> PoolPass:
+def simulate(work: CallShape, devices: Sequence[tuple[str, float]], seconds: float) -> PoolPass:
     """A pass on devices, each a name and its speed; devices of equal names are alike.
 
     Args:
-        pair_seconds: of a pair on a device of speed 1.
+        seconds: of the whole call, on a device of speed 1.
 
     Returns:
         the report that a pool would have filled, its times predicted.
     """
-    speeds = {number: speed / pair_seconds for number, (_, speed) in enumerate(devices)}
-    pieces = pieces_of(call, speeds, alike=len(set(devices)) == 1)
-    schedule = Schedule(call, speeds, pieces)
+    a_second = work.batch * work.heads * work.pairs / seconds
+    speeds = {number: speed * a_second for number, (_, speed) in enumerate(devices)}
+    pieces = pieces_of(work, speeds, alike=len(set(devices)) == 1)
+    schedule = Schedule(work, speeds, pieces)
     report = PoolPass(devices=[name for name, _ in devices], parts=schedule.count)
     ends, now = dict[int, float](), 0.0  # of the orders that run
     while not schedule.finished:

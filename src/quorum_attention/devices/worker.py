@@ -31,6 +31,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.page_locks import is_locked, of_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.functions import boolean, indexing
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes import compute_block
 
@@ -208,19 +209,20 @@ def functions_of(mask: Mask) -> Iterator[Keeps]:
         yield from functions_of(inner)
 
 
-def pickled(mask: Mask, sizes: tuple[int, ...], device: str) -> bytes:
+def pickled(mask: Mask, work: CallShape, device: str) -> bytes:
     """A mask without bias and sinks, as it is sent to workers: its functions by their names.
 
     A global that a function reads may have another value in a worker, so some of its answers are
     sent along. A difference that touches none of them is not seen.
 
     Args:
-        sizes: batch entries, heads, queries, keys.
+        work: the call's sizes.
         device: where answers are computed.
 
     Raises:
         NotImplementedError: a function cannot be sent.
     """
+    sizes = work.batch, work.heads, work.n_queries, work.n_keys
     sampled = sizes, random.SystemRandom().getrandbits(63), device
     answers = [_answers(keeps, *sampled) for keeps in functions_of(mask)]
     try:
@@ -327,8 +329,7 @@ class BlockWorker:
 
     def answer(self, message: Compute) -> Answer:
         """Compute a block, and say how that ended."""
-        spec, report = message.spec, Report()
-        report.timed = False
+        spec, report = message.spec, Report(timed=False)
         try:
             if spec.number != self._number:
                 self._begin(spec)

@@ -28,11 +28,10 @@ from quorum_attention.decomposition.intervals import cut
 from quorum_attention.distributed import agreement, partition
 from quorum_attention.distributed.run import Sharded, ShardedReport
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, described, resolve
+from quorum_attention.kernels.masked.resolve import ResolvedMask, described, resolve
 from quorum_attention.kernels.merge import join_sinks_, merge_
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel, state_dtype
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.mask import Mask, map_tensors
 
@@ -113,8 +112,7 @@ def attention(
     )
     inputs, shard = _checked_shard(query, key, value, said, report)
     written = written._replace(kernel=shard.options.kernel)
-    query, work, dropout, causal = inputs.query, shard.work, shard.dropout, shard.work.is_causal
-    batch, heads, kv_heads = work.batch, work.heads, work.kv_heads
+    query, work, dropout = inputs.query, shard.work, shard.dropout
     of_sizes = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
     arguments: agreement.Signature = {
         **{name: getattr(work, name) for name in of_sizes},
@@ -128,16 +126,17 @@ def attention(
         group, query, {"call": "attention", **arguments}, columns, lengths
     )
     tokens, kept = sum(sizes), None
+    every = replace(work, batch_shape=(work.batch,), n_queries=tokens, n_keys=tokens)
     if mask is not None:
         mask = _whole_mask(mask, group, sizes, inputs)
-        kept = pairs_above(mask, Sizes(batch, heads, tokens, tokens), causal)
+        kept = pairs_above(mask, every)
         agreement.agreed_number(
             group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)}
         )
-    whole = WholeCall((batch,), heads, kv_heads, tokens, tokens, mask, causal, shard.scale, dropout)
+    whole = WholeCall(every, mask, shard.scale, dropout)
     with torch.autocast(query.device.type, enabled=False):
-        rows = [t.reshape(batch, *t.shape[-3:]) for t in inputs[:3]]
-        if work.dtype.itemsize == 2 and batch * heads * tokens**2 <= _WIDENED_PAIRS:
+        rows = [t.reshape(work.batch, *t.shape[-3:]) for t in inputs[:3]]
+        if work.dtype.itemsize == 2 and work.batch * work.heads * tokens**2 <= _WIDENED_PAIRS:
             rows = [t.float() for t in rows]
         assignment, moved = _assigned(rows, whole, sizes, kept)
         # Whole heads in turns, where nothing limits a call's memory.
@@ -275,12 +274,12 @@ def _assigned(
         sizes: rows of every rank.
         kept: as of ``Sequences``.
     """
-    value_dim, (batch, heads, _, head_dim) = inputs[2].shape[3], inputs[0].shape
+    work, value_dim, (batch, heads, _, head_dim) = whole.work, inputs[2].shape[3], inputs[0].shape
     units: Literal["pairs", "rows", "heads"] = "heads"
     if whole.dropout is None:
         units = "pairs" if kept is None else "rows"
     starts, element = (0, *accumulate(sizes)), batch * inputs[0].element_size()
-    of = partition.Sequences(starts, heads, whole.kv_heads, whole.is_causal, units, kept=kept)
+    of = partition.Sequences(starts, heads, work.kv_heads, work.is_causal, units, kept=kept)
     pair_flops = 2.0 * batch * (head_dim + value_dim)
     in_turns = units == "pairs" and not on_host(inputs[0].device)
     of = replace(of, turns=partition.turns_of(in_turns * of.pairs / of.ranks * pair_flops))
@@ -387,10 +386,10 @@ def _whole_mask(
     return replace(mask, bias=bias.expand(*batch_shape, *bias.shape[-3:]).flatten(0, -4))
 
 
-def pairs_above(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[int, ...]:
+def pairs_above(mask: Mask, call: CallShape) -> tuple[int, ...]:
     """Pairs of a head's rows that the mask keeps, as ``Sequences.kept``; those that rules of single
     pairs leave out are counted as well."""
-    resolved, n = resolve(mask, sizes, is_causal), sizes.n_queries
+    resolved, n = resolve(mask, call), call.n_queries
     if resolved not in _KEPT:
         edges = range(0, n + partition.step_of(n), partition.step_of(n))
         kept = [0] * len(edges)

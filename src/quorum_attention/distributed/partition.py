@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, pairwise, product, repeat, starmap
 from typing import Literal, NamedTuple
 
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.decomposition.intervals import Interval, counted, covered, cut, union, within
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
 
@@ -100,7 +101,7 @@ class Sequences:
     def above(self, row: int) -> int:
         """Pairs of the rows before ``row`` of one head."""
         if self.kept is None:
-            return row * (row + 1) // 2 if self.is_causal else row * self.tokens
+            return Band(high=0 if self.is_causal else None).count(0, row, 0, self.tokens)
         step = step_of(self.tokens)
         at, part = divmod(row, step)
         low, high = self.kept[at], self.kept[min(at + 1, len(self.kept) - 1)]

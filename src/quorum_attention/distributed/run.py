@@ -27,9 +27,9 @@ from quorum_attention.decomposition.intervals import Interval, below, counted, u
 from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.partition import Assignment, Block, Piece, Side
 from quorum_attention.execution.device.cuda import TwoStreams
-from quorum_attention.execution.problem import state_dtype
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.passes import compute_block
 from quorum_attention.sizes import format_bytes
 
@@ -337,8 +337,8 @@ class Sharded:
         """Tensors of this rank's rows, with the positions of these."""
         rows = (Interval(*self.assignment.of.starts[self.rank : self.rank + 2]),)
         return (
-            Gathered(Interval(0, self.whole.heads), rows, of_queries),
-            Gathered(Interval(0, self.whole.kv_heads), rows, of_keys),
+            Gathered(Interval(0, self.whole.work.heads), rows, of_queries),
+            Gathered(Interval(0, self.whole.work.kv_heads), rows, of_keys),
         )
 
     def _stages(
@@ -465,9 +465,8 @@ class Sharded:
         if self.report is not None:
             report = Report()
             self.report.calls.append(report)
-        part = PartOfCall(
-            Interval(0, whole.batch_shape[0]), block.heads, block.queries, Interval(0, whole.n_keys)
-        )
+        entries, keys = Interval(0, whole.work.batch), Interval(0, whole.work.n_keys)
+        part = PartOfCall(entries, block.heads, block.queries, keys)
         # Where a block may have some of its rows' keys alone there is neither mask nor dropout.
         masked = (None, block.causal) if self.assignment.of.units == "pairs" else None
         written = filled(self.written._replace(report=report))

@@ -14,6 +14,7 @@ from itertools import product
 import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
+from quorum_attention.execution.device.cuda import Lanes
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.residency import empty_result
@@ -24,14 +25,19 @@ from quorum_attention.execution.problem import (
     PassSpec,
     Problem,
     StateSpec,
-    Workload,
     flat_entries,
     group_part,
     takes_wide,
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import Bias, InnerKernel, Lanes, MaskShape, TaskTensors
+from quorum_attention.kernels.protocol import (
+    Bias,
+    CallShape,
+    InnerKernel,
+    MaskShape,
+    TaskTensors,
+)
 
 
 def mask_shape(mask: torch.Tensor, batch_dims: int) -> MaskShape:
@@ -187,7 +193,7 @@ def operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
-def flat(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
+def flat(tensor: torch.Tensor, work: CallShape) -> torch.Tensor:
     """``tensor`` (*batch, heads, ...) as (b, heads, ...); copied only where it has no such view."""
     dims = len(work.batch_shape)
     if dims == 1:
@@ -262,13 +268,13 @@ def divided_upstream(
     return tensor, _power(exponent).to(device=device, dtype=work.state_dtype)
 
 
-def divided_bytes(gradient: torch.dtype, work: Workload, *, here: bool) -> int | None:
+def divided_bytes(gradient: torch.dtype, work: CallShape, *, here: bool) -> int | None:
     """Bytes that ``divided_upstream`` allocates on the device that computes, for a gradient that is
     there (``here``) or elsewhere; None if it is not divided."""
     if not outreaches(gradient, work.dtype):
         return None
     # The divided copy, and two numbers for each row.
-    per_row = work.value_dim * work.element_bytes + 2 * gradient.itemsize
+    per_row = work.value_dim * work.dtype.itemsize + 2 * gradient.itemsize
     return work.batch * work.heads * work.n_queries * per_row if here else 0
 
 
@@ -313,7 +319,7 @@ class Job:
     progress: Progress | None = None
 
     @property
-    def work(self) -> Workload:
+    def work(self) -> CallShape:
         """The call's sizes."""
         return self.problem.work
 

@@ -30,9 +30,9 @@ from quorum_attention.execution.problem import (
     PassSpec,
     RowSpec,
     StateSpec,
-    Workload,
 )
 from quorum_attention.execution.scaling import BackwardScaling
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 
@@ -144,7 +144,7 @@ class SlotLayout:
 @lru_cache(maxsize=64)
 def slot_layout(
     spec: PassSpec,
-    work: Workload,
+    work: CallShape,
     group: GroupSize,
     rows: tuple[int, int],
     result_dtype: torch.dtype,

@@ -29,9 +29,9 @@ from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
-from quorum_attention.execution.problem import Group, Workload, group_part
+from quorum_attention.execution.problem import Group, group_part
 from quorum_attention.kernels.dropout import dropped_bytes
-from quorum_attention.kernels.protocol import Saved
+from quorum_attention.kernels.protocol import CallShape, Saved
 from quorum_attention.kernels.reference import PLAIN, BackwardRows, Block, runs
 from quorum_attention.sizes import counted
 
@@ -59,13 +59,13 @@ class Tile:
         return replace(self, queries=-(-self.queries // 2)) if self.queries > 1 else None
 
 
-def tile_bytes(work: Workload, tile: Tile, mask_bytes: int) -> int:
+def tile_bytes(work: CallShape, tile: Tile, mask_bytes: int) -> int:
     """Upper bound of the device bytes that a tile takes.
 
     Args:
         mask_bytes: of an element of the mask.
     """
-    item, wide = work.element_bytes, work.state_dtype.itemsize
+    item, wide = work.dtype.itemsize, work.state_dtype.itemsize
     keys = tile.heads * tile.keys
     rows = tile.heads * work.queries_per_key_head * tile.queries
     widths = work.head_dim + work.value_dim
@@ -79,7 +79,7 @@ def tile_bytes(work: Workload, tile: Tile, mask_bytes: int) -> int:
     return found + pairs * (6 * wide + item + 2 * mask_bytes + 1) + _SLACK_BYTES
 
 
-def fitting(work: Workload, device: torch.device, left: int | None, mask_bytes: int) -> Tile:
+def fitting(work: CallShape, device: torch.device, left: int | None, mask_bytes: int) -> Tile:
     """The largest tile worth computing at once that takes at most ``left`` bytes (None: what is
     usual on ``device``); the smallest there is if none does."""
     usual = _DEVICE_BYTES if backend_of(device).own_memory else _HOST_BYTES
@@ -147,7 +147,7 @@ class _Block(NamedTuple):
     keys: slice
 
 
-def _blocks(mask: torch.Tensor, work: Workload, tile: Tile) -> Iterator[_Block]:
+def _blocks(mask: torch.Tensor, work: CallShape, tile: Tile) -> Iterator[_Block]:
     """Blocks of the result: no larger than a tile in dimensions that the mask has."""
     every = (work.kv_heads, work.n_queries, work.n_keys)
     most = (tile.heads, tile.queries, tile.keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
@@ -25,7 +25,6 @@ from quorum_attention.kernels.protocol import (
     Extent,
     Gradients,
     InnerKernel,
-    MaskShape,
     Statistics,
     TaskTensors,
 )
@@ -40,93 +39,6 @@ ELEMENT_BYTES = {
 }
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENT_BYTES)
 
-Lengths = tuple[int, int, bool]
-"""Queries, keys, and whether the call is causal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The sizes of one call; hashable, without tensors.
-
-    ``batch_shape`` is the shape before the head dimension, () for 3-D inputs. ``positive_scale``
-    says whether the factor of the scores is above 0, ``sinks`` whether rows begin with a sink,
-    ``dropout`` whether probabilities are dropped.
-    ``columns`` is how many of the last columns of the value were added to carry the gradient of the
-    log-sum-exp (call/lse_columns.py). ``exact_scale``: see ``CallShape``.
-    """
-
-    batch_shape: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    n_queries: int
-    n_keys: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    is_causal: bool
-    mask: MaskShape | None = None
-    positive_scale: bool = True
-    sinks: bool = False
-    dropout: bool = False
-    columns: int = 0
-    exact_scale: bool = True
-
-    @property
-    def batch(self) -> int:
-        """Batch entries, all batch dimensions together."""
-        return math.prod(self.batch_shape)
-
-    @property
-    def lengths(self) -> Lengths:
-        """What the pairs of a call depend on, beside its kernel."""
-        return self.n_queries, self.n_keys, self.is_causal
-
-    @property
-    def n_tokens(self) -> int:
-        """Positions that are decomposed: the larger of queries and keys."""
-        return max(self.n_queries, self.n_keys)
-
-    @property
-    def queries_per_key_head(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.heads // self.kv_heads if self.kv_heads else 0
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one input element."""
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """What statistics and gradients accumulate in: fp32, or fp64 for fp64 inputs."""
-        return state_dtype(self.dtype)
-
-    @property
-    def pairs(self) -> int:
-        """Query-key pairs of one head that are computed (a mask does not count)."""
-        if not self.is_causal:
-            return self.n_queries * self.n_keys
-        square = min(self.n_queries, self.n_keys)
-        below = max(0, self.n_queries - self.n_keys)
-        return square * (square + 1) // 2 + below * self.n_keys
-
-    def call_shape(self, device_type: str, needs_grad: bool) -> CallShape:
-        """The part of this workload that inner kernels ask about."""
-        return CallShape(
-            device_type=device_type,
-            dtype=self.dtype,
-            query_heads=self.heads,
-            key_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            is_causal=self.is_causal,
-            needs_grad=needs_grad,
-            mask=self.mask,
-            positive_scale=self.positive_scale,
-            dropout=self.dropout,
-            exact_scale=self.exact_scale,
-        )
-
 
 def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
     """The ``exact_scale`` of a call."""
@@ -134,11 +46,6 @@ def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
         # Its products with gradients of scores may else be no normal numbers.
         return scale == 0 or abs(scale) >= 2.0**-9
     return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What statistics and gradients of inputs of ``dtype`` accumulate in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +81,7 @@ class Group:
         return slice(self.kv_start, self.kv_stop)
 
 
-def group_sizes(work: Workload) -> list[GroupSize]:
+def group_sizes(work: CallShape) -> list[GroupSize]:
     """Group sizes to choose from, largest first: batch entries are halved, then heads."""
     if work.batch == 0 or work.kv_heads == 0:
         return []
@@ -191,7 +98,7 @@ def group_sizes(work: Workload) -> list[GroupSize]:
     return sizes
 
 
-def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
+def groups(work: CallShape, size: GroupSize) -> Iterator[Group]:
     """The head groups of a call, none larger than ``size``, in order."""
     entries = list(product(*(range(n) for n in work.batch_shape)))
     shared = work.queries_per_key_head
@@ -201,13 +108,13 @@ def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
             yield Group(chosen, head, min(head + size.kv_heads, work.kv_heads), shared)
 
 
-def flat_entries(work: Workload, group: Group) -> tuple[int, ...]:
+def flat_entries(work: CallShape, group: Group) -> tuple[int, ...]:
     """The indices of a group's batch entries when the batch dimensions are flattened."""
     steps = [math.prod(work.batch_shape[at + 1 :]) for at in range(len(work.batch_shape))]
     return tuple(sum(i * n for i, n in zip(e, steps, strict=True)) for e in group.entries)
 
 
-def count_groups(work: Workload, size: GroupSize) -> int:
+def count_groups(work: CallShape, size: GroupSize) -> int:
     """How many groups ``groups`` yields."""
     return -(-work.batch // size.batch) * -(-work.kv_heads // size.kv_heads)
 
@@ -239,27 +146,29 @@ class RowSpec:
     axis: Axis
     width: Width
 
-    def columns(self, work: Workload) -> int:
+    def columns(self, work: CallShape) -> int:
         """How many numbers a row has."""
         if self.width == "one":
             return 1
         return work.head_dim if self.width == "head_dim" else work.value_dim
 
-    def rows(self, work: Workload) -> int:
+    def rows(self, work: CallShape) -> int:
         """How many rows a head has."""
         return work.n_queries if self.axis == "query" else work.n_keys
 
-    def heads(self, work: Workload, kv_heads: int) -> int:
+    def heads(self, work: CallShape, kv_heads: int) -> int:
         """How many heads belong to ``kv_heads`` key/value heads."""
         return kv_heads * (work.queries_per_key_head if self.axis == "query" else 1)
 
-    def count(self, work: Workload, group: GroupSize | None = None, rows: int | None = None) -> int:
+    def count(
+        self, work: CallShape, group: GroupSize | None = None, rows: int | None = None
+    ) -> int:
         """How many numbers ``rows`` rows (default: all) of a group (default: the call) have."""
         size = GroupSize(work.batch, work.kv_heads) if group is None else group
         rows = self.rows(work) if rows is None else rows
         return size.batch * self.heads(work, size.kv_heads) * rows * self.columns(work)
 
-    def shape(self, work: Workload) -> tuple[int, ...]:
+    def shape(self, work: CallShape) -> tuple[int, ...]:
         """The shape of the whole tensor: (*batch, heads, rows, width)."""
         found = (*work.batch_shape, self.heads(work, work.kv_heads), self.rows(work))
         return found if self.width == "one" else (*found, self.columns(work))
@@ -278,7 +187,7 @@ class InputSpec(RowSpec):
     copied: bool = False
     of_state: bool = False
 
-    def dtype(self, work: Workload) -> torch.dtype:
+    def dtype(self, work: CallShape) -> torch.dtype:
         """Its dtype as kernels get it."""
         return work.state_dtype if self.of_state else work.dtype
 
@@ -438,13 +347,13 @@ class Problem:
         place: where its tensors are.
     """
 
-    work: Workload
+    work: CallShape
     kernel: InnerKernel
     spec: PassSpec
     place: Placement
 
     @property
-    def without_kernel(self) -> tuple[Workload, PassSpec, Placement]:
+    def without_kernel(self) -> tuple[CallShape, PassSpec, Placement]:
         """All but the kernel, which caches must not hold."""
         return self.work, self.spec, self.place
 
@@ -466,17 +375,17 @@ class Problem:
 
     @property
     def call_shape(self) -> CallShape:
-        """What kernels ask about."""
-        return self.work.call_shape(self.place.device_type, self.spec.backward)
+        """What kernels are asked about."""
+        return replace(self.work, needs_grad=self.spec.backward)
 
 
-def scales(kernel: InnerKernel, work: Workload) -> bool:
+def scales(kernel: InnerKernel, work: CallShape) -> bool:
     """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
     # Kernels that have dropout compute it in fp32, or scale by themselves.
     return work.dtype in kernel.scaled_backward and not work.dropout
 
 
-def takes_wide(kernel: InnerKernel, work: Workload) -> bool:
+def takes_wide(kernel: InnerKernel, work: CallShape) -> bool:
     """Whether a backward by ``kernel`` may be handed an upstream gradient as large as fp16 holds:
     it is divided again for each unit, or meets nothing narrower than fp32, as with dropout."""
     return kernel.wide_products or work.dtype in kernel.scaled_backward
@@ -620,4 +529,4 @@ def copied_bytes(
     sizes = [
         item.count(problem.work, group, most_rows) for item in problem.spec.inputs if item.copied
     ]
-    return tuple(size * problem.work.element_bytes for size in sizes[: problem.place.copied])
+    return tuple(size * problem.work.dtype.itemsize for size in sizes[: problem.place.copied])

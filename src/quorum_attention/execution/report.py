@@ -213,7 +213,7 @@ class Report:
     pool: Any = None
     total: Total = field(default_factory=Total)
     # Whether stages are measured, which takes launches of its own.
-    timed = True
+    timed: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The last call in plain types, for JSON (``total.to_dict`` has all calls)."""

@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import BACKWARD, Group, Tensors, Workload, group_part
+from quorum_attention.execution.problem import BACKWARD, Group, Tensors, group_part
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
@@ -76,7 +77,7 @@ class BackwardScaling:
 
     def __init__(
         self,
-        work: Workload,
+        work: CallShape,
         device: torch.device,
         heads: tuple[int, int],
         n_slots: int = 1,

@@ -20,14 +20,12 @@ from quorum_attention.execution.problem import (
     Footprint,
     Group,
     GroupSize,
-    Lengths,
     Problem,
     WorkCounts,
-    Workload,
     groups,
 )
 from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.protocol import Extent, InnerKernel
+from quorum_attention.kernels.protocol import CallShape, Extent, InnerKernel, Lengths
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
 
@@ -93,16 +91,16 @@ class Route(ABC):
     def words(self) -> str:
         """The route in words, for people."""
 
-    def parts(self, schedule: Schedule, work: Workload) -> str:
+    def parts(self, schedule: Schedule, work: CallShape) -> str:
         """What a head group is computed in, in words."""
         return counted(schedule.n_tasks, "task")
 
-    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def task_rows(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """Query rows and key rows of the largest task that a kernel gets."""
         return work.n_queries, work.n_keys
 
     @abstractmethod
-    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """Most queries and keys of a rectangle, before any limit is put on them."""
 
     @abstractmethod
@@ -121,7 +119,7 @@ class Route(ABC):
     def slots(self, **changes: Any) -> Route:
         """The route through slots that replaces this one, with fields changed."""
 
-    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
+    def fallback(self, schedule: Schedule, work: CallShape) -> Schedule:
         """The schedule, through slots, to continue with when memory runs out for whole groups."""
         return schedule.through_slots(work)
 
@@ -182,25 +180,25 @@ class Schedule:
         trimmed = self.route.trimmed
         return self.decomposition.n_tasks if trimmed is None else trimmed.n_tasks
 
-    def visits(self, work: Workload) -> float:
+    def visits(self, work: CallShape) -> float:
         """How many tasks hold a row, on average."""
         if self.route.trimmed is not None:
             return self.route.trimmed.tokens / max(1, work.n_tokens)
         return float(math.prod(quorum_size(c) for c in self.decomposition.levels))
 
-    def is_all(self, work: Workload) -> bool:
+    def is_all(self, work: CallShape) -> bool:
         """Whether one head group is the whole call."""
         return self.group == GroupSize(work.batch, work.kv_heads)
 
-    def task_rows(self, work: Workload) -> tuple[int, int]:
+    def task_rows(self, work: CallShape) -> tuple[int, int]:
         """Query rows and key rows of the largest task that a kernel gets."""
         return self.route.task_rows(self.decomposition, work)
 
-    def lanes(self, work: Workload) -> int:
+    def lanes(self, work: CallShape) -> int:
         """Query heads of a head group, of all its batch entries together."""
         return self.group.batch * self.group.kv_heads * work.queries_per_key_head
 
-    def extent(self, work: Workload) -> Extent:
+    def extent(self, work: CallShape) -> Extent:
         """The sizes of the largest task that a kernel gets."""
         return Extent(
             batch=self.group.batch,
@@ -215,7 +213,7 @@ class Schedule:
         """Whether its route can run the pass ``problem``."""
         return self.route.runs(self, problem)
 
-    def through_slots(self, work: Workload, **changes: Any) -> Schedule:
+    def through_slots(self, work: CallShape, **changes: Any) -> Schedule:
         """The same decomposition through slots, with ``changes`` to their fields."""
         route = self.route.slots(**changes)
         return schedule_of(work, self.decomposition, self.group, route, pinned=self.pinned)
@@ -224,7 +222,7 @@ class Schedule:
         """The same through slots with ``changes`` to their fields; rectangle limits stay."""
         return replace(self, route=self.route.slots(**changes))
 
-    def deeper(self, work: Workload) -> Schedule:
+    def deeper(self, work: CallShape) -> Schedule:
         """One level more, through slots, with rectangle limits to match."""
         deeper = self.decomposition.deeper(DEEPEN_BY)
         route = self.route.slots(trimmed=None)
@@ -232,7 +230,7 @@ class Schedule:
 
 
 def schedule_of(
-    work: Workload,
+    work: CallShape,
     shape: Decomposition,
     group: GroupSize,
     route: Route,

@@ -21,9 +21,9 @@ from quorum_attention.call.validation import as_mask
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
-from quorum_attention.execution.problem import Workload
 from quorum_attention.execution.report import Report
 from quorum_attention.files.formats import Wanted, create_tensors
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Mask
 from quorum_attention.planner.decide import Decision, usable_bytes
 from quorum_attention.progress import progress_bar
@@ -46,7 +46,6 @@ class FileCall:
         out_dtype: of all results but the lse.
         backward: whether it gives gradients.
         written: its options.
-        work: its sizes.
         without_heads: inputs were (tokens, head_dim), and so are results.
     """
 
@@ -55,8 +54,12 @@ class FileCall:
     out_dtype: torch.dtype
     backward: bool
     written: CallOptions
-    work: Workload
     without_heads: bool
+
+    @property
+    def work(self) -> CallShape:
+        """Its sizes."""
+        return self.whole.work
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +99,7 @@ class FileCall:
             heads: key/value heads of each, from ``heads_of_part``.
         """
         work = self.work
-        batch, kv_heads, share = work.batch, work.kv_heads, work.heads // max(1, work.kv_heads)
+        batch, kv_heads, share = work.batch, work.kv_heads, work.queries_per_key_head
         entries = max(1, heads // max(1, kv_heads))
         rest = Interval(0, work.n_queries), Interval(0, work.n_keys)
         return [
@@ -168,13 +171,10 @@ def file_call(
         inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
     if mask is not None and not isinstance(mask, Mask):
         mask = Mask(bias=checked.mask)
-    work = request.work
-    whole = WholeCall(
-        work.batch_shape, work.heads, work.kv_heads, work.n_queries, work.n_keys, mask,
-        is_causal, scale, request.dropout,
-    )  # fmt: skip
+    # A mask may have made it causal: the rest of the mask is cut as it was given.
+    whole = WholeCall(replace(request.work, is_causal=is_causal), mask, scale, request.dropout)
     return FileCall(
-        inputs, whole, out_dtype or query.dtype, backward, written, work, request.without_heads
+        inputs, whole, out_dtype or query.dtype, backward, written, request.without_heads
     )
 
 

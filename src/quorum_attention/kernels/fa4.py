@@ -108,7 +108,7 @@ class Fa4Kernel(RectangleKernel):
             if call.head_dim <= 128 and round_up(call.head_dim, 16) % 32:
                 # Its parts disagree about the padded width (4.0.0b36).
                 return f"its gradient of query is wrong for head dimension {call.head_dim}"
-            if dims[0] != dims[1] and call.query_heads != call.key_heads:
+            if dims[0] != dims[1] and call.heads != call.kv_heads:
                 return "its backward takes equal head dimensions where heads are grouped"
         if version() is None:
             install = 'pip install "quorum-attention[fa4]"'

@@ -6,12 +6,13 @@ no plan, no device queue and no budget.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,48 +24,8 @@ from quorum_attention.kernels.merge import empty_
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick, positions
 
-# Runs several operator calls of a task at once; their merges still follow each other.
-#
-# An attention kernel works in waves, each with as many tiles as there are multiprocessors. In the
-# last wave part of the device is idle until the slowest tile is done. A second call on another
-# stream uses that time (docs/kernels.md).
-
-
-class Lanes:
-    """Streams of one device, used in turn; created once for a pass."""
-
-    def __init__(self, device: torch.device, count: int) -> None:
-        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
-        self._merged = [torch.cuda.Event() for _ in range(count)]
-        self._last: torch.cuda.Event | None = None
-
-    @contextmanager
-    def task(self) -> Iterator[None]:
-        """Around a task: its calls wait for the current stream, which then waits for them."""
-        main = torch.cuda.current_stream()
-        for stream in self._streams:
-            stream.wait_stream(main)
-        self._last = None
-        try:
-            yield
-        finally:
-            for stream in self._streams:
-                main.wait_stream(stream)
-
-    def call(self, number: int) -> AbstractContextManager[None]:
-        """Around the ``number``-th call of a task: runs it on its stream."""
-        return torch.cuda.stream(self._streams[number % len(self._streams)])
-
-    @contextmanager
-    def merge(self, number: int) -> Iterator[None]:
-        """Around the merge of a call: it waits for the merge of the call before."""
-        stream = self._streams[number % len(self._streams)]
-        if self._last is not None:
-            stream.wait_event(self._last)
-        yield
-        self._last = self._merged[number % len(self._streams)]
-        self._last.record(stream)
-
+if TYPE_CHECKING:
+    from quorum_attention.execution.device.cuda import Lanes
 
 Bias = Callable[[Rectangle], torch.Tensor | None]
 Timed = Callable[[str], AbstractContextManager[None]]
@@ -80,22 +41,35 @@ class MaskShape:
     columns: bool = True
 
 
+Lengths = tuple[int, int, bool]
+"""Queries, keys, and whether the call is causal."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What a kernel needs to know of a call to say whether it can run it.
+    """The sizes and the kind of a call; hashable, without tensors.
 
     Attributes:
+        device_type: of the device that computes.
+        heads, kv_heads: of queries; of keys and values.
+        needs_grad: whether a kernel is asked for gradients too; set where kernels are asked.
+        mask: the shape of an additive or boolean mask.
         positive_scale: whether the factor of the scores is above 0.
         dropout: whether probabilities are dropped; asked only of kernels with
             ``dropout``.
         exact_scale: whether nothing is lost by multiplying with the factor of the scores; False for
             fp32 inputs unless it is a power of two, and for fp16 if it is small.
+        batch_shape: the shape before the head dimension, () for 3-D inputs.
+        n_queries, n_keys: 0 where a kernel is asked about calls of any length.
+        sinks: whether rows begin with a sink.
+        columns: how many of the last columns of the value were added to carry the gradient of the
+            log-sum-exp (call/lse_columns.py).
     """
 
     device_type: str
     dtype: torch.dtype
-    query_heads: int
-    key_heads: int
+    heads: int
+    kv_heads: int
     head_dim: int
     value_dim: int
     is_causal: bool = False
@@ -104,6 +78,50 @@ class CallShape:
     positive_scale: bool = True
     dropout: bool = False
     exact_scale: bool = True
+    batch_shape: tuple[int, ...] = ()
+    n_queries: int = 0
+    n_keys: int = 0
+    sinks: bool = False
+    columns: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Batch entries, all batch dimensions together."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def lengths(self) -> Lengths:
+        """What the pairs of a call depend on, beside its kernel."""
+        return self.n_queries, self.n_keys, self.is_causal
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions that are decomposed: the larger of queries and keys."""
+        return max(self.n_queries, self.n_keys)
+
+    @property
+    def queries_per_key_head(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What statistics and gradients accumulate in: fp32, or fp64 for fp64 inputs."""
+        return state_dtype(self.dtype)
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of one head that are computed (a mask does not count)."""
+        return self.pairs_above(self.n_queries)
+
+    def pairs_above(self, row: int) -> int:
+        """Those of the queries before ``row``."""
+        return Band(high=0 if self.is_causal else None).count(0, row, 0, self.n_keys)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What statistics and gradients of inputs of ``dtype`` accumulate in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +316,6 @@ def uncut(n_tokens: int) -> Task:
     return Decomposition(n_tokens).task(())
 
 
-def work_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that is computed in: fp32, fp64 for fp64 inputs."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
     """The mask of a rectangle, from that of a whole call."""
     if bias is None:
@@ -434,7 +447,7 @@ class Kernel(ABC):
 
         By default that is ``forward`` of a whole call as one task.
         """
-        query, work = call.query, work_dtype(call.query)
+        query, work = call.query, state_dtype(call.query.dtype)
         out = torch.empty((*query.shape[:3], call.value.shape[-1]), dtype=work, device=query.device)
         state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
         empty_(state.out, state.lse)
@@ -446,7 +459,7 @@ class Kernel(ABC):
 
         By default that is ``backward`` of a whole call as one task.
         """
-        work, dtype = work_dtype(call.query), call.stored or call.query.dtype
+        work, dtype = state_dtype(call.query.dtype), call.stored or call.query.dtype
         query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
         given = (saved.grad_out, saved.out, saved.lse)
         self.backward(whole_task(call), Gradients(*given, query, key, value))

@@ -31,7 +31,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
     Three,
-    work_dtype,
+    state_dtype,
 )
 from quorum_attention.kernels.tensors import (
     Pick,
@@ -160,7 +160,7 @@ class RectangleKernel(CallsKernel):
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
         limit = None if call.mask is None else self.masked_limit
-        heads_fit = self.grouped or call.query_heads == call.key_heads
+        heads_fit = self.grouped or call.heads == call.kv_heads
         return heads_fit and (limit is None or tokens <= limit)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +234,7 @@ class RectangleKernel(CallsKernel):
         out, grad_out = readable(saved.out, dtype), readable(saved.grad_out, dtype)
         saved = Saved(grad_out, out, saved.lse).mapped(self._turned)
         if not self.turned:  # results are copied
-            call = replace(call, stored=work_dtype(call.query))
+            call = replace(call, stored=state_dtype(call.query.dtype))
         query, key, value = map(self._turned, self.whole_backward(call, saved))
         return query, key, value
 
@@ -443,7 +443,7 @@ class RectangleSizes:
         self.key_rows = extent.batch * extent.key_heads * extent.max_keys
         self.shared_key_rows = self.lanes * extent.max_keys
         self.item = call.dtype.itemsize
-        self.work = 8 if call.dtype == torch.float64 else 4
+        self.work = call.state_dtype.itemsize
         self.aligned_bias_bytes = 0
         if call.mask is not None:
             whole = replace(call, mask=replace(call.mask, columns=True))

@@ -328,7 +328,7 @@ def _tile_bytes(
     Args:
         numbers: how many there are of each query row, each key row and each pair.
     """
-    limits, item = how.limits(call.device_type), 8 if call.dtype == torch.float64 else 4
+    limits, item = how.limits(call.device_type), call.state_dtype.itemsize
     shared = extent.query_heads // max(1, extent.key_heads)
     lanes, longest = extent.batch * extent.query_heads, how.most_keys(extent.max_keys, limits)
     # Of rectangles of any size up to the largest: see ``_blocks``.

@@ -22,7 +22,7 @@ from quorum_attention.kernels.protocol import (
     Kernel,
     Saved,
     refusal,
-    work_dtype,
+    state_dtype,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
@@ -255,8 +255,11 @@ def probe(kernel: Kernel, call: CallShape, device: torch.device | None = None) -
         device = torch.device("cuda", torch.cuda.current_device())
     # Compiled kernels may depend on how many query heads share a key head. Causal calls and others
     # are tested together.
-    group = max(1, call.query_heads // max(1, call.key_heads))
-    call = replace(call, query_heads=2 * group, key_heads=2, is_causal=False, exact_scale=True)
+    group = max(1, call.heads // max(1, call.kv_heads))
+    call = replace(
+        call, heads=2 * group, kv_heads=2, is_causal=False, exact_scale=True, batch_shape=(),
+        n_queries=0, n_keys=0, sinks=False, columns=0,
+    )  # fmt: skip
     return _answer(kernel, call, device, torch.are_deterministic_algorithms_enabled())
 
 
@@ -327,7 +330,7 @@ def _compare(
 def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, torch.Tensor]:
     """A small call of a kind, and its upstream gradient."""
     generator = torch.Generator().manual_seed(0)
-    heads, n_keys = call.query_heads, _QUERIES if is_causal else _KEYS
+    heads, n_keys = call.heads, _QUERIES if is_causal else _KEYS
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(call.dtype)
@@ -359,7 +362,7 @@ def _run(
     """
     call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
     # Results as they are computed, not rounded to what the inputs are.
-    call = replace(call, stored=work_dtype(call.query))
+    call = replace(call, stored=state_dtype(call.query.dtype))
     # By one call of an operator, if it takes that: Triton would have to compile what merges.
     whole = isinstance(kernel, RectangleKernel) and kernel.takes_whole(shape, _KEYS, every=True)
     how = type(kernel) if whole else Kernel

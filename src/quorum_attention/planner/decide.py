@@ -19,7 +19,7 @@ import torch
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Placement, Problem, Workload, spec_of
+from quorum_attention.execution.problem import Placement, Problem, spec_of
 from quorum_attention.execution.routes.over_inputs import Whole
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
@@ -63,7 +63,7 @@ class Decision:
 
 
 def decide(
-    work: Workload,
+    work: CallShape,
     place: Placement,
     options: Options,
     result: torch.dtype,
@@ -83,7 +83,7 @@ def decide(
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
     device = options.device
-    shape = work.call_shape(device.type, needs_grad or backward)
+    shape = replace(work, needs_grad=needs_grad or backward)
     # A plan asks for its own kernel.
     wanted = unrounded_kernel(options.kernel, shape, device, result)
     kernel = select_kernel(wanted, shape, device, flops=forward_flops(work))
@@ -158,7 +158,7 @@ def is_small(problem: Problem, device: torch.device) -> bool:
     return short_call(problem, hardware_of(device, work.dtype, work.head_dim)) is not None
 
 
-def _rounded(work: Workload) -> Workload:
+def _rounded(work: CallShape) -> CallShape:
     """``work`` with its lengths rounded up to powers of two. A causal call that is not square is
     returned as it is: other lengths would keep other pairs."""
     if work.is_causal and work.n_queries != work.n_keys:

@@ -25,13 +25,11 @@ from quorum_attention.execution.problem import (
     GroupSize,
     Placement,
     Problem,
-    Workload,
     scale_is_exact,
     spec_of,
 )
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
-from quorum_attention.kernels.masked.resolve import Sizes
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
@@ -128,13 +126,14 @@ def plan(
     )
     if dtype not in ELEMENT_BYTES:
         raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
-    work = Workload(
-        (counts["batch"],), counts["heads"], counts["kv_heads"], counts["n_tokens"],
-        counts["n_keys"], counts["head_dim"], counts["value_dim"], dtype,
-        switch(is_causal, "is_causal"), dropout=chance(dropout_p, "dropout_p") > 0.0,
+    where = _device(device)
+    work = CallShape(
+        where.type, dtype, counts["heads"], counts["kv_heads"], counts["head_dim"],
+        counts["value_dim"], switch(is_causal, "is_causal"), batch_shape=(counts["batch"],),
+        n_queries=counts["n_tokens"], n_keys=counts["n_keys"],
+        dropout=chance(dropout_p, "dropout_p") > 0.0,
         exact_scale=scale_is_exact(counts["head_dim"] ** -0.5, dtype),
     )  # fmt: skip
-    where = _device(device)
     backward = switch(backward, "backward")
     given, (work, kernel) = work, _under(attn_mask, work, kernel, where, backward)
     bytes_given = None if budget is None else parse_bytes(budget)
@@ -163,7 +162,7 @@ def plan(
         raise ValueError("inputs must be 'device' when the CPU computes")
     # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
     place = Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
-    shape = work.call_shape(where.type, backward)
+    shape = replace(work, needs_grad=backward)
     preferred = select_kernel(kernel, shape, where, tried=False, flops=forward_flops(work))
     # Kernels are not tried out.
     chosen, found = choose_plan(
@@ -198,20 +197,19 @@ def words_of(mask: Mask | None, is_causal: bool) -> str:
 
 def _under(
     mask: Mask | None,
-    work: Workload,
+    work: CallShape,
     kernel: str | InnerKernel,
     where: torch.device,
     backward: bool,
-) -> tuple[Workload, str | InnerKernel]:
+) -> tuple[CallShape, str | InnerKernel]:
     """The call and its kernel under ``mask``."""
     if mask is None:
         return work, kernel
     if not isinstance(mask, Mask):
         raise TypeError(f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}")
     bias = None if mask.bias is None else mask_shape(mask.bias, len(work.batch_shape))
-    sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
-    call = work.call_shape(where.type, backward)
-    causal, kernel = kernel_for_mask(mask, sizes, kernel, call, where, tried=False)
+    call = replace(work, needs_grad=backward)
+    causal, kernel = kernel_for_mask(mask, kernel, call, where, tried=False)
     work = replace(work, is_causal=causal, mask=bias, sinks=mask.sinks is not None)
     return work, kernel
 
@@ -240,7 +238,7 @@ def _levels(levels: Iterable[int] | None) -> tuple[int, ...] | None:
     return numbers
 
 
-def _group(work: Workload, heads_per_group: int | None) -> GroupSize | None:
+def _group(work: CallShape, heads_per_group: int | None) -> GroupSize | None:
     if heads_per_group is None:
         return None
     shared = work.queries_per_key_head

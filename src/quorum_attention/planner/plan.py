@@ -12,9 +12,9 @@ import torch
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.problem import Footprint, Placement, Workload, count_groups
+from quorum_attention.execution.problem import Footprint, Placement, count_groups
 from quorum_attention.execution.schedule import Schedule, trim
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.sizes import as_html, counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")
@@ -82,7 +82,7 @@ class Plan:
         kept: them in words, such as "causal, window 4096"; "" is all pairs.
     """
 
-    work: Workload
+    work: CallShape
     place: Placement
     kernel: str
     backward: bool

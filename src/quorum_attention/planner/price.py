@@ -13,13 +13,12 @@ from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
 from quorum_attention.execution.problem import (
-    Lengths,
     PassSpec,
     Problem,
-    Workload,
     count_groups,
 )
 from quorum_attention.execution.schedule import Schedule
+from quorum_attention.kernels.protocol import CallShape, Lengths
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Plan
 from quorum_attention.quorums import interest_set, quorum_size
@@ -142,7 +141,7 @@ def _device_seconds(
         if uncut or r.causal:
             # The plain rectangles of a task are cut so that the cache holds their inner operand.
             inner = r.n_queries if spec.backward else r.n_keys
-            bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
+            bytes_of_row = (work.head_dim + work.value_dim) * work.dtype.itemsize
             share *= hardware.cached_share(inner * bytes_of_row)
         if uncut and problem.kernel.heads_by_thread:
             share *= hardware.busy_share(lanes, causal=r.causal, backward=spec.backward)
@@ -189,7 +188,7 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     )
 
 
-def forward_flops(work: Workload) -> float:
+def forward_flops(work: CallShape) -> float:
     """Operations of the two products of a forward; a kernel's own mask is not counted."""
     return 2.0 * (work.head_dim + work.value_dim) * work.pairs * work.batch * work.heads
 
@@ -199,7 +198,7 @@ def forward_flops(work: Workload) -> float:
 _DROPOUT_FLOPS = 256.0
 
 
-def _flops_of_pair(work: Workload, spec: PassSpec) -> float:
+def _flops_of_pair(work: CallShape, spec: PassSpec) -> float:
     products = 2.0 * (work.head_dim + work.value_dim) * (spec.products / 2)
     return products + _DROPOUT_FLOPS * (1 + spec.backward) * work.dropout
 
@@ -233,7 +232,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         calls = call_seconds * sum(n for _, n in sample.calls) / sample.tasks * load.units
         preparation = len(sample.calls) * hardware.plan_seconds
         if load.merges:
-            width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
+            width = work.value_dim * (2 * work.state_dtype.itemsize + work.dtype.itemsize)
             merged = sample.merged * lanes * scale * width * spec.combined
     up_rate, down_rate = hardware.up_bytes_per_second, hardware.down_bytes_per_second
     copies = sample.runs * load.run_copies * group.batch * group.kv_heads

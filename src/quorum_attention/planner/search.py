@@ -17,7 +17,6 @@ from quorum_attention.execution.problem import (
     Footprint,
     GroupSize,
     Problem,
-    Workload,
     count_groups,
     group_sizes,
 )
@@ -32,6 +31,7 @@ from quorum_attention.execution.schedule import (
     tally,
 )
 from quorum_attention.kernels.cache import remembered
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan
@@ -230,7 +230,7 @@ class _Search:
         return reason
 
 
-def uncut(work: Workload) -> Schedule:
+def uncut(work: CallShape) -> Schedule:
     """The whole call in one kernel call."""
     group = GroupSize(work.batch, work.kv_heads)
     return schedule_of(work, Decomposition(work.n_tokens), group, Whole())

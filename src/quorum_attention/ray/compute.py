@@ -23,15 +23,16 @@ from typing import Literal, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from quorum_attention.call.block import Block, BlockResults, Masked, WholeCall
+from quorum_attention.call.block import Block, BlockResults, Masked
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import InFile
-from quorum_attention.execution.device.lookup import GPU, backend_of, on_host
+from quorum_attention.execution.device.lookup import GPU, HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.compute import GRADIENTS, OF_KEYS, FileCall
-from quorum_attention.kernels.masked.resolve import Sizes, resolve
+from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Mask
 from quorum_attention.passes import compute_block
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
@@ -48,7 +49,6 @@ _WHOLE_BYTES = 1 << 30
 _FEWEST_TOKENS = 256
 _LARGEST_QUORUM = 14
 _TILE = 128
-_HOST = torch.device("cpu")
 
 _State = list[torch.Tensor]
 _Rows = dict[str, torch.Tensor]
@@ -82,18 +82,18 @@ def tasks(chunk: int, chunks: int) -> frozenset[int]:
     return frozenset((chunk - at) % chunks for at in interest_set(quorum_size(chunks)))
 
 
-def rows_of(call: WholeCall, chunk: int, chunks: int, n: int) -> Interval:
+def rows_of(work: CallShape, chunk: int, chunks: int, n: int) -> Interval:
     """The rows of a chunk, of ``n`` queries or keys. Chunks are equal, up to a tile where tiles are
     small beside them."""
     # A causal rule compares positions, so chunks of queries and keys begin at the same ones.
-    span = max(call.n_queries, call.n_keys) if call.is_causal else n
+    span = work.n_tokens if work.is_causal else n
     tile = _TILE if span >= 8 * chunks * _TILE else 1
     low, high = (span * at // (chunks * tile) * tile for at in (chunk, chunk + 1))
     return Interval(min(low, n), n if chunk + 1 == chunks else min(high, n))
 
 
 def chunks_of(
-    call: WholeCall, heads: int, workers: int, head_bytes: int, chunks: int | None
+    work: CallShape, heads: int, workers: int, head_bytes: int, chunks: int | None
 ) -> int:
     """Into how many chunks to cut each head for so many workers; 1: heads stay whole.
 
@@ -107,7 +107,7 @@ def chunks_of(
         ValueError: there is no interest set of so many chunks, or heads may not be cut.
     """
     if chunks is None:
-        longest = min(call.n_queries, call.n_keys) // _FEWEST_TOKENS if call.dropout is None else 0
+        longest = 0 if work.dropout else min(work.n_queries, work.n_keys) // _FEWEST_TOKENS
         sizes = map(chunk_count, quorum_sizes(_LARGEST_QUORUM))
         # Three chunks in three tasks of two: as many rows as two heads, so no cut is worth less.
         every = [1, *(c for c in sizes if 3 < c <= longest)]
@@ -115,7 +115,7 @@ def chunks_of(
         every = [c for c in every if quorum_size(c) * head_bytes <= c * _WHOLE_BYTES]
         chunks = next((c for c in every if heads * c >= _UNITS * workers), last)
     quorum_size(chunks)
-    if chunks > 1 and call.dropout is not None:
+    if chunks > 1 and work.dropout:
         raise ValueError(f"chunks must be 1 for a call with dropout_p, got {chunks}")
     return chunks
 
@@ -144,12 +144,12 @@ class Job:
 
     def block(self, unit: Unit, queries: int, keys: int) -> Block:
         """A chunk of queries and one of keys of a unit's head."""
-        whole, share = self.call.whole, self.call.whole.heads // self.call.whole.kv_heads
+        work, share = self.call.work, self.call.work.queries_per_key_head
         return Block(
             Interval(unit.entry, unit.entry + 1),
             Interval(unit.head * share, (unit.head + 1) * share),
-            rows_of(whole, queries, self.chunks, whole.n_queries),
-            rows_of(whole, keys, self.chunks, whole.n_keys),
+            rows_of(work, queries, self.chunks, work.n_queries),
+            rows_of(work, keys, self.chunks, work.n_keys),
         )
 
     def state_path(self, unit: Unit, task: int, chunk: int) -> Path:
@@ -165,7 +165,7 @@ class Job:
         """Write the partial state of a chunk; the file is whole or absent, whoever else writes."""
         path = self.state_path(unit, unit.number, chunk)
         made = f"{path}.{secrets.token_hex(4)}"
-        save_file({str(n): moved(one, _HOST).contiguous() for n, one in enumerate(state)}, made)
+        save_file({str(n): moved(one, HOST).contiguous() for n, one in enumerate(state)}, made)
         os.replace(made, path)
 
     def write(self, block: Block, made: Sequence[torch.Tensor]) -> None:
@@ -186,7 +186,7 @@ class Job:
                 self._write(self.results[name], block, tensor, name in OF_KEYS)
 
     def _write(self, target: InFile, block: Block, made: torch.Tensor, of_keys: bool) -> None:
-        made = moved(made, _HOST).to(target.dtype)
+        made = moved(made, HOST).to(target.dtype)
         whole = torch.empty_strided(target.shape, target.strides, dtype=made.dtype, device="meta")
         part = self.call.whole.cut(whole, block, of_keys=of_keys)
         with target.opened(os.O_WRONLY) as number, open(number, "wb", 0, closefd=False) as file:
@@ -205,8 +205,7 @@ def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
     Returns:
         where it ran, the seconds that it took, and the report of its calls.
     """
-    begun, report = time.perf_counter(), Report()
-    report.timed = False
+    begun, report = time.perf_counter(), Report(timed=False)
     device = _device(job, unit)
     backend = backend_of(device)
     with backend.current(device), torch.no_grad():
@@ -225,7 +224,7 @@ def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
 def _device(job: Job, unit: Unit) -> torch.device:
     if not job.gpus or unit.kind == "merge":
         torch.set_num_threads(max(1, int(job.cpus)))
-        return _HOST
+        return HOST
     import ray
 
     # A worker computes several tasks and may be given another GPU for each, so it sees all of them.
@@ -264,7 +263,7 @@ class _Work:
             if own == other != number or not block.rows.length or not block.keys.length:
                 continue
             masked = self._call.mask_of(block)
-            if _keeps_nothing(block, *masked):
+            if _keeps_nothing(job.call.work, block, *masked):
                 continue
             for n in {own, other} - states.keys():
                 inputs[n], states[n] = self._read(n, place), self._empty(n, place)
@@ -276,7 +275,7 @@ class _Work:
     def merge(self) -> Sequence[torch.Tensor]:
         """The results of a chunk, from the states that tasks have left."""
         job, chunk = self._job, self._unit.number
-        total = self._empty(chunk, _HOST)
+        total = self._empty(chunk, HOST)
         if self._sinks is not None and not job.call.backward:
             total[1].copy_(self._sinks[slice(*job.block(self._unit, chunk, chunk).heads)][:, None])
         for path in job.states_of(self._unit):
@@ -284,7 +283,7 @@ class _Work:
                 self._add(total, total, [state[str(number)] for number in range(len(state))])
         return total
 
-    def _read(self, chunk: int, place: torch.device = _HOST) -> _Rows:
+    def _read(self, chunk: int, place: torch.device = HOST) -> _Rows:
         """A chunk's rows of all inputs."""
         cut, block = self._call.cut, self._job.block(self._unit, chunk, chunk)
         return {
@@ -329,25 +328,26 @@ class _Work:
     def _placed(self, chunks: Sequence[int]) -> torch.device:
         """Where the rows of a task lie: on the device, if they fit, and calls have what is left."""
         if on_host(self._device):
-            return _HOST
+            return HOST
         assert self._left is not None
         rows = [t.nbytes for n in chunks for t in self._read(n).values()]
         states = [sum(t.nbytes for t in self._empty(n, torch.device("meta"))) for n in chunks]
         # A call's results and the result of an addition beside them.
         taken = sum(rows) + sum(states) + 3 * max(states)
         if taken > self._left * _RESIDENT:
-            return _HOST
+            return HOST
         self._left -= taken
         return self._device
 
 
-def _keeps_nothing(block: Block, mask: Mask | None, is_causal: bool) -> bool:
+def _keeps_nothing(work: CallShape, block: Block, mask: Mask | None, is_causal: bool) -> bool:
     """Whether a mask is known to keep no pair of a block."""
     if mask is None or not mask.is_structured:
         return False
-    heads, n_queries, n_keys = (span.length for span in block[1:])
-    sizes, every = Sizes(1, heads, n_queries, n_keys), Ranges.of(0, n_queries, 0, n_keys)
-    return all(one.verdict(every) == EMPTY for one in resolve(mask, sizes, is_causal).geometries)
+    rows, keys = block.rows.length, block.keys.length
+    sizes = replace(work, batch_shape=(1,), n_queries=rows, n_keys=keys, is_causal=is_causal)
+    every = Ranges.of(0, rows, 0, keys)
+    return all(one.verdict(every) == EMPTY for one in resolve(mask, sizes).geometries)
 
 
 def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:

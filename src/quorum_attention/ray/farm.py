@@ -264,7 +264,7 @@ class Farm(AbstractContextManager["Farm"]):
         written = CallOptions(self._budget, depth=call.written.depth, kernel=call.written.kernel)
         call = replace(call, tensors={}, whole=replace(call.whole, mask=mask), written=written)
         workers = self._most or max(1, self._held())
-        chunks = chunks_of(call.whole, len(heads), workers, head_bytes, chunks)
+        chunks = chunks_of(call.work, len(heads), workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
             job = Job(call, chunks, inputs, files, states, self._cpus, self._gpus)

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks, PinnedPool
 from quorum_attention.kernels.fa4 import by_head_dim
-from quorum_attention.kernels.protocol import Lanes
+
+if TYPE_CHECKING:
+    from quorum_attention.execution.device.cuda import Lanes
 
 # FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
 _H200 = {

@@ -28,7 +28,6 @@ from quorum_attention.execution.problem import (
     GroupSize,
     Problem,
     WorkCounts,
-    Workload,
     copied_bytes,
     count_groups,
     final_bytes,
@@ -47,14 +46,14 @@ from quorum_attention.execution.scaling import (
 )
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.kernels.merge import join_sinks_
-from quorum_attention.kernels.protocol import Call, Saved, TaskTensors
+from quorum_attention.kernels.protocol import Call, CallShape, Saved, TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.torch_private import capturing
 
 
 def all_rectangles(
-    work: Workload, shape: Decomposition, pieces: Pieces = "halves"
+    work: CallShape, shape: Decomposition, pieces: Pieces = "halves"
 ) -> tuple[Task, tuple[Rectangle, ...]]:
     """The whole sequence as one task, and rectangles of it that hold every pair of a call."""
     return pieces_of(shape, pieces, work.is_causal, work.n_queries, work.n_keys)
@@ -97,7 +96,7 @@ class Whole(OverInputs):
     accumulators = "none"
     measured = False
 
-    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """All queries and all keys: there is one rectangle."""
         return work.n_queries, work.n_keys
 
@@ -144,7 +143,7 @@ class Whole(OverInputs):
         units = count_groups(problem.work, schedule.group)
         return WorkCounts(units=units, uncut=True, merges=False)
 
-    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
+    def fallback(self, schedule: Schedule, work: CallShape) -> Schedule:
         """One level of tasks, through one slot."""
         return schedule.deeper(work).changed(n_cap=1)
 
@@ -285,7 +284,7 @@ class Blockwise(OverInputs):
     words = "inputs in place, all tasks of a head group at once"
     recovery = "inputs in place: out of memory", "through slots"
 
-    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """Halved rectangles are as they come; others have a chunk of queries, or of both."""
         if self.pieces == "halves":
             _, rectangles = all_rectangles(work, shape)
@@ -342,7 +341,7 @@ def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     if not problem.scaled:
         return states
     divided = next(item for item in problem.spec.inputs if item.name == problem.spec.divided)
-    copy = divided.count(problem.work, group) * problem.work.element_bytes
+    copy = divided.count(problem.work, group) * problem.work.dtype.itemsize
     return (*states, copy, *(SMALL_BYTES,) * 4)
 
 

@@ -46,7 +46,6 @@ from quorum_attention.execution.problem import (
     Problem,
     Tensors,
     WorkCounts,
-    Workload,
     count_groups,
     home_bytes,
     moved_bytes,
@@ -54,6 +53,7 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, what_is_read
 from quorum_attention.execution.schedule import Attempt, Route, Schedule
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
 
@@ -71,12 +71,12 @@ class Slots(Route):
         """A description of the route for people."""
         return f"through slots, accumulators: {self.accumulator}"
 
-    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def task_rows(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """Rows of the largest task."""
         tokens = shape.max_task_tokens if self.trimmed is None else self.trimmed.largest
         return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
-    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """A monolithic task is one rectangle. Any other task is halved at chunks, so that no side
         of a rectangle has more than half its chunks, rounded up."""
         if shape.depth == 0:
@@ -226,7 +226,7 @@ class Streaming(Route):
         chunk, block = sides if self.stays == "query" else sides[::-1]
         return f"{chunk} stay, {block} at a time stream by (tasks only if that fails)"
 
-    def parts(self, schedule: Schedule, work: Workload) -> str:
+    def parts(self, schedule: Schedule, work: CallShape) -> str:
         """How often a block streams by."""
         return f"{counted(self.passage(work).n_units, 'time')} a block and a chunk"
 
@@ -239,11 +239,11 @@ class Streaming(Route):
         """Rows of a chunk or block of this side."""
         return self.queries if axis == "query" else self.keys
 
-    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def task_rows(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """A chunk and a block."""
         return min(self.queries, work.n_queries), min(self.keys, work.n_keys)
 
-    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
         """A chunk and a block are one rectangle."""
         return self.task_rows(shape, work)
 
@@ -256,7 +256,7 @@ class Streaming(Route):
         sides = self.stays == ("key" if problem.spec.backward else "query")
         return anywhere and plain and sides and min(work.n_queries, work.n_keys) > 0
 
-    def passage(self, work: Workload) -> Passage:
+    def passage(self, work: CallShape) -> Passage:
         """The pairs of a head, chunk by chunk and block by block."""
         return Passage(
             self.stays, work.n_queries, work.n_keys, self.queries, self.keys, work.is_causal

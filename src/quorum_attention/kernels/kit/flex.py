@@ -112,11 +112,11 @@ class ScoreModKernel(ModsKernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        self._by_parts[has_diagonal(task)].forward(task, state)
+        self._by_parts[task.is_causal].forward(task, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        self._by_parts[has_diagonal(task)].backward(task, grads)
+        self._by_parts[task.is_causal].backward(task, grads)
 
 
 def _changed(
@@ -190,11 +190,6 @@ def assume_stride_multiple(tensor: torch.Tensor, sixteenth: int | None) -> None:
     """In compiled code: tell the compiler that the head stride is 16 times ``sixteenth``."""
     if sixteenth is not None:
         torch._check(tensor.stride(1) == _ELEMENTS * sixteenth)
-
-
-def has_diagonal(task: TaskTensors) -> bool:
-    """Whether keys after the query are masked."""
-    return task.is_causal or any(r.causal for r in task.rectangles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,15 +470,14 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         """The call for a region of a task; None if it keeps no pair."""
         if not rectangles:
             return None
-        is_causal = has_diagonal(task)
-        geometry = self._under[is_causal]
+        geometry = self._under[task.is_causal]
 
         def make() -> list[torch.Tensor]:
             how = geometry, task, region, rectangles
             listed = listed_blocks(*how, _EVALUATED_BYTES, by_lane=True)
             return block_lists(region, *listed, pinned=task.query.is_cuda)
 
-        key = is_causal, region, *blocks_key(geometry, task, rectangles)
+        key = task.is_causal, region, *blocks_key(geometry, task, rectangles)
         if not (lists := self._lists.get(key, make)):
             return None
         device, first, score_mod = task.query.device, task.first_head, self.score_mod

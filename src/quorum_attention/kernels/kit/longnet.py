@@ -90,7 +90,7 @@ class LongNetKernel(CallsKernel):
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         if call.mask is not None:
             return "it takes no attention mask"
-        if call.query_heads != call.key_heads:
+        if call.heads != call.kv_heads:
             return "it takes as many key heads as query heads: a head's offset is its own"
         return None if self._operator(call) is not None else "no kernel can run its rectangles"
 

@@ -35,7 +35,7 @@ from quorum_attention.kernels.masked.block_table import (
 )
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.resolve import ResolvedMask, Sizes, resolve
+from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
@@ -133,9 +133,7 @@ class ByParts(Kernel):
     def __init__(self, geometry: Geometry, base: Kernel, scores: reference.Scores) -> None:
         self._geometry, self._operator = geometry, copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
-        shared = CallShape(
-            "cpu", torch.float32, query_heads=2, key_heads=1, head_dim=1, value_dim=1
-        )
+        shared = CallShape("cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1)
         self._operator.grouped = base.grouped or base.takes_whole(shared, 1, every=True)
         self._upper = copy.copy(self._operator)
         if isinstance(self._upper, RectangleKernel):
@@ -154,7 +152,9 @@ class ByParts(Kernel):
         most = self._bytes(call, extent, backward=False)
         if extent.direct:
             rows = extent.batch * extent.query_heads * extent.n_tokens
-            most += rows * (call.value_dim + 1) * _wide(call) + rows * call.value_dim * 4
+            most += (
+                rows * (call.value_dim + 1) * call.state_dtype.itemsize + rows * call.value_dim * 4
+            )
         return most
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -162,14 +162,14 @@ class ByParts(Kernel):
         most = self._bytes(call, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
         if isinstance(self._operator, RectangleKernel):
-            most += rows * 2 * _wide(call)  # the lse without rows that have no key
+            most += rows * 2 * call.state_dtype.itemsize  # the lse without rows that have no key
         by_tiles = self._kernel_for(replace(call, mask=_ANY_MASK)) is self._tiles
         if by_tiles and call.dtype in self._operator.scaled_backward:
             most += rows * 4 * call.value_dim  # an upstream gradient that is not scaled
         if extent.direct:
             keys = extent.batch * extent.key_heads * extent.n_tokens
             numbers = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
-            most += numbers * (_wide(call) + 4)
+            most += numbers * (call.state_dtype.itemsize + 4)
         return most
 
     def _bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
@@ -354,10 +354,6 @@ def _unscaled(grads: Gradients) -> Gradients:
     return replace(grads, grad_out=grads.grad_out * factor[..., None, None], scaling=Scaling())
 
 
-def _wide(call: CallShape) -> int:
-    return 8 if call.dtype == torch.float64 else 4
-
-
 class MaskedKernel(ModsKernel):
     """Attention under a mask.
 
@@ -529,7 +525,6 @@ def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
 
 def kernel_for_mask(
     mask: Mask,
-    sizes: Sizes,
     wanted: str | Kernel,
     call: CallShape,
     device: torch.device,
@@ -550,7 +545,7 @@ def kernel_for_mask(
         ValueError: a tensor of the mask does not fit the call, by name.
         NotImplementedError: the kernel asked for cannot run it.
     """
-    found = resolve(mask, sizes, call.is_causal)
+    found = resolve(mask, call)
     if found.keeps_all and mask.softcap is None:
         return found.is_causal, wanted
     base = _base(found, wanted, call, device, tried=tried)
@@ -570,7 +565,7 @@ def _base(
     softcap, select = found.softcap, partial(select_kernel, call=call, device=device, tried=tried)
     if wanted == "auto" and found.few_bands:
         # The preferred kernel of a call that keeps so many pairs, if it takes bands.
-        pairs = found.kept_pairs * found.sizes.batch * found.sizes.heads
+        pairs = found.kept_pairs * call.batch * call.heads
         with suppress(NotImplementedError):
             kernel = select("auto", flops=2.0 * (call.head_dim + call.value_dim) * pairs)
             if isinstance(kernel, RectangleKernel) and kernel.bands:

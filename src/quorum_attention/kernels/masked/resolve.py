@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cache
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +14,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.functions import TensorVersion
 from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, EqualIds, Geometry, geometry_of
-from quorum_attention.kernels.protocol import Kernel
+from quorum_attention.kernels.protocol import CallShape, Kernel
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
@@ -30,21 +29,12 @@ _FEW_BANDS = 16
 _NO_KEY, _NO_QUERY = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
 
 
-class Sizes(NamedTuple):
-    """What a mask has to know of a call."""
-
-    batch: int
-    heads: int
-    n_queries: int
-    n_keys: int
-
-
 class ResolvedMask:
     """A mask with the sizes of a call, its bias and its sinks left aside.
 
     Attributes:
         geometries: one for each batch entry, or one for all of them.
-        sizes: of the call.
+        sizes: of a call that it is for; the others have its batch entries and lengths.
         softcap: of scores, or None.
         functions: the user's, in the geometries.
         is_causal: whether no query keeps a later key (counted from the first query and the first
@@ -53,9 +43,9 @@ class ResolvedMask:
         kernels: those made for it (``kernel.py``), by the id of the kernel that each computes with.
     """
 
-    def __init__(self, mask: Mask, sizes: Sizes, is_causal: bool) -> None:
-        self.geometries = geometries(mask, sizes, is_causal)
-        self.sizes, self.softcap = sizes, mask.softcap
+    def __init__(self, mask: Mask, call: CallShape) -> None:
+        self.geometries = geometries(mask, call, call.is_causal)
+        self.sizes, self.softcap = call, mask.softcap
         # By their ids: a callable may have no hash.
         self.functions = tuple({id(f): f for g in self.geometries for f in g.functions}.values())
         bands = [g.band for g in self.geometries]
@@ -81,7 +71,7 @@ class ResolvedMask:
         )
 
 
-def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
+def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
     """``mask`` for a call, without its bias and its sinks; remembered as long as none of its
     tensors changes, and shared by masks of the same tensors.
 
@@ -89,7 +79,7 @@ def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     tensors = _tensors(mask)
-    key = (described(mask), sizes, is_causal, tuple(map(id, tensors)))
+    key = (described(mask), call.batch, call.lengths, tuple(map(id, tensors)))
 
     # Before they are read: what another thread writes meanwhile is a change.
     held = list(map(_contents, tensors))
@@ -97,9 +87,9 @@ def resolve(mask: Mask, sizes: Sizes, is_causal: bool) -> ResolvedMask:
     if _has_functions(mask):
         # The geometries hold them: in the shared cache they would outlive their mask.
         known = _BY_MASK.setdefault(mask, Cache(1, lambda known: 1))
-    then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, sizes, is_causal)))
+    then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, call)))
     if then != held:  # an id may be used again, too
-        resolved = ResolvedMask(mask, sizes, is_causal)
+        resolved = ResolvedMask(mask, call)
         known.put(key, (held, resolved))
     return resolved
 
@@ -122,7 +112,7 @@ def _contents(tensor: torch.Tensor) -> Hashable:
     return TensorVersion(tensor)
 
 
-def _band(mask: Mask, sizes: Sizes, is_causal: bool) -> Band:
+def _band(mask: Mask, sizes: CallShape, is_causal: bool) -> Band:
     """The band of a mask's own causal rule and window, and of ``is_causal``."""
     shift = _offset(mask, sizes)
     left, right = mask.sides
@@ -137,7 +127,7 @@ def _band(mask: Mask, sizes: Sizes, is_causal: bool) -> Band:
     )
 
 
-def geometries(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
+def geometries(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
     """One geometry for each batch entry, or one for all of them.
 
     Raises:
@@ -164,7 +154,7 @@ def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geome
     return tuple(meeting(one[i % len(one)], other[i % len(other)]) for i in range(count))
 
 
-def _own(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
+def _own(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
     """The geometries of a mask's own fields, without the masks that it holds."""
     own = Geometry(_band(mask, sizes, is_causal))
     if mask.chunk is not None:
@@ -220,13 +210,13 @@ def _runs(ids: Ids) -> NDArray[np.int64]:
     return np.stack((edges[:-1], edges[1:]), axis=1).astype(np.int64)
 
 
-def _offset(mask: Mask, sizes: Sizes) -> int:
+def _offset(mask: Mask, sizes: CallShape) -> int:
     if mask.offset is not None:
         return int(mask.offset)
     return sizes.n_keys - sizes.n_queries if mask.causal == "lower_right" else 0
 
 
-def _ids(mask: Mask, sizes: Sizes) -> tuple[Ids, Ids]:
+def _ids(mask: Mask, sizes: CallShape) -> tuple[Ids, Ids]:
     """The ids of queries and keys, (1 or batch, n) each; 0 without documents."""
     if mask.documents is None:
         return np.zeros((1, sizes.n_queries), np.int64), np.zeros((1, sizes.n_keys), np.int64)
@@ -245,7 +235,7 @@ def _ids(mask: Mask, sizes: Sizes) -> tuple[Ids, Ids]:
     return queries, keys
 
 
-def _kept_keys(mask: Mask, sizes: Sizes) -> NDArray[np.bool_]:
+def _kept_keys(mask: Mask, sizes: CallShape) -> NDArray[np.bool_]:
     """Which keys padding and lengths keep, (1 or batch, n_keys)."""
     found = np.ones((1, sizes.n_keys), np.bool_)
     if mask.key_lengths is not None:

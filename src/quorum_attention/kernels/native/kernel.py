@@ -175,8 +175,8 @@ class NativeKernel(Kernel):
         if largest > limit:
             kind = "with gradients" if call.needs_grad else "without gradients"
             return f"it takes head dimensions from 1 to {limit} {kind}, not {largest}"
-        if self.slopes is not None and self.slopes.numel() != call.query_heads:
-            return f"it has {self.slopes.numel()} alibi_slopes for {call.query_heads} query heads"
+        if self.slopes is not None and self.slopes.numel() != call.heads:
+            return f"it has {self.slopes.numel()} alibi_slopes for {call.heads} query heads"
         return None if triton_available() else "it needs Triton, which is not installed"
 
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
