@@ -35,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"head_dim": 264, "value_dim": 264}, "multiples of 8 up to 256, not 264"),
         ({"head_dim": 80, "value_dim": 80}, "gradient of query is wrong for head dimension 80"),
         ({"value_dim": 32}, "equal head dimensions, or 192 and 128, not 64 and 32"),
-        ({"key_heads": 2, "head_dim": 192, "value_dim": 128}, "where heads are grouped"),
+        ({"kv_heads": 2, "head_dim": 192, "value_dim": 128}, "where heads are grouped"),
     ],
 )
 def test_what_it_cannot_run_it_refuses_in_words(installed, change, words) -> None:  # type: ignore[no-untyped-def]

@@ -8,7 +8,6 @@ from helpers_attention import softmax
 from helpers_score_mods import check, random
 
 import quorum_attention as qa
-from quorum_attention.kernels import CpuKernel, DenseKernel
 
 MIXTURE = [(32, 1), (64, 2), (128, 4)]
 
@@ -65,12 +64,6 @@ def test_settings_that_make_no_sense() -> None:
         qa.LongNetKernel([(30, 4)])
     with pytest.raises(ValueError, match="at least one"):
         qa.LongNetKernel([])
-    with pytest.raises(TypeError, match="inner must be a RectangleKernel"):
-        qa.LongNetKernel(MIXTURE, inner="cpu")
-    with pytest.raises(TypeError, match="inner must be a RectangleKernel"):
-        qa.LongNetKernel(MIXTURE, inner=DenseKernel())
-    for operator in (CpuKernel(), qa.NativeKernel()):
-        qa.LongNetKernel(MIXTURE, inner=operator)
     q, k = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8)
     with pytest.raises(NotImplementedError, match="as many key heads"):
         qa.attention(q, k, k, enable_gqa=True, kernel=qa.LongNetKernel(MIXTURE), devices="cpu")

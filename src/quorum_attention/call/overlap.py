@@ -12,19 +12,18 @@ process's mappings tells; on other systems nothing is known.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.execution.device.page_locks import MappedRange, address_range, mapped_ranges
 
 # NumPy gives up after so many steps, about a millisecond; the answer is then yes, to be safe. The
 # layouts of ordinary views take a few steps.
 _MOST_STEPS = 100_000
 # Added to all addresses: only their differences matter, and NumPy takes 0 for no address.
 _OFF_ZERO = 64
-_TABLE = "/proc/self/maps"
 
 # --- Addresses ------------------------------------------------------------------------------------
 
@@ -63,27 +62,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 # --- Mappings -------------------------------------------------------------------------------------
 
 
-class MappedRange(NamedTuple):
-    """A run of addresses that are mapped alike.
-
-    Attributes:
-        start, stop: first address, and the one after the last.
-        writable: whether it may be written.
-        shared: whether writes go to the file.
-        file: device and inode of the mapped file; None where there is none.
-        offset: position of ``start`` in the file, in bytes.
-        path: of the file, as it was called when it was mapped; None where there is none.
-    """
-
-    start: int
-    stop: int
-    writable: bool
-    shared: bool
-    file: tuple[str, int] | None
-    offset: int
-    path: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Mappings:
     """All mappings of this process, by ascending address."""
@@ -93,20 +71,14 @@ class Mappings:
     @classmethod
     def now(cls) -> Mappings:
         """Read from the system's table; empty where there is no such table."""
-        try:
-            with open(_TABLE, encoding="utf-8", errors="replace") as lines:
-                return cls(tuple(_parsed(line) for line in lines))
-        except OSError:
-            return cls(())
+        return cls(tuple(mapped_ranges()))
 
     def of(self, tensor: torch.Tensor) -> list[MappedRange]:
         """The mappings that a tensor in host memory spans."""
         if not on_host(tensor.device) or tensor.numel() == 0:
             return []
-        start = tensor.data_ptr()
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        last = start + sum((n - 1) * s for n, s in sizes) * tensor.element_size()
-        return [m for m in self.every if m.start <= last and start < m.stop]
+        start, stop = address_range(tensor)
+        return [m for m in self.every if m.start < stop and start < m.stop]
 
     def read_only(self, tensor: torch.Tensor) -> bool:
         """Whether writing to ``tensor`` would end the process."""
@@ -131,17 +103,3 @@ class Mappings:
         if one is None or two is None or not one[0].shared or one[0].file != two[0].file:
             return False
         return share_memory(addresses(result, one[1]), addresses(other, two[1]))
-
-
-def _parsed(line: str) -> MappedRange:
-    fields = line.split(maxsplit=5)
-    start, stop = (int(part, 16) for part in fields[0].split("-"))
-    path = fields[5].strip() if len(fields) > 5 else ""
-    # Mappings of device nodes are a driver's memory: their offsets are no positions in a file.
-    device_node = path.startswith("/dev/") and not path.startswith("/dev/shm/")
-    is_file = path.startswith("/") and not device_node and fields[4] != "0"
-    return MappedRange(
-        start, stop, fields[1][1] == "w", fields[1][3] == "s",
-        (fields[3], int(fields[4])) if is_file else None, int(fields[2], 16),
-        path if is_file else None,
-    )  # fmt: skip

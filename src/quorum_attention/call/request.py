@@ -122,26 +122,23 @@ def request_of(
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
-    causal = switch(call.is_causal, "is_causal")
-    exact_scale, recorded = scale_is_exact(factor, query.dtype), records(query, key, value, sinks)
-    kernel = options.kernel
+    kernel, recorded = options.kernel, records(query, key, value, sinks)
+    work = replace(
+        sizes, device_type=options.device.type, is_causal=switch(call.is_causal, "is_causal"),
+        mask=shape, dropout=p > 0.0, positive_scale=factor > 0, sinks=sinks is not None,
+        exact_scale=scale_is_exact(factor, query.dtype),
+    )  # fmt: skip
     if described is not None:
         described = map_tensors(described, _readable)
-        asked = replace(
-            sizes, device_type=options.device.type, is_causal=causal, mask=shape, dropout=p > 0.0,
-            needs_grad=backward or recorded,
-        )  # fmt: skip
-        causal, kernel = kernel_for_mask(described, kernel, asked, options.device)
+        work, kernel = kernel_for_mask(
+            described, kernel, work, options.device, needs_grad=backward or recorded
+        )
     if kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(kernel)
         if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
     options = replace(options, kernel=kernel)
-    work = replace(
-        sizes, device_type=options.device.type, is_causal=causal, mask=shape, dropout=p > 0.0,
-        positive_scale=factor > 0, sinks=sinks is not None, exact_scale=exact_scale,
-    )  # fmt: skip
     if options.plan is not None:
         check_plan(options.plan, work)
     dropout = _dropout_of(p, call.dropout_seed, options.device, draws=not backward)

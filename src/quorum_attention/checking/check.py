@@ -133,7 +133,7 @@ class _Check:
         """
         found = []
         for causal in (False, True) if is_causal is None else (is_causal,):
-            reason = self.kernel.refusal(self.sizes.call(causal))
+            reason = self.kernel.refusal(replace(self.sizes, is_causal=causal))
             if reason is None:
                 found.append(causal)
             else:
@@ -192,7 +192,7 @@ class _Check:
             tried[f"{grouped.heads} heads over {grouped.kv_heads}"] = grouped
         for name, other in tried.items():
             for causal in kinds:
-                if self.kernel.refusal(other.call(causal)) is None:
+                if self.kernel.refusal(replace(other, is_causal=causal)) is None:
                     self._try(name, self.compare, name, other, causal, ((3,),))
 
     def name_causes(self, kinds: list[bool], other_sizes: bool) -> None:
@@ -250,7 +250,7 @@ class _Check:
 
     def _laws(self, sizes: Sizes, causal: bool) -> None:
         """What holds for every attention, whatever its scores, tried on an uncut call."""
-        if self.kernel.refusal(sizes.call(causal)) is not None:
+        if self.kernel.refusal(replace(sizes, is_causal=causal)) is not None:
             return
         laws = [
             (causes.SIZES, scale_is_ignored), (causes.PAIRS, causal_is_not_plain),

@@ -103,7 +103,7 @@ def scale_is_ignored(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int)
 def causal_is_not_plain(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int) -> str:
     """What is wrong where the last row of a causal call, which sees all keys, is not that of a
     plain one; or "" (as where the kernel does not take both)."""
-    if not causal or kernel.refusal(sizes.call(False)) is not None:
+    if not causal or kernel.refusal(replace(sizes, is_causal=False)) is not None:
         return ""
     inputs, task = sizes.inputs(seed), square(sizes.n_keys)
     one, other = (Trial(kernel, inputs, task, c).forward() for c in (True, False))

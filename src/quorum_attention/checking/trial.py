@@ -27,10 +27,6 @@ class Sizes(CallShape):
 
     device: torch.device
 
-    def call(self, is_causal: bool) -> CallShape:
-        """The ``CallShape`` of such a call."""
-        return replace(self, is_causal=is_causal)
-
     def inputs(self, seed: int, factor: float = 1.0) -> Sequence[torch.Tensor]:
         """Query, key, value and grad_out, normally distributed times ``factor``."""
         generator = torch.Generator().manual_seed(seed)
@@ -52,7 +48,7 @@ class Sizes(CallShape):
         for dtype in (torch.float64, torch.float32):
             wider = replace(self, dtype=dtype)
             narrower = torch.finfo(self.dtype).eps < torch.finfo(dtype).eps
-            if not narrower and kernel.refusal(wider.call(is_causal)) is None:
+            if not narrower and kernel.refusal(replace(wider, is_causal=is_causal)) is None:
                 return wider
         return self
 

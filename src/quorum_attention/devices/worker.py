@@ -13,7 +13,7 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -31,6 +31,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.page_locks import is_locked, of_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.functions import boolean, indexing
+from quorum_attention.kernels.masked.resolve import within
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes import compute_block
@@ -201,12 +202,9 @@ def listen(workers: Mapping[int, Worker]) -> list[tuple[int, Answer | None]]:
     return heard
 
 
-def functions_of(mask: Mask) -> Iterator[Keeps]:
+def functions_of(mask: Mask) -> list[Keeps]:
     """The functions of a mask and of the masks within it."""
-    if mask.keeps is not None:
-        yield mask.keeps
-    for inner in (*mask.either, *mask.every):
-        yield from functions_of(inner)
+    return [one.keeps for one in within(mask) if one.keeps is not None]
 
 
 def pickled(mask: Mask, work: CallShape, device: str) -> bytes:

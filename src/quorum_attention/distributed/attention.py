@@ -29,7 +29,7 @@ from quorum_attention.distributed import agreement, partition
 from quorum_attention.distributed.run import Sharded, ShardedReport
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.masked.resolve import ResolvedMask, described, resolve
+from quorum_attention.kernels.masked.resolve import ResolvedMask, described, resolve, tensors_of
 from quorum_attention.kernels.merge import join_sinks_, merge_
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, state_dtype
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
@@ -409,16 +409,9 @@ def _signature_of(mask: Mask | None) -> Any:
     return mask and (described(mask), shapes)
 
 
-def _tensors_of(mask: Any) -> list[tuple[str, torch.Tensor]]:
+def _tensors_of(mask: Mask | None) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a ``Mask``, by the names of their fields; of None none."""
-    found: list[tuple[str, torch.Tensor]] = []
-
-    def seen(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        found.append((name, tensor))
-        return tensor
-
-    if mask is not None:
-        map_tensors(mask, seen)
-        own = {"bias": mask.bias, "sinks": mask.sinks}
-        found += [(name, tensor) for name, tensor in own.items() if tensor is not None]
-    return found
+    if mask is None:
+        return []
+    own = ("bias", mask.bias), ("sinks", mask.sinks)
+    return tensors_of(mask) + [(name, tensor) for name, tensor in own if tensor is not None]

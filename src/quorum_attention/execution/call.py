@@ -38,6 +38,7 @@ from quorum_attention.kernels.protocol import (
     MaskShape,
     TaskTensors,
 )
+from quorum_attention.kernels.scaling import power_of_two
 
 
 def mask_shape(mask: torch.Tensor, batch_dims: int) -> MaskShape:
@@ -262,10 +263,10 @@ def divided_upstream(
     exponent = torch.frexp(largest.to(torch.float64)).exponent
     exponent -= _WIDE_LARGEST if takes_wide(problem.kernel, work) else _PLAIN_LARGEST
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    by_query = _power(-exponent).repeat_interleave(work.queries_per_key_head, dim=-1)
+    by_query = power_of_two(-exponent.int()).repeat_interleave(work.queries_per_key_head, dim=-1)
     tensor = torch.empty(grad_out.shape, dtype=work.dtype, device=grad_out.device)
     torch.mul(grad_out, by_query[..., None, None], out=tensor)
-    return tensor, _power(exponent).to(device=device, dtype=work.state_dtype)
+    return tensor, power_of_two(exponent.int()).to(device=device, dtype=work.state_dtype)
 
 
 def divided_bytes(gradient: torch.dtype, work: CallShape, *, here: bool) -> int | None:
@@ -276,11 +277,6 @@ def divided_bytes(gradient: torch.dtype, work: CallShape, *, here: bool) -> int 
     # The divided copy, and two numbers for each row.
     per_row = work.value_dim * work.dtype.itemsize + 2 * gradient.itemsize
     return work.batch * work.heads * work.n_queries * per_row if here else 0
-
-
-def _power(exponent: torch.Tensor) -> torch.Tensor:
-    """2**exponent in fp32, made from its bits: exact, as a device's pow may not be."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 # The state that begins with a sink instead of with no key.

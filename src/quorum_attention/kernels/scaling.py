@@ -60,8 +60,8 @@ def divide_gradient_(
     if unscale.numel() == 0:
         return
     exponents = divisor_exponents(grad_out, value, shift)
-    unscale.copy_(_power_of_two(exponents))
-    factors = by_head(_power_of_two(-exponents), grad_out.shape[1])
+    unscale.copy_(power_of_two(exponents))
+    factors = by_head(power_of_two(-exponents), grad_out.shape[1])
     for block in _blocks(grad_out):
         grad_out[block].mul_(factors[block[:2]])
 
@@ -93,8 +93,8 @@ def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -
     return exponents.clamp(-60, 60).masked_fill(~usable, 0.0).int()
 
 
-def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    # From their bits, because a device's exp2 need not be exact.
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """In fp32, from its bits: exact, as a device's exp2 need not be."""
     return (exponents + 127 << 23).view(torch.float32)
 
 

@@ -208,10 +208,8 @@ def _under(
     if not isinstance(mask, Mask):
         raise TypeError(f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}")
     bias = None if mask.bias is None else mask_shape(mask.bias, len(work.batch_shape))
-    call = replace(work, needs_grad=backward)
-    causal, kernel = kernel_for_mask(mask, kernel, call, where, tried=False)
-    work = replace(work, is_causal=causal, mask=bias, sinks=mask.sinks is not None)
-    return work, kernel
+    work = replace(work, mask=bias, sinks=mask.sinks is not None)
+    return kernel_for_mask(mask, kernel, work, where, needs_grad=backward, tried=False)
 
 
 def _counts(**given: int) -> dict[str, int]:

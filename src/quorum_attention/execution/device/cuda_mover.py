@@ -26,7 +26,7 @@ import torch
 
 from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
-from quorum_attention.execution.device.page_locks import Copied, PageLocks, addresses, is_locked
+from quorum_attention.execution.device.page_locks import Copied, PageLocks, address_range, is_locked
 from quorum_attention.kernels.tensors import copy_on_device
 
 # Of a buffer, and how many there are each way. A buffer is filled while others are copied.
@@ -315,7 +315,7 @@ class CudaMover(Mover):
         )
         if self._staging is not None and on_host and (up or not by_address):
             low, high = min(p.start for p in pieces), max(p.stop for p in pieces)
-            start, stop = addresses(far[:, low:high])
+            start, stop = address_range(far[:, low:high])
             self._staging.settle(start, stop - start)
         if not by_address:
             with torch.cuda.stream(self._stream):

@@ -33,9 +33,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +50,7 @@ _REST = 2.0
 # cudaHostRegisterReadOnly: memory that the device only reads, such as a file mapped to be read.
 _ONLY_READ = 8
 PAGE_BYTES = 4096
+_TABLE = "/proc/self/maps"
 # Of Linux on x86-64; elsewhere asking for them may do nothing.
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -193,14 +193,14 @@ class PageLocks:
 
         It waits until that is decided.
         """
-        start, stop = addresses(tensor)
+        start, stop = address_range(tensor)
         if not self._pieces_of(start, stop):
             return is_locked(tensor)
         return all(locked for _, _, locked in self.parts(start, stop - start, wait=True))
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
-        return bool(self._pieces_of(*addresses(tensor)))
+        return bool(self._pieces_of(*address_range(tensor)))
 
     def release(self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]) -> None:
         """Unlock what only belongs to ``tensors``, which no copy will touch from now on.
@@ -211,7 +211,7 @@ class PageLocks:
         """
         free: list[_Piece] = []
         for tensor in tensors:
-            start, stop = addresses(tensor)
+            start, stop = address_range(tensor)
             for piece in self._pieces_of(start, stop) if tensor.device.type == "cpu" else ():
                 if piece.needed is not None:
                     piece.needed -= min(stop, piece.stop) - max(start, piece.start)
@@ -321,7 +321,7 @@ class PageLocks:
             return None
 
 
-def addresses(tensor: torch.Tensor) -> tuple[int, int]:
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses [start, stop) that ``tensor`` spans."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
@@ -336,7 +336,7 @@ def is_locked(tensor: torch.Tensor) -> bool:
     """
     if not tensor.nbytes:
         return bool(tensor.is_pinned())
-    start, stop = addresses(tensor)
+    start, stop = address_range(tensor)
     return all(
         torch.frombuffer((ctypes.c_char * 1).from_address(at), dtype=torch.uint8).is_pinned()
         for at in (start, stop - 1)
@@ -348,10 +348,10 @@ def _pieces(tensors: Iterable[Copied]) -> list[_Piece]:
     ranges: list[tuple[int, int, list[Copied]]] = []
     # Small tensors are asked as well: they may be parts of large ones.
     host = [c for c in tensors if c.tensor.device.type == "cpu" and c.tensor.nbytes]
-    for one in sorted(host, key=lambda copied: addresses(copied.tensor)):
+    for one in sorted(host, key=lambda copied: address_range(copied.tensor)):
         if is_locked(one.tensor):
             continue
-        start, stop = addresses(one.tensor)
+        start, stop = address_range(one.tensor)
         if ranges and start < ranges[-1][1]:
             first, last, others = ranges.pop()
             ranges.append((first, max(last, stop), [*others, one]))
@@ -404,20 +404,57 @@ def _lock(runtime: Any, piece: _Piece) -> bool:
     return any(int(runtime.cudaHostRegister(piece.start, n_bytes, way)) == 0 for way in ways)
 
 
+class MappedRange(NamedTuple):
+    """A run of addresses that are mapped alike.
+
+    Attributes:
+        start, stop: first address, and the one after the last.
+        writable: whether it may be written.
+        shared: whether writes go to the file.
+        file: device and inode of the mapped file; None where there is none.
+        offset: position of ``start`` in the file, in bytes.
+        path: of the file, as it was called when it was mapped; None where there is none.
+    """
+
+    start: int
+    stop: int
+    writable: bool
+    shared: bool
+    file: tuple[str, int] | None
+    offset: int
+    path: str | None = None
+
+
+def mapped_ranges() -> list[MappedRange]:
+    """All mappings of this process, by ascending address; none where no table of them is."""
+    try:
+        with open(_TABLE, encoding="utf-8", errors="replace") as lines:
+            return [_parsed(line) for line in lines]
+    except OSError:
+        return []
+
+
+def _parsed(line: str) -> MappedRange:
+    fields = line.split(maxsplit=5)
+    start, stop = (int(part, 16) for part in fields[0].split("-"))
+    path = fields[5].strip() if len(fields) > 5 else ""
+    # Mappings of device nodes are a driver's memory: their offsets are no positions in a file.
+    device_node = path.startswith("/dev/") and not path.startswith("/dev/shm/")
+    is_file = path.startswith("/") and not device_node and fields[4] != "0"
+    return MappedRange(
+        start, stop, fields[1][1] == "w", fields[1][3] == "s",
+        (fields[3], int(fields[4])) if is_file else None, int(fields[2], 16),
+        path if is_file else None,
+    )  # fmt: skip
+
+
 def private_files() -> list[tuple[int, int]]:
     """The addresses [start, stop) of large files that this process has mapped privately.
 
     To lock such memory makes the system copy it. Where the system does not say: nothing.
     """
-    found = []
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
-            where, rights, _, _, inode, *_ = line.split(maxsplit=5)
-            if rights.endswith("p") and inode != "0":
-                start, stop = (int(part, 16) for part in where.split("-"))
-                if stop - start >= WORTH_LOCKING_BYTES:
-                    found.append((start, stop))
-    return found
+    found = [(m.start, m.stop) for m in mapped_ranges() if m.file is not None and not m.shared]
+    return [(start, stop) for start, stop in found if stop - start >= WORTH_LOCKING_BYTES]
 
 
 def ask_for_huge_pages(memory: torch.Tensor) -> None:

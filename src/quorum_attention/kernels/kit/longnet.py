@@ -37,14 +37,12 @@ class LongNetKernel(CallsKernel):
 
     Args:
         settings: (segment, dilation) pairs; a segment is a positive multiple of its dilation.
-        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another with
-            ``operator``; None for the first that can.
         full_precision: whether 16-bit tokens are computed in fp32, by torch's operators. Then no
             partial result is rounded to 16 bits: slower, and more exact.
 
     Raises:
         ValueError: no settings, or one that makes no sense.
-        TypeError: an inner kernel of another kind, or a number that is not whole.
+        TypeError: a number that is not whole.
 
     Examples:
         >>> kernel = qa.LongNetKernel([(64, 1), (128, 2)])
@@ -57,16 +55,9 @@ class LongNetKernel(CallsKernel):
     sparse = True
 
     def __init__(
-        self,
-        settings: Sequence[tuple[int, int]],
-        inner: Kernel | None = None,
-        *,
-        full_precision: bool = False,
+        self, settings: Sequence[tuple[int, int]], *, full_precision: bool = False
     ) -> None:
         self.settings = _checked(settings)
-        self._inner = inner
-        if inner is not None and not getattr(inner, "operator", False):
-            raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
         self.full_precision = switch(full_precision, "full_precision")
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
@@ -100,8 +91,8 @@ class LongNetKernel(CallsKernel):
 
         if self.full_precision and call.dtype.itemsize < 4:
             return Tiles()
-        candidates = kernels().values() if self._inner is None else [self._inner]
-        return next((k for k in candidates if k.operator and k.refusal(call) is None), None)
+        every = kernels().values()
+        return next((k for k in every if k.operator and k.refusal(call) is None), None)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""

@@ -529,17 +529,18 @@ def kernel_for_mask(
     call: CallShape,
     device: torch.device,
     *,
+    needs_grad: bool,
     tried: bool = True,
-) -> tuple[bool, str | Kernel]:
+) -> tuple[CallShape, str | Kernel]:
     """How a call under ``mask`` is computed, its bias and its sinks left aside.
 
     Args:
         wanted: the kernel that the caller asked for.
-        call: what kernels are asked about.
+        needs_grad: whether it has to have gradients.
         tried: whether kernels have to pass their test on the device.
 
     Returns:
-        Whether the call is causal, and its kernel: ``wanted`` where nothing else is masked.
+        The call, causal or not, and its kernel: ``wanted`` where nothing else is masked.
 
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
@@ -547,11 +548,11 @@ def kernel_for_mask(
     """
     found = resolve(mask, call)
     if found.keeps_all and mask.softcap is None:
-        return found.is_causal, wanted
-    base = _base(found, wanted, call, device, tried=tried)
+        return replace(call, is_causal=found.is_causal), wanted
+    base = _base(found, wanted, replace(call, needs_grad=needs_grad), device, tried=tried)
     if id(base) not in found.kernels:
         found.kernels[id(base)] = MaskedKernel(found, base)
-    return found.is_causal, found.kernels[id(base)]
+    return replace(call, is_causal=found.is_causal), found.kernels[id(base)]
 
 
 def _base(

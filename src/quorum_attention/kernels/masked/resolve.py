@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -78,13 +78,13 @@ def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
-    tensors = _tensors(mask)
+    tensors = [tensor for _, tensor in tensors_of(mask)]
     key = (described(mask), call.batch, call.lengths, tuple(map(id, tensors)))
 
     # Before they are read: what another thread writes meanwhile is a change.
     held = list(map(_contents, tensors))
     known = _SHARED
-    if _has_functions(mask):
+    if any(one.keeps is not None for one in within(mask)):
         # The geometries hold them: in the shared cache they would outlive their mask.
         known = _BY_MASK.setdefault(mask, Cache(1, lambda known: 1))
     then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, call)))
@@ -267,15 +267,21 @@ def _rows_of(tensor: torch.Tensor, name: str, batch: int, n: int, what: str) -> 
     return found
 
 
-def _tensors(mask: Mask) -> list[torch.Tensor]:
-    """The tensors that say which pairs are kept."""
-    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-    own = [t for t in (*documents, mask.key_lengths, mask.key_padding) if t is not None]
-    return own + [t for inner in (*mask.every, *mask.either) for t in _tensors(inner)]
+def within(mask: Mask) -> Iterator[Mask]:
+    """A mask, and the masks that it holds."""
+    yield mask
+    for inner in (*mask.every, *mask.either):
+        yield from within(inner)
 
 
-def _has_functions(mask: Mask) -> bool:
-    return mask.keeps is not None or any(map(_has_functions, (*mask.every, *mask.either)))
+def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that say which pairs are kept, by the names of their fields."""
+    found: list[tuple[str, torch.Tensor | None]] = []
+    for one in within(mask):
+        ids = one.documents if isinstance(one.documents, tuple) else (one.documents,)
+        found += [("documents", each) for each in ids]
+        found += [("key_lengths", one.key_lengths), ("key_padding", one.key_padding)]
+    return [(name, tensor) for name, tensor in found if tensor is not None]
 
 
 def described(mask: Mask) -> Hashable:
