@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
+from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.problem import GroupSize, Problem, spec_of
 from quorum_attention.execution.routes.slots import Slots, Streaming
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import CallShape, get_kernel
-from quorum_attention.planner.hardware import assumed
+from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.price import price
 
 
@@ -29,6 +30,11 @@ def shape_of(
     of_heads = heads, kv_heads, 64, 64
     of_rows: Any = {"batch_shape": batch, "n_queries": n, "n_keys": m}
     return CallShape("cuda", torch.float16, *of_heads, causal, **of_rows, **more)
+
+
+def assumed(device: str, dtype: torch.dtype, head_dim: int = 64) -> HardwareModel:
+    """The rates of a kind of device where none were measured; those of CUDA are an H200's."""
+    return HardwareModel(**BACKENDS[device].rates(None, dtype, head_dim))
 
 
 def unpinned(plan: qa.Plan) -> qa.Plan:

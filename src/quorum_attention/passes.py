@@ -77,7 +77,7 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
     decision = decide_forward(tensors, request)
     _keep(request, None, decision)
     if request.mask_grad:
-        check_mask_gradient(decision.kernel)
+        check_mask_gradient(decision.problem.kernel)
     results = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
     out, lse = _run(tensors, request, decision, results)
     return out, lse
@@ -365,7 +365,7 @@ def _run(
         given: what a backward reads beside the inputs.
     """
     device, watched, made = request.options.device, request.report, None
-    report = PassReport(decision.kernel.name)
+    report = PassReport(decision.problem.kernel.name)
     if decision.plan is None:
         begun = time.perf_counter()
         made = _at_once(_job(tensors, request, decision.problem, results, given))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from html import escape
 from typing import Any
 
 from quorum_attention.counts import shown, whole_number
@@ -115,8 +114,3 @@ def format_seconds(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, in words: "1 unit", "2,048 units"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def as_html(text: str) -> str:
-    """Lines of text as a notebook shows them, in the colours of its theme."""
-    return f'<pre style="white-space:pre-wrap">{escape(text)}</pre>'

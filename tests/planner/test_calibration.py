@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_plans import assumed
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -18,7 +19,6 @@ from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import cache_file, calibrate, device_key, hardware_of
-from quorum_attention.planner.hardware import assumed
 
 CPU = torch.device("cpu")
 

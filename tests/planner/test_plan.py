@@ -53,7 +53,7 @@ def test_a_plan_for_a_billion_tokens_is_symbolic(device: str) -> None:
     plan = qa.plan(10**9, heads=8, head_dim=64, device=device, is_causal=True,
                    budget="64GiB" if device == "cuda" else "4TiB",
                    levels=None if device == "cuda" else (57,))  # fmt: skip
-    task = plan.task(tuple(0 for _ in plan.levels))
+    task = plan.decomposition.task(tuple(0 for _ in plan.levels))
     rectangles = task.rectangles(True)
     assert time.perf_counter() - began < 30
     assert task.n_tokens <= plan.decomposition.max_task_tokens

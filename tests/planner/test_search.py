@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_plans import shape_of
+from helpers_plans import assumed, shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,6 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner import policy
-from quorum_attention.planner.hardware import assumed
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import cost, kernel_hardware, least_seconds, price
 from quorum_attention.planner.search import (

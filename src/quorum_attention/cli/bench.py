@@ -23,7 +23,7 @@ _LONGEST_SECONDS = 1800.0
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(commands, "bench", "repeat the paper's experiments", __doc__)
+    parser = shared.add_command(commands, "bench", "repeat the paper's experiments", __doc__, _run)
     for name, choices in (("--only", list(EXPERIMENTS)), ("--methods", list(METHODS))):
         text = f"some of {', '.join(choices)} (default: all that can run)"
         parser.add_argument(name, nargs="+", choices=choices, metavar="NAME", help=text)
@@ -42,7 +42,6 @@ def add_to(commands: Any) -> None:
         shared.DEVICE,
         shared.JSON,
     )  # fmt: skip
-    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:

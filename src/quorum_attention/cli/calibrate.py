@@ -16,9 +16,8 @@ from quorum_attention.planner.calibration import Calibration, calibrate
 def add_to(commands: Any) -> None:
     """Add the command."""
     summary = "measure this machine, for better predictions"
-    parser = shared.add_command(commands, "calibrate", summary, __doc__)
+    parser = shared.add_command(commands, "calibrate", summary, __doc__, _run)
     shared.add(parser, shared.DEVICE, shared.DTYPE, shared.JSON)
-    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from quorum_attention.cli.output import print_json, say, warn
 def add_to(commands: Any) -> None:
     """Add the command."""
     summary = "test whether a kernel of your own stays exact when calls are cut"
-    parser = shared.add_command(commands, "check", summary, __doc__)
+    parser = shared.add_command(commands, "check", summary, __doc__, _run)
     words = (
         "a registered name; or module:name of a kernel, or of a function that returns (out, lse)"
     )
@@ -40,7 +40,6 @@ def add_to(commands: Any) -> None:
         shared.DEVICE,
         shared.JSON,
     )
-    parser.set_defaults(run=_run)
 
 
 def load(name: str) -> Any:

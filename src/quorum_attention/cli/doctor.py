@@ -26,9 +26,8 @@ _OPTIONAL = (
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(commands, "doctor", "list kernels that can run here", __doc__)
+    parser = shared.add_command(commands, "doctor", "list kernels that can run here", __doc__, _run)
     shared.add(parser, shared.JSON)
-    parser.set_defaults(run=_run)
 
 
 def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:

@@ -22,7 +22,7 @@ from quorum_attention.sizes import format_bytes
 def add_to(commands: Any) -> None:
     """Add the command."""
     words = "tell whether a call or a training step fits in memory"
-    parser = shared.add_command(commands, "estimate", words, __doc__)
+    parser = shared.add_command(commands, "estimate", words, __doc__, _run)
     add_call(parser)
     shared.add(
         parser,
@@ -35,7 +35,6 @@ def add_to(commands: Any) -> None:
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
          "layers, the rest frozen (default: all weights)"),
     )  # fmt: skip
-    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:

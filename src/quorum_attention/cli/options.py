@@ -93,14 +93,18 @@ _METAVARS: dict[Any, str] = {
 Option = tuple[str, Any, str] | tuple[str, Any, str, Any]
 
 
-def add_command(commands: Any, name: str, summary: str, description: str) -> Any:
-    """A parser for a command, which looks as all do."""
+def add_command(
+    commands: Any, name: str, summary: str, description: str, run: Callable[..., int]
+) -> Any:
+    """A parser for a command that ``run`` runs; it looks as all do."""
     usage = {"run": "INPUT [INPUT ...] OUTPUT ", "check": "KERNEL "}.get(name, "")
-    return commands.add_parser(
+    parser = commands.add_parser(
         name, help=summary, description=description.replace("``", ""),
         usage=f"quorum-attention {name} {usage}[options]",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=28),
     )  # fmt: skip
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add(parser: Any, *options: Option) -> None:

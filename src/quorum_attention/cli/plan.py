@@ -44,7 +44,7 @@ def devices_of(text: str) -> list[tuple[str, float]]:
 
 def add_to(commands: Any) -> None:
     """Add the command ``plan``."""
-    parser = shared.add_command(commands, "plan", "show how a call would be run", __doc__)
+    parser = shared.add_command(commands, "plan", "show how a call would be run", __doc__, _run)
     add_call(parser)
     shared.add(
         parser,
@@ -58,7 +58,6 @@ def add_to(commands: Any) -> None:
         ("--devices LIST", devices_of, "simulate several devices, e.g. 8xH200,4xA100 or "
          "2xNAME:SPEED (default: one device)"),
     )  # fmt: skip
-    parser.set_defaults(run=_run)
 
 
 def add_call(parser: argparse.ArgumentParser) -> None:

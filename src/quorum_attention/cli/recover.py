@@ -43,7 +43,7 @@ _ACCEPTED = {
 def add_to(commands: Any) -> None:
     """Add the command."""
     summary = "make a call run out of memory, then recover it"
-    parser = shared.add_command(commands, "recover", summary, __doc__)
+    parser = shared.add_command(commands, "recover", summary, __doc__, _run)
     shared.add(
         parser,
         ("--tokens", shared.count_of, f"{shared.TOKENS} (default: 262,144; 16,384 on a CPU)"),
@@ -63,7 +63,6 @@ def add_to(commands: Any) -> None:
         shared.JSON,
     )  # fmt: skip
     parser.epilog = shared.GLOSSARY
-    parser.set_defaults(run=_run)
 
 
 @dataclass(frozen=True)

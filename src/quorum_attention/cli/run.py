@@ -37,7 +37,7 @@ _ASIDE = (
 def add_to(commands: Any) -> None:
     """Add the command."""
     summary = "compute attention from files to files"
-    parser = shared.add_command(commands, "run", summary, __doc__)
+    parser = shared.add_command(commands, "run", summary, __doc__, _run)
     files = "safetensors or .npy files, or folders of .npy files"
     parser.add_argument("input", nargs="+", help=files)
     parser.add_argument("output", help="a safetensors or .npy file, or a folder (NAME/)")
@@ -73,7 +73,6 @@ def add_to(commands: Any) -> None:
          "keep all workers busy)"),
     )  # fmt: skip
     parser.epilog = shared.GLOSSARY
-    parser.set_defaults(run=_run)
     # Names are read wherever they stand: argparse takes only the first that stand together, and
     # commands are parsed by ``parse_known_args``.
     plainly = parser.parse_known_args

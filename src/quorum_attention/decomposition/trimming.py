@@ -13,14 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quorum_attention.decomposition.decomposition import Span, Task, tokens_of
-from quorum_attention.decomposition.intervals import (
-    Interval,
-    below,
-    ones,
-    union,
-    within,
-    without,
-)
+from quorum_attention.decomposition.intervals import Interval, below, ones, union, within, without
 from quorum_attention.decomposition.pairs import (
     EMPTY,
     FULL,

@@ -28,7 +28,6 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner.calibration import calibrated_flops
-from quorum_attention.planner.hardware import assumed
 
 # Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
 # forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
@@ -248,9 +247,9 @@ def expected_speed(
     measured = calibrated_flops(backend, name, dtype, head_dim)
     if measured is not None:
         return measured[backward] / head_dim
-    usual = assumed(place.type, dtype, head_dim)
+    usual = backend.rates(None, dtype, head_dim)
     relative = next((speed for known, speed in SPEEDS.items() if known in name), 1.0)
-    return relative * (usual.backward_flops if backward else usual.flops) / head_dim
+    return float(relative * usual["backward_flops" if backward else "flops"] / head_dim)
 
 
 def simulate(work: CallShape, devices: Sequence[tuple[str, float]], seconds: float) -> PoolPass:

@@ -31,13 +31,7 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import (
-    Bias,
-    CallShape,
-    InnerKernel,
-    MaskShape,
-    TaskTensors,
-)
+from quorum_attention.kernels.protocol import Bias, CallShape, InnerKernel, MaskShape, TaskTensors
 from quorum_attention.kernels.scaling import power_of_two
 
 

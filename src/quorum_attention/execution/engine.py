@@ -23,14 +23,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.residency import travelling
-from quorum_attention.execution.problem import (
-    Axis,
-    Group,
-    GroupSize,
-    PassSpec,
-    RowSpec,
-    StateSpec,
-)
+from quorum_attention.execution.problem import Axis, Group, GroupSize, PassSpec, RowSpec, StateSpec
 from quorum_attention.execution.scaling import BackwardScaling
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.scaling import Scaling

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from html import escape
 from os import PathLike
 from threading import Lock
 from typing import Any
 
-from quorum_attention.sizes import as_html, counted, format_bytes, format_seconds
+from quorum_attention.sizes import counted, format_bytes, format_seconds
 
 # One for all: it is held for a few additions, and a lock of its own would keep a total from being
 # copied or pickled.
 _LOCK = Lock()
 
 
+class InWords:
+    """What notebooks show as its words, in the colours of their theme."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space:pre-wrap">{escape(str(self))}</pre>'
+
+
 @dataclass(slots=True)
-class Total:
+class Total(InWords):
     """The sum of all passes that had a ``Report``. Any thread may add to it.
 
     Attributes:
@@ -72,9 +82,6 @@ class Total:
         # A copy: another thread may meet another kernel meanwhile.
         lines += [f"kernel {name}: {n} passes" for name, n in dict(self.kernels).items()]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
 
 @dataclass(slots=True)
@@ -177,17 +184,13 @@ class PassReport:
             cells["recoveries cost"] = format_seconds(self.recovery_seconds)
         return {label: text for label, text in cells.items() if text}
 
-    def lines(self) -> list[str]:
-        """The report in lines, for people."""
-        return [f"{label}: {text}" for label, text in self.cells().items()]
-
 
 def _bytes_or_nothing(n_bytes: int | None) -> str:
     return "" if n_bytes is None else format_bytes(n_bytes)
 
 
 @dataclass
-class Report:
+class Report(InWords):
     """What a call did. Pass an empty one as ``report=`` and print it afterwards.
 
     The call fills ``forward``, and its backward ``backward``; with several calls the last one
@@ -231,14 +234,12 @@ class Report:
 
         draw_report(path, self.to_dict())
 
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
-
     def __str__(self) -> str:
         parts = []
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             if part is not None:
-                parts.append("\n  ".join([f"{name}:", *part.lines()]))
+                lines = (f"{label}: {text}" for label, text in part.cells().items())
+                parts.append("\n  ".join([f"{name}:", *lines]))
         parts += [f"mask gradient: {line}" for line in self.mask_gradient]
         if self.pool is not None:
             parts.append(str(self.pool))

@@ -21,13 +21,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
-from quorum_attention.kernels.registry import (
-    get_kernel,
-    kernels,
-    probe,
-    register_kernel,
-    why_not,
-)
+from quorum_attention.kernels.registry import get_kernel, kernels, probe, register_kernel, why_not
 from quorum_attention.kernels.vendors import CpuKernel
 
 __all__ = [

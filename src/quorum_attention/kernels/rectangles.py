@@ -33,13 +33,7 @@ from quorum_attention.kernels.protocol import (
     Three,
     state_dtype,
 )
-from quorum_attention.kernels.tensors import (
-    Pick,
-    dead_rows,
-    dead_rows_bytes,
-    key_rows,
-    query_rows,
-)
+from quorum_attention.kernels.tensors import Pick, dead_rows, dead_rows_bytes, key_rows, query_rows
 
 
 class TaskCall(NamedTuple):

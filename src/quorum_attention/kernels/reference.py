@@ -428,12 +428,6 @@ class DenseKernel(Tiles):
     def __init__(self) -> None:
         """It has no options."""
 
-    def refusal(self, call: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if not call.dtype.is_floating_point:
-            return f"it takes floating-point tensors, not {call.dtype}"
-        return None
-
     def _form(self, task: TaskTensors) -> tuple[TaskTensors, Scores]:
         """All pairs as one rectangle, under the CQS mask and the causal mask, if any."""
         n_queries, n_keys = task.query.shape[2], task.key.shape[2]

@@ -27,11 +27,7 @@ from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Options, Plan
-from quorum_attention.planner.price import (
-    forward_flops,
-    kernel_hardware,
-    least_seconds,
-)
+from quorum_attention.planner.price import forward_flops, kernel_hardware, least_seconds
 from quorum_attention.planner.search import PlanConstraints, choose, refitted, short_call
 from quorum_attention.sizes import format_bytes, format_least
 
@@ -55,11 +51,6 @@ class Decision:
     call_shape: CallShape
     any_kernel: bool
     plan: Plan | None = None
-
-    @property
-    def kernel(self) -> InnerKernel:
-        """What computes."""
-        return self.problem.kernel
 
 
 def decide(

@@ -28,6 +28,7 @@ from quorum_attention.execution.problem import (
     scale_is_exact,
     spec_of,
 )
+from quorum_attention.execution.report import InWords
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel
@@ -39,7 +40,7 @@ from quorum_attention.planner.plan import Plan, is_cut
 from quorum_attention.planner.price import forward_flops
 from quorum_attention.planner.search import PlanConstraints
 from quorum_attention.quorums import quorum_size
-from quorum_attention.sizes import as_html, format_bytes, format_seconds, parse_bytes
+from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 
 # The largest size of anything: torch counts in 64 bits.
 _MOST = 2**63 - 1
@@ -258,7 +259,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(InWords):
     """A dry run: the memory, time and plans of a call.
 
     Attributes:
@@ -291,9 +292,6 @@ class Estimate:
             other = "" if plan.kernel == self.forward.kernel else f", kernel {plan.kernel}"
             lines.append(f"  {levels:>12}: peak {peak}, predicted {seconds}{other}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return as_html(self.describe())
 
     __str__ = describe
 

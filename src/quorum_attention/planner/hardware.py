@@ -11,10 +11,6 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
-from quorum_attention.execution.device.lookup import BACKENDS
-
 
 @dataclass(frozen=True, slots=True)
 class HardwareModel:
@@ -111,8 +107,3 @@ class HardwareModel:
         if not self.cache_bytes or inner_bytes <= self.cache_bytes:
             return 1.0
         return max(0.75, 1 - self.cache_penalty * math.log2(inner_bytes / self.cache_bytes))
-
-
-def assumed(device_type: str, dtype: torch.dtype, head_dim: int = 64) -> HardwareModel:
-    """The default rates of a kind of device; those of CUDA are an H200's."""
-    return HardwareModel(**BACKENDS[device_type].rates(None, dtype, head_dim))

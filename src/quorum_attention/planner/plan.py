@@ -13,9 +13,10 @@ import torch
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.problem import Footprint, Placement, count_groups
+from quorum_attention.execution.report import InWords
 from quorum_attention.execution.schedule import Schedule, trim
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.sizes import as_html, counted, format_bytes, format_seconds
+from quorum_attention.sizes import counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")
 
@@ -65,7 +66,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(InWords):
     """How one pass of one call will be run; made by ``quorum_attention.plan``.
 
     Attributes:
@@ -136,10 +137,6 @@ class Plan:
         whole tasks that are trimmed under a kernel's own mask (``n_tasks`` counts what is run)."""
         return self.decomposition.tasks()
 
-    def task(self, path: tuple[int, ...]) -> Task:
-        """The task with this path."""
-        return self.decomposition.task(path)
-
     def census(self, is_causal: bool | None = None, tile: int = 128) -> Census:
         """Shares of masked, clear and mixed tiles of the tasks as they are run, under the call's
         mask (paper, Appendix A.2)."""
@@ -173,10 +170,6 @@ class Plan:
         """The plan in words, with the reasons."""
         first, *rest = self._lines()
         return "\n".join([first[1], *(f"{label}: {text}" for label, text in rest)])
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the words."""
-        return as_html(self.describe())
 
     def _lines(self) -> list[tuple[str, str]]:
         """(what, words about it), the call itself first."""

@@ -12,11 +12,7 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
-from quorum_attention.execution.problem import (
-    PassSpec,
-    Problem,
-    count_groups,
-)
+from quorum_attention.execution.problem import PassSpec, Problem, count_groups
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.kernels.protocol import CallShape, Lengths
 from quorum_attention.planner.hardware import HardwareModel

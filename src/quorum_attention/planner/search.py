@@ -22,24 +22,13 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
 from quorum_attention.execution.routes.slots import Slots, Streaming
-from quorum_attention.execution.schedule import (
-    Route,
-    Schedule,
-    Tally,
-    deepest,
-    schedule_of,
-    tally,
-)
+from quorum_attention.execution.schedule import Route, Schedule, Tally, deepest, schedule_of, tally
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import (
-    kernel_hardware,
-    least_seconds,
-    price,
-)
+from quorum_attention.planner.price import kernel_hardware, least_seconds, price
 from quorum_attention.quorums import chunk_count, quorum_sizes
 from quorum_attention.sizes import format_bytes, format_least, format_seconds
 
@@ -255,10 +244,10 @@ def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
     schedule = uncut(work)
     if not schedule.runs(problem):
         return None
-    why = _SHORT if backend.refuses else _ON_A_CPU
+    why = _SHORT if backend.own_memory else _ON_A_CPU
     found = price(schedule, problem, kernel_hardware(problem, hardware), why)
-    short = found.predicted_seconds < policy.WORTH_COMPARING or not backend.refuses
-    most = policy.SHORT_BYTES if backend.refuses else policy.WHOLE_BYTES
+    short = found.predicted_seconds < policy.WORTH_COMPARING or not backend.own_memory
+    most = policy.SHORT_BYTES if backend.own_memory else policy.WHOLE_BYTES
     return found if short and found.peak_bytes <= most else None
 
 

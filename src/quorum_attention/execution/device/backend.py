@@ -105,16 +105,15 @@ class Backend:
         own_memory: its memory is not the host's: tensors in host memory have to be copied to it,
             which is faster if they are page-locked, and do not count against its budget. Copies run
             beside compute, and the host runs ahead of it, so a second slot, or cutting a call that
-            fits, can save time; so can two kernel calls in flight at once.
-        refuses: an allocation that does not fit fails at once, so that the call can recover. (A
-            system may promise more host memory than it has, and kill the process later.)
+            fits, can save time; so can two kernel calls in flight at once. An allocation that does
+            not fit fails at once, so that the call can recover. (A system may promise more host
+            memory than it has, and kill the process later.)
         pinned: the memory of results that is kept between calls; None: none is.
         word_bytes: the address and the size of each row must be multiples of this for its kernels.
     """
 
     kind = "cpu"
     own_memory = False
-    refuses = False
     word_bytes = 1
     pinned: PinnedPool | None = None
 

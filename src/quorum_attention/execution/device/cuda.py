@@ -35,7 +35,6 @@ class Cuda(Backend):
 
     kind = "cuda"
     own_memory = True
-    refuses = True
     word_bytes = 16
 
     def __init__(self) -> None:

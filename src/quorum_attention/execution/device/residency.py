@@ -38,7 +38,7 @@ def empty(
         OutOfMemoryError: host memory cannot hold it; says how much is missing.
     """
     backend = backend_of(device)
-    if not backend.refuses:
+    if not backend.own_memory:
         needed = dtype.itemsize * math.prod(shape)
         free = backend.free_bytes(device)
         if needed > free:

@@ -24,12 +24,7 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import alive, compare, told
 from quorum_attention.integrations.transformers import reader
-from quorum_attention.integrations.transformers.attending import (
-    HERE,
-    causal_of,
-    refuse,
-    says_only,
-)
+from quorum_attention.integrations.transformers.attending import HERE, causal_of, refuse, says_only
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options, names_of, options_of
 from quorum_attention.kernels.torch_private import uncompiled

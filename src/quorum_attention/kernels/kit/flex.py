@@ -28,10 +28,7 @@ from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.function import (
-    gradients_by_autograd,
-    recordable,
-)
+from quorum_attention.kernels.kit.function import gradients_by_autograd, recordable
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     block_lists,
@@ -41,12 +38,7 @@ from quorum_attention.kernels.masked.block_table import (
     sides,
     whole_region,
 )
-from quorum_attention.kernels.masked.functions import (
-    MaskMod,
-    ScoreMod,
-    codes,
-    over_pairs,
-)
+from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, codes, over_pairs
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
 from quorum_attention.kernels.masked.kernel import ByParts, ModsKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES

@@ -22,14 +22,7 @@ import torch
 
 from quorum_attention.counts import shown, switch
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
-from quorum_attention.kernels.protocol import (
-    CallShape,
-    Extent,
-    Indices,
-    Saved,
-    TaskTensors,
-    Three,
-)
+from quorum_attention.kernels.protocol import CallShape, Extent, Indices, Saved, TaskTensors, Three
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
 from quorum_attention.kernels.tensors import row_blocks
 
