@@ -201,7 +201,6 @@ def attention_backward(
         >>> [tuple(grad.shape) for grad in grads]
         [(1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)]
     """
-    refuse_traces("attention_backward", query, key, value)
     call = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
         written=CallOptions(**options),

@@ -158,6 +158,7 @@ def refuse_second(*args: Any) -> Any:
     raise NotImplementedError(_REFUSED.format("second"))
 
 
+@uncompiled
 def attend(
     tensors: Tensors, request: Request, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

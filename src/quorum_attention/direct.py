@@ -20,7 +20,14 @@ from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.lookup import BACKENDS, best_device
 from quorum_attention.kernels.registry import registrations
-from quorum_attention.kernels.torch_private import has_modes, has_transforms, uncompiled
+from quorum_attention.kernels.torch_private import (
+    PLAIN,
+    has_modes,
+    has_transforms,
+    is_traced,
+    refuse_traces,
+    uncompiled,
+)  # fmt: skip
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
 from quorum_attention.planner.calibration import rates_known
@@ -29,7 +36,6 @@ from quorum_attention.planner.calibration import rates_known
 _forward_ad, _autocast = torch.autograd.forward_ad, torch.is_autocast_enabled
 _deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
 _tracing, _records = torch._C._is_tracing, torch.is_grad_enabled
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float, str)
 _WORD = 16
 # When there are more requests, all are forgotten. (Under a mask each keeps its kernel's tables in
@@ -38,6 +44,7 @@ _MOST = 128
 _CACHE: dict[Hashable, Request] = {}
 
 
+@uncompiled
 def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | None:
     """What a call is looked up by; None if it is none that is remembered, as one with options.
     Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
@@ -91,7 +98,7 @@ def _lies(tensor: torch.Tensor, grows: bool = False) -> Hashable:
 
 def _is_plain(tensor: Any) -> bool:
     """Whether it is a dense tensor of torch's own classes. (Another may not even have sizes.)"""
-    if type(tensor) not in _PLAIN or tensor.layout is not _strided:
+    if type(tensor) not in PLAIN or tensor.layout is not _strided:
         return False
     return not (tensor.is_nested or tensor.is_neg())
 
@@ -127,39 +134,45 @@ def _is_unusual(kind: str) -> bool:
 def attention_results(
     query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): by an operator where the call is traced and one can make it."""
-    compiled = torch.compiler.is_dynamo_compiling()
-    results = as_operator(query, key, value, call) if compiled else None
-    return results or _eagerly(query, key, value, call)
+    """(out, lse): by the request of an earlier call if there is one, by an operator where the call
+    is traced and one can make it, else by a request of its own."""
+    name = None if torch.compiler.is_dynamo_compiling() else cache_key(query, key, value, call)
+    known = None if name is None else _CACHE.get(name)
+    if known is not None:  # of a call without ``out``
+        mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
+        return attend(Tensors(query, key, value, mask), known, None)
+    if is_traced(query, key, value):
+        results = as_operator(query, key, value, call)
+        if results is not None:
+            return results
+    return _anew(query, key, value, call, name)
 
 
 @uncompiled
-def _eagerly(
-    query: Any, key: Any, value: Any, call: Arguments
+def _anew(
+    query: Any, key: Any, value: Any, call: Arguments, name: Hashable | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) outside of torch's compiler, by the request of an earlier call if that may be."""
-    name = cache_key(query, key, value, call)
-    request = None if name is None else _CACHE.get(name)
-    if request is not None:  # of a call without ``out``, outside of all traces
-        mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
-        tensors = Tensors(query, key, value, mask)
-    elif (results := as_operator(query, key, value, call)) is not None:
-        return results
-    else:
-        tensors, request = checked_request("attention", query, key, value, call)
-        # Of tensors that were broadcast, others like the given ones are not.
-        same = tensors.query is query and tensors.key is key and tensors.value is value
-        if name is not None and same:
-            if len(_CACHE) >= _MOST:
-                _CACHE.clear()
-            _CACHE[name] = request = replace(request, decisions={})
+    """(out, lse) by a request of the call's own, which is kept under ``name``, if it has one."""
+    tensors, request = checked_request("attention", query, key, value, call)
+    # Of tensors that were broadcast, others like the given ones are not.
+    same = tensors.query is query and tensors.key is key and tensors.value is value
+    if name is not None and same:
+        if len(_CACHE) >= _MOST:
+            _CACHE.clear()
+        _CACHE[name] = request = replace(request, decisions={})
     return attend(tensors, request, call.out)
 
 
 def checked_request(
     function: str, query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[Tensors, Request]:
-    """``request_of`` with the settings here, of a call for which several devices may be named."""
+    """``request_of`` with the settings here, of a call for which several devices may be named.
+
+    Raises:
+        NotImplementedError: a trace is active, or made one of the tensors.
+        Errors as of ``request_of``.
+    """
+    refuse_traces(function, query, key, value)
     call = call._replace(written=filled(call.written))
     if several(call.written.devices):
         from quorum_attention.devices import pool  # processes, only where they are used

@@ -31,7 +31,7 @@ from quorum_attention.call.options import Arguments, CallOptions, Layer, current
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import has_transforms, is_traced, refuse_traces
+from quorum_attention.kernels.torch_private import has_transforms
 from quorum_attention.mask import NAMES, Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
@@ -63,20 +63,14 @@ _SCHEMAS = {
 def as_operator(
     query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(out, lse) of a call by the operator; None where it is not traced, and where the graph of
-    torch's compiler has to break because no operator can make it.
+    """(out, lse) of a call by the operator; None if it cannot make it: the graph of torch's
+    compiler has to break there, and other traces refuse the call.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: query, key and value do not fit each other; no
-            operator can make the call, and another trace is active.
+        TypeError, ValueError: query, key and value do not fit each other.
     """
-    compiled = torch.compiler.is_dynamo_compiling()
-    if not (compiled or is_traced(query, key, value)):
-        return None
     arguments = _arguments(query, key, value, call)
     if arguments is None:
-        if not compiled:
-            refuse_traces("attention", query, key, value)
         return None
     mask, sinks, options, numbers, parts = arguments
     seed = None

@@ -27,14 +27,13 @@ from quorum_attention.call.options import (
 )
 from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.direct import checked_request
-from quorum_attention.kernels.torch_private import capturing, is_fake
+from quorum_attention.kernels.torch_private import PLAIN, capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _Sdpa = Callable[..., torch.Tensor]
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 MIN_TOKENS = 4096
 
 _lock = Lock()
@@ -178,11 +177,10 @@ def _taken(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | 
     if not _is_long(query, key, value, call, least) or (not compiled and _is_special(query)):
         return None
     try:
-        results = as_operator(query, key, value, call)
-        if results is not None:
-            return results[0]
-        if compiled:
-            return None
+        if is_traced(query, key, value):
+            results = as_operator(query, key, value, call)
+            if results is not None or compiled:
+                return results and results[0]
         tensors, request = checked_request("attention", query, key, value, call)
     except (TypeError, ValueError, NotImplementedError):
         return None
@@ -200,7 +198,7 @@ def _is_long(query: Any, key: Any, value: Any, call: Arguments, least: int) -> b
     given = [query, key, value, *([] if mask is None or is_causal_bias(mask) else [mask])]
     # torch's compiler says of its own fake tensors that they are plain ones.
     compiled = torch.compiler.is_dynamo_compiling()
-    if not all(type(t) in _PLAIN or (not compiled and is_fake(t)) for t in given):
+    if not all(type(t) in PLAIN or (not compiled and is_fake(t)) for t in given):
         return False
     if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
         return False
@@ -210,9 +208,7 @@ def _is_long(query: Any, key: Any, value: Any, call: Arguments, least: int) -> b
 
 def _is_special(query: torch.Tensor) -> bool:
     """Whether the call is one that has to be torch's own, whatever its arguments."""
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._is_tracing():
-        return True
-    if capturing(query.device):
+    if torch.autograd.forward_ad._current_level >= 0 or capturing(query.device):
         return True
     if torch._C._are_functorch_transforms_active():
         kinds = [one.key() for one in torch._C._functorch.get_interpreter_stack() or ()]

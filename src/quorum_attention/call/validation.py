@@ -22,6 +22,7 @@ from quorum_attention.counts import shown, switch
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
 from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES
 from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.torch_private import PLAIN
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
 
@@ -124,16 +125,13 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
     Raises:
         NotImplementedError: it is nested, sparse or a wrapper of other tensors.
     """
-    if type(tensor) not in _PLAIN and _stands_for_others(tensor):
+    if type(tensor) not in PLAIN and _stands_for_others(tensor):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}, which stands for others"
         )
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise NotImplementedError(f"{name} must be a dense (strided) tensor, got a {kind} one")
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _stands_for_others(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,8 @@ from torch.overrides import _pop_mode, _push_mode
 
 _autograd: Any = torch._C._autograd
 _modes_before_dispatch = mode_stack_state_for_pre_dispatch()
+# torch's own classes of tensors: one of another class may stand for others.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 has_transforms = torch._C._are_functorch_transforms_active
 """Whether a transformation of torch.func's is active."""
 
@@ -89,7 +91,7 @@ def has_no_numbers(*tensors: object) -> bool:
 
     ``torch.compile`` is not one of them: it breaks the graph where it cannot trace.
     """
-    if True in [type(tensor) not in _REAL and is_fake(tensor) for tensor in tensors]:
+    if True in [type(tensor) not in PLAIN and is_fake(tensor) for tensor in tensors]:
         return True
     keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
     return has_modes() and (
@@ -99,13 +101,11 @@ def has_no_numbers(*tensors: object) -> bool:
 
 
 def is_traced(*inputs: object) -> bool:
-    """Whether a call is traced and should be one operator: by make_fx or torch.export, of fake
-    tensors, under functionalization, or where a selective checkpoint chooses among operators."""
-    if torch._C._is_tracing():
-        raise NotImplementedError(
-            "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
-            "torch.compile or torch.export"
-        )
+    """Whether a call is traced and should be one operator: by torch's compiler, make_fx or
+    torch.export, of fake tensors, under functionalization, or where a selective checkpoint chooses
+    among operators."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return has_no_numbers(*inputs) or any(type(mode).__name__ in _SELECTIVE for mode in modes)
 
@@ -122,13 +122,10 @@ def refuse_traces(function: str, *tensors: torch.Tensor | None) -> None:
     """
     if torch._C._is_tracing() or has_no_numbers(*tensors):
         raise NotImplementedError(
-            f"{function} cannot be traced: a trace's tensors have no numbers, and a call is "
-            f"planned by what runs right on the device. Call it outside; torch.compile does so by "
-            f"itself (a graph break)"
+            f"{function} cannot be traced, by torch.jit.trace or like this: a trace's tensors have "
+            "no numbers, and a call is planned by what runs right on the device. Call it outside; "
+            "torch.compile does so by itself (a graph break)"
         )
-
-
-_REAL = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
 def is_fake(tensor: object) -> bool:
