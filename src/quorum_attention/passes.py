@@ -75,7 +75,6 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
     if request.runner is not None:
         return request.runner.forward(tensors, request)
     decision = decide_forward(tensors, request)
-    _keep(request, None, decision)
     if request.mask_grad:
         check_mask_gradient(decision.problem.kernel)
     results = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
@@ -149,7 +148,6 @@ def _run_gradients(
     if request.work.columns and (made := _again(tensors, request, given)) is not None:
         return made
     decision = decide_backward(tensors, request, given)
-    _keep(request, given, decision)
     of_mask = _mask_gradient(tensors, request, given, decision.problem)
     results = dict(zip(_NAMES, given.grads or (), strict=False))
     return (*_run(tensors, request, decision, results, given), *of_mask)
@@ -184,10 +182,8 @@ def _again(
 ) -> tuple[torch.Tensor, ...] | None:
     """The results of a pass that was one kernel call before; None if it was not, or has to be
     planned now."""
-    if request.decisions is None:
-        return None
-    problem = request.decisions.get(_pass_key(request, given))
-    made = None if problem is None else _at_once(_job(tensors, request, problem, None, given))
+    problem = (request.decisions or {}).get(_pass_key(request, given))
+    made = None if problem is None else _at_once(tensors, request, problem, {}, given)
     return None if made is None else tuple(map(as_own, made))
 
 
@@ -230,11 +226,7 @@ def compute_block(
 @contextmanager
 def _computing(device: torch.device) -> Iterator[None]:
     """For what a device computes: without gradients and autocast, by our error out of memory."""
-    with (
-        backend_of(device).current(device),
-        numbers_only("cpu", device.type),
-        named_out_of_memory(),
-    ):
+    with backend_of(device).current(device), numbers_only(), named_out_of_memory():
         yield
 
 
@@ -364,11 +356,12 @@ def _run(
         results: those that are preallocated, by the names of their states.
         given: what a backward reads beside the inputs.
     """
+    _keep(request, given, decision)
     device, watched, made = request.options.device, request.report, None
     report = PassReport(decision.problem.kernel.name)
     if decision.plan is None:
         begun = time.perf_counter()
-        made = _at_once(_job(tensors, request, decision.problem, results, given))
+        made = _at_once(tensors, request, decision.problem, results, given)
         report.seconds = time.perf_counter() - begun
     if made is None:
         decision = with_plan(decision) if decision.plan is None else decision
@@ -400,12 +393,16 @@ def _run(
     return tuple([r if id(r) in preallocated else as_own(r) for r in made])
 
 
-def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
+def _at_once(
+    tensors: Tensors, request: Request, problem: Problem, results: Mapping[str, torch.Tensor],
+    given: BackwardInputs | None,
+) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
     """The results of one kernel call; None if the pass has to be planned: memory ran out, or
     gradients in 16 bits are not finite."""
-    backend = backend_of(job.device)
+    job, device = _job(tensors, request, problem, results, given), request.options.device
+    backend = backend_of(device)
     try:
-        with backend.current(job.device), numbers_only("cpu", job.device.type):
+        with backend.current(device), numbers_only():
             return at_once(job)
     except Exception as error:
         if not is_out_of_memory(error):

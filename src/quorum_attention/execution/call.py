@@ -7,6 +7,7 @@ head, and the finished gradients are multiplied by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -25,9 +26,7 @@ from quorum_attention.execution.problem import (
     PassSpec,
     Problem,
     StateSpec,
-    flat_entries,
     group_part,
-    takes_wide,
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.kernels.dropout import Dropout
@@ -255,7 +254,10 @@ def divided_upstream(
     largest = rows.unflatten(-2, (work.kv_heads, -1)).amax(dim=(-2, -1))
     # 2**(exponent - 1) <= largest < 2**exponent
     exponent = torch.frexp(largest.to(torch.float64)).exponent
-    exponent -= _WIDE_LARGEST if takes_wide(problem.kernel, work) else _PLAIN_LARGEST
+    # Some kernels take one as large as fp16 holds: it is divided again for each unit, or meets
+    # nothing narrower than fp32, as with dropout.
+    wide = problem.kernel.wide_products or work.dtype in problem.kernel.scaled_backward
+    exponent -= _WIDE_LARGEST if wide else _PLAIN_LARGEST
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     by_query = power_of_two(-exponent.int()).repeat_interleave(work.queries_per_key_head, dim=-1)
     tensor = torch.empty(grad_out.shape, dtype=work.dtype, device=grad_out.device)
@@ -396,11 +398,17 @@ class Job:
         if self.progress is not None:
             self.progress(done, total, self.spec.name)
 
+    def entries(self, group: Group) -> tuple[int, ...]:
+        """The indices of a group's batch entries when the batch dimensions are flattened."""
+        sizes = self.work.batch_shape
+        steps = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+        return tuple(sum(i * n for i, n in zip(e, steps, strict=True)) for e in group.entries)
+
     def dropout_of(self, group: Group) -> Dropout | None:
         """The dropout of a head group, numbered in the whole call."""
         if self.dropout is None:
             return None
-        return self.dropout.at(group.query_heads.start, flat_entries(self.work, group)[0])
+        return self.dropout.at(group.query_heads.start, self.entries(group)[0])
 
     def bias(self, group: Group, task: Task) -> Bias:
         """The function that gives the additive mask of each rectangle of ``task``."""
@@ -441,6 +449,6 @@ class Job:
             timed=tools.clock.timed,
             lanes=tools.lanes,
             first_head=group.query_heads.start,
-            entries=flat_entries(self.work, group),
+            entries=self.entries(group),
             dropout=self.dropout_of(group),
         )

@@ -108,12 +108,6 @@ def groups(work: CallShape, size: GroupSize) -> Iterator[Group]:
             yield Group(chosen, head, min(head + size.kv_heads, work.kv_heads), shared)
 
 
-def flat_entries(work: CallShape, group: Group) -> tuple[int, ...]:
-    """The indices of a group's batch entries when the batch dimensions are flattened."""
-    steps = [math.prod(work.batch_shape[at + 1 :]) for at in range(len(work.batch_shape))]
-    return tuple(sum(i * n for i, n in zip(e, steps, strict=True)) for e in group.entries)
-
-
 def count_groups(work: CallShape, size: GroupSize) -> int:
     """How many groups ``groups`` yields."""
     return -(-work.batch // size.batch) * -(-work.kv_heads // size.kv_heads)
@@ -383,12 +377,6 @@ def scales(kernel: InnerKernel, work: CallShape) -> bool:
     """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
     # Kernels that have dropout compute it in fp32, or scale by themselves.
     return work.dtype in kernel.scaled_backward and not work.dropout
-
-
-def takes_wide(kernel: InnerKernel, work: CallShape) -> bool:
-    """Whether a backward by ``kernel`` may be handed an upstream gradient as large as fp16 holds:
-    it is divided again for each unit, or meets nothing narrower than fp32, as with dropout."""
-    return kernel.wide_products or work.dtype in kernel.scaled_backward
 
 
 @dataclass(frozen=True, slots=True)

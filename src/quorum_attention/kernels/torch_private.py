@@ -51,7 +51,7 @@ def outside() -> Iterator[None]:
             off.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
         # First, because it also sets whether gradients are recorded.
         off.enter_context(torch.inference_mode(False))
-        off.enter_context(numbers_only("cpu", "cuda"))
+        off.enter_context(numbers_only())
         # For what records a graph of its own. Torch calls the innermost hooks alone; where it has
         # been told to refuse hooks, there are none. A saved output would hold the graph that has
         # it, for good.
@@ -74,15 +74,15 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def numbers_only(*device_types: str) -> AbstractContextManager[object]:
+def numbers_only() -> AbstractContextManager[object]:
     """Turns gradients off, and autocast, so that kernels compute in the dtypes of their inputs."""
-    kinds = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
-    if not kinds:
+    if not torch._C._is_any_autocast_enabled():
         return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     off = ExitStack()
     off.enter_context(torch.no_grad())
-    for kind in kinds:
-        off.enter_context(torch.autocast(kind, enabled=False))
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            off.enter_context(torch.autocast(kind, enabled=False))
     return off
 
 
