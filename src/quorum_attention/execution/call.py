@@ -142,13 +142,14 @@ def rows_are_dense(tensor: torch.Tensor) -> bool:
     with misaligned addresses. Rows whose length is no multiple of a word may start anywhere,
     because they are padded, which copies them.
     """
-    *sizes, width = tensor.shape
-    *steps, step = tensor.stride()
-    if step != 1 and width > 1:
-        return False
-    # Rows may be all the same.
-    if True in [n > 1 and 0 < s < width for n, s in zip(sizes, steps, strict=True)]:
-        return False
+    if not tensor.is_contiguous():
+        *sizes, width = tensor.shape
+        *steps, step = tensor.stride()
+        if step != 1 and width > 1:
+            return False
+        # Rows may be all the same.
+        if True in [n > 1 and 0 < s < width for n, s in zip(sizes, steps, strict=True)]:
+            return False
     word = backend_of(tensor.device).word_bytes
     return word == 1 or _at_whole_words(tensor, word)
 
@@ -227,7 +228,7 @@ _LARGEST_EXPONENT = 120
 
 def outreaches(gradient: torch.dtype, inputs: torch.dtype) -> bool:
     """Whether dtype ``gradient`` has numbers that are too small or large for dtype ``inputs``."""
-    return torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
+    return gradient != inputs and torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
 
 
 def divided_upstream(

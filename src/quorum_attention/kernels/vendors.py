@@ -4,9 +4,8 @@ CPUs, with dropout tile by tile instead."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -445,7 +444,7 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
 _forward: Any = getattr(torch, _CPU, None) or getattr(torch.ops.aten, _CPU, None)
-_backward: Any = getattr(torch.ops.aten, f"{_CPU}_backward", None)
+_backward: Any = getattr(torch.ops.aten, f"{_CPU}_backward").default
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
@@ -509,18 +508,17 @@ class CpuKernel(RectangleKernel):
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
         value_dim = call.value.shape[-1]
-        inputs = [pad_last(t, max(call.query.shape[-1], value_dim)) for t in call.inputs]
-        out, lse = _forward(*inputs, 0.0, call.causal, attn_mask=call.bias, scale=call.scale)
+        three = _of_one_width(call, call.inputs)
+        out, lse = _forward(*three, 0.0, call.causal, attn_mask=call.bias, scale=call.scale)
         return (out if out.shape[-1] == value_dim else out[..., :value_dim]), lse
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
         head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
-        pad = partial(pad_last, width=max(head_dim, value_dim))
+        five = _of_one_width(call, (saved.grad_out, *call.inputs, saved.out))
         dq, dk, dv = _backward(
-            pad(saved.grad_out), *map(pad, call.inputs), pad(saved.out), saved.lse, 0.0,
-            call.causal, attn_mask=call.bias, scale=call.scale,
-        )  # fmt: skip
+            *five, saved.lse, 0.0, call.causal, attn_mask=call.bias, scale=call.scale
+        )
         if head_dim == value_dim:
             return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
@@ -591,6 +589,14 @@ class CpuKernel(RectangleKernel):
         inside += _pad_bytes(call, sizes, (width, width), backward=True)
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
         return max(_TRIAL_BYTES, sizes.backward_bytes(inside, gradients, adding))
+
+
+def _of_one_width(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Tensors of a call, with zero columns where its head and value dimensions differ."""
+    head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
+    if head_dim == value_dim:
+        return tensors
+    return [pad_last(tensor, max(head_dim, value_dim)) for tensor in tensors]
 
 
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
