@@ -12,7 +12,7 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
-from quorum_attention.execution.problem import PassSpec, Problem, count_groups
+from quorum_attention.execution.problem import PassSpec, Problem, WorkCounts, count_groups
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.kernels.protocol import CallShape, Lengths
 from quorum_attention.planner.hardware import HardwareModel
@@ -230,14 +230,10 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         if load.merges:
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.dtype.itemsize)
             merged = sample.merged * lanes * scale * width * spec.combined
-    up_rate, down_rate = hardware.up_bytes_per_second, hardware.down_bytes_per_second
+    up, down = _copy_seconds(load, hardware)
     copies = sample.runs * load.run_copies * group.batch * group.kv_heads
     if load.resident:
         copies *= _DEVICE_COPIES
-        if hardware.overlaps:
-            # Nothing crosses the bus: copies read and write device memory.
-            up_rate = down_rate = hardware.merge_bytes_per_second / 2
-    up, down = load.up / up_rate, load.down / down_rate
     calls += (load.at_once is not None) * load.units * hardware.call_seconds
     set_up = load.units * (hardware.unit_seconds + copies * hardware.copy_seconds)
     return Cost(
@@ -252,6 +248,22 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         even=load.even,
         overlaps=hardware.overlaps,
     )
+
+
+def _copy_seconds(load: WorkCounts, hardware: HardwareModel) -> tuple[float, float]:
+    """Seconds of the copies to the slots and back."""
+    up_rate, down_rate = hardware.up_bytes_per_second, hardware.down_bytes_per_second
+    if load.resident and hardware.overlaps:
+        # Nothing crosses the bus: copies read and write device memory.
+        up_rate = down_rate = hardware.merge_bytes_per_second / 2
+    return load.up / up_rate, load.down / down_rate
+
+
+def least_cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> float:
+    """Seconds that the cost of a schedule is not below, found without a look at its tasks."""
+    load = schedule.route.work_counts(schedule, problem)
+    issue = load.in_slots * load.units * hardware.unit_seconds
+    return max(least_seconds(problem, hardware), issue, *_copy_seconds(load, hardware))
 
 
 def price(schedule: Schedule, problem: Problem, hardware: HardwareModel, why: str = "") -> Plan:

@@ -28,7 +28,7 @@ from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner import policy
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import kernel_hardware, least_seconds, price
+from quorum_attention.planner.price import kernel_hardware, least_cost, least_seconds, price
 from quorum_attention.quorums import chunk_count, quorum_sizes
 from quorum_attention.sizes import format_bytes, format_least, format_seconds
 
@@ -137,7 +137,7 @@ class _Search:
         best: the schedule that fits and is predicted fastest, the monolithic call left aside.
         monolithic: the monolithic call, where it fits.
         smallest: the schedule of the fewest bytes, whether it fits or not.
-        fitting: how many schedules fit, the monolithic call left aside.
+        tried: how many schedules were looked at, the monolithic call left aside.
     """
 
     problem: Problem
@@ -146,7 +146,7 @@ class _Search:
     best: Plan | None = None
     monolithic: Plan | None = None
     smallest: tuple[Schedule, Footprint] | None = None
-    fitting: int = 0
+    tried: int = 0
 
     @property
     def nothing(self) -> bool:
@@ -154,18 +154,24 @@ class _Search:
         return self.best is None and self.monolithic is None
 
     def look(self, schedules: Iterable[Schedule]) -> Plan | None:
-        """Price the schedules that fit. A monolithic call that needs no comparison is returned."""
+        """Price the schedules that fit and may be faster than the best. A monolithic call that needs
+        no comparison is returned."""
         for schedule in schedules:
+            every = schedule.is_all(self.problem.work) and isinstance(schedule.route, Whole)
+            self.tried += not every
+            if self.best is not None and not every:
+                # Most take longer than the best one by their copies alone.
+                least = least_cost(schedule, self.problem, self.hardware)
+                if least > _score(self.best):
+                    continue
             footprint = schedule.route.memory_use(schedule, self.problem)
             total = footprint.total
             if self.smallest is None or total < self.smallest[1].total:
                 self.smallest = schedule, footprint
-            every = schedule.is_all(self.problem.work)
             if total > self.constraints.budget_bytes:
                 continue
             found = price(schedule, self.problem, self.hardware)
-            if not (every and isinstance(schedule.route, Whole)):
-                self.fitting += 1
+            if not every:
                 if self.best is None or _score(found) < _score(self.best):
                     self.best = found
             elif found.predicted_seconds < policy.WORTH_COMPARING:
@@ -211,7 +217,7 @@ class _Search:
             if taken is self.monolithic:
                 return "the uncut call fits, and no cut is clearly faster"
             return f"predicted clearly faster than the uncut call ({spent})"
-        reason = f"predicted to be the fastest of {self.fitting} schedules that fit"
+        reason = f"predicted to be the fastest of {self.tried} schedules"
         if whole_bytes > self.constraints.budget_bytes:
             reason += f"; the uncut call needs {format_bytes(whole_bytes)}"
         if not taken.levels:
