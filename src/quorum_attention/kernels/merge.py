@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -218,6 +220,22 @@ def _kernel(name: str) -> Any:
     from quorum_attention.kernels import merge_triton
 
     return getattr(merge_triton, f"_{name}_kernel")
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import Triton and hash its files, as its cache does, while the host tests and plans a call:
+    0.6 s of a first one."""
+    if triton_available():
+        threading.Thread(target=_imported, name="imports Triton").start()
+
+
+def _imported() -> None:
+    with suppress(ImportError):  # a launch says why
+        _kernel("merge")
+        from triton.runtime.cache import triton_key  # elsewhere in other versions
+
+        triton_key()
 
 
 def _launch(kernel: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:

@@ -14,6 +14,7 @@ from quorum_attention.errors import is_out_of_memory
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import Fa4Kernel
+from quorum_attention.kernels.merge import warm_up
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import (
     Call,
@@ -161,6 +162,8 @@ def select_kernel(
         ValueError, TypeError: there is no such kernel.
     """
     present = tried and (device.type != "cuda" or torch.cuda.is_available())
+    if present and device.type == "cuda" and flops >= LONG_FLOPS:
+        warm_up()
     why = partial(why_not, call=call, device=device) if present else partial(refusal, call=call)
     if wanted != "auto":
         kernel = get_kernel(wanted)
