@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.kernels import CallShape, CpuKernel, DenseKernel, MaskShape, get_kernel, probe
+from quorum_attention.kernels import (
+    CallShape,
+    CpuKernel,
+    DenseKernel,
+    MaskShape,
+    get_kernel,
+    probe,
+    registry,
+)
 from quorum_attention.kernels.registry import registrations, select_kernel
+from quorum_attention.kernels.vendors import CudnnKernel
 
 
 def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> CallShape:
@@ -76,6 +86,29 @@ def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
     reason = str(probe(Broken(how), call(needs_grad=True)))
     assert word in reason
     assert "\n" not in reason
+
+
+def test_one_process_tests_torchs_operators_for_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But for those that fail, and again where a version differs or the file is damaged."""
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
+    reasons, tested = iter(["it is wrong", None, None, None]), []
+    monkeypatch.setattr(registry, "capturing", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    tried = lambda kernel, *_: tested.append(kernel) or next(reasons)  # noqa: E731
+    monkeypatch.setattr(registry, "_tried_with_memory", tried)
+
+    def in_another_process() -> tuple[str | None, int]:
+        reason = probe(CudnnKernel(), call("cuda", torch.float16), torch.device("cuda:0"))
+        return reason, len(tested)
+
+    assert in_another_process() == ("it is wrong", 1)
+    assert [in_another_process() for _ in range(3)] == [(None, 2)] * 3
+    monkeypatch.setattr(torch, "__version__", "9.0")
+    assert [in_another_process() for _ in range(2)] == [(None, 3)] * 2
+    (tmp_path / "passed.json").write_text('{"no": "list"}')
+    assert [in_another_process() for _ in range(2)] == [(None, 4)] * 2
 
 
 class SizeOfTheScale(DenseKernel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,7 +12,7 @@ import torch
 
 from quorum_attention.counts import shown
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.kernels.cache import remembered
+from quorum_attention.kernels.cache import load, remembered, store
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.merge import warm_up
@@ -236,8 +237,8 @@ _TOLERANCES = {
 }
 
 
-# Answers remembered for each kernel.
-_ANSWERS = 1024
+# Answers remembered for each kernel, and tests in the file of those that were passed.
+_ANSWERS, _PASSED = 1024, "passed.json"
 
 
 def probe(kernel: Kernel, call: CallShape, device: torch.device | None = None) -> str | None:
@@ -275,8 +276,29 @@ def _answer(
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
             f"such call first, as warm-up"
         )
+    # torch's own operators on a GPU are tested by one process for all others.
+    kept = device.type == "cuda" and type(kernel).__module__ == CudnnKernel.__module__
+    name = _test_name(kernel, call, device, deterministic) if kept else ""
+    if kept and name in _as_list(load(_PASSED)):
+        return None
     with outside():
-        return _tried_with_memory(kernel, call, device)
+        reason = _tried_with_memory(kernel, call, device)
+    if kept and reason is None:
+        with suppress(OSError):
+            store(_PASSED, lambda known: [*_as_list(known), name][-_ANSWERS:])
+    return reason
+
+
+def _test_name(kernel: Kernel, call: CallShape, device: torch.device, deterministic: bool) -> str:
+    """Of a test of an operator of torch's, in all that may change its result."""
+    versions = torch.__version__, torch.backends.cudnn.version(), flash_implementation()
+    where = torch.cuda.get_device_name(device), deterministic
+    return repr((*versions, *where, kernel.name, call))
+
+
+def _as_list(known: object) -> list[str]:
+    """What the file of passed tests says; nothing if it is damaged."""
+    return known if isinstance(known, list) else []
 
 
 def _tried_with_memory(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:

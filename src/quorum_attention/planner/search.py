@@ -154,8 +154,8 @@ class _Search:
         return self.best is None and self.monolithic is None
 
     def look(self, schedules: Iterable[Schedule]) -> Plan | None:
-        """Price the schedules that fit and may be faster than the best. A monolithic call that needs
-        no comparison is returned."""
+        """Price the schedules that fit and may be faster than the best one. A monolithic call that
+        needs no comparison is returned."""
         for schedule in schedules:
             every = schedule.is_all(self.problem.work) and isinstance(schedule.route, Whole)
             self.tried += not every
