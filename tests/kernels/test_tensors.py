@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed.tensor  # looks at cuDNN's operators, which a test replaces
 from helpers_attention import attention, gradients
 
 from quorum_attention.kernels import vendors
