@@ -243,8 +243,14 @@ def scaled(layer: Any, _: Any) -> None:
     around(layer.self_attn, forward)
 
 
+def tuned(layer: Any, _: Any) -> None:
+    """Queries are scaled by their number, as Llama 4's, from so far on that no trial sees it."""
+    around(layer.self_attn.q_proj, lambda f, x: f(x) * (1 + torch.arange(len(x[0])) // 70)[:, None])
+
+
 OTHERS: dict[str, Any] = {
     "counting": counting, "averaging": averaging, "normed": normed, "scaled": scaled,
+    "tuned": tuned,
     "convolved": lambda layer, _: around(layer.mlp, lambda plain, x: plain(x + x.roll(1, 1))),
     "detached": lambda layer, _: around(layer.self_attn.k_proj, lambda f, x: f(x).detach()),
     "twice": lambda layer, _: around(layer.self_attn, lambda f, **n: (f(**n)[0] + f(**n)[0], 0)),

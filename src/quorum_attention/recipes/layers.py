@@ -55,7 +55,7 @@ class LayerInTiles:
         self.weights: list[torch.Tensor] = []  # that learn
         self._call: Any = None  # of attention, beside its tensors
         self._ran = False
-        self._mode: Callable[[], Any] = nullcontext  # of each run
+        self._mode: Callable[[int], Any] = nullcontext  # of each run
 
     def why_not(self, hidden: torch.Tensor) -> str | None:
         """Why it runs whole, if it does: it computes the same in tiles, forward and backward, tried
@@ -156,7 +156,7 @@ class LayerInTiles:
             raise _ProjectedError
 
         with suppress(_ProjectedError):
-            self._run(end, start, tile)
+            self._run(end, start, tile, tile.shape[1])
         return found[0]
 
     def _attended(self, three: Any) -> torch.Tensor:
@@ -171,8 +171,11 @@ class LayerInTiles:
         """What comes of a tile and its rows of attention's output."""
         return [self._run(lambda *_: rows, start, tile)]
 
-    def _run(self, instead: Callable[..., Any], start: int, tile: torch.Tensor) -> Any:
-        """The layer on a tile, with something in place of its attention."""
+    def _run(
+        self, instead: Callable[..., Any], start: int, tile: torch.Tensor, numbers: int = 0
+    ) -> Any:
+        """The layer on a tile, with something in place of its attention; on trial it may not make
+        that many numbers."""
         from quorum_attention.integrations.transformers.attending import HERE
 
         def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +188,7 @@ class LayerInTiles:
         given, named = tree_map_only(torch.Tensor, part, (self._given, self._layer.keywords))
         outside, HERE.instead = HERE.instead, instead
         try:
-            with self._alike(start), self._mode():
+            with self._alike(start), self._mode(numbers):
                 return self._layer.func(*self._layer.args, tile, *given, **named)
         finally:
             HERE.instead = outside
@@ -249,11 +252,22 @@ class _Tiles(torch.autograd.Function):
             return None, None, *wholes, *(sums[n].to(k) if n in sums else None for n, k in kinds)
 
 
-class _NoDropout(TorchFunctionMode):
-    """Each token has its own numbers, in tiles others."""
+class _Trial(TorchFunctionMode):
+    """Without dropout: each token has its own random numbers, in tiles others.
+
+    Before its attention a layer is refused ``numbers`` in a row, one of each token: in every tile
+    they would begin at 0. Llama 4 scales queries by them, from the 8,192nd on, which is not tried.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self._numbers = numbers
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
-        return args[0] if function is dropout else function(*args, **(named or {}))
+        found = args[0] if function is dropout else function(*args, **(named or {}))
+        if function is torch.arange and len(found) == self._numbers:
+            raise NotImplementedError("it counts its tokens")
+        return found
 
 
 @contextmanager
@@ -272,8 +286,8 @@ def _unhooked(weights: list[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _on_trial(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> Iterator[None]:
-    with swapping, _reparametrize_module(module, buffers), _NoDropout():
+def _on_trial(module: torch.nn.Module, buffers: Any, numbers: int) -> Iterator[None]:
+    with swapping, _reparametrize_module(module, buffers), _Trial(numbers):
         yield
 
 

@@ -69,11 +69,17 @@ def _has_own_forward(module: torch.nn.Module) -> bool:
 
 
 def _patch_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-    """Let the module run ``forward(module, ...)``."""
-    setattr(forward, _OURS, True)
-    forward.__name__ = "forward"  # what a pickled module looks up in its class
+    """Let the module run ``forward(plain, module, ...)``, where ``plain`` is that of its class."""
+    plain = type(module).forward
+
+    @wraps(plain)
+    def ours(self: torch.nn.Module, *args: Any, **named: Any) -> Any:
+        return forward(plain, self, *args, **named)
+
+    setattr(ours, _OURS, True)
+    ours.__name__ = "forward"  # what a pickled module looks up in its class
     # Bound to the module, so that a copy of the module gets one bound to itself.
-    module.forward = MethodType(forward, module)
+    module.forward = MethodType(ours, module)
 
 
 @contextmanager
@@ -121,7 +127,7 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
         if not _goes_token_by_token(one):
             return Change(MLP, False, f"{kind.__name__} has other results for parts of the tokens")
     for module in found:
-        _tile(module, tokens)
+        _patch_forward(module, partial(_tile, tokens))
     return Change(MLP, True, f"{counted(len(found), 'MLP')}, {tokens:,} tokens at a time")
 
 
@@ -144,18 +150,12 @@ def _goes_token_by_token(module: torch.nn.Module) -> bool:
     return checked > 0
 
 
-def _tile(module: torch.nn.Module, tokens: int) -> None:
-    plain: Any = type(module).forward
-
-    @wraps(plain)
-    def forward(self: torch.nn.Module, x: torch.Tensor) -> Any:
-        rows = x.numel() // x.shape[-1] if x.numel() else 0
-        if rows <= tokens:
-            return plain(self, x)
-        length = -(-x.shape[-2] // -(-rows // tokens))  # of all texts: tiles of about one length
-        return _tiles(plain, self, x.split(length, -2))
-
-    _patch_forward(module, forward)
+def _tile(tokens: int, plain: Any, module: torch.nn.Module, x: torch.Tensor) -> Any:
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    if rows <= tokens:
+        return plain(module, x)
+    length = -(-x.shape[-2] // -(-rows // tokens))  # of all texts: tiles of about one length
+    return _tiles(plain, module, x.split(length, -2))
 
 
 @uncompiled
@@ -186,7 +186,7 @@ def fuse_norms(model: torch.nn.Module) -> Change:
     if not fused:
         return Change(NORMS, False, "torch has no kernel for the norms of this model on its device")
     for module in fused:
-        _fuse(module)
+        _patch_forward(module, partial(_fused, _epsilon(module)))
     return Change(NORMS, True, f"{counted(len(fused), 'norm')}, torch's rms_norm")
 
 
@@ -221,19 +221,13 @@ def _is_fused(weight: torch.Tensor) -> bool:
         return "Fused" in type(rms_norm(x, x.shape, weight, 1.0).grad_fn).__name__
 
 
-def _fuse(module: torch.nn.Module) -> None:
-    plain, epsilon = type(module).forward, _epsilon(module)
-
-    @wraps(plain)
-    def forward(self: Any, *args: Any, **named: Any) -> Any:
-        x, weight = args[0] if len(args) == 1 and not named else None, self.weight
-        # Autocast may give such a norm another dtype than its own forward does.
-        cast = x is not None and x.dtype.itemsize < 4 and torch.is_autocast_enabled(x.device.type)
-        if x is None or x.dtype != weight.dtype or cast:
-            return plain(self, *args, **named)
-        return rms_norm(x, weight.shape, weight, epsilon)
-
-    _patch_forward(module, forward)
+def _fused(epsilon: float | None, plain: Any, module: Any, *args: Any, **named: Any) -> Any:
+    x, weight = args[0] if len(args) == 1 and not named else None, module.weight
+    # Autocast may give such a norm another dtype than its own forward does.
+    cast = x is not None and x.dtype.itemsize < 4 and torch.is_autocast_enabled(x.device.type)
+    if x is None or x.dtype != weight.dtype or cast:
+        return plain(module, *args, **named)
+    return rms_norm(x, weight.shape, weight, epsilon)
 
 
 class _Here(threading.local):  # torch's compiler reads it; of a ContextVar it would leave its graph
@@ -260,7 +254,7 @@ def chunk_loss(model: Any) -> Change:
     if head.weight.device.type == "meta":
         return Change(LOSS, False, "the weights are not loaded yet")
     _patch_forward(head, _head_forward)
-    _patch_forward(model, _model_forward(model))
+    _patch_forward(model, partial(_model_forward, inspect.signature(type(model).forward)))
     model.loss_function = _chunked
     why = _why_not(model)
     if why is not None:
@@ -270,33 +264,28 @@ def chunk_loss(model: Any) -> Change:
     return Change(LOSS, True, f"{tokens:,} tokens at a time; a call with labels has no logits")
 
 
-def _head_forward(self: torch.nn.Linear, states: torch.Tensor) -> Any:
-    product = partial(linear, weight=self.weight, bias=self.bias)
+def _head_forward(_: Any, head: torch.nn.Linear, states: torch.Tensor) -> Any:
+    product = partial(linear, weight=head.weight, bias=head.bias)
     # A hook may ask whether they are a tensor; or the weights are there within the forward alone.
-    hooks = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
+    hooks = head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
     if not _here.chunks or hooks or _has_any_global_hook():
         return product(states)
     return _Logits(states, product)
 
 
-def _model_forward(model: Any) -> Callable[..., Any]:
-    plain = type(model).forward
-    signature = inspect.signature(plain)
-
-    @wraps(plain)
-    def forward(self: Any, *args: Any, **named: Any) -> Any:
-        labels = signature.bind_partial(self, *args, **named).arguments.get("labels")
-        outside = _here.chunks  # it may run within another model
-        _here.chunks = labels is not None and self.loss_function is _chunked
-        try:
-            found = plain(self, *args, **named)
-        finally:
-            _here.chunks = outside
-        if isinstance(found, tuple):  # by position: they have to be there
-            return tree_map_only(_Logits, lambda one: one.of(one.states), found)
-        return tree_map_only(_Logits, lambda one: None, found)
-
-    return forward
+def _model_forward(
+    signature: inspect.Signature, plain: Any, model: Any, *args: Any, **named: Any
+) -> Any:
+    labels = signature.bind_partial(model, *args, **named).arguments.get("labels")
+    outside = _here.chunks  # it may run within another model
+    _here.chunks = labels is not None and model.loss_function is _chunked
+    try:
+        found = plain(model, *args, **named)
+    finally:
+        _here.chunks = outside
+    if isinstance(found, tuple):  # by position: they have to be there
+        return tree_map_only(_Logits, lambda one: one.of(one.states), found)
+    return tree_map_only(_Logits, lambda one: None, found)
 
 
 class _Logits:

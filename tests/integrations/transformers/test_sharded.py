@@ -142,6 +142,9 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
     places = torch.arange(8)[None] + 8 * rank
     with pytest.raises(NotImplementedError, match="layers conv"):
         model(input_ids=ids, position_ids=places)
+    tuned = attended(tiny("llama4_text", {"floor_scale": 24}), "sharded")
+    with pytest.raises(NotImplementedError, match="scales queries by a count"):
+        tuned(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
     counting = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**small))
     blind = transformers.BartForCausalLM(
         transformers.BartConfig(vocab_size=96, d_model=32, decoder_layers=1, decoder_ffn_dim=48)

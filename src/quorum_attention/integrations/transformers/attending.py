@@ -90,6 +90,7 @@ def _attend(
     position_bias: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
+    compute: Callable[..., torch.Tensor] = attention,
     **others: Any,
 ) -> torch.Tensor:
     """One attention of a layer, as Transformers' ``AttentionInterface`` calls it.
@@ -106,6 +107,7 @@ def _attend(
         s_aux: (heads,) sinks.
         position_bias: (1 or batch, heads, queries, keys), added to the scores.
         cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) where packed documents begin, and the end.
+        compute: in place of ``attention``.
         others: refused if they may change results.
 
     Returns:
@@ -139,11 +141,13 @@ def _attend(
         mask = replace(mask, softcap=softcap, sinks=s_aux)
     square = mask.offset in (None, 0) and query.shape[2] == key.shape[2]
     plain = says_only(mask, "causal", "offset") and (square or not mask.causal)
-    rest = (dropout, plain and bool(mask.causal), scaling, query.shape[1] != key.shape[1])
-    if plain and query.shape[2] < options.shortest:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return sdpa(query, key, value, None, *rest[:2], scale=scaling, enable_gqa=rest[3])
-    return attention(query, key, value, None if plain else mask, *rest, **options.of_call())
+    small = plain and query.shape[2] < options.shortest
+    sdpa: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+    return (sdpa if small else compute)(
+        query, key, value, None if plain else mask, dropout_p=dropout, scale=scaling,
+        is_causal=plain and bool(mask.causal), enable_gqa=query.shape[1] != key.shape[1],
+        **({} if small else options.of_call()),
+    )  # fmt: skip
 
 
 def _mask(

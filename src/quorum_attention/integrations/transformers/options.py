@@ -88,7 +88,7 @@ class Options:
         if self.min_tokens is not None:
             return self.min_tokens
         plain = self.budget is None and self.kernel == "auto" and self.depth == "auto"
-        return _MIN_TOKENS if plain else 0
+        return _MIN_TOKENS if plain and self.group is None else 0
 
     def of_call(self) -> dict[str, Any]:
         """Keyword arguments of ``attention``, or of ``distributed.attention``."""

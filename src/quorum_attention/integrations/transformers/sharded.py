@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import alive, compare, told
 from quorum_attention.integrations.transformers import reader
-from quorum_attention.integrations.transformers.attending import HERE, causal_of, refuse, says_only
+from quorum_attention.integrations.transformers.attending import HERE, attend, causal_of, refuse
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options, names_of, options_of
 from quorum_attention.kernels.torch_private import uncompiled
@@ -58,6 +58,7 @@ class ShardedMask(DescribedMask):
     Attributes:
         asked, packed: by its functions.
         padding: (batch, rows) bool, True where a token is none; None: there is none.
+        lengths: rows of every rank; None until ``mask`` is that of the whole sequence.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ShardedMask(DescribedMask):
     ) -> None:
         super().__init__(Mask(), sizes, sizes[3])
         (self.asked, self.packed), self.padding = asked, padding
-        self.found: tuple[Mask, tuple[int, ...]] | None = None
+        self.lengths: tuple[int, ...] | None = None
 
 
 @uncompiled
@@ -202,17 +203,13 @@ def attend_sharded(
     value: torch.Tensor,
     attention_mask: torch.Tensor | DescribedMask | None,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     position_ids: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
-    refuse(others, module)
+    refuse({name: others.pop(name, None) for name in _IN_ONE_PROCESS}, module)
     if HERE.instead is not None:
         raise NotImplementedError("a layer of ranks is never computed in tiles")
     name = type(module).__name__
@@ -233,21 +230,15 @@ def attend_sharded(
         )
     assert options.group is not None
     group = alive(options.group.group)
-    if attention_mask.found is None:
-        _check_layers(module)
-        attention_mask.found = _found(attention_mask, group, position_ids, query.device)
-    mask, lengths = attention_mask.found
-    if softcap is not None or s_aux is not None:
-        mask = replace(mask, softcap=softcap, sinks=s_aux)
-    plain = says_only(mask, "causal")
-    out = distributed.attention(
-        query, key, value, None if plain else mask, group=group, lengths=lengths,
-        is_causal=plain and bool(mask.causal), scale=scaling, dropout_p=dropout,
-        enable_gqa=query.shape[1] != key.shape[1], **options.of_call(),
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+    if attention_mask.lengths is None:
+        mask, lengths = _found(attention_mask, group, position_ids, query.device)
+        _check_layers(module, sum(lengths))
+        attention_mask.mask, attention_mask.lengths = mask, lengths
+    compute = partial(distributed.attention, group=group, lengths=attention_mask.lengths)
+    return attend(options, module, query, key, value, attention_mask, compute=compute, **others)
 
 
+_IN_ONE_PROCESS = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 # Kinds of layers, as configurations name them, in which tokens meet in attention alone: others are
 # recurrences, convolutions, and keys that are chosen or compressed beside the attention.
 _ATTENTION_ALONE = frozenset(
@@ -258,11 +249,12 @@ _ATTENTION_ALONE = frozenset(
 )  # fmt: skip
 
 
-def _check_layers(module: torch.nn.Module) -> None:
+def _check_layers(module: torch.nn.Module, tokens: int) -> None:
     """Nothing, unless the model that an attention module is of mixes tokens elsewhere, too.
 
     Raises:
-        NotImplementedError: it has layers of another kind, which see this rank's rows alone.
+        NotImplementedError: it has layers of another kind, which see this rank's rows alone; or it
+            scales queries by a count of these (Llama 4, which begins to at ``floor_scale``).
     """
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -271,6 +263,12 @@ def _check_layers(module: torch.nn.Module) -> None:
         raise NotImplementedError(
             f"only attention reaches other ranks, and this model has layers {', '.join(others)}, "
             "which mix tokens too: each rank's rows would see only each other there"
+        )
+    scales = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    if scales and tokens >= getattr(module, "floor_scale", 0):
+        raise NotImplementedError(
+            f"{type(module).__name__} scales queries by a count of tokens, which would begin at 0 "
+            f"on each rank: it can be sharded below {module.floor_scale} tokens"
         )
 
 
