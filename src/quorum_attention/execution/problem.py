@@ -1,4 +1,4 @@
-"""A call without its tensors: its sizes, its head groups, and its two passes as data.
+"""A call without its tensors: its head groups, and its two passes as data.
 
 The forward merges the statistics of every row over the tasks (paper, Algorithm 1). The backward
 adds up three gradients (paper, Algorithm 2): given the global log-sum-exp, every task computes its

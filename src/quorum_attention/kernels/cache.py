@@ -32,10 +32,10 @@ class Cache(Generic[_Value]):
 
     Args:
         limit: the largest sum of the sizes of the values held.
-        size: the size of one value: its bytes, or 1 to limit the number of values.
+        size: the size of one value: its bytes, or 1 (the default) to limit the number of values.
     """
 
-    def __init__(self, limit: int, size: Callable[[_Value], int]) -> None:
+    def __init__(self, limit: int, size: Callable[[_Value], int] = lambda value: 1) -> None:
         self._limit, self._size = limit, size
         self._total = 0
         self._values: OrderedDict[Hashable, _Value] = OrderedDict()
@@ -72,14 +72,12 @@ class Cache(Generic[_Value]):
 _Params = ParamSpec("_Params")
 
 
-def remembered(
-    most: int, size: Callable[[Any], int] = lambda answer: 1
-) -> Callable[[Callable[_Params, _Value]], Callable[_Params, _Value]]:
+def remembered(most: int) -> Callable[[Callable[_Params, _Value]], Callable[_Params, _Value]]:
     """Decorator for a function with a positional parameter ``kernel``, or ``problem`` that has one:
     caches its answers.
 
-    The last answers for each kernel, of at most ``most`` in ``size``, are held as long as the
-    kernel lives; they must not refer to it.
+    The last ``most`` answers for each kernel are held as long as the kernel lives; they must not
+    refer to it.
     """
 
     def decorate(function: Callable[_Params, _Value]) -> Callable[_Params, _Value]:
@@ -93,7 +91,7 @@ def remembered(
             rest: tuple[Any, ...] = getattr(args[at], "without_kernel", ())
             known = answers.get(kernel)
             if known is None:
-                known = answers.setdefault(kernel, Cache(most, size))
+                known = answers.setdefault(kernel, Cache(most))
             key = (*args[:at], *rest, *args[at + 1 :], *sorted(named.items()))
             return known.get(key, lambda: function(*args, **named))
 

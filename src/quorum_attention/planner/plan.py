@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from os import PathLike
 
@@ -137,13 +137,10 @@ class Plan(InWords):
         whole tasks that are trimmed under a kernel's own mask (``n_tasks`` counts what is run)."""
         return self.decomposition.tasks()
 
-    def census(self, is_causal: bool | None = None, tile: int = 128) -> Census:
-        """Shares of masked, clear and mixed tiles of the tasks as they are run, under the call's
-        mask (paper, Appendix A.2)."""
-        pairs = self._pairs()
-        if is_causal is not None:
-            pairs = replace(pairs, is_causal=is_causal)
-        return census(self._trimmed() or self.tasks(), pairs, tile)
+    def census(self) -> Census:
+        """Shares of masked, clear and mixed tiles (128 x 128) of the tasks as they are run, under
+        the call's mask (paper, Appendix A.2)."""
+        return census(self._trimmed() or self.tasks(), self._pairs())
 
     def _pairs(self) -> Pairs:
         work = self.work

@@ -330,9 +330,9 @@ _CACHE_BYTES = 256 << 20
 _CACHED_CALLS = 128
 # Compiled calls, by their kind and the code of the modifications: masks that are created again for
 # every batch are compiled once.
-_COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
+_COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS)
 # Whether the backward of a kind takes the rows' results (see below); empty: not known yet.
-_TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS, lambda verdict: 1)
+_TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS)
 
 
 class FlexKernel(CallsKernel, ScoreModKernel):

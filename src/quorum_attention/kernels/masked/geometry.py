@@ -65,9 +65,7 @@ class Geometry:
     blocks: Blocks | None = None
     rules: tuple[Rule, ...] = ()
     same: tuple[Rule, ...] = ()
-    _differ: Cache[tuple[bool, bool]] = field(
-        default_factory=lambda: Cache(16, lambda answer: 1), repr=False
-    )
+    _differ: Cache[tuple[bool, bool]] = field(default_factory=lambda: Cache(16), repr=False)
 
     @property
     def keeps_all(self) -> bool:

@@ -141,7 +141,7 @@ class ByParts(Kernel):
         self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
         self._tiles = Tiles(scores)
         self._has_ragged = bool(geometry.rules) or not geometry.band.keeps_all
-        self._known: Cache[_Parts] = Cache(_MOST_TASKS, lambda parts: 1)
+        self._known: Cache[_Parts] = Cache(_MOST_TASKS)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

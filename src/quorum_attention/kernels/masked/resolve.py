@@ -86,7 +86,7 @@ def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
     known = _SHARED
     if any(one.keeps is not None for one in within(mask)):
         # The geometries hold them: in the shared cache they would outlive their mask.
-        known = _BY_MASK.setdefault(mask, Cache(1, lambda known: 1))
+        known = _BY_MASK.setdefault(mask, Cache(1))
     then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, call)))
     if then != held:  # an id may be used again, too
         resolved = ResolvedMask(mask, call)
@@ -96,7 +96,7 @@ def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
 
 _Known = tuple[list[Hashable], ResolvedMask]
 _BY_MASK: WeakKeyDictionary[Mask, Cache[_Known]] = WeakKeyDictionary()
-_SHARED: Cache[_Known] = Cache(64, lambda known: 1)
+_SHARED: Cache[_Known] = Cache(64)
 
 
 def _contents(tensor: torch.Tensor) -> Hashable:
