@@ -78,7 +78,6 @@ class Spec:
     budget_bytes: int | None = None
     repeats: int = 3
     patience: float = float("inf")
-    seed: int = 0
     draws: int = 0
     inputs: str | None = None
     check: bool = False
@@ -245,7 +244,7 @@ def measure(spec: Spec) -> Answer:
                 _times(spec, METHODS[spec.method], answer, progress)
             for draw in range(spec.draws):
                 answer.stage = f"draw {draw}"
-                _errors(spec, spec.seed + draw, answer)
+                _errors(spec, draw, answer)
             answer.stage = ""
         except Exception as error:
             limited = spec.limit_bytes is not None and spec.device == "cpu"
@@ -269,7 +268,7 @@ def _errors(spec: Spec, seed: int, answer: Answer) -> None:
         answer.errors.setdefault(name, []).append(float(error))
 
 
-def _drawn(spec: Spec, on_device: bool, seed: int) -> Call:
+def _drawn(spec: Spec, on_device: bool, seed: int = 0) -> Call:
     """A call on random inputs, or those of a file, on the device or in (page-locked) memory of the
     host."""
     generator = torch.Generator(spec.device).manual_seed(seed)
@@ -301,12 +300,12 @@ def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
         warm_up()
     small = replace(spec, tokens=min(spec.tokens, WARM_TOKENS), repeats=min(spec.repeats, 1),
                     inputs=None)  # fmt: skip
-    call = _drawn(small, method.on_device, spec.seed)
+    call = _drawn(small, method.on_device)
     call.options["budget"] = None if spec.budget_bytes is None else 1 << 30
     _calls(small, method, call, Answer(), None)
     answer.stage = "inputs"
     # What torch needs on the device is there before anything is limited, and what is written too.
-    call = _drawn(spec, method.on_device, spec.seed)
+    call = _drawn(spec, method.on_device)
     ours = method.ours is not None
     if ours and not method.on_device and (spec.check or device.type != "cpu"):
         call.make_results()

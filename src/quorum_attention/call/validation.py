@@ -20,8 +20,8 @@ from quorum_attention.call.options import Arguments
 from quorum_attention.call.overlap import Mappings, overlaps_itself
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
-from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.execution.problem import DTYPE_NAMES, check_dtype
+from quorum_attention.kernels.protocol import DTYPES, CallShape
 from quorum_attention.kernels.torch_private import PLAIN
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
@@ -66,7 +66,7 @@ def check_tensors(
     )
     sizes = sizes_of(query, key, value, switch(shared, "enable_gqa"))
     out, out_dtype = call.out, call.out_dtype
-    if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
+    if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
     if mask is not None:
         _check_mask(mask, query, key)
@@ -198,8 +198,7 @@ def sizes_of(
         if tensor.dim() < 3:
             least = "at least 2 dimensions (..., heads, tokens, head_dim)"
             raise ValueError(f"{name} must have {least}, got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in ELEMENT_BYTES:
-            raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {tensor.dtype}")
+        check_dtype(tensor.dtype, name)
     _check_device(query, "query")
     dtype, home = query.dtype, query.device
     *batch, heads, n_queries, head_dim = query.shape
@@ -236,7 +235,7 @@ def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> N
     """
     check_kind(mask, "attn_mask")
     _check_device(mask, "attn_mask")
-    if mask.dtype != torch.bool and mask.dtype not in ELEMENT_BYTES:
+    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise TypeError(f"attn_mask must be bool or one of {DTYPE_NAMES}, got {mask.dtype}")
     whole = (*query.shape[:-1], key.shape[-2])
     sizes = zip(reversed(mask.shape), reversed(whole), strict=False)
@@ -267,8 +266,7 @@ def check_tensor(
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tensor.dtype not in ELEMENT_BYTES:
-        raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {tensor.dtype}")
+    check_dtype(tensor.dtype, name)
     if written and tensor.requires_grad:
         raise ValueError(f"{name} must not require a gradient")
     if written and tensor.is_inference() and not torch.is_inference_mode_enabled():

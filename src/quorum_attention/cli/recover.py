@@ -59,7 +59,6 @@ def add_to(commands: Any) -> None:
         ("--forward-only", None, "compute no gradients"),
         ("--draw FILE", str, "write a picture of the call (.png, .svg)",
          "quorum-attention-out/recover.png"),
-        ("--seed", int, "seed of random inputs", 0),
         shared.JSON,
     )  # fmt: skip
     parser.epilog = shared.GLOSSARY
@@ -73,7 +72,6 @@ class _Setting:
     budget_bytes: int
     is_causal: bool
     backward: bool
-    seed: int
     file: str | None
     query: torch.Tensor
     key: torch.Tensor
@@ -99,7 +97,7 @@ class _Setting:
         *_, heads, tokens, width = self.query.shape
         return run_child(Spec(
             method, tokens, heads, self.key.shape[-3], width, str(self.query.dtype)[6:],
-            self.is_causal, self.backward, str(self.device), seed=self.seed, inputs=self.file,
+            self.is_causal, self.backward, str(self.device), inputs=self.file,
             limit_bytes=self.budget_bytes if limited else None,
             budget_bytes=max(0, self.budget_bytes - self.process_bytes),
             repeats=1, patience=PATIENCE_SECONDS, check=True, progress=not quiet,
@@ -174,8 +172,8 @@ def _setting(options: argparse.Namespace) -> _Setting:
         least, share = (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
         out_bytes = math.prod(query.shape[:-1]) * value.shape[-1] * query.element_size()
         budget = max(least, int(share * out_bytes))
-    return _Setting(device, budget, options.causal, not options.forward_only, options.seed,
-                    options.qkv, query, key, value)  # fmt: skip
+    return _Setting(device, budget, options.causal, not options.forward_only, options.qkv,
+                    query, key, value)  # fmt: skip
 
 
 def _headline(setting: _Setting) -> str:

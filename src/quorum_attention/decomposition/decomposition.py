@@ -320,31 +320,19 @@ class Decomposition:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Counts of score tiles, and their shares (fractions of one)."""
+    """Shares of score tiles (fractions of one).
 
-    masked_tiles: int
-    clear_tiles: int
-    mixed_tiles: int
+    Attributes:
+        masked: no pair is kept.
+        clear: every pair is kept.
+        mixed: pairs have to be tested one by one.
+        tiles: how many there are of all kinds.
+    """
 
-    @property
-    def tiles(self) -> int:
-        """All tiles counted."""
-        return self.masked_tiles + self.clear_tiles + self.mixed_tiles
-
-    @property
-    def masked(self) -> float:
-        """Share of tiles in which no pair is kept."""
-        return self.masked_tiles / max(1, self.tiles)
-
-    @property
-    def clear(self) -> float:
-        """Share of tiles in which every pair is kept."""
-        return self.clear_tiles / max(1, self.tiles)
-
-    @property
-    def mixed(self) -> float:
-        """Share of tiles whose pairs have to be tested one by one."""
-        return self.mixed_tiles / max(1, self.tiles)
+    masked: float
+    clear: float
+    mixed: float
+    tiles: int
 
 
 def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
@@ -362,7 +350,9 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
     counts: Counter[Verdict] = Counter()
     for task in tasks:
         counts += _tiles_of(task, pairs, tile)
-    return Census(counts[EMPTY], counts[FULL], counts[PARTIAL])
+    tiles = sum(counts.values())
+    masked, clear, mixed = (counts[kind] / max(1, tiles) for kind in (EMPTY, FULL, PARTIAL))
+    return Census(masked, clear, mixed, tiles)
 
 
 def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:

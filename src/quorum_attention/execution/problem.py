@@ -11,16 +11,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from quorum_attention.counts import shown
 from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels.protocol import (
+    DTYPES,
     CallShape,
     Extent,
     Gradients,
@@ -31,13 +33,13 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.sizes import format_bytes
 
-ELEMENT_BYTES = {
-    torch.float16: 2,
-    torch.bfloat16: 2,
-    torch.float32: 4,
-    torch.float64: 8,
-}
-DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENT_BYTES)
+DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def check_dtype(dtype: Any, name: str) -> None:
+    """Raise TypeError if ``dtype`` is none of ``DTYPES``."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {shown(dtype)}")
 
 
 def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:

@@ -41,6 +41,8 @@ class MaskShape:
     columns: bool = True
 
 
+DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+"""Of inputs and results."""
 Lengths = tuple[int, int, bool]
 """Queries, keys, and whether the call is causal."""
 

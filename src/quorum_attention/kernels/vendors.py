@@ -15,6 +15,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
+    DTYPES,
     Call,
     CallShape,
     Extent,
@@ -445,7 +446,6 @@ _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
 _forward: Any = getattr(torch, _CPU, None) or getattr(torch.ops.aten, _CPU, None)
 _backward: Any = getattr(torch.ops.aten, f"{_CPU}_backward").default
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
 _TILE_QUERIES = 256
@@ -469,7 +469,7 @@ class CpuKernel(RectangleKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return operator_refusal(call, "cpu", _DTYPES)
+        return operator_refusal(call, "cpu", DTYPES)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place; with dropout by the reference."""

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from quorum_attention.counts import shown
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of, best_device, present
-from quorum_attention.execution.problem import DTYPE_NAMES, ELEMENT_BYTES
+from quorum_attention.execution.problem import check_dtype
 from quorum_attention.kernels.cache import cache_folder, load, private_folder, store
 from quorum_attention.kernels.fa4 import by_head_dim
 from quorum_attention.kernels.merge import add_, merge_
@@ -154,8 +153,7 @@ def calibrate(
     """
     started = time.perf_counter()
     where = best_device() if device is None else present(device, "device")
-    if dtype not in ELEMENT_BYTES:
-        raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
+    check_dtype(dtype, "dtype")
     path = cache_file()
     check_target(private_folder(path.parent) / _FILE)
     bench = _Bench(where, dtype)

@@ -20,11 +20,10 @@ from quorum_attention.execution.device.lookup import (
     present,
 )
 from quorum_attention.execution.problem import (
-    DTYPE_NAMES,
-    ELEMENT_BYTES,
     GroupSize,
     Placement,
     Problem,
+    check_dtype,
     scale_is_exact,
     spec_of,
 )
@@ -125,8 +124,7 @@ def plan(
         value_dim=head_dim if value_dim is None else value_dim,
         batch=batch,
     )
-    if dtype not in ELEMENT_BYTES:
-        raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
+    check_dtype(dtype, "dtype")
     where = _device(device)
     work = CallShape(
         where.type, dtype, counts["heads"], counts["kv_heads"], counts["head_dim"],

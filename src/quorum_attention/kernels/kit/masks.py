@@ -13,18 +13,15 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.geometry import EqualIds, FunctionRule, Geometry
 from quorum_attention.kernels.torch_private import outside
 
-__all__ = ["BlockMask", "causal", "document", "prefix_lm", "sliding_window"]
-
-BlockMask = Geometry
 _FAR = 1 << 62  # beyond every position
 
 
-def causal() -> BlockMask:
+def causal() -> Geometry:
     """Keep keys at or before the query."""
     return Geometry(Band(None, 0))
 
 
-def sliding_window(left: int, right: int = 0) -> BlockMask:
+def sliding_window(left: int, right: int = 0) -> Geometry:
     """Keep keys from ``left`` tokens before the query to ``right`` after it.
 
     Raises:
@@ -35,14 +32,14 @@ def sliding_window(left: int, right: int = 0) -> BlockMask:
     return Geometry(Band(-left, right))
 
 
-def prefix_lm(prefix: int) -> BlockMask:
+def prefix_lm(prefix: int) -> Geometry:
     """Keep the first ``prefix`` keys for every query, and the others at or before it."""
     blocks = np.array([[0, _FAR, 0, prefix]], dtype=np.int64)
     within = FunctionRule(lambda b, h, q, k: k < prefix)
     return Geometry(blocks=blocks, same=(within,)) | causal()
 
 
-def document(ids: torch.Tensor) -> BlockMask:
+def document(ids: torch.Tensor) -> Geometry:
     """Keep pairs within one document.
 
     Args:
