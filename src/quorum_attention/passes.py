@@ -114,9 +114,9 @@ def run_backward(
     if given.grad_lse is None and (made := _again(tensors, request, given)) is not None:
         return made
     held = request.cast_bytes
-    if request.runner is None and given.grad_mask is True:
+    if given.grad_mask is True:
         held += _mask_gradient_bytes(tensors, request)
-    if request.runner is None and given.grad_lse is not None:
+    if given.grad_lse is not None:
         held += column_bytes(tensors, request, given)
     what = f"{_CASTS}, and the gradients of mask and log-sum-exp"
     grads = beside(request, held, what, partial(_run_backward, tensors, given))

@@ -1,7 +1,7 @@
 """A block of a call: some rows of some heads, against some keys, as a call of its own.
 
 Devices, ranks, Ray tasks and runs over files compute blocks: each cuts inputs and mask to the block
-and makes the block's request here, and computes it with ``blocks.compute_block``.
+and makes the block's request here, and computes it with ``passes.compute_block``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
@@ -83,7 +84,7 @@ class CallOptions(NamedTuple):
     def says_nothing(self) -> bool:
         """Whether all options of the call have their defaults. Compared by identity: ``==`` of a
         caller's object may do anything."""
-        return False not in [a is b for a, b in zip(self, _DEFAULTS, strict=True)]
+        return all(map(is_, self, _DEFAULTS))
 
     @property
     def sums(self) -> tuple[Report, ...]:

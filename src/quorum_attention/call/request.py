@@ -122,12 +122,12 @@ def request_of(
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
-    kernel, recorded = options.kernel, records(query, key, value, sinks)
     work = replace(
         sizes, device_type=options.device.type, is_causal=switch(call.is_causal, "is_causal"),
         mask=shape, dropout=p > 0.0, positive_scale=factor > 0, sinks=sinks is not None,
         exact_scale=scale_is_exact(factor, query.dtype),
     )  # fmt: skip
+    kernel, recorded = options.kernel, records(query, key, value, sinks)
     if described is not None:
         described = map_tensors(described, _readable)
         work, kernel = kernel_for_mask(

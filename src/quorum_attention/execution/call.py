@@ -381,13 +381,12 @@ class Job:
         states = zip(self.spec.states, self.make_results(), strict=True)
         return [group_part(result, group, state.axis) for state, result in states]
 
-    def fill(self, state: StateSpec, group: Group | None) -> float | torch.Tensor:
-        """What rows of ``state`` begin with: a number, or one for each head of the group (None: of
-        the call), (h, 1, 1)."""
-        sinks = self.sinks
-        if sinks is None or state.name != _LSE:
+    def fill(self, state: StateSpec, group: Group) -> float | torch.Tensor:
+        """What rows of ``state`` begin with: a number, or one for each head of the group,
+        (h, 1, 1)."""
+        if self.sinks is None or state.name != _LSE:
             return state.fill
-        return (sinks if group is None else sinks[group.query_heads])[:, None, None]
+        return self.sinks[group.query_heads][:, None, None]
 
     def repeated(self, times: int) -> None:
         """Add ``times`` to the report's count of repeated units."""
