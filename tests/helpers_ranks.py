@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from helpers_attention import Inputs
 from helpers_attention import exact as textbook
 from helpers_conformance import NAMES, Case, Found, learning, wrong_calls
-from helpers_workers import warm_forks
+from helpers_processes import warm_forks
 
 import quorum_attention as qa
 from quorum_attention import Mask

@@ -24,9 +24,9 @@ from helpers_conformance import (
     on_one_device,
     wrong_calls,
 )  # fmt: skip
+from helpers_processes import quick_workers
 from helpers_ranks import count_wrong, spawn
 from helpers_ray import FakeRay, fake_farm
-from helpers_workers import quick_workers
 
 from quorum_attention.devices import Pool
 

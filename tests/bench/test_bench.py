@@ -1,7 +1,4 @@
-"""The benchmark itself: right figures, recorded failures, whole tables, nothing measured twice.
-
-A child of it ends with its process: it would take memory and time that others count on.
-"""
+"""The benchmark: right figures, recorded failures, whole tables; its children end with it."""
 
 from __future__ import annotations
 

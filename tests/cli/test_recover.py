@@ -1,7 +1,4 @@
-"""``recover``: what it enforces, what it measures and what it says are one thing.
-
-And the check that it makes: right results pass, a planted error of each kind is seen.
-"""
+"""``recover``: what it enforces, measures and says are one thing; its check sees planted errors."""
 
 from __future__ import annotations
 

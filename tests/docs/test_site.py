@@ -1,7 +1,4 @@
-"""The site of docs/: every public name is in its reference, and it builds without a warning.
-
-Links lead somewhere, tables are up to date, and examples in docstrings print what they show.
-"""
+"""The site of docs/: names, links, tables, examples in docstrings; it builds without a warning."""
 
 from __future__ import annotations
 

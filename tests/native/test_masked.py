@@ -1,7 +1,4 @@
-"""The native kernel under a mask: bands of any offset, windows and blocks in one launch.
-
-And dropout in Triton: the pairs of ``kernels/dropout.py``, wherever they lie.
-"""
+"""The native kernel under a mask, in one launch; and the pairs that dropout takes in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recovery controller: every transition, and whole histories."""
+"""The recovery controller: every transition, whole histories; and where rows come from."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections import Counter
 
 import pytest
 from helpers_controller import History, controller
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from quorum_attention.decomposition import Decomposition, Rows, Task
+from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.control.controller import RecoveryController
+from quorum_attention.execution.control.visits import visits
 
 GIVES_UP, NOTHING = "gives up", "nothing"
 
@@ -74,3 +79,76 @@ def test_ten_thousand_histories() -> None:
     assert ends["gave up"] > 100
     for kind in ("one slot less", "deepened", "coarsened", "fell back"):
         assert ends[kind] > 200, kind
+
+
+LEVELS = st.sampled_from([(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 7), (7, 7)])
+SHAPES = st.builds(
+    Decomposition,
+    st.integers(0, 400),
+    LEVELS,
+    st.sampled_from(["aligned", "balanced"]),
+    st.integers(1, 40),
+)
+
+
+def positions(rows: Rows) -> list[tuple[int, int]]:
+    """(global, local) of every row of a run."""
+    return [(rows.start + i, rows.local + i) for i in range(rows.stop - rows.start)]
+
+
+def every(pieces) -> list[tuple[int, int]]:
+    return [position for piece in pieces for position in positions(piece)]
+
+
+def layout(task: Task) -> dict[int, int]:
+    return {start + i: local + i for start, stop, local in task.runs for i in range(stop - start)}
+
+
+@st.composite
+def orders(draw) -> list[Task]:
+    tasks = list(draw(SHAPES).tasks())
+    return draw(st.permutations(tasks)) if len(tasks) <= 21 else tasks[:: draw(st.integers(1, 3))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(tasks=orders(), carry=st.booleans(), data=st.data())
+def test_state_is_made_once_handed_on_and_finished_once(tasks, carry, data) -> None:
+    """Also after ``done`` completed tasks, whose rows exist already."""
+    done = data.draw(st.integers(0, len(tasks)))
+    finished_before, left = tasks[:done], tasks[done:]
+    touched = tokens_of(*finished_before)
+    exists = {row for task in finished_before for row in layout(task)}
+    assert exists == {row for start, stop in touched for row in range(start, stop)}
+
+    fresh, finished = Counter(), Counter()
+    last_visit = {row: number for number, task in enumerate(left) for row in layout(task)}
+    previous: dict[int, int] = {}
+    turns = list(visits(left, touched=touched, carry=carry))
+    assert [turn.task.path for turn in turns] == [task.path for task in left]
+    for number, turn in enumerate(turns):
+        here = layout(turn.task)
+        carried = every(c.rows for c in turn.carried)
+        come = every(turn.fresh) + carried + every(turn.loaded)
+        gone = every(turn.stored) + every(turn.finished)
+        assert sorted(come) == sorted(here.items()), "every row comes from exactly one place"
+        assert sorted(gone) == sorted(here.items()), "and goes to exactly one"
+        for piece in turn.carried:
+            for i in range(piece.rows.stop - piece.rows.start):
+                assert previous[piece.rows.start + i] == piece.previous_local + i
+        if carry:
+            assert not {row for row, _ in every(turn.loaded)} & previous.keys(), "no needless load"
+        else:
+            assert not turn.carried
+        for row, _ in every(turn.fresh):
+            fresh[row] += 1
+            assert row not in exists
+        for row, _ in carried + every(turn.loaded):
+            assert row in exists
+        for row, _ in every(turn.finished):
+            finished[row] += 1
+            assert last_visit[row] == number
+        exists |= here.keys()
+        previous = here
+    assert set(finished) == set(last_visit)
+    assert set(finished.values()) <= {1}
+    assert set(fresh.values()) <= {1}
