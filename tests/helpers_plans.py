@@ -59,5 +59,5 @@ def passing(
     route = Streaming(n_cap, stays=stays, queries=queries, keys=keys, instead=Slots(1, "host"))
     schedule = schedule_of(work, plan.decomposition, GroupSize(1, group), route)
     problem = Problem(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
-    machine = assumed(place.device_type, work.dtype, work.head_dim)
+    machine = assumed(work.device_type, work.dtype, work.head_dim)
     return price(schedule, problem, machine)

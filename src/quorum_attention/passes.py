@@ -195,7 +195,7 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
     if len(request.work.batch_shape) != 1 or problem.scaled or not problem.place.same_dtype:
         return False
     whole = isinstance(plan.schedule.route, Whole) and plan.schedule.is_all(request.work)
-    return whole and problem.place.backend.own_memory
+    return whole and problem.backend.own_memory
 
 
 def compute_block(

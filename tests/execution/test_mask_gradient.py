@@ -59,7 +59,7 @@ def a_call(
         "cpu", batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
         mask=mask_shape(mask, 1), **sizes,
     )  # fmt: skip
-    problem = Problem(work, get_kernel("dense"), FORWARD, Placement("cpu", True, False, dtype))
+    problem = Problem(work, get_kernel("dense"), FORWARD, Placement(True, False, dtype))
     tensors = dict(zip(("query", "key", "value"), given.three, strict=True))
     view = MaskView(mask, 1)
     job = Job(problem, tensors, 8**-0.5, torch.device("cpu"), view, dropout=dropout)

@@ -48,7 +48,7 @@ def test_every_task_of_a_plan_fits_its_slot(
         over_inputs=False, device="cpu", backward=backward, n_cap=1,
     )  # fmt: skip
     work, group = plan.work, plan.schedule.group
-    place = Placement("cpu", True, False, torch.float32)
+    place = Placement(True, False, torch.float32)
     cutting = Cutting(plan.schedule, Problem(work, made, spec_of(backward), place))
     depth = len(levels)
     planned, tasks = plan.schedule.task_rows(work), cutting.tasks(depth)

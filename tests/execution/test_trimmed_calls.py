@@ -19,7 +19,7 @@ from quorum_attention.execution.problem import Placement, Problem, spec_of
 from quorum_attention.execution.schedule import Cutting, tally, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-from quorum_attention.kernels.kit.masks import BlockMask
+from quorum_attention.kernels.masked.geometry import Geometry
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +36,7 @@ class WatchedMask(WatchedKernel):
 
     own_attention = sparse = True
 
-    def __init__(self, mask: BlockMask, fail_at: set[int] | None = None, late: bool = False):
+    def __init__(self, mask: Geometry, fail_at: set[int] | None = None, late: bool = False):
         super().__init__(fail_at, late=late)
         self.inner = from_score_mod(None, mask, compiled=False)
         self.kept_pairs = self.inner.kept_pairs
@@ -109,7 +109,7 @@ def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
                    is_causal=True, kernel=kernel, device="cpu", backward=True)  # fmt: skip
-    place = Placement("cpu", True, False, torch.float32)
+    place = Placement(True, False, torch.float32)
     cutting = Cutting(plan.schedule, Problem(plan.work, kernel, spec_of(True), place))
     for task in cutting.tasks(1):
         parts = cutting.further([task], 2)

@@ -155,7 +155,7 @@ def test_a_budget_that_only_another_fits() -> None:
 
 def chosen(constraints: PlanConstraints, kernel_works: Any) -> str:
     work = shape_of((1,), 8, 8, N, N, True)
-    place = Placement("cuda", False, False, torch.float16)
+    place = Placement(False, False, torch.float16)
     case = Problem(work, get_kernel("cudnn"), spec_of(True), place)
     hardware = hardware_of(torch.device("cuda"), torch.float16, 64)
     others = [get_kernel("native")]

@@ -32,7 +32,7 @@ from quorum_attention.planner.search import (
 
 GIB = 1 << 30
 MACHINE = assumed("cuda", torch.float16)
-FAR = Placement("cuda", False, False, torch.float16)
+FAR = Placement(False, False, torch.float16)
 NEAR = replace(FAR, resident=True)
 KERNEL = get_kernel("cudnn")
 

@@ -103,7 +103,6 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
     query, key, value = tensors[:3]
     device = request.options.device
     return Placement(
-        device.type,
         query.device == device,
         request.out is not None,
         request.out_dtype,
@@ -119,7 +118,6 @@ def backward_place(tensors: Tensors, request: Request, given: BackwardInputs) ->
     grad_out, out, lse, grads = given[:4]
     divided = divided_bytes(grad_out.dtype, work, here=grad_out.device == device)
     return Placement(
-        device.type,
         query.device == grad_out.device == out.device == device,
         grads is not None,
         work.dtype if grads is None else grads[0].dtype,

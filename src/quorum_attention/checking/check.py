@@ -23,7 +23,7 @@ from quorum_attention.checking.result import Broken, CaseResult, CheckResult, Ve
 from quorum_attention.checking.trial import Sizes, distance, limit, repeated, size
 from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.errors import first_line, is_out_of_memory
-from quorum_attention.execution.device.lookup import present
+from quorum_attention.execution.device.lookup import best_device, present
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
 from quorum_attention.quorums import quorum_size
@@ -91,8 +91,7 @@ def check_kernel(
         True
     """
     kernel = get_kernel(kernel)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    where = present(default if device is None else device, "device")
+    where = best_device() if device is None else present(device, "device")
     # The planner checks the sizes by name.
     work = plan(
         n_tokens, n_keys=n_keys, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.lookup import present
+from quorum_attention.execution.device.lookup import best_device, present
 from quorum_attention.kernels import protocol
 from quorum_attention.sizes import parse_bytes, parse_count
 
@@ -185,5 +185,4 @@ def default_device(named: str | None) -> torch.device:
     Raises:
         ValueError, NotImplementedError: there is no such device here.
     """
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    return present(default if named is None else named, "--device")
+    return best_device() if named is None else present(named, "--device")

@@ -31,7 +31,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.page_locks import is_locked, of_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.functions import boolean, indexing
-from quorum_attention.kernels.masked.resolve import within
+from quorum_attention.kernels.masked.resolve import masks_in
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes import compute_block
@@ -204,7 +204,7 @@ def listen(workers: Mapping[int, Worker]) -> list[tuple[int, Answer | None]]:
 
 def functions_of(mask: Mask) -> list[Keeps]:
     """The functions of a mask and of the masks within it."""
-    return [one.keeps for one in within(mask) if one.keeps is not None]
+    return [one.keeps for one in masks_in(mask) if one.keeps is not None]
 
 
 def pickled(mask: Mask, work: CallShape, device: str) -> bytes:

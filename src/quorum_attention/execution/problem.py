@@ -296,7 +296,6 @@ class Placement:
     """What a plan has to know about where a call's tensors are.
 
     Attributes:
-        device_type: of the device that computes. If it is the CPU, the budget counts host memory.
         resident: whether the inputs are on the device that computes.
         results_given: whether the caller passed the results, which the budget then does not count.
         result_dtype: of the output (forward) or of the gradients (backward).
@@ -310,7 +309,6 @@ class Placement:
         lse_given: whether the caller passed the lse of a forward too.
     """
 
-    device_type: str
     resident: bool
     results_given: bool
     result_dtype: torch.dtype
@@ -325,11 +323,6 @@ class Placement:
     def in_place(self) -> bool:
         """Whether operators can read the inputs where they are, without a copy."""
         return self.resident and self.dense_rows
-
-    @property
-    def backend(self) -> Backend:
-        """The backend of the device that computes."""
-        return BACKENDS[self.device_type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +340,12 @@ class Problem:
     kernel: InnerKernel
     spec: PassSpec
     place: Placement
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the device that computes. If it is the CPU's, the budget counts host
+        memory."""
+        return BACKENDS[self.work.device_type]
 
     @property
     def without_kernel(self) -> tuple[CallShape, PassSpec, Placement]:
@@ -388,14 +387,14 @@ class Footprint:
     What a backward reads of its forward is not counted: it is allocated when the pass begins.
 
     Attributes:
-        place: where the pass runs.
+        device_type: of the device that computes.
         workspace: of kernels.
         slots: of the arena.
         accumulators: of each state outside of slots.
         results: of each result, and of each copy of an input.
     """
 
-    place: Placement = field(repr=False)
+    device_type: str = field(repr=False)
     workspace: int
     slots: int = 0
     accumulators: tuple[int, ...] = ()
@@ -406,7 +405,7 @@ class Footprint:
         """What the allocator may hand out beyond what it is asked for, for each tensor."""
         tensors = [size for size in (self.slots, *self.accumulators, *self.results) if size > 0]
         # A workspace is counted with one fixed rounding: the kernel's bound includes the rest.
-        return ROUNDING_BYTES * (self.workspace > 0) + self.place.backend.rounding(tensors)
+        return ROUNDING_BYTES * (self.workspace > 0) + BACKENDS[self.device_type].rounding(tensors)
 
     @property
     def total(self) -> int:
@@ -487,7 +486,7 @@ def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
 
 def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]:
     """Bytes of the states that wait at ``home``, "device" or "host", if the budget counts them."""
-    if home == "host" and problem.place.backend.own_memory:
+    if home == "host" and problem.backend.own_memory:
         return ()
     own = problem.place.result_dtype == problem.work.state_dtype
     return final_bytes(problem) + (() if own else state_bytes(problem, group))
@@ -497,7 +496,7 @@ def in_results(problem: Problem) -> bool:
     """Whether states over the inputs are the results themselves: results lie where compute is, and
     have the state's dtype."""
     place = problem.place
-    return not place.backend.own_memory and place.result_dtype == problem.work.state_dtype
+    return not problem.backend.own_memory and place.result_dtype == problem.work.state_dtype
 
 
 def moved_bytes(problem: Problem, axis: Axis | None = None) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import json
 import math
 import mmap
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from quorum_attention.call.validation import as_tensor
 from quorum_attention.writing import named, open_regular, reserve
 
 Path_ = str | PathLike[str]
@@ -77,7 +77,7 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
         if not n_bytes:
             found[name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue
-        flat = _from_numpy(np.frombuffer(mapping, np.uint8, n_bytes, start))
+        flat = as_tensor(np.frombuffer(mapping, np.uint8, n_bytes, start), name)
         if start % dtype.itemsize:
             if writable:
                 raise ValueError(f"{path}: {name} is not aligned, so it cannot be written in place")
@@ -173,7 +173,7 @@ def open_npy(path: Path_, *, writable: bool = False) -> torch.Tensor:
         )
     if size != array.offset + array.nbytes:
         raise ValueError(f"{path} is corrupt: {size - array.offset} bytes for {array.nbytes}")
-    return _from_numpy(array)
+    return as_tensor(array, os.fspath(path))
 
 
 def create_npy(path: Path_, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -203,9 +203,3 @@ def check_npy(name: str, dtype: torch.dtype) -> None:
             f"{name} has dtype {_numpy(dtype)}, which .npy files do not know: write safetensors, "
             f"or give another --out-dtype"
         )
-
-
-def _from_numpy(array: Any) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)

@@ -160,7 +160,7 @@ def plan(
     if on_host(where) and not resident:
         raise ValueError("inputs must be 'device' when the CPU computes")
     # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
-    place = Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
+    place = Placement(resident, results_given, dtype, copied=1 if backward else 0)
     shape = replace(work, needs_grad=backward)
     preferred = select_kernel(kernel, shape, where, tried=False, flops=forward_flops(work))
     # Kernels are not tried out.
@@ -324,7 +324,7 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
         lambda back: plan(n_tokens, budget=budget, backward=back, **call)
     )
     limit = None if budget is None else parse_bytes(budget)
-    room = limit if limit is not None else usable_bytes(torch.device(forward.place.device_type))
+    room = limit if limit is not None else usable_bytes(torch.device(forward.work.device_type))
     whole = forward.peak_bytes
     if is_cut(forward) and forward.uncut_bytes is not None:
         whole = forward.uncut_bytes

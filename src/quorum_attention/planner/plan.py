@@ -203,7 +203,7 @@ class Plan(InWords):
             ("call", call),
             ("levels", levels),
             ("units", units),
-            ("kernel", f"{self.kernel} on {self.place.device_type}, {schedule.route.words}"),
+            ("kernel", f"{self.kernel} on {self.work.device_type}, {schedule.route.words}"),
             (
                 "peak memory",
                 f"{format_bytes(self.peak_bytes)}{within} ({self.footprint.words})",

@@ -176,7 +176,7 @@ class _Search:
                     self.best = found
             elif found.predicted_seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
-            elif not self.problem.place.backend.own_memory:
+            elif not self.problem.backend.own_memory:
                 return replace(found, why=_ON_A_CPU)
             else:
                 self.monolithic = found
@@ -205,7 +205,7 @@ class _Search:
         needed, budget = footprint.total, self.constraints.budget_bytes
         raise BudgetError(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call on "
-            f"{self.problem.place.device_type}; the smallest that works is {format_least(needed)} "
+            f"{self.problem.work.device_type}; the smallest that works is {format_least(needed)} "
             f"({needed} bytes){_pinned_words(self.constraints)}: {footprint.words}",
             smallest_bytes=needed,
         )
@@ -242,7 +242,7 @@ def uncut_bytes(problem: Problem) -> int:
 @remembered(256)
 def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
     """The monolithic call, where it is so short and small that no search is worth its time."""
-    work, backend = problem.work, problem.place.backend
+    work, backend = problem.work, problem.backend
     # With several batch dimensions there may be several calls: those that are complete when memory
     # runs out must not be repeated, so such a pass needs a plan.
     if not group_sizes(work) or len(work.batch_shape) > 1:
@@ -306,14 +306,14 @@ def _schedules(
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
     """The numbers of kernel calls in flight that are tried."""
-    if not problem.place.backend.own_memory or not problem.kernel.several_streams:
+    if not problem.backend.own_memory or not problem.kernel.several_streams:
         return (1,)
     return (1, 2) if constraints.streams is None else (constraints.streams,)
 
 
 def _slots(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
     """The routes through slots that are tried: as asked for, or all that may be of use."""
-    backend = problem.place.backend
+    backend = problem.backend
     n_caps = (2, 1) if backend.own_memory else (1,)
     n_caps = n_caps if constraints.n_cap is None else (constraints.n_cap,)
     homes: tuple[Home, ...] = ("device", "host") if backend.own_memory else ("host",)
@@ -325,7 +325,7 @@ def _over_inputs(
     problem: Problem, constraints: PlanConstraints, shape: Decomposition
 ) -> list[Route]:
     """The routes of several tasks over the inputs as they lie that are tried."""
-    kernel, backend = problem.kernel, problem.place.backend
+    kernel, backend = problem.kernel, problem.backend
     asked_for_slots = constraints.n_cap is not None or constraints.over_inputs is False
     asked_for_slots |= constraints.accumulator == "host" and backend.own_memory
     # A kernel of one launch a task may need all heads for a whole call (FlexAttention).

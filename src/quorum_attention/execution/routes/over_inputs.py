@@ -136,7 +136,9 @@ class Whole(OverInputs):
         elif problem.place.result_dtype == work.dtype and not (problem.scaled or _widened(problem)):
             results = ()
         given = (problem.place.divided or 0, *copied_bytes(problem, schedule.group))
-        return Footprint(problem.place, workspace, 0, tuple(accumulators), (*given, *results))
+        return Footprint(
+            problem.work.device_type, workspace, 0, tuple(accumulators), (*given, *results)
+        )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Kernel calls, and nothing else."""
@@ -307,7 +309,7 @@ class Blockwise(OverInputs):
         rows = schedule.max_queries if self._copied_by_kernel(problem) else None
         copied = copied_bytes(problem, schedule.group, rows)
         return Footprint(
-            problem.place,
+            problem.work.device_type,
             self.streams * problem.workspace(schedule.extent(problem.work)),
             0,
             (*allocated_bytes(problem, schedule.group), *final_bytes(problem)),

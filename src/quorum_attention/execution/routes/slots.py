@@ -100,7 +100,7 @@ class Slots(Route):
         # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
         scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if problem.scaled else 0)
         return Footprint(
-            problem.place,
+            problem.work.device_type,
             self.streams * problem.workspace(schedule.extent(work)),
             self.n_cap * layout_of(schedule, problem).slot_bytes,
             (*homes, *scaling),
@@ -269,7 +269,7 @@ class Streaming(Route):
         small = (SMALL_BYTES,) * 4 if problem.scaled else ()
         chunk, block = (layout_of(schedule, problem, a) for a in (self.stays, self.streams_by))
         return Footprint(
-            problem.place,
+            problem.work.device_type,
             problem.workspace(schedule.extent(problem.work)),
             chunk.slot_bytes + self.n_cap * block.slot_bytes,
             (*homes, *small),

@@ -84,7 +84,7 @@ def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
     # Before they are read: what another thread writes meanwhile is a change.
     held = list(map(_contents, tensors))
     known = _SHARED
-    if any(one.keeps is not None for one in within(mask)):
+    if any(one.keeps is not None for one in masks_in(mask)):
         # The geometries hold them: in the shared cache they would outlive their mask.
         known = _BY_MASK.setdefault(mask, Cache(1))
     then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, call)))
@@ -267,17 +267,17 @@ def _rows_of(tensor: torch.Tensor, name: str, batch: int, n: int, what: str) -> 
     return found
 
 
-def within(mask: Mask) -> Iterator[Mask]:
+def masks_in(mask: Mask) -> Iterator[Mask]:
     """A mask, and the masks that it holds."""
     yield mask
     for inner in (*mask.every, *mask.either):
-        yield from within(inner)
+        yield from masks_in(inner)
 
 
 def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
     """The tensors that say which pairs are kept, by the names of their fields."""
     found: list[tuple[str, torch.Tensor | None]] = []
-    for one in within(mask):
+    for one in masks_in(mask):
         ids = one.documents if isinstance(one.documents, tuple) else (one.documents,)
         found += [("documents", each) for each in ids]
         found += [("key_lengths", one.key_lengths), ("key_padding", one.key_padding)]
