@@ -11,7 +11,6 @@ import torch
 from helpers_attention import Inputs, error
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.execution.problem import scale_is_exact
 from quorum_attention.kernels import (
     CallShape,
     Gradients,
@@ -23,6 +22,7 @@ from quorum_attention.kernels import (
     why_not,
 )
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.protocol import scale_is_exact
 from quorum_attention.kernels.scaling import Scaling
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")

@@ -12,11 +12,11 @@ from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
 from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import mask_shape
-from quorum_attention.execution.problem import Problem, scale_is_exact
+from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
-from quorum_attention.kernels.protocol import CallShape, Indices, InnerKernel
+from quorum_attention.kernels.protocol import CallShape, Indices, InnerKernel, scale_is_exact
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import capturing, has_transforms, outside
 from quorum_attention.mask import map_tensors

@@ -7,7 +7,6 @@ part of the true probabilities, P = exp(s - lse) <= 1 (paper, Equation 9).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -40,14 +39,6 @@ def check_dtype(dtype: Any, name: str) -> None:
     """Raise TypeError if ``dtype`` is none of ``DTYPES``."""
     if dtype not in DTYPES:
         raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {shown(dtype)}")
-
-
-def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
-    """The ``exact_scale`` of a call."""
-    if dtype == torch.float16:
-        # Its products with gradients of scores may else be no normal numbers.
-        return scale == 0 or abs(scale) >= 2.0**-9
-    return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)

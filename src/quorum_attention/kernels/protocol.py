@@ -121,6 +121,14 @@ class CallShape:
         return Band(high=0 if self.is_causal else None).count(0, row, 0, self.n_keys)
 
 
+def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
+    """The ``exact_scale`` of a call."""
+    if dtype == torch.float16:
+        # Its products with gradients of scores may else be no normal numbers.
+        return scale == 0 or abs(scale) >= 2.0**-9
+    return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """What statistics and gradients of inputs of ``dtype`` accumulate in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -24,12 +24,11 @@ from quorum_attention.execution.problem import (
     Placement,
     Problem,
     check_dtype,
-    scale_is_exact,
     spec_of,
 )
 from quorum_attention.execution.report import InWords
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
-from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel, scale_is_exact
 from quorum_attention.kernels.registry import rivals, select_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
