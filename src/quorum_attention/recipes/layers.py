@@ -9,7 +9,7 @@ tile. It adds up the gradients of weights in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -148,16 +148,17 @@ class LayerInTiles:
 
     def _project(self, start: int, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v of a tile; and what else is said of the attention."""
-        found: list[tuple[torch.Tensor, ...]] = []
 
         def end(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
             self._call = self._call or partial(call, *mask)  # of one token, it may differ
-            found.append(self._cast(query, key, value))
-            raise _ProjectedError
+            raise _ProjectedError(self._cast(query, key, value))
 
-        with suppress(_ProjectedError):
+        try:
             self._run(end, start, tile, tile.shape[1])
-        return found[0]
+        except _ProjectedError as reached:
+            three: tuple[torch.Tensor, ...] = reached.args[0]
+            return three
+        raise NotImplementedError("it has no attention")
 
     def _attended(self, three: Any) -> torch.Tensor:
         """Attention of what is in host memory."""
