@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import library
+from torch.jit._trace import is_tracing
 
 from quorum_attention.autograd import gradients_of, refuse_second, upstream_of
 from quorum_attention.call.gradients import BackwardInputs
@@ -107,7 +108,8 @@ def _arguments(
     """Mask, sinks, options, numbers and parts of a call as an operator takes them; None if it takes
     only others."""
     attn_mask, written = as_mask(call.attn_mask, query, key), call.written
-    if call.out is not None or several(written.devices) or has_transforms():
+    # torch.jit.trace would keep what one call did.
+    if call.out is not None or several(written.devices) or has_transforms() or is_tracing():
         return None
     kinds = (
         ((query, key, value), torch.Tensor),
