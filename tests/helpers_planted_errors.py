@@ -177,7 +177,7 @@ class WholeTask(InnerKernel):
     def refusal(self, call):
         if self.dtype not in (None, call.dtype):
             return "16 bits only"
-        return "grouped heads" if call.query_heads != call.key_heads else None
+        return "grouped heads" if call.heads != call.kv_heads else None
 
     def forward_workspace_bytes(self, call, extent):
         return 1 << 20
