@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import library
-from torch.jit._trace import is_tracing
 
 from quorum_attention.autograd import gradients_of, refuse_second, upstream_of
 from quorum_attention.call.gradients import BackwardInputs
@@ -32,7 +31,7 @@ from quorum_attention.call.options import Arguments, CallOptions, Layer, current
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import has_transforms
+from quorum_attention.kernels.torch_private import has_transforms, is_tracing
 from quorum_attention.mask import NAMES, Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 

@@ -22,6 +22,7 @@ import torch.nn.attention
 from torch._C import _len_torch_function_stack
 from torch._C._functorch import unwrap_if_dead as unwrap_if_dead
 from torch._ops import mode_stack_state_for_pre_dispatch
+from torch.jit._trace import is_tracing as is_tracing
 from torch.overrides import _pop_mode, _push_mode
 
 _autograd: Any = torch._C._autograd
