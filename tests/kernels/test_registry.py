@@ -10,15 +10,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.kernels import (
-    CallShape,
-    CpuKernel,
-    DenseKernel,
-    MaskShape,
-    get_kernel,
-    probe,
-    registry,
-)
+from quorum_attention.kernels import CallShape, CpuKernel, DenseKernel, MaskShape, get_kernel, probe
 from quorum_attention.kernels.registry import registrations, select_kernel
 from quorum_attention.kernels.vendors import CudnnKernel
 
@@ -94,10 +86,11 @@ def test_one_process_tests_torchs_operators_for_all(
     """But for those that fail, and again where a version differs or the file is damaged."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
     reasons, tested = iter(["it is wrong", None, None, None]), []
-    monkeypatch.setattr(registry, "capturing", lambda device: False)
+    there = "quorum_attention.kernels.registry"
+    monkeypatch.setattr(f"{there}.capturing", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     tried = lambda kernel, *_: tested.append(kernel) or next(reasons)  # noqa: E731
-    monkeypatch.setattr(registry, "_tried_with_memory", tried)
+    monkeypatch.setattr(f"{there}._tried_with_memory", tried)
 
     def in_another_process() -> tuple[str | None, int]:
         reason = probe(CudnnKernel(), call("cuda", torch.float16), torch.device("cuda:0"))
