@@ -80,9 +80,7 @@ def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
     assert "\n" not in reason
 
 
-def test_one_process_tests_torchs_operators_for_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torch_is_tested_once_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """But for those that fail, and again where a version differs or the file is damaged."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
     reasons, tested = iter(["it is wrong", None, None, None]), []

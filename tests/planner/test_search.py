@@ -21,7 +21,7 @@ from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner import policy
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import cost, kernel_hardware, least_seconds, price
+from quorum_attention.planner.price import cost, kernel_hardware, least_cost, least_seconds, price
 from quorum_attention.planner.search import (
     PlanConstraints,
     _decompositions,
@@ -130,10 +130,12 @@ def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:
     """Where there are few queries or few keys most tasks have none: those that are priced do."""
     for causal in (False,) if sizes[0] > sizes[1] else (False, True):
         work = replace(WORK, n_queries=sizes[0], n_keys=sizes[1], is_causal=causal)
-        problem = Problem(work, DENSE, spec, FAR)
         shape = Decomposition(work.n_tokens, levels)
         made = schedule_of(work, shape, GroupSize(1, 2), Slots(2, "host"))
-        assert cost(made, problem, MACHINE).arithmetic >= least_seconds(problem, MACHINE)
+        for problem in (Problem(work, DENSE, spec, place) for place in (FAR, NEAR)):
+            found = cost(made, problem, MACHINE)
+            assert found.arithmetic >= least_seconds(problem, MACHINE)
+            assert found.seconds >= least_cost(made, problem, MACHINE)
 
 
 @settings(max_examples=60, deadline=None)

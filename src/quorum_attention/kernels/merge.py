@@ -224,8 +224,8 @@ def _kernel(name: str) -> Any:
 
 @functools.cache
 def warm_up() -> None:
-    """Import Triton and hash its files, as its cache does, while the host tests and plans a call:
-    0.6 s of a first one."""
+    """Import Triton and hash its files, as its cache does, while the host tests and plans a first
+    call."""
     if triton_available():
         threading.Thread(target=_imported, name="imports Triton").start()
 
