@@ -38,7 +38,7 @@ class BackwardInputs(NamedTuple):
     grad_lse: torch.Tensor | None = None
 
 
-def check_backward_inputs(
+def check_backward_inputs(  # noqa: C901
     tensors: Tensors, request: Request, given: BackwardInputs, inputs: Sequence[torch.Tensor]
 ) -> BackwardInputs:
     """What a backward is given, checked against the call, with a dimension of heads.
