@@ -82,5 +82,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> fa4.Fa4Kernel:
     monkeypatch.setattr(fa4, "_functions", lambda: (forward, backward))
     monkeypatch.setattr(fa4, "_on", lambda device: nullcontext())
     monkeypatch.setattr(fa4.Fa4Kernel, "refusal", refusal)
-    masked._capped.cache_clear()
+    masked._with_softcap.cache_clear()
     return fa4.Fa4Kernel()

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.kernels import CallShape, CpuKernel, DenseKernel, MaskShape, get_kernel, probe
+from quorum_attention.kernels import (
+    CallShape,
+    CpuKernel,
+    DenseKernel,
+    MaskShape,
+    get_kernel,
+    probe,
+    registry,
+)
+from quorum_attention.kernels.masked.kernel import MaskedKernel, kernel_for_mask
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.registry import registrations, select_kernel
 from quorum_attention.kernels.vendors import CudnnKernel
 
@@ -157,3 +167,72 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     )
     assert "replaced by FA4" in str(flash.refusal(half))
     assert registrations() != before
+
+
+# --- A soft cap ----------------------------------------------------------------------------------
+
+
+def base_under_a_softcap(wanted: str | Kernel, device: str = "cuda", cap: float = 5.0) -> Kernel:
+    """The kernel that computes the parts of a causal call of 8 tokens with a soft cap."""
+    shape = CallShape(
+        device, torch.float32, 4, 2, 16, 16, batch_shape=(1,), n_queries=8, n_keys=8, is_causal=True
+    )
+    mask = qa.Mask(causal=True, softcap=cap)
+    _, kernel = kernel_for_mask(
+        mask, wanted, shape, torch.device(device), needs_grad=False, tried=False
+    )
+    assert isinstance(kernel, MaskedKernel)
+    return kernel.base
+
+
+def test_a_softcap_keeps_the_options_of_a_kernel() -> None:
+    """A kernel that was rebuilt by its name computed in full fp32 where TF32 was asked for."""
+    base = base_under_a_softcap(qa.NativeKernel(allow_tf32=True))
+    assert isinstance(base, qa.NativeKernel)
+    assert base.allow_tf32
+    assert base.softcap == 5.0
+
+
+@pytest.mark.parametrize("name", ["native", "fa4", "cpu"])
+def test_a_users_kernel_is_not_replaced_by_ours_of_the_same_name(name: str, monkeypatch) -> None:
+    class Mine(CpuKernel):
+        operator = True
+
+        def refusal(self, call: CallShape) -> None:
+            return None
+
+    Mine.name = name
+    monkeypatch.setitem(registry._KERNELS, name, Mine())
+    with pytest.raises(NotImplementedError, match="no soft cap"):
+        base_under_a_softcap(name)
+    with pytest.raises(NotImplementedError, match="no soft cap"):
+        base_under_a_softcap(Mine())
+
+
+def test_a_users_dense_kernel_runs_where_it_is_asked_for(monkeypatch) -> None:
+    class Mine(CpuKernel):
+        name = "dense"
+
+        def with_softcap(self, softcap: float) -> Kernel:
+            return self
+
+    monkeypatch.setitem(registry._KERNELS, "dense", Mine())
+    assert isinstance(base_under_a_softcap("dense", "cpu"), Mine)
+
+
+def test_a_kernel_registered_later_is_the_one_that_runs(monkeypatch) -> None:
+    base_under_a_softcap("native", cap=7.0)
+    monkeypatch.setitem(registry._KERNELS, "native", qa.NativeKernel(allow_tf32=True))
+    base = base_under_a_softcap("native", cap=7.0)
+    assert isinstance(base, qa.NativeKernel)
+    assert base.allow_tf32
+
+
+@pytest.mark.parametrize("name", ["native", "fa4"])
+def test_a_kernel_and_its_softcaps_share_one_test(name: str) -> None:
+    """The test before a kernel's first use is of the kernel without its soft cap, made once."""
+    kernel = get_kernel(name)
+    for softcap in (5.0, 30.0):
+        capped = kernel.with_softcap(softcap)
+        assert capped is not None
+        assert capped.probed_as is kernel

@@ -6,6 +6,7 @@ in a folder of this user's. Nothing of it is imported until a call wants it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import os
@@ -77,8 +78,9 @@ def pace(machine: Any, head_dim: int, backward: bool) -> Any:
 class Fa4Kernel(RectangleKernel):
     """FlashAttention-4: 16-bit inputs; takes grouped heads, windows and soft caps directly.
 
-    Args:
-        softcap: bound of the scores, ``softcap * tanh(score / softcap)``; each is compiled for.
+    Attributes:
+        softcap: bound of the scores, ``softcap * tanh(score / softcap)``; 0 is none. The package
+            compiles its code anew for each.
     """
 
     name = "fa4"
@@ -89,10 +91,12 @@ class Fa4Kernel(RectangleKernel):
     empty_rows = True
     pace = staticmethod(pace)
 
-    def __init__(self, softcap: float | None = None) -> None:
-        if softcap is not None:
-            self.softcap = softcap
-            self.probed_as = _PLAIN
+    def with_softcap(self, softcap: float) -> Fa4Kernel:
+        """See ``Kernel``."""
+        capped = copy.copy(self)
+        capped.softcap = float(softcap)
+        capped.probed_as = self
+        return capped
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -192,10 +196,6 @@ def _by_token(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def _held(*sizes: int) -> int:
     """Bytes of tensors of these sizes, of which the allocator may leave some blocks unsplit."""
     return sum(size + min(size, UNSPLIT_BYTES) for size in sizes)
-
-
-# One object, so that it is tested once.
-_PLAIN = Fa4Kernel()
 
 
 # --- The package ------------------------------------------------------------------------------

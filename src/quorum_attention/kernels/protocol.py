@@ -440,6 +440,13 @@ class Kernel(ABC):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
 
+    def with_softcap(self, softcap: float) -> Kernel | None:
+        """Return this kernel, with its other options, for scores bounded by a soft cap.
+
+        Scores become ``softcap * tanh(score / softcap)``. None: the kernel has no soft cap.
+        """
+        return None
+
     # --- Monolithic calls --------------------------------------------------------------------
 
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:

@@ -24,7 +24,6 @@ from quorum_attention.decomposition.bands import Band, Part
 from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     blocks_key,
@@ -52,7 +51,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
-from quorum_attention.kernels.reference import Tiles
+from quorum_attention.kernels.reference import DenseKernel, Tiles
 from quorum_attention.kernels.registry import get_kernel, select_kernel
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.mask import Mask
@@ -556,51 +555,67 @@ def kernel_for_mask(
 
 
 def _base(
-    found: ResolvedMask, wanted: str | Kernel, call: CallShape, device: torch.device, *, tried: bool
+    mask: ResolvedMask, wanted: str | Kernel, call: CallShape, device: torch.device, *, tried: bool
 ) -> Kernel:
-    """The kernel for the parts of a mask.
+    """Choose the kernel for the parts of a mask, with the mask's soft cap.
 
     Raises:
         NotImplementedError: the kernel asked for cannot run them.
     """
-    softcap, select = found.softcap, partial(select_kernel, call=call, device=device, tried=tried)
-    if wanted == "auto" and found.few_bands:
-        # The preferred kernel of a call that keeps so many pairs, if it takes bands.
-        pairs = found.kept_pairs * call.batch * call.heads
-        with suppress(NotImplementedError):
-            kernel = select("auto", flops=2.0 * (call.head_dim + call.value_dim) * pairs)
-            if isinstance(kernel, RectangleKernel) and kernel.bands:
-                return _capped(kernel.name, softcap)
-    if wanted == "auto" and device.type == "cuda":
-        # It runs a task in one launch, whatever its mask.
-        with suppress(NotImplementedError):
-            return _capped(select("native").name, softcap)
-    by_tiles = wanted in ("dense", "tiles") or wanted is get_kernel("dense")
-    if by_tiles or (wanted == "auto" and softcap is not None):
-        return _capped("tiles", softcap)
+    select = partial(select_kernel, call=call, device=device, tried=tried)
+    if wanted == "auto":
+        return _preferred_base(mask, call, device, select)
+    if wanted == "tiles" or isinstance(get_kernel(wanted), DenseKernel):
+        return _tiles(mask.softcap)
     kernel = select(wanted)
-    if not kernel.operator or kernel.probed_as is not None:
-        if wanted == "auto":
-            return _capped("tiles", softcap)
+    if not _runs_parts(kernel):
         raise NotImplementedError(
             f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of plain "
             "attention that can be called by rectangles do (native without options of its own, "
             "cudnn, flash, efficient, cpu and dense)"
         )
-    if softcap is None:
-        return kernel
-    if kernel.name not in ("fa4", "native"):
+    capped = _with_softcap(kernel, mask.softcap)
+    if capped is None:
         raise NotImplementedError(
             f"kernel {kernel.name!r} has no soft cap; fa4, native, dense and auto have"
         )
-    return _capped(kernel.name, softcap)
+    return capped
+
+
+def _preferred_base(
+    mask: ResolvedMask, call: CallShape, device: torch.device, select: Callable[..., Kernel]
+) -> Kernel:
+    """Choose the kernel for a call that asked for none: the first that can run the parts."""
+    if mask.few_bands:
+        # The preferred kernel of a call that keeps so many pairs, if it takes bands.
+        pairs = mask.kept_pairs * call.batch * call.heads
+        with suppress(NotImplementedError):
+            kernel = select("auto", flops=2.0 * (call.head_dim + call.value_dim) * pairs)
+            capped = _with_softcap(kernel, mask.softcap)
+            if isinstance(capped, RectangleKernel) and capped.bands:
+                return capped
+    # On a GPU the native kernel runs a task in one launch, whatever its mask.
+    for name in ("native", "auto") if device.type == "cuda" else ("auto",):
+        with suppress(NotImplementedError):
+            kernel = select(name)
+            capped = _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
+            if capped is not None:
+                return capped
+    return _tiles(mask.softcap)
+
+
+def _runs_parts(kernel: Kernel) -> bool:
+    """Tell whether a kernel computes plain attention and can be called by rectangles."""
+    return kernel.operator and kernel.probed_as is None
 
 
 @lru_cache(maxsize=16)
-def _capped(name: str, softcap: float | None) -> Kernel:
-    """A kernel with a soft cap: one object for each. ``tiles`` runs anything."""
-    if name == "tiles":
-        return Tiles(capped(softcap))
-    if softcap is None:
-        return get_kernel(name)
-    return Fa4Kernel(softcap) if name == "fa4" else NativeKernel(softcap=softcap)
+def _with_softcap(kernel: Kernel, softcap: float | None) -> Kernel | None:
+    """Return a kernel under a soft cap: one object for each; None if the kernel has none."""
+    return kernel if softcap is None else kernel.with_softcap(softcap)
+
+
+@lru_cache(maxsize=16)
+def _tiles(softcap: float | None) -> Kernel:
+    """Return the kernel that runs any call tile by tile: one object for each soft cap."""
+    return Tiles(capped(softcap))

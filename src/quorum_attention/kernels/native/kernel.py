@@ -141,6 +141,13 @@ class NativeKernel(Kernel):
         found._known()
         return found
 
+    def with_softcap(self, softcap: float) -> NativeKernel:
+        """See ``Kernel``."""
+        capped = self.under(self.geometry)
+        capped.softcap = float(softcap)
+        capped.probed_as = self.probed_as or self
+        return capped
+
     def by_bits(self, bits: Sequence[torch.Tensor], is_causal: bool) -> NativeKernel:
         """The kernel for pairs without a group bit in common, of queries and of keys; copied."""
         with outside():
