@@ -10,7 +10,8 @@ import torch
 import quorum_attention as qa
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.problem import GroupSize, Problem, spec_of
-from quorum_attention.execution.routes.slots import Slots, Streaming
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner.hardware import HardwareModel
@@ -56,7 +57,9 @@ def passing(
     backward. Its own decomposition takes over if that fails."""
     work, place = plan.work, plan.place
     stays = "key" if plan.backward else "query"
-    route = Streaming(n_cap, stays=stays, queries=queries, keys=keys, instead=Slots(1, "host"))
+    route = Streaming(
+        n_cap, resident_axis=stays, queries=queries, keys=keys, instead=Slots(1, "host")
+    )
     schedule = schedule_of(work, plan.decomposition, GroupSize(1, group), route)
     problem = Problem(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
     machine = assumed(work.device_type, work.dtype, work.head_dim)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.decomposition.pieces import Passage, Pieces, pieces_of
+from quorum_attention.decomposition.chunk_stream import ChunkStream
+from quorum_attention.decomposition.layouts import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import batches
 from quorum_attention.quorums import quorum_size
 
@@ -75,17 +76,17 @@ def test_every_pair_of_a_passage_is_in_one_rectangle(stays, is_causal) -> None:
     for _ in range(300):
         n_queries, n_keys = (draw.randint(1, 40) for _ in range(2))
         queries, keys = (draw.randint(1, 45) for _ in range(2))
-        passage = Passage(stays, n_queries, n_keys, queries, keys, is_causal)
+        stream = ChunkStream(stays, n_queries, n_keys, queries, keys, is_causal)
         seen = np.zeros((n_queries, n_keys), dtype=int)
         chunks_of: dict[int, list[int]] = {}
-        for chunk in range(passage.n_chunks):
-            plain = passage.plain_blocks(chunk)
-            assert set(plain) <= set(passage.blocks(chunk))
-            for block in passage.blocks(chunk):
+        for chunk in range(stream.n_chunks):
+            plain = stream.full_blocks(chunk)
+            assert set(plain) <= set(stream.blocks(chunk))
+            for block in stream.blocks(chunk):
                 chunks_of.setdefault(block, []).append(chunk)
-                both = passage.chunk(chunk), passage.block(block)
+                both = stream.chunk(chunk), stream.block(block)
                 rows, columns = both if stays == "query" else both[::-1]
-                found = passage.rectangles(chunk, block)
+                found = stream.rectangles(chunk, block)
                 assert found, "a block without pairs"
                 size = keys if stays == "query" else queries
                 whole = len(found) == 1 and found[0].pairs == rows.length * columns.length
@@ -105,8 +106,8 @@ def test_every_pair_of_a_passage_is_in_one_rectangle(stays, is_causal) -> None:
         kept = np.ones((n_queries, n_keys), dtype=int)
         assert np.array_equal(seen, np.tril(kept) if is_causal else kept)
         if stays == "key":
-            assert set(chunks_of) == set(range(passage.n_blocks))
+            assert set(chunks_of) == set(range(stream.n_blocks))
             for block, chunks in chunks_of.items():
                 assert chunks[0] == 0
                 assert chunks == list(range(chunks[-1] + 1))
-                assert chunks[-1] == passage.last_chunk(block)
+                assert chunks[-1] == stream.last_chunk(block)

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.engine import Field, LayoutError, SlotLayout, slot_layout
 from quorum_attention.execution.problem import Placement, Problem, spec_of
 from quorum_attention.execution.schedule import Cutting
+from quorum_attention.execution.slot_layout import Field, LayoutError, SlotLayout, slot_layout
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 

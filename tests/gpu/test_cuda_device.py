@@ -18,7 +18,7 @@ from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.page_locks import Copied
-from quorum_attention.execution.device.residency import home_device, travelling
+from quorum_attention.execution.device.residency import empty_accumulator, home_device
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.kernels.merge import add_
 
@@ -160,7 +160,7 @@ def test_memory_is_counted(gpu: torch.device) -> None:
     assert counted is not None
     arena = backend.allocate(64 * MIB, gpu)
     assert backend.free_bytes(gpu) <= free - 60 * MIB
-    assert travelling((4, 100), torch.float32, home_device("host", gpu), gpu).is_pinned()
+    assert empty_accumulator((4, 100), torch.float32, home_device("host", gpu), gpu).is_pinned()
     del arena
     assert 64 * MIB <= counted() <= 66 * MIB
     backend.give_back_cached()

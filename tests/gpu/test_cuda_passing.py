@@ -13,7 +13,7 @@ from helpers_plans import passing
 
 import quorum_attention as qa
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.routes.slots import Streaming
+from quorum_attention.execution.routes.streaming import Streaming
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ERRORS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -19,7 +19,8 @@ from helpers_plans import shape_of
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.problem import Placement, Problem, spec_of
-from quorum_attention.execution.routes.slots import Slots, Streaming
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.planner.calibration import hardware_of
@@ -181,13 +182,13 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     assert found.predicted_seconds < tasks.predicted_seconds
     # Whole waves of an H200, so that none of its multiprocessors waits for others.
     route = found.schedule.route
-    assert route.rows(route.stays) * found.schedule.group.kv_heads % (132 * 128) == 0
-    assert route.rows(route.stays) % route.rows(route.streams_by) == 0
+    assert route.rows(route.resident_axis) * found.schedule.group.kv_heads % (132 * 128) == 0
+    assert route.rows(route.resident_axis) % route.rows(route.streamed_axis) == 0
     assert route.words in found.describe()
     # What takes over if memory runs out fits the budget as well.
     instead = found.schedule.through_slots(found.work)
     assert isinstance(instead.route, Slots)
-    assert f"{found.schedule.route.passage(found.work).n_units:,} time" in found.describe()
+    assert f"{found.schedule.route.stream(found.work).n_units:,} time" in found.describe()
 
 
 @pytest.mark.parametrize(

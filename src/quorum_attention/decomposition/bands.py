@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Ranges, Verdict
-from quorum_attention.decomposition.rectangles import Block
+from quorum_attention.decomposition.rectangles import Block, Rectangle
 
 Kind = Literal["plain", "lower", "upper", "band", "ragged"]
 
@@ -148,6 +149,15 @@ class Band:
             b = min(a + side, q1)
             for first, last in ((a + low, b + low), (b + low, a + high), (a + high, b + high)):
                 yield from self.parts(a, b, max(k0, first), min(k1, last))
+
+
+def rectangles_of_band(band: Band, queries: Interval, keys: Interval) -> Iterator[Rectangle]:
+    """Yield rectangles of the pairs of a band with one edge; causal ones are squares."""
+    for part in band.parts(*queries, *keys):
+        is_causal = part.kind == "lower"
+        yield Rectangle(
+            part.query_start, part.query_stop, part.key_start, part.key_stop, causal=is_causal
+        )
 
 
 def _upto(q0: int, q1: int, k0: int, k1: int, most: int) -> int:

@@ -364,7 +364,7 @@ class Job:
                 )
         return tuple(self.results[state.name] for state in self.spec.states)
 
-    def take_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def store_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
         that the caller gave tensors for, or that have another dtype."""
         work, results, states = self.problem.work, self.results, self.problem.spec.states
@@ -388,12 +388,12 @@ class Job:
             return state.fill
         return self.sinks[group.query_heads][:, None, None]
 
-    def repeated(self, times: int) -> None:
+    def count_repeats(self, times: int) -> None:
         """Add ``times`` to the report's count of repeated units."""
         if self.report is not None:
             self.report.repeated_units += times
 
-    def tell(self, done: int, total: int) -> None:
+    def report_progress(self, done: int, total: int) -> None:
         """Report progress, in units."""
         if self.progress is not None:
             self.progress(done, total, self.spec.name)

@@ -16,7 +16,7 @@ import torch
 
 from quorum_attention.counts import shown
 from quorum_attention.decomposition import Pairs
-from quorum_attention.decomposition.pieces import Pieces
+from quorum_attention.decomposition.layouts import Pieces
 from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend
 from quorum_attention.execution.device.lookup import BACKENDS

@@ -6,7 +6,7 @@ computed (``price.py``).
 
 from __future__ import annotations
 
-from quorum_attention.decomposition.pieces import Pieces
+from quorum_attention.decomposition.layouts import Pieces
 
 # --- Which calls are not worth a search -------------------------------------------------------
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.decomposition.layouts import Pieces, pieces_of
 from quorum_attention.decomposition.pairs import kept_share
-from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.decomposition.rectangles import Batch, batches
 from quorum_attention.execution.problem import PassSpec, Problem, WorkCounts, count_groups
 from quorum_attention.execution.schedule import Schedule

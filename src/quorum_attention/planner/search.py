@@ -21,7 +21,8 @@ from quorum_attention.execution.problem import (
     group_sizes,
 )
 from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
-from quorum_attention.execution.routes.slots import Slots, Streaming
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.schedule import Route, Schedule, Tally, deepest, schedule_of, tally
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape
@@ -423,10 +424,10 @@ def _streamed(tasks: Plan, search: _Search) -> Iterator[Schedule]:
         if group.batch > 1:
             continue
         made = replace(instead, group=group)
-        if not Streaming(stays=stays, instead=route).runs(made, problem):
+        if not Streaming(resident_axis=stays, instead=route).runs(made, problem):
             return
         for chunk in _stream_chunks(group, length, problem, hardware):
-            streaming = Streaming(stays=stays, queries=chunk, keys=chunk, instead=route)
+            streaming = Streaming(resident_axis=stays, queries=chunk, keys=chunk, instead=route)
             found = _largest_block(made, streaming, search.constraints.budget_bytes, problem)
             if found is not None:
                 yield found
@@ -451,7 +452,7 @@ def _largest_block(
     instead: Schedule, route: Streaming, budget: int, problem: Problem
 ) -> Schedule | None:
     """The schedule whose blocks are the largest part of a chunk that fits."""
-    work, chunk = problem.work, route.rows(route.stays)
+    work, chunk = problem.work, route.rows(route.resident_axis)
     for parts in policy.PARTS_PASSING:
         block, rest = divmod(chunk, parts)
         # Otherwise the rectangles at the diagonal would have many sizes.
@@ -459,9 +460,9 @@ def _largest_block(
             continue
         if block < policy.LEAST_ROWS and parts > 1:
             return None
-        sizes = (chunk, block) if route.stays == "query" else (block, chunk)
+        sizes = (chunk, block) if route.resident_axis == "query" else (block, chunk)
         one = replace(route, queries=sizes[0], keys=sizes[1])
-        units = count_groups(work, instead.group) * one.passage(work).n_units
+        units = count_groups(work, instead.group) * one.stream(work).n_units
         if units > policy.MOST_PASSAGES:
             return None
         made = schedule_of(work, instead.decomposition, instead.group, one, pinned=instead.pinned)

@@ -19,7 +19,7 @@ from quorum_attention.execution.device import residency
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Locker, PinnedPool
-from quorum_attention.execution.device.residency import empty, travelling
+from quorum_attention.execution.device.residency import empty, empty_accumulator
 
 MIB = 1 << 20
 
@@ -202,8 +202,8 @@ def test_accumulators_that_cannot_be_page_locked_are_pageable(monkeypatch) -> No
         return make(*sizes, **more)
 
     monkeypatch.setattr(torch, "empty", refusing)
-    made = travelling((3, 4), torch.float32, HOST, GPU)
+    made = empty_accumulator((3, 4), torch.float32, HOST, GPU)
     assert asked == [True, False]
     assert made.shape == (3, 4)
-    assert travelling((2,), torch.float64, HOST, HOST).dtype == torch.float64
+    assert empty_accumulator((2,), torch.float64, HOST, HOST).dtype == torch.float64
     assert asked == [True, False, False]

@@ -15,7 +15,7 @@ from helpers_passes import both_passes
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.decomposition.pieces import Pieces
+from quorum_attention.decomposition.layouts import Pieces
 from quorum_attention.execution.routes.over_inputs import Blockwise
 from quorum_attention.execution.schedule import schedule_of
 

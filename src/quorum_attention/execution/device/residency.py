@@ -92,7 +92,7 @@ def _fresh(n_bytes: int, what: str) -> torch.Tensor:
     return found
 
 
-def travelling(
+def empty_accumulator(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, compute: torch.device
 ) -> torch.Tensor:
     """An uninitialised tensor on ``device`` for a state that waits between tasks on ``compute``.

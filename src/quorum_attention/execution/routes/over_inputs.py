@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.decomposition.pieces import Pieces, pieces_of
+from quorum_attention.decomposition.layouts import Pieces, pieces_of
 from quorum_attention.execution.call import Job, Tools, flat, flat_batch, operand
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.problem import (
@@ -80,7 +80,7 @@ class OverInputs(Route):
         for group in controller.whole_groups():
             for tasks in self.compute(job, schedule, group, tools):
                 done += tasks
-                job.tell(done, every)
+                job.report_progress(done, every)
                 yield tasks
 
 
@@ -169,10 +169,10 @@ class Whole(OverInputs):
         alone = None if group == every else group
         parts = _of_call(job, alone, rectangle.causal, job.bias(group, task)(rectangle))
         if parts is None:
-            job.repeated(1)
+            job.count_repeats(1)
             _scaled(job, schedule, group, tools)
         elif alone is None:
-            job.take_results(parts)
+            job.store_results(parts)
         else:
             for target, part in zip(job.targets(group), parts, strict=True):
                 target.copy_(part)
@@ -208,7 +208,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     """
     mask = None if job.mask is None else job.mask.whole(job.work.dtype, job.device)
     parts = _of_call(job, None, job.work.is_causal, mask)
-    return None if parts is None else job.take_results(parts)
+    return None if parts is None else job.store_results(parts)
 
 
 def _of_call(
@@ -383,7 +383,7 @@ def compute_group(
     for again in runs:
         how = Scaling()
         if again:
-            job.repeated(1)
+            job.count_repeats(1)
             for state in states:
                 state.zero_()
         if scaling is not None and upstream is not None:

@@ -1,0 +1,310 @@
+"""The route of chunks that stay on the device while blocks of the other side stream past.
+
+In a forward queries stay, and keys and values stream past: the statistics of a chunk never leave
+the device. In a backward keys and values stay with their gradients, and queries stream past with
+theirs, which wait in host memory between chunks. Where memory is tight that moves far fewer bytes
+than tasks through slots, in fewer and longer copies, and the kernel gets larger rectangles
+(docs/planner.md). If memory runs out, the unfinished head groups go through slots, by the
+decomposition that the schedule has for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from quorum_attention.decomposition import Decomposition, Rectangle, Rows
+from quorum_attention.decomposition.chunk_stream import ChunkStream
+from quorum_attention.decomposition.decomposition import Span, Task
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.decomposition.rectangles import Batch
+from quorum_attention.execution.call import Job, Tools
+from quorum_attention.execution.control.controller import Group, RecoveryController
+from quorum_attention.execution.control.visits import Visit
+from quorum_attention.execution.device.residency import home_device
+from quorum_attention.execution.engine import Engine
+from quorum_attention.execution.problem import (
+    Axis,
+    Footprint,
+    Problem,
+    Tensors,
+    WorkCounts,
+    count_groups,
+    home_bytes,
+    moved_bytes,
+    result_bytes,
+)
+from quorum_attention.execution.routes.slots import Slots, layout_of
+from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, what_is_read
+from quorum_attention.execution.schedule import Route, Schedule
+from quorum_attention.execution.slot_layout import SlotLayout
+from quorum_attention.execution.slot_rows import (
+    SlotRows,
+    StayingChunk,
+    Unit,
+    open_pass_storage,
+    open_slots,
+)
+from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.sizes import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming(Route):
+    """A chunk of queries (forward) or of keys (backward) stays; blocks of the others stream past.
+
+    Attributes:
+        resident_axis: the side whose chunks stay: of queries, or of keys.
+        queries, keys: rows of a chunk, and of a block.
+        instead: the route through slots that takes over.
+        n_cap: blocks resident at once.
+    """
+
+    n_cap: int = 2
+    resident_axis: Axis = "query"
+    queries: int = 1
+    keys: int = 1
+    instead: Slots = field(default_factory=Slots)
+
+    recovery = "streaming: failed", "through slots"
+
+    @property
+    def accumulators(self) -> str:
+        """Where states wait; in a forward none does."""
+        return "none" if self.resident_axis == "query" else "host"
+
+    @property
+    def words(self) -> str:
+        """A description of the route for people."""
+        chunk, block = f"{self.queries:,} queries", f"{self.keys:,} keys"
+        if self.resident_axis == "key":
+            chunk, block = block, chunk
+        return f"{chunk} stay, {block} at a time stream by (tasks only if that fails)"
+
+    def parts(self, schedule: Schedule, work: CallShape) -> str:
+        """How often a block streams past."""
+        return f"{counted(self.stream(work).n_units, 'time')} a block and a chunk"
+
+    @property
+    def streamed_axis(self) -> Axis:
+        """The other side."""
+        return "key" if self.resident_axis == "query" else "query"
+
+    def rows(self, axis: Axis) -> int:
+        """Rows of a chunk or block of this side."""
+        return self.queries if axis == "query" else self.keys
+
+    def task_rows(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+        """A chunk and a block."""
+        return min(self.queries, work.n_queries), min(self.keys, work.n_keys)
+
+    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+        """A chunk and a block are one rectangle."""
+        return self.task_rows(shape, work)
+
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
+        """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
+        depends on where they are."""
+        work, kernel = problem.work, problem.kernel
+        if not kernel.operator or not kernel.several_streams or kernel.own_attention:
+            return False
+        if work.mask is not None or work.dropout or kernel.sparse:
+            return False
+        resident_axis = "key" if problem.spec.backward else "query"
+        return self.resident_axis == resident_axis and min(work.n_queries, work.n_keys) > 0
+
+    def stream(self, work: CallShape) -> ChunkStream:
+        """The pairs of a head, chunk by chunk and block by block."""
+        return ChunkStream(
+            self.resident_axis,
+            work.n_queries,
+            work.n_keys,
+            self.queries,
+            self.keys,
+            work.is_causal,
+        )
+
+    def _layouts(self, schedule: Schedule, problem: Problem) -> tuple[SlotLayout, SlotLayout]:
+        """The memory of a chunk, and of a block."""
+        chunk = layout_of(schedule, problem, self.resident_axis)
+        block = layout_of(schedule, problem, self.streamed_axis)
+        return chunk, block
+
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
+        """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
+        results and states."""
+        chunk, block = self._layouts(schedule, problem)
+        homes = home_bytes(problem, schedule.group, "host")
+        scaling = (SMALL_BYTES,) * 4 if problem.scaled else ()
+        return Footprint(
+            problem.work.device_type,
+            workspace=problem.workspace(schedule.extent(problem.work)),
+            slots=chunk.slot_bytes + self.n_cap * block.slot_bytes,
+            accumulators=(*homes, *scaling),
+            results=(problem.place.divided or 0, *result_bytes(problem)),
+        )
+
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
+        """Rows that stay are copied once; rows that stream past, for every chunk that they meet."""
+        work, spec = problem.work, problem.spec
+        stream = self.stream(work)
+        resident_inputs, _ = moved_bytes(problem, self.resident_axis)
+        streamed_inputs, streamed_states = moved_bytes(problem, self.streamed_axis)
+        result_size = problem.place.result_dtype.itemsize
+        results = sum(state.count(work) for state in spec.states) * result_size
+        n_units = stream.n_units
+        visits = n_units / max(1, stream.n_blocks)
+        waiting_states = max(0.0, visits - 1) * streamed_states
+        up = resident_inputs + visits * streamed_inputs + waiting_states
+        down = results + waiting_states
+        # Between two chunks nothing computes while results are stored and inputs loaded.
+        without_overlap = resident_inputs + results
+        streamed_copies = sum(item.axis == self.streamed_axis for item in spec.inputs)
+        state_copies = sum(state.axis == self.streamed_axis for state in spec.states)
+        return WorkCounts(
+            units=count_groups(work, schedule.group) * n_units,
+            calls=_calls(stream),
+            up=up,
+            down=down,
+            resident=problem.place.resident,
+            hidden_by=max(1, round((up + down) / max(1, without_overlap))),
+            in_slots=True,
+            run_copies=streamed_copies + 2 * state_copies,
+        )
+
+    def slots(self, **changes: Any) -> Slots:
+        """The route that takes over."""
+        return self.instead.slots(**changes)
+
+    def run(
+        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+    ) -> Iterator[int]:
+        """Compute the head groups that are left, one after the other."""
+        home = home_device("host", job.device)
+        waiting = (self.streamed_axis,) if self.stream(job.work).n_chunks > 1 else ()
+        chunk, block = self._layouts(schedule, job.problem)
+        scaling = None
+        if job.problem.scaled:
+            heads = (1, schedule.group.kv_heads)
+            scaling = BackwardScaling(job.work, job.device, heads, self.n_cap)
+        with (
+            open_pass_storage(job, schedule.group, home, waiting) as storage,
+            # The last slot is the chunk's.
+            open_slots(job, storage, tools.clock, (block, self.n_cap), (chunk, 1)) as sides,
+        ):
+            blocks, chunks = sides
+            engine = Engine(job, tools, schedule.limits, blocks, scaling, chunks)
+            for _ in engine.run(self._units(engine, scaling, controller)):
+                yield 1
+
+    def _units(
+        self, engine: Engine, scaling: BackwardScaling | None, controller: RecoveryController
+    ) -> Iterator[Unit]:
+        """Every block of every chunk of the head groups that are left. A group that overflowed is
+        run again, scaled down further."""
+        job = engine.job
+        n_groups = len(controller.groups_left)
+        for n_done, group in enumerate(controller.whole_groups(), start=1):
+
+            def read_inputs(group: Group = group) -> Tensors:
+                engine.rows.mover.finish(wait=True)
+                return what_is_read(job.tensors, group)
+
+            if scaling is None:
+                yield from self._units_of(engine, group)
+            else:
+                scaling.begin()
+                for n_repeats in scaling.runs(read_inputs):
+                    job.count_repeats(1 if n_repeats else 0)
+                    yield from self._units_of(engine, group)
+            job.report_progress(n_done, n_groups)
+
+    def _units_of(self, engine: Engine, group: Group) -> Iterator[Unit]:
+        """Every block of every chunk of one head group."""
+        blocks, chunks = engine.rows, engine.staying_rows
+        assert chunks is not None
+        work = engine.job.work
+        stream = self.stream(work)
+        sequence = Decomposition(work.n_tokens).task(())
+        number = 0
+        # The number of the last unit of each block.
+        last_units: dict[int | None, int] = {}
+        for chunk in range(stream.n_chunks):
+            chunk_rows = stream.chunk(chunk)
+            chunk_slot = self.n_cap
+            chunk_unit = _unit(
+                chunks, group, chunk_slot, chunk_slot, chunk_rows, is_first=True, is_last=True
+            )
+            # A chunk without pairs still has results: it meets an empty block.
+            met_blocks: list[int | None] = [*stream.blocks(chunk)] or [None]
+            for block in met_blocks:
+                slot = number % self.n_cap
+                block_rows = Interval(0, 0)
+                rectangles: tuple[Rectangle, ...] = ()
+                is_last = True
+                if block is not None:
+                    block_rows = stream.block(block)
+                    rectangles = stream.rectangles(chunk, block)
+                    is_last = chunk == stream.last_chunk(block)
+                # Stores follow each other: all that are older than this slot's last one are over
+                # with it.
+                last_unit = last_units.get(block, -1)
+                is_recent = last_unit > number - self.n_cap
+                after = last_unit % self.n_cap if is_recent else slot
+                unit = _unit(
+                    blocks, group, slot, after, block_rows, is_first=chunk == 0, is_last=is_last
+                )
+                staying = StayingChunk(
+                    chunk_unit,
+                    sequence,
+                    rectangles,
+                    opens=block == met_blocks[0],
+                    closes=block == met_blocks[-1],
+                )
+                yield replace(unit, staying=staying)
+                last_units[block] = number
+                number += 1
+
+
+def _unit(
+    side: SlotRows,
+    group: Group,
+    slot: int,
+    after: int,
+    place: Interval,
+    *,
+    is_first: bool,
+    is_last: bool,
+) -> Unit:
+    """Neighbouring rows of one side in a slot; their states begin, and end, with this unit or wait
+    between units."""
+    rows = (Rows(*place, 0),)
+    visit = Visit(
+        Task((), (Span(*place, 0),)),
+        fresh=rows if is_first else (),
+        carried=(),
+        loaded=() if is_first else rows,
+        finished=rows if is_last else (),
+        stored=() if is_last else rows,
+    )
+    return Unit(group, visit, slot, side.fields(slot, group, visit), after)
+
+
+@lru_cache(maxsize=256)
+def _calls(stream: ChunkStream) -> tuple[tuple[Batch, int], ...]:
+    """The rectangles of a head, as calls: how many of each size there are."""
+    n_calls: Counter[Batch] = Counter()
+    for chunk in range(stream.n_chunks):
+        full_blocks = stream.full_blocks(chunk)
+        # The first full block stands for all: they have the same rectangles.
+        times = {full_blocks[0]: len(full_blocks)} if full_blocks else {}
+        for block in stream.blocks(chunk):
+            if block not in full_blocks:
+                times[block] = 1
+        for block, n_times in times.items():
+            for r in stream.rectangles(chunk, block):
+                n_calls[Batch(Rectangle(0, r.n_queries, 0, r.n_keys, r.causal))] += n_times
+    return tuple(n_calls.items())

@@ -1,0 +1,373 @@
+"""The rows of a unit, moved between its slot and the tensors outside.
+
+How bytes are copied is up to the mover (device/mover.py). Which rows are loaded, carried, finished
+and stored, the unit's visit says (control/visits.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.decomposition import Rectangle, Rows, Task
+from quorum_attention.execution.call import Job
+from quorum_attention.execution.control.visits import Carried, Visit
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.mover import Clock, Mover
+from quorum_attention.execution.device.page_locks import Copied, PageLocks
+from quorum_attention.execution.device.residency import empty_accumulator
+from quorum_attention.execution.problem import Axis, Group, GroupSize, RowSpec, StateSpec
+from quorum_attention.execution.slot_layout import SlotLayout
+from quorum_attention.kernels.tensors import copy_on_device
+
+# Most lists of views that are remembered: enough for a few head groups.
+_MOST_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensor:
+    """A tensor whose rows and heads are those of queries or of keys, as ``spec`` says.
+
+    It is (*batch, heads, n, width); or, ``of_group``, (entries, heads, n, width): memory for the
+    state of one head group, used by one group after another.
+    """
+
+    tensor: torch.Tensor
+    spec: RowSpec
+    of_group: bool = False
+
+    def blocks(self, group: Group) -> list[torch.Tensor]:
+        """The group's part: a view (heads, n, width) for each batch entry."""
+        heads = group.query_heads if self.spec.axis == "query" else group.key_heads
+        if self.of_group:
+            n_heads = heads.stop - heads.start
+            return [self.tensor[number, :n_heads] for number in range(len(group.entries))]
+        return [self.tensor[entry][heads] for entry in group.entries]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that accumulates row by row over the tasks.
+
+    Attributes:
+        home: where rows are stored between visits.
+        final: where finished rows are stored; the home itself if the result has the state's dtype.
+    """
+
+    spec: StateSpec
+    home: RowTensor
+    final: RowTensor
+
+    @property
+    def field(self) -> str:
+        """The name of its field in the slot."""
+        return f"state_{self.spec.name}"
+
+    @property
+    def final_field(self) -> str:
+        """The field for finished rows in the result's dtype; slots have none if that is the
+        state's."""
+        return f"final_{self.spec.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One visit of one head group, in one slot.
+
+    Attributes:
+        fields: the slot's tensors by name, (entries, heads, rows, width).
+        after: states are loaded after the last store of this slot.
+        previous: the slot that its carried rows are copied from, and that slot's fields; None if it
+            carries none.
+        staying: the rows that stay while this unit's stream by; None: the unit has all its rows.
+    """
+
+    group: Group
+    visit: Visit
+    slot: int
+    fields: dict[str, torch.Tensor]
+    after: int
+    previous: tuple[int, dict[str, torch.Tensor]] | None = None
+    staying: StayingChunk | None = None
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a kernel has anything to compute."""
+        return self.staying is None or bool(self.staying.rectangles)
+
+    def from_home(self) -> Unit:
+        """The same unit with its carried rows loaded instead, to run it again."""
+        carried = tuple(piece.rows for piece in self.visit.carried)
+        visit = replace(self.visit, loaded=(*self.visit.loaded, *carried), carried=())
+        return replace(self, visit=visit, previous=None)
+
+
+@dataclass(frozen=True, slots=True)
+class StayingChunk:
+    """The rows that stay in a slot of their own while a unit streams by.
+
+    Attributes:
+        unit: the rows that stay.
+        task: the whole sequence.
+        rectangles: the pairs of the rows that stay and those that stream by.
+        opens, closes: whether this is the first unit that streams by, and the last.
+    """
+
+    unit: Unit
+    task: Task
+    rectangles: Sequence[Rectangle]
+    opens: bool
+    closes: bool
+
+
+# Loads rows into a slot's field from a tensor outside, or stores them there.
+Move = Callable[[torch.Tensor, torch.Tensor, Sequence[Rows]], None]
+
+
+class SlotRows:
+    """Moves the rows of units between their slots and the tensors outside.
+
+    Attributes:
+        slots: their memory, uint8, by number.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        layout: SlotLayout,
+        storage: PassStorage,
+        slots: dict[int, torch.Tensor],
+        mover: Mover,
+    ) -> None:
+        self._job = job
+        self._work = job.work
+        self._layout = layout
+        self.slots = slots
+        self.mover = mover
+        # One side's slots have no fields for the rows of the other.
+        self._inputs = [item for item in storage.inputs if item.spec.name in layout.fields]
+        self._states = [state for state in storage.states if state.field in layout.fields]
+        # A scaled backward divides one input in its slot, so rows of that are loaded anew. Shared
+        # rows of the other inputs may be copied from the previous slot.
+        divided = job.spec.divided if job.problem.scaled else None
+        names = [item.spec.name for item in self._inputs]
+        self._passed_on = [name for name in names if name != divided and layout.keeps(name)]
+        # By slot, entries, heads, queries and keys.
+        self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        # By identity of the row tensor: these are held here, so no id is used twice.
+        self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
+
+    def fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
+        """The tensors of a unit in its slot, by name."""
+        rows: dict[Axis, int] = {
+            "query": visit.task.count_below(self._work.n_queries),
+            "key": visit.task.count_below(self._work.n_keys),
+        }
+        entries = len(group.entries)
+        kv_heads = group.kv_stop - group.kv_start
+        key = (slot, entries, kv_heads, rows["query"], rows["key"])
+        if key not in self._views:
+            memory = self.slots[slot]
+            self._views[key] = {
+                name: self._layout.carve(memory, name, entries, kv_heads, rows[field.axis])
+                for name, field in self._layout.fields.items()
+            }
+        return self._views[key]
+
+    def load_inputs(self, unit: Unit) -> None:
+        """Load the rows of all inputs."""
+        task_rows = unit.visit.task.runs
+        # Carried rows of some inputs are copied from the previous slot instead.
+        new_rows = (*unit.visit.fresh, *unit.visit.loaded) if unit.previous else task_rows
+        with self.mover.input_stage(unit.slot):
+            for item in self._inputs:
+                name = item.spec.name
+                rows = new_rows if name in self._passed_on else task_rows
+                self._move(self.mover.load, unit, unit.fields[name], rows, item)
+
+    def load_states(self, unit: Unit) -> None:
+        """Load the rows of states that wait at home."""
+        with self.mover.state_stage(unit.slot, unit.after):
+            for state in self._states:
+                current = unit.fields[state.field]
+                self._move(self.mover.load, unit, current, unit.visit.loaded, state.home)
+
+    def fill(self, unit: Unit) -> None:
+        """Write what fresh rows of states begin with."""
+        for state in self._states:
+            for rows in self._existing(unit.visit.fresh, state.spec.axis):
+                fill = self._job.fill(state.spec, unit.group)
+                unit.fields[state.field][:, :, _local(rows)] = fill
+
+    def carry(self, unit: Unit) -> None:
+        """Copy carried rows from the previous unit's slot."""
+        if unit.previous is None:
+            return
+        slot, previous = unit.previous
+        for name in [*(state.field for state in self._states), *self._passed_on]:
+            axis = self._layout.fields[name].axis
+            for carried in unit.visit.carried:
+                self._carry_rows(unit.fields[name], previous[name], carried, axis)
+        self.mover.carried_from(slot)
+
+    def _carry_rows(
+        self, field: torch.Tensor, previous: torch.Tensor, carried: Carried, axis: Axis
+    ) -> None:
+        """Copy the rows of one field that the previous task held as well."""
+        for rows in self._existing([carried.rows], axis):
+            start = carried.previous_local
+            source = previous[:, :, start : start + rows.length]
+            copy_on_device(field[:, :, _local(rows)], source)
+
+    def finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
+        """Write finished rows in their final form; ``over_inputs``: only those with a final field
+        (rows that are final in place have been multiplied already)."""
+        for state in self._states:
+            factor = self._job.factor(unit.group, state.spec.axis)
+            current = unit.fields[state.field]
+            final = unit.fields.get(state.final_field, current)
+            if final is current and (factor is None or over_inputs):
+                continue
+            for rows in self._existing(unit.visit.finished, state.spec.axis):
+                source = current[:, :, _local(rows)]
+                target = final[:, :, _local(rows)]
+                if factor is None:
+                    target.copy_(source)
+                else:
+                    torch.mul(source, factor, out=target)
+
+    def store(self, unit: Unit) -> None:
+        """Store rows that wait at home, and finished ones."""
+        with self.mover.store_stage(unit.slot):
+            for state in self._states:
+                current = unit.fields[state.field]
+                self._move(self.mover.store, unit, current, unit.visit.stored, state.home)
+                finished = unit.fields.get(state.final_field, current)
+                self._move(self.mover.store, unit, finished, unit.visit.finished, state.final)
+
+    def release(self, group: Group) -> None:
+        """Tell the mover that all units of a head group are stored."""
+        tensors = [*self._inputs, *(state.final for state in self._states)]
+        self.mover.release(block for rows in tensors for block in self._blocks_of(rows, group))
+
+    def _move(
+        self, move: Move, unit: Unit, field: torch.Tensor, rows: Iterable[Rows], outside: RowTensor
+    ) -> None:
+        """Load or store rows of one field, for each batch entry of the unit."""
+        existing = self._existing(rows, outside.spec.axis)
+        blocks = self._blocks_of(outside, unit.group)
+        for entry_field, block in zip(field, blocks, strict=True):
+            move(entry_field, block, existing)
+
+    def _blocks_of(self, rows: RowTensor, group: Group) -> list[torch.Tensor]:
+        """The head group's part of a tensor outside, remembered."""
+        key = (id(rows), group)
+        if key not in self._blocks:
+            if len(self._blocks) > _MOST_BLOCKS:
+                self._blocks.clear()
+            self._blocks[key] = rows.blocks(group)
+        return self._blocks[key]
+
+    def _existing(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
+        """The rows that this side has: queries and keys may differ in number."""
+        limit = self._work.n_queries if axis == "query" else self._work.n_keys
+        clipped = (piece.within(0, limit) for piece in rows)
+        return [piece for piece in clipped if piece is not None]
+
+
+def _local(rows: Rows) -> slice:
+    """The positions of rows in their slot."""
+    return slice(rows.local, rows.local + rows.length)
+
+
+@dataclass(frozen=True, slots=True)
+class PassStorage:
+    """The tensors outside of slots that a pass reads and writes, and their page locks."""
+
+    inputs: tuple[RowTensor, ...]
+    states: tuple[State, ...]
+    locks: PageLocks
+
+
+@contextmanager
+def open_pass_storage(
+    job: Job,
+    group: GroupSize,
+    home: torch.device,
+    waiting: Collection[Axis] = ("query", "key"),
+    result_device: torch.device | None = None,
+) -> Iterator[PassStorage]:
+    """Give the tensors that a pass through slots moves, page-locked where that is worth it.
+
+    Args:
+        group: the largest head group.
+        home: where states wait between tasks.
+        waiting: whose states wait: those of queries, of keys, or of both.
+        result_device: where results that are their own state are allocated; None: where the inputs
+            are.
+    """
+    spec, work = job.spec, job.work
+    given_results = {id(result) for result in job.results.values()}
+    results = job.make_results(result_device)
+    inputs: list[RowTensor] = []
+    states: list[State] = []
+    copied: list[Copied] = []
+    for item in spec.inputs:
+        tensor = _with_columns(job.tensors[item.name], item)
+        inputs.append(RowTensor(tensor, item))
+        needs_no_cast = tensor.dtype == item.dtype(work)
+        copied.append(Copied(tensor, by_address=needs_no_cast, only_read=True))
+    for state, result in zip(spec.states, results, strict=True):
+        final = RowTensor(_with_columns(result, state), state)
+        state_home = final
+        copied.append(Copied(result, is_result=True, fresh=id(result) not in given_results))
+        if job.dtype_of(state) != work.state_dtype and state.axis in waiting:
+            heads = state.heads(work, group.kv_heads)
+            sizes = (group.batch, heads, state.rows(work), state.columns(work))
+            tensor = empty_accumulator(sizes, work.state_dtype, home, job.device)
+            state_home = RowTensor(tensor, state, of_group=True)
+            copied.append(Copied(tensor))
+        states.append(State(state, state_home, final))
+    with backend_of(job.device).page_locks(copied) as locks:
+        yield PassStorage(tuple(inputs), tuple(states), locks)
+
+
+@contextmanager
+def open_slots(
+    job: Job, storage: PassStorage, clock: Clock, *layouts: tuple[SlotLayout, int]
+) -> Iterator[list[SlotRows]]:
+    """Give what moves rows into slots and out of them, for each layout and its number of slots.
+
+    All slots are of one arena and one mover. At the end, also after a failure, no copy is in flight
+    any more, and the results of units that were reported done have arrived.
+    """
+    backend = backend_of(job.device)
+    arena_bytes = sum(layout.slot_bytes * n_slots for layout, n_slots in layouts)
+    arena = backend.allocate(arena_bytes, job.device)
+    n_all_slots = sum(n_slots for _, n_slots in layouts)
+    mover = backend.mover(job.device, n_all_slots, storage.locks, clock)
+    try:
+        rows_by_layout: list[SlotRows] = []
+        number = 0
+        start = 0
+        for layout, n_slots in layouts:
+            slots: dict[int, torch.Tensor] = {}
+            for _ in range(n_slots):
+                slots[number] = arena[start : start + layout.slot_bytes]
+                number += 1
+                start += layout.slot_bytes
+            rows_by_layout.append(SlotRows(job, layout, storage, slots, mover))
+        yield rows_by_layout
+    finally:
+        mover.finish(wait=True)
+        if job.report is not None:
+            job.report.loaded_bytes += mover.loaded_bytes
+            job.report.stored_bytes += mover.stored_bytes
+
+
+def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
+    """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a row."""
+    return tensor.unsqueeze(-1) if rows.width == "one" else tensor
