@@ -1,12 +1,11 @@
 """Chunks into tasks, spans, group bits and rectangles. Plain integers, no torch."""
 
+from quorum_attention.decomposition.census import Census, census
 from quorum_attention.decomposition.decomposition import (
-    Census,
     Decomposition,
     Layout,
     Span,
     Task,
-    census,
 )
 from quorum_attention.decomposition.intervals import Interval, Rows
 from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict

@@ -14,7 +14,8 @@ So kernels that know only plain and causal calls run it, and compute hardly a pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from quorum_attention.decomposition.intervals import Interval
@@ -52,15 +53,17 @@ class Band:
     low: int | None = None
     high: int | None = None
 
-    def __and__(self, other: Band) -> Band:
+    def __and__(self, band: Band) -> Band:
         """Pairs that both keep."""
-        lows = [b.low for b in (self, other) if b.low is not None]
-        highs = [b.high for b in (self, other) if b.high is not None]
+        lows = [bound for bound in (self.low, band.low) if bound is not None]
+        highs = [bound for bound in (self.high, band.high) if bound is not None]
         return Band(max(lows, default=None), min(highs, default=None))
 
     def moved(self, by: int) -> Band:
         """The band with ``by`` added to both bounds."""
-        return Band(*(None if bound is None else bound + by for bound in (self.low, self.high)))
+        low = None if self.low is None else self.low + by
+        high = None if self.high is None else self.high + by
+        return Band(low, high)
 
     @property
     def keeps_all(self) -> bool:
@@ -77,78 +80,88 @@ class Band:
     @property
     def _bounds(self) -> tuple[int, int]:
         """``low`` and ``high``, beyond all positions where there is no bound."""
-        return (
-            -_FAR if self.low is None else self.low,
-            _FAR if self.high is None else self.high,
-        )
+        low = -_FAR if self.low is None else self.low
+        high = _FAR if self.high is None else self.high
+        return low, high
 
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions."""
-        (q0, q1), (k0, k1) = block
+        queries, keys = block
         low, high = self._bounds
-        least, most = k0 - (q1 - 1), k1 - 1 - q0
-        if least > high or most < low or low > high:
+        # The distances key - query of the corners of the block.
+        min_distance = keys.start - (queries.stop - 1)
+        max_distance = keys.stop - 1 - queries.start
+        if min_distance > high or max_distance < low or low > high:
             return EMPTY
-        return FULL if low <= least and most <= high else PARTIAL
+        is_full = low <= min_distance and max_distance <= high
+        return FULL if is_full else PARTIAL
 
     def count(self, q0: int, q1: int, k0: int, k1: int) -> int:
         """How many pairs of a block it keeps."""
         low, high = self._bounds
         if q0 >= q1 or k0 >= k1 or low > high:
             return 0
-        return _upto(q0, q1, k0, k1, high) - _upto(q0, q1, k0, k1, low - 1)
+        n_up_to_high = _count_up_to(q0, q1, k0, k1, high)
+        n_below_low = _count_up_to(q0, q1, k0, k1, low - 1)
+        return n_up_to_high - n_below_low
 
     def within(self, q0: int, q1: int, k0: int, k1: int) -> Part | None:
         """The least part of the block [q0, q1) x [k0, k1) with all of its kept pairs, if any."""
         low, high = self._bounds
         if low > high:
             return None
+        # Each trim of one side may leave rows or columns of the other without a pair.
         before = None
         while before != (q0, q1, k0, k1):
-            before = q0, q1, k0, k1
-            q0, k1 = max(q0, k0 - high), min(k1, q1 + high)
-            q1, k0 = min(q1, k1 - low), max(k0, q0 + low)
+            before = (q0, q1, k0, k1)
+            q0 = max(q0, k0 - high)
+            k1 = min(k1, q1 + high)
+            q1 = min(q1, k1 - low)
+            k0 = max(k0, q0 + low)
             if q0 >= q1 or k0 >= k1:
                 return None
-        whole = self.verdict(Ranges.of(q0, q1, k0, k1)) is FULL
-        return Part(q0, q1, k0, k1, "plain" if whole else "band")
+        is_full = self.verdict(Ranges.of(q0, q1, k0, k1)) is FULL
+        return Part(q0, q1, k0, k1, "plain" if is_full else "band")
 
     def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Part]:
         """Parts, none a band, that hold each kept pair of the block exactly once."""
-        least, (low, high) = self.within(q0, q1, k0, k1), self._bounds
-        if least is None:
+        # Every row and every column of the trimmed block has a kept pair.
+        trimmed = self.within(q0, q1, k0, k1)
+        if trimmed is None:
             return
-        # Every row and every column of it has a kept pair.
-        q0, q1, k0, k1 = least.query_start, least.query_stop, least.key_start, least.key_stop
-        beyond, short = k1 - 1 - q0 > high, k0 - (q1 - 1) < low
-        if beyond and short:
-            yield from self._both_edges(least, low, high)
-            return
-        parts = [Part(q0, q1, k0, k1)]
-        if beyond:
-            first, corner = q0 + high, k1 - high  # the key on the first query's diagonal
-            square = Part(q0, corner, first, k1, "lower")
-            parts = [Part(q0, q1, k0, first), Part(corner, q1, first, k1), square]
-        elif short:
-            last, corner = q1 + low, k0 - low  # the end of the keys up to the last query's diagonal
-            square = Part(corner, q1, k0, last, "upper")
-            parts = [Part(q0, q1, last, k1), Part(q0, corner, k0, last), square]
-        yield from (part for part in parts if part.n_queries > 0 and part.n_keys > 0)
+        low, high = self._bounds
+        crosses_high = trimmed.key_stop - 1 - trimmed.query_start > high
+        crosses_low = trimmed.key_start - (trimmed.query_stop - 1) < low
+        if crosses_high and crosses_low:
+            parts = self._parts_of_both_edges(trimmed, low, high)
+        elif crosses_high:
+            parts = _parts_of_high_edge(trimmed, high)
+        elif crosses_low:
+            parts = _parts_of_low_edge(trimmed, low)
+        else:
+            parts = iter([replace(trimmed, kind="plain")])
+        for part in parts:
+            if part.n_queries > 0 and part.n_keys > 0:
+                yield part
 
-    def _both_edges(self, least: Part, low: int, high: int) -> Iterator[Part]:
-        q0, q1, k0, k1 = least.query_start, least.query_stop, least.key_start, least.key_stop
+    def _parts_of_both_edges(self, block: Part, low: int, high: int) -> Iterator[Part]:
+        """Parts of a block that both edges cross, block of queries by block of queries."""
         width = high - low
-        if width < _NARROW:
-            for a in range(q0, q1, _RAGGED_ROWS):
-                b = min(a + _RAGGED_ROWS, q1)
-                yield Part(a, b, max(k0, a + low), min(k1, b + high), "ragged")
-            return
-        # Squares of this side meet in each block of queries; what is between them is full.
-        side = width // _TILE * _TILE or width
-        for a in range(q0, q1, side):
-            b = min(a + side, q1)
-            for first, last in ((a + low, b + low), (b + low, a + high), (a + high, b + high)):
-                yield from self.parts(a, b, max(k0, first), min(k1, last))
+        is_narrow = width < _NARROW
+        # Squares of this side meet in each block of queries; between them all pairs are kept.
+        side = _RAGGED_ROWS if is_narrow else width // _TILE * _TILE or width
+        for start in range(block.query_start, block.query_stop, side):
+            stop = min(start + side, block.query_stop)
+            if is_narrow:
+                first_key = max(block.key_start, start + low)
+                last_key = min(block.key_stop, stop + high)
+                yield Part(start, stop, first_key, last_key, "ragged")
+                continue
+            edges = (start + low, stop + low, start + high, stop + high)
+            for first_key, last_key in pairwise(edges):
+                k0 = max(block.key_start, first_key)
+                k1 = min(block.key_stop, last_key)
+                yield from self.parts(start, stop, k0, k1)
 
 
 def rectangles_of_band(band: Band, queries: Interval, keys: Interval) -> Iterator[Rectangle]:
@@ -160,15 +173,46 @@ def rectangles_of_band(band: Band, queries: Interval, keys: Interval) -> Iterato
         )
 
 
-def _upto(q0: int, q1: int, k0: int, k1: int, most: int) -> int:
-    """How many pairs of a block have ``key - query <= most``."""
-    width = k1 - k0
+def _parts_of_high_edge(block: Part, high: int) -> Iterator[Part]:
+    """Parts of a block of which the edge ``high`` cuts off the upper right corner."""
+    q0 = block.query_start
+    q1 = block.query_stop
+    k0 = block.key_start
+    k1 = block.key_stop
+    # The last key of the first query, and the first query that has the last key.
+    first_key = q0 + high
+    corner = k1 - high
+    yield Part(q0, q1, k0, first_key)
+    yield Part(corner, q1, first_key, k1)
+    yield Part(q0, corner, first_key, k1, "lower")
 
-    def below(x: int) -> int:
-        # The sum of min(t, width) for t from 1 to x.
-        if x <= 0:
-            return 0
-        return x * (x + 1) // 2 if x <= width else width * (width + 1) // 2 + (x - width) * width
 
-    first = q0 + most + 1 - k0  # keys of the first query
-    return below(q1 - 1 - q0 + first) - below(first - 1)
+def _parts_of_low_edge(block: Part, low: int) -> Iterator[Part]:
+    """Parts of a block of which the edge ``low`` cuts off the lower left corner."""
+    q0 = block.query_start
+    q1 = block.query_stop
+    k0 = block.key_start
+    k1 = block.key_stop
+    # The end of the keys that the last query lacks, and the first query that lacks the first key.
+    last_key = q1 + low
+    corner = k0 - low
+    yield Part(q0, q1, last_key, k1)
+    yield Part(q0, corner, k0, last_key)
+    yield Part(corner, q1, k0, last_key, "upper")
+
+
+def _count_up_to(q0: int, q1: int, k0: int, k1: int, high: int) -> int:
+    """How many pairs of a block have ``key - query <= high``."""
+    n_keys = k1 - k0
+    keys_of_first = q0 + high + 1 - k0
+    keys_of_last = keys_of_first + q1 - 1 - q0
+    return _sum_of_clipped(keys_of_last, n_keys) - _sum_of_clipped(keys_of_first - 1, n_keys)
+
+
+def _sum_of_clipped(n: int, limit: int) -> int:
+    """The sum of ``min(i, limit)`` for i from 1 to ``n``."""
+    if n <= 0:
+        return 0
+    if n <= limit:
+        return n * (n + 1) // 2
+    return limit * (limit + 1) // 2 + (n - limit) * limit

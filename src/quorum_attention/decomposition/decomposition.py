@@ -8,27 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import product
-from operator import and_, or_
 from typing import TYPE_CHECKING, Literal
 
+from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.counts import whole_number
 from quorum_attention.decomposition.intervals import Interval, Rows, joined, union
-from quorum_attention.decomposition.pairs import (
-    EMPTY,
-    FULL,
-    PARTIAL,
-    Pairs,
-    Ranges,
-    Verdict,
-    both,
-    quarters,
-    walk,
-)
 from quorum_attention.decomposition.rectangles import Rectangle, clip, cover, cut
 from quorum_attention.quorums import interest_set, quorum_size
 
@@ -88,9 +76,10 @@ class Task:
     @cached_property
     def runs(self) -> tuple[Rows, ...]:
         """The task's tokens as runs of consecutive positions; a run may have several spans."""
-        rows = (
-            Rows(s.start, s.stop, at) for s, at in zip(self.spans, self.local_starts, strict=False)
-        )
+        rows = [
+            Rows(span.start, span.stop, local)
+            for span, local in zip(self.spans, self.local_starts, strict=False)
+        ]
         return tuple(joined(rows, Rows.continued))
 
     def count_below(self, n: int) -> int:
@@ -101,22 +90,26 @@ class Task:
         """The parts of the task's spans at the local positions [local_start, local_stop), with
         ``bit`` added to their group bits."""
         starts = self.local_starts
-        for at in range(bisect_right(starts, local_start) - 1, len(self.spans)):
-            span = self.spans[at]
-            low, high = max(local_start, starts[at]), min(local_stop, starts[at + 1])
+        first = bisect_right(starts, local_start) - 1
+        for number in range(first, len(self.spans)):
+            span = self.spans[number]
+            low = max(local_start, starts[number])
+            high = min(local_stop, starts[number + 1])
             if low >= high:
                 return
-            offset = span.start - starts[at]
+            offset = span.start - starts[number]
             yield Span(low + offset, high + offset, span.bits | bit)
 
     def segments(self, local_start: int, local_stop: int) -> list[Rows]:
         """The local positions [local_start, local_stop), as runs of consecutive tokens."""
-        found = []
+        segments: list[Rows] = []
         for start, stop, local in self.runs:
-            low, high = max(local, local_start), min(local + stop - start, local_stop)
+            offset = start - local
+            low = max(local, local_start)
+            high = min(stop - offset, local_stop)
             if low < high:
-                found.append(Rows(low + start - local, high + start - local, low))
-        return found
+                segments.append(Rows(low + offset, high + offset, low))
+        return segments
 
     def contiguous(self, r: Rectangle) -> Iterator[tuple[Rows, Rows, bool]]:
         """Cuts a rectangle into parts whose tokens are consecutive in the whole sequence too.
@@ -151,25 +144,36 @@ class Task:
             TypeError: a count or limit is no whole number.
             ValueError: a count is below 0 or a limit below 1.
         """
-        tokens = self.n_tokens
-        rows, columns = (
-            tokens if n is None else self.count_below(whole_number(n, name, 0))
-            for name, n in (("n_queries", n_queries), ("n_keys", n_keys))
-        )
-        height, width = (
-            max(1, tokens) if n is None else whole_number(n, name, 1)
-            for name, n in (("max_queries", max_queries), ("max_keys", max_keys))
-        )
-        causal = bool(is_causal)
-        if causal not in self._covers:
+        n_tokens = self.n_tokens
+        rows = self._count_within(n_queries, "n_queries")
+        columns = self._count_within(n_keys, "n_keys")
+        height = self._side_limit(max_queries, "max_queries")
+        width = self._side_limit(max_keys, "max_keys")
+        rectangles = self._cover(bool(is_causal))
+        if rows < n_tokens or columns < n_tokens:
+            rectangles = tuple(clip(rectangles, rows, columns))
+        if height < n_tokens or width < n_tokens:
+            rectangles = tuple(cut(rectangles, height, width))
+        return rectangles
+
+    def _count_within(self, end: int | None, name: str) -> int:
+        """Tokens of the task at global positions below ``end``; None is no limit."""
+        if end is None:
+            return self.n_tokens
+        return self.count_below(whole_number(end, name, 0))
+
+    def _side_limit(self, limit: int | None, name: str) -> int:
+        """The longest side that is allowed; None is no limit."""
+        if limit is None:
+            return max(1, self.n_tokens)
+        return whole_number(limit, name, 1)
+
+    def _cover(self, is_causal: bool) -> tuple[Rectangle, ...]:
+        """The rectangles without limits, remembered."""
+        if is_causal not in self._covers:
             bits = [span.bits for span in self.spans]
-            self._covers[causal] = tuple(cover(self.local_starts, bits, causal))
-        found = self._covers[causal]
-        if rows < tokens or columns < tokens:
-            found = tuple(clip(found, rows, columns))
-        if height < tokens or width < tokens:
-            found = tuple(cut(found, height, width))
-        return found
+            self._covers[is_causal] = tuple(cover(self.local_starts, bits, is_causal))
+        return self._covers[is_causal]
 
     @cached_property
     def _covers(self) -> dict[bool, tuple[Rectangle, ...]]:
@@ -183,10 +187,14 @@ class Task:
         """
         import numpy as np
 
+        n_spans = len(self.spans)
+        by_span = np.zeros((n_spans, n_spans), dtype=bool)
+        for row, query in enumerate(self.spans):
+            for column, key in enumerate(self.spans):
+                by_span[row, column] = query.bits & key.bits == 0
         lengths = [span.stop - span.start for span in self.spans]
-        kept = [[a.bits & b.bits == 0 for b in self.spans] for a in self.spans]
-        small = np.array(kept, dtype=bool).reshape(len(self.spans), len(self.spans))
-        return np.repeat(np.repeat(small, lengths, axis=0), lengths, axis=1)
+        by_query = np.repeat(by_span, lengths, axis=0)
+        return np.repeat(by_query, lengths, axis=1)
 
 
 def tokens_of(*tasks: Task) -> list[Interval]:
@@ -218,8 +226,8 @@ class Decomposition:
     tile: int = 128
 
     def __post_init__(self) -> None:
-        for name, least in (("n_tokens", 0), ("tile", 1)):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name, least))
+        object.__setattr__(self, "n_tokens", whole_number(self.n_tokens, "n_tokens", 0))
+        object.__setattr__(self, "tile", whole_number(self.tile, "tile", 1))
         if self.layout not in ("aligned", "balanced"):
             raise ValueError(f"layout must be 'aligned' or 'balanced', got {self.layout!r}")
         if not isinstance(self.levels, tuple):
@@ -248,22 +256,27 @@ class Decomposition:
     @property
     def chunk_tokens(self) -> int:
         """Tokens of the largest chunk of the first level, at least 1; or all without levels."""
-        tokens, levels = self.n_tokens, self.levels
-        return max(1, min(tokens, self._chunk_tokens(tokens, levels[0]) if levels else tokens))
+        tokens = self.n_tokens
+        if self.levels:
+            tokens = min(tokens, self._chunk_tokens(tokens, self.levels[0]))
+        return max(1, tokens)
 
     def _chunk_tokens(self, tokens: int, c: int) -> int:
         """Tokens of the largest chunk where ``tokens`` are cut into ``c``."""
-        largest = -(-tokens // c)
-        return -(-largest // self.tile) * self.tile if self.layout == "aligned" else largest
+        largest = ceil_div(tokens, c)
+        return round_up(largest, self.tile) if self.layout == "aligned" else largest
 
-    def _boundaries(self, tokens: int, c: int, chunk: int) -> tuple[int, int]:
-        """[start, stop) of chunk number ``chunk`` where ``tokens`` are cut into ``c``."""
+    def _chunk(self, tokens: int, c: int, number: int) -> Interval:
+        """The positions of a chunk where ``tokens`` are cut into ``c``."""
         if self.layout == "aligned":
             size = self._chunk_tokens(tokens, c)
-            return min(tokens, chunk * size), min(tokens, (chunk + 1) * size)
-        size, longer = divmod(tokens, c)
-        start = chunk * size + min(chunk, longer)
-        return start, start + size + (chunk < longer)
+            start = number * size
+            return Interval(min(tokens, start), min(tokens, start + size))
+        # The first chunks have one token more.
+        size, n_longer = divmod(tokens, c)
+        start = number * size + min(number, n_longer)
+        stop = start + size
+        return Interval(start, stop + 1 if number < n_longer else stop)
 
     def deeper(self, c: int) -> Decomposition:
         """The decomposition with one more level, of ``c`` chunks."""
@@ -283,21 +296,25 @@ class Decomposition:
         # (1.0,) and (True,) equal (1,), but must not name the same task in a report.
         if not isinstance(path, tuple) or any(type(owner) is not int for owner in path):
             raise TypeError(f"path must be a tuple of whole numbers, got {path!r}")
-        fits = len(path) == self.depth and all(
-            0 <= owner < c for owner, c in zip(path, self.levels, strict=True)
-        )
-        if not fits:
+        if len(path) != self.depth or not self._has_owners(path):
             raise ValueError(f"path must be one owner chunk for each of {self.levels}, got {path}")
         task = Task((), (Span(0, self.n_tokens, 0),) if self.n_tokens else ())
         bit = 1
         for owner, c in zip(path, self.levels, strict=True):
-            chosen: list[Span] = []
-            for chunk in sorted((owner + o) % c for o in interest_set(quorum_size(c))):
-                start, stop = self._boundaries(task.n_tokens, c, chunk)
-                chosen += task.between(start, stop, 0 if chunk == owner else bit)
-                bit <<= chunk != owner
-            task = Task((*task.path, owner), tuple(joined(chosen, Span.continued)))
+            spans: list[Span] = []
+            for number in sorted((owner + o) % c for o in interest_set(quorum_size(c))):
+                chunk = self._chunk(task.n_tokens, c, number)
+                if number == owner:
+                    spans += task.between(*chunk)
+                else:
+                    spans += task.between(*chunk, bit)
+                    bit <<= 1
+            task = Task((*task.path, owner), tuple(joined(spans, Span.continued)))
         return task
+
+    def _has_owners(self, path: tuple[int, ...]) -> bool:
+        """Tell whether each number of ``path`` is a chunk of its level."""
+        return all(0 <= owner < c for owner, c in zip(path, self.levels, strict=True))
 
     def whole(self) -> Task:
         """The whole sequence as one task that keeps every pair.
@@ -306,79 +323,7 @@ class Decomposition:
         """
         if not self.levels:
             return self.task(())
-        edges = (self._boundaries(self.n_tokens, self.levels[0], i) for i in range(self.levels[0]))
-        return Task((), tuple(Span(start, stop, 0) for start, stop in edges if start < stop))
-
-
-# --- The tile census: how many score tiles are masked, clear or mixed (paper, Appendix A.2) ------
-#
-# A tile is *clear* if its rows and its columns have no group bit in common, *masked* if one bit is
-# in all of its rows and all of its columns, else *mixed*. Two numbers for the rows and two for the
-# columns decide it: the bitwise OR and the bitwise AND of their group bits. Under a mask a tile has
-# to be kept by the mask as well.
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """Shares of score tiles (fractions of one).
-
-    Attributes:
-        masked: no pair is kept.
-        clear: every pair is kept.
-        mixed: pairs have to be tested one by one.
-        tiles: how many there are of all kinds.
-    """
-
-    masked: float
-    clear: float
-    mixed: float
-    tiles: int
-
-
-def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
-    """Counts the tiles of all ``tasks`` together.
-
-    Args:
-        pairs: which pairs the call keeps; if causal, only tiles on or below the diagonal are
-            counted, and one on the diagonal is told by its other rules.
-        tile: tokens along each side of a tile.
-
-    Raises:
-        ValueError: ``tile`` is no whole number from 1.
-    """
-    tile = whole_number(tile, "tile", 1)
-    counts: Counter[Verdict] = Counter()
-    for task in tasks:
-        counts += _tiles_of(task, pairs, tile)
-    tiles = sum(counts.values())
-    masked, clear, mixed = (counts[kind] / max(1, tiles) for kind in (EMPTY, FULL, PARTIAL))
-    return Census(masked, clear, mixed, tiles)
-
-
-def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:
-    """The verdicts of a task's tiles, by group bits and mask; in blocks of tiles that are alike."""
-    counts: Counter[Verdict] = Counter()
-    kept = replace(pairs, is_causal=False).of
-    lines = [
-        [span.bits for span in task.between(at, at + tile)] for at in range(0, task.n_tokens, tile)
-    ]
-
-    def verdict(block: Ranges) -> Verdict:
-        (r0, r1), (c0, c1) = block
-        if pairs.is_causal and c1 - 1 > r0:
-            return EMPTY if c0 >= r1 else PARTIAL
-        rows, columns = ([b for line in lines[a:z] for b in line] for a, z in block)
-        if reduce(and_, rows) & reduce(and_, columns):
-            return EMPTY
-        clear = not reduce(or_, rows) & reduce(or_, columns)
-        queries, keys = (
-            task.segments(start * tile, min(stop * tile, task.n_tokens)) for start, stop in block
-        )
-        by_mask = kept(Ranges.of(queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop))
-        return both(FULL if clear else PARTIAL, by_mask)
-
-    n = len(lines)
-    for ((r0, r1), (c0, c1)), found in walk(Ranges.of(0, n, 0, n), verdict, quarters) if n else ():
-        if not (pairs.is_causal and c0 >= r1):
-            counts[found] += (r1 - r0) * (c1 - c0)
-    return counts
+        c = self.levels[0]
+        chunks = [self._chunk(self.n_tokens, c, number) for number in range(c)]
+        spans = [Span(chunk.start, chunk.stop, 0) for chunk in chunks if chunk.length]
+        return Task((), tuple(spans))

@@ -46,16 +46,19 @@ class Rows(NamedTuple):
 
     def within(self, start: int, stop: int) -> Rows | None:
         """The part at positions [start, stop); None if there is none."""
-        low, high = max(start, self.start), min(stop, self.stop)
-        return Rows(low, high, self.local + low - self.start) if low < high else None
+        low = max(start, self.start)
+        high = min(stop, self.stop)
+        if low >= high:
+            return None
+        return Rows(low, high, self.local + low - self.start)
 
     def continued(self, after: Rows) -> Rows | None:
         """Both as one if ``after`` comes next in the sequence and in the task; else None."""
-        start, stop, local = self
-        next_start, next_stop, next_local = after
-        if next_start != stop or next_local != local + stop - start:
+        follows_in_sequence = after.start == self.stop
+        follows_in_task = after.local == self.local + self.length
+        if not follows_in_sequence or not follows_in_task:
             return None
-        return Rows(start, next_stop, local)
+        return Rows(self.start, after.stop, self.local)
 
 
 def joined(
@@ -67,14 +70,14 @@ def joined(
         continued: is given a piece and the next one; returns both as one piece, or None if they
             stay two.
     """
-    found: list[Piece] = []
+    joined_pieces: list[Piece] = []
     for piece in pieces:
-        both = continued(found[-1], piece) if found else None
-        if both is None:
-            found.append(piece)
+        longer = continued(joined_pieces[-1], piece) if joined_pieces else None
+        if longer is None:
+            joined_pieces.append(piece)
         else:
-            found[-1] = both
-    return found
+            joined_pieces[-1] = longer
+    return joined_pieces
 
 
 def union(intervals: Iterable[tuple[int, int]], gap: int = 1) -> list[Interval]:
@@ -85,10 +88,10 @@ def union(intervals: Iterable[tuple[int, int]], gap: int = 1) -> list[Interval]:
             those that overlap are.
     """
 
-    def continued(one: Interval, after: Interval) -> Interval | None:
-        if after.start - one.stop >= gap:
+    def continued(before: Interval, after: Interval) -> Interval | None:
+        if after.start - before.stop >= gap:
             return None
-        return one if after.stop <= one.stop else Interval(one.start, after.stop)
+        return Interval(before.start, max(before.stop, after.stop))
 
     return joined((Interval(*bounds) for bounds in sorted(intervals)), continued)
 
@@ -98,29 +101,29 @@ def below(intervals: Iterable[tuple[int, int]], end: int) -> list[Interval]:
     return [Interval(start, min(stop, end)) for start, stop in intervals if start < end]
 
 
-def within(one: tuple[int, int], others: Sequence[tuple[int, int]]) -> Iterator[Interval]:
-    """The parts of ``one`` that lie in ``others``."""
-    start, stop = one
-    for at in range(bisect_right(others, start, key=_stop_of), len(others)):
-        low, high = others[at]
+def within(interval: tuple[int, int], ranges: Sequence[tuple[int, int]]) -> Iterator[Interval]:
+    """The parts of ``interval`` that lie in ``ranges``."""
+    start, stop = interval
+    for number in range(bisect_right(ranges, start, key=_stop_of), len(ranges)):
+        low, high = ranges[number]
         if low >= stop:
             return
         yield Interval(max(start, low), min(stop, high))
 
 
 def without(
-    intervals: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]
+    intervals: Iterable[tuple[int, int]], ranges: Sequence[tuple[int, int]]
 ) -> list[Interval]:
-    """The positions of ``intervals`` that lie in none of ``others``."""
-    found = []
+    """The positions of ``intervals`` that lie in none of ``ranges``."""
+    outside: list[Interval] = []
     for start, stop in intervals:
-        for low, high in within((start, stop), others):
+        for low, high in within((start, stop), ranges):
             if start < low:
-                found.append(Interval(start, low))
+                outside.append(Interval(start, low))
             start = high
         if start < stop:
-            found.append(Interval(start, stop))
-    return found
+            outside.append(Interval(start, stop))
+    return outside
 
 
 def counted(intervals: Iterable[tuple[int, int]]) -> int:
@@ -128,31 +131,32 @@ def counted(intervals: Iterable[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def covered(intervals: Sequence[tuple[int, int]], least: int) -> list[Interval]:
-    """The positions that lie in at least ``least`` of ``intervals``.
+def covered(intervals: Sequence[tuple[int, int]], min_count: int) -> list[Interval]:
+    """The positions that lie in at least ``min_count`` of ``intervals``.
 
     The intervals may overlap, be empty, and be in any order.
     """
-    # A start at p is the number 2 p, a stop 2 p + 1: sorted, starts come first at each position.
-    starts = [2 * start for start, _ in intervals]
-    stops = [2 * stop + 1 for _, stop in intervals]
-    found: list[Interval] = []
-    count = low = 0
-    for edge in sorted(starts + stops):
-        if edge & 1:
-            if count == least and low < edge >> 1:
-                found.append(Interval(low, edge >> 1))
-            count -= 1
-        else:
+    # Sorted, the starts at a position come before the stops there.
+    starts = [(start, 0) for start, _ in intervals]
+    stops = [(stop, 1) for _, stop in intervals]
+    covered_intervals: list[Interval] = []
+    count = 0
+    low = 0
+    for position, is_stop in sorted(starts + stops):
+        if not is_stop:
             count += 1
-            if count == least:
-                low = edge >> 1
-    return found
+            if count == min_count:
+                low = position
+            continue
+        if count == min_count and low < position:
+            covered_intervals.append(Interval(low, position))
+        count -= 1
+    return covered_intervals
 
 
-def cut(one: tuple[int, int], edges: Sequence[int]) -> Iterator[Interval]:
-    """``one`` cut at those of ``edges`` (ascending) that lie inside it."""
-    start, stop = one
+def cut(interval: tuple[int, int], edges: Sequence[int]) -> Iterator[Interval]:
+    """``interval`` cut at those of ``edges`` (ascending) that lie inside it."""
+    start, stop = interval
     inside = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
     for low, high in pairwise([start, *inside, stop]):
         if low < high:
@@ -161,11 +165,12 @@ def cut(one: tuple[int, int], edges: Sequence[int]) -> Iterator[Interval]:
 
 def ones(mask: int) -> Iterator[Interval]:
     """The runs of bits that are set in ``mask``, ascending."""
-    at = 0
+    position = 0
     while mask:
-        skip = (mask & -mask).bit_length() - 1
-        mask >>= skip
-        length = (~mask & (mask + 1)).bit_length() - 1
-        mask >>= length
-        at += skip + length
-        yield Interval(at - length, at)
+        n_zeros = (mask & -mask).bit_length() - 1
+        mask >>= n_zeros
+        n_ones = (~mask & (mask + 1)).bit_length() - 1
+        mask >>= n_ones
+        start = position + n_zeros
+        position = start + n_ones
+        yield Interval(start, position)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition.intervals import Interval
 
 Node = TypeVar("Node")
@@ -35,18 +36,18 @@ class Verdict(IntEnum):
 EMPTY, FULL, PARTIAL = Verdict
 
 
-def both(one: Verdict, other: Verdict) -> Verdict:
+def both(a: Verdict, b: Verdict) -> Verdict:
     """The verdict on pairs that have to be kept by both of two masks."""
-    if one is EMPTY or other is EMPTY:
+    if a is EMPTY or b is EMPTY:
         return EMPTY
-    return FULL if one is other is FULL else PARTIAL
+    return FULL if a is b is FULL else PARTIAL
 
 
-def either(one: Verdict, other: Verdict) -> Verdict:
+def either(a: Verdict, b: Verdict) -> Verdict:
     """The verdict on pairs that have to be kept by at least one of two masks."""
-    if one is FULL or other is FULL:
+    if a is FULL or b is FULL:
         return FULL
-    return EMPTY if one is other is EMPTY else PARTIAL
+    return EMPTY if a is b is EMPTY else PARTIAL
 
 
 class Ranges(NamedTuple):
@@ -89,19 +90,21 @@ class Pairs:
     def of(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions, which may reach beyond the last token."""
         (q0, q1), (k0, k1) = block
-        inside = q1 <= self.n_queries and k1 <= self.n_keys
-        if not inside:
-            q1, k1 = min(q1, self.n_queries), min(k1, self.n_keys)
+        is_inside = q1 <= self.n_queries and k1 <= self.n_keys
+        if not is_inside:
+            q1 = min(q1, self.n_queries)
+            k1 = min(k1, self.n_keys)
             if q0 >= q1 or k0 >= k1:
                 return EMPTY
         if self.is_causal and k0 >= q1:
             return EMPTY
-        found = FULL
+        verdict = FULL
         if self.verdict is not None:
-            found = self.verdict(block if inside else Ranges.of(q0, q1, k0, k1))
-        if found is FULL and (not inside or (self.is_causal and k1 - 1 > q0)):
+            verdict = self.verdict(block if is_inside else Ranges.of(q0, q1, k0, k1))
+        is_on_diagonal = self.is_causal and k1 - 1 > q0
+        if verdict is FULL and (is_on_diagonal or not is_inside):
             return PARTIAL
-        return found
+        return verdict
 
 
 def walk(
@@ -117,11 +120,12 @@ def walk(
     waiting = [root]
     while waiting:
         node = waiting.pop()
-        found = verdict(node)
-        if found is PARTIAL and (finer := parts(node)):
+        node_verdict = verdict(node)
+        finer = parts(node) if node_verdict is PARTIAL else ()
+        if finer:
             waiting.extend(reversed(finer))
         else:
-            yield node, found
+            yield node, node_verdict
 
 
 def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
@@ -129,22 +133,19 @@ def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
 
     A side with no such multiple inside it stays whole; if both have none, nothing is returned.
     """
-    queries, keys = block
-    rows, columns = halves(queries, unit), halves(keys, unit)
-    if rows and columns:
-        (upper, lower), (left, right) = rows, columns
-        # A named tuple's own constructor takes twice as long, and this is most of a walk.
-        sides = (upper, left), (upper, right), (lower, left), (lower, right)
-        return [tuple.__new__(Ranges, each) for each in sides]
-    if rows:
-        return [Ranges(row, keys) for row in rows]
-    return [Ranges(queries, column) for column in columns]
+    rows = halves(block.queries, unit) or (block.queries,)
+    columns = halves(block.keys, unit) or (block.keys,)
+    if len(rows) == len(columns) == 1:
+        return []
+    # A named tuple's own constructor takes twice as long, and this is most of a walk.
+    return [tuple.__new__(Ranges, (row, column)) for row in rows for column in columns]
 
 
-def halves(one: Interval, unit: int = 1) -> tuple[Interval, ...]:
-    """``one`` cut at the middle multiple of ``unit`` inside it; nothing if it has none."""
-    start, stop = one
-    first, last = start // unit, (stop - 1) // unit
+def halves(interval: Interval, unit: int = 1) -> tuple[Interval, ...]:
+    """``interval`` cut at the middle multiple of ``unit`` inside it; nothing if it has none."""
+    start, stop = interval
+    first = start // unit
+    last = (stop - 1) // unit
     if first == last:
         return ()
     middle = (first + last + 2) // 2 * unit
@@ -156,15 +157,15 @@ def kept_share(pairs: Pairs) -> float:
 
     It is above 0 and at most 1; 1 without a mask. Blocks on the mask's border count half.
     """
-    ask, is_causal = pairs.verdict, pairs.is_causal
-    if ask is None:
+    if pairs.verdict is None:
         return 1.0
     if pairs.share is not None:
-        return min(1.0, max(pairs.share, 1e-6))
+        return _as_share(pairs.share)
     if not pairs.n_queries or not pairs.n_keys:
         return 1.0
-    finest = max(_BLOCK, -(-max(pairs.n_queries, pairs.n_keys) // _FINEST))
-    kept = every = 0.0
+    finest = max(_BLOCK, ceil_div(max(pairs.n_queries, pairs.n_keys), _FINEST))
+    n_kept = 0.0
+    n_all = 0.0
     # Blocks of one level, and whether the mask is known to keep none of their pairs.
     level = [(Ranges.of(0, pairs.n_queries, 0, pairs.n_keys), False)]
     may_cut = True
@@ -172,18 +173,35 @@ def kept_share(pairs: Pairs) -> float:
         finer: list[tuple[Ranges, bool]] = []
         n_cut = 0
         for block, is_empty in level:
-            (q0, q1), (k0, k1) = block
-            found = EMPTY if is_empty else ask(block)
-            on_diagonal = is_causal and k1 - 1 > q0
-            is_large = q1 - q0 > finest or k1 - k0 > finest
-            if may_cut and is_large and (found is PARTIAL or on_diagonal):
+            verdict = EMPTY if is_empty else pairs.verdict(block)
+            on_diagonal = _reaches_above_diagonal(pairs, block)
+            is_large = max(block.queries.length, block.keys.length) > finest
+            if may_cut and is_large and (verdict is PARTIAL or on_diagonal):
                 n_cut += 1
-                below = (r for r in quarters(block) if not is_causal or r[1][0] < r[0][1])
-                finer += [(part, found is EMPTY) for part in below]
+                finer.extend(
+                    (part, verdict is EMPTY)
+                    for part in quarters(block)
+                    if not _is_above_diagonal(pairs, part)
+                )
                 continue
             # A causal call has half the pairs of a block on the diagonal.
-            count = (q1 - q0) * (k1 - k0) * (0.5 if on_diagonal else 1.0)
-            every += count
-            kept += count * _WEIGHT[found]
-        level, may_cut = finer, 4 * n_cut <= _MOST_CELLS
-    return min(1.0, max(kept / every, 1e-6))
+            n_pairs = block.queries.length * block.keys.length * (0.5 if on_diagonal else 1.0)
+            n_all += n_pairs
+            n_kept += n_pairs * _WEIGHT[verdict]
+        level = finer
+        may_cut = 4 * n_cut <= _MOST_CELLS
+    return _as_share(n_kept / n_all)
+
+
+def _as_share(share: float) -> float:
+    return min(1.0, max(share, 1e-6))
+
+
+def _reaches_above_diagonal(pairs: Pairs, block: Ranges) -> bool:
+    """Tell whether a causal call leaves out pairs of a block."""
+    return pairs.is_causal and block.keys.stop - 1 > block.queries.start
+
+
+def _is_above_diagonal(pairs: Pairs, block: Ranges) -> bool:
+    """Tell whether a causal call leaves out all pairs of a block."""
+    return pairs.is_causal and block.keys.start >= block.queries.stop

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition.intervals import joined, ones
 
 # Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where possible.
@@ -73,62 +74,92 @@ def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[R
         bits: group bits of every span.
         is_causal: keep only pairs with key position <= query position.
     """
+    if not bits:
+        return []
     if not is_causal and not any(bits):
-        return [Rectangle(starts[0], starts[-1], starts[0], starts[-1])] if bits else []
+        return [Rectangle(starts[0], starts[-1], starts[0], starts[-1])]
+    plain = _joined_along_keys(_halved(starts, _keys_by_span(bits, is_causal)))
+    plain = _joined_along_queries(plain)
     diagonal = [
-        Rectangle(starts[i], starts[i + 1], starts[i], starts[i + 1], causal=is_causal)
-        for i, b in enumerate(bits)
-        if b == 0
+        Rectangle(starts[span], starts[span + 1], starts[span], starts[span + 1], causal=is_causal)
+        for span in range(len(bits))
+        if bits[span] == 0
     ]
-    # For every span, bit j is set if it keeps its pairs with span j (never with itself).
-    kept = [
-        sum(1 << j for j in range(i if is_causal else len(bits)) if j != i and not b & bits[j])
-        for i, b in enumerate(bits)
-    ]
-    found = [*_along(_along(_halved(starts, kept), keys=True), keys=False), *diagonal]
+    if is_causal:
+        return [*plain, *diagonal]
     # The diagonal is joined along keys only. Joining along queries too would save one call in
     # twenty, but make more rectangle sizes, and vendor kernels take long to prepare each new size.
-    return found if is_causal else _along(found, keys=True)
+    return _joined_along_keys([*plain, *diagonal])
 
 
-def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
-    """Plain rectangles of the pairs of spans in ``rows``, by halving the queries."""
+def _keys_by_span(bits: Sequence[int], is_causal: bool) -> list[int]:
+    """For every span of queries, bit j is set if it keeps its pairs with span j (never itself)."""
+    keys_by_span: list[int] = []
+    for query, query_bits in enumerate(bits):
+        n_spans = query if is_causal else len(bits)
+        keys = 0
+        for key in range(n_spans):
+            if key != query and not query_bits & bits[key]:
+                keys |= 1 << key
+        keys_by_span.append(keys)
+    return keys_by_span
 
-    def halve(low: int, high: int, wanted: int) -> Iterator[Rectangle]:
-        # Of the keys in ``wanted``: those that all query spans [low, high) keep, and those that
-        # only some of them keep.
-        every, some = wanted, 0
-        for row in rows[low:high]:
-            every &= row
-            some |= row
-        for first, last in ones(every):
+
+def _halved(starts: Sequence[int], keys_by_span: list[int]) -> list[Rectangle]:
+    """Plain rectangles of the pairs in ``keys_by_span``, by halving the queries."""
+
+    def halve(low: int, high: int, keys: int) -> Iterator[Rectangle]:
+        # The query spans [low, high) all keep some of ``keys``; other keys only some of them keep.
+        common = keys
+        in_any = 0
+        for row in keys_by_span[low:high]:
+            common &= row
+            in_any |= row
+        for first, last in ones(common):
             yield Rectangle(starts[low], starts[high], starts[first], starts[last])
-        if some := wanted & some & ~every:
+        remaining = keys & in_any & ~common
+        if remaining:
             centre = starts[low] + starts[high]  # cut at the span boundary nearest to the middle
             middle = min(range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre))
-            yield from halve(low, middle, some)
-            yield from halve(middle, high, some)
+            yield from halve(low, middle, remaining)
+            yield from halve(middle, high, remaining)
 
-    return list(halve(0, len(rows), (1 << len(rows)) - 1)) if rows else []
+    n_spans = len(keys_by_span)
+    return list(halve(0, n_spans, (1 << n_spans) - 1))
 
 
-def _along(rectangles: list[Rectangle], *, keys: bool) -> list[Rectangle]:
-    """Joins rectangles with the same queries and touching keys; with ``keys`` false, those with the
-    same keys and touching queries. Large ones come first."""
+def _joined_along_keys(rectangles: list[Rectangle]) -> list[Rectangle]:
+    """Joins rectangles with the same queries and touching keys. Large ones come first."""
 
-    def sides(r: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:
-        queries, over_keys = (r.query_start, r.query_stop), (r.key_start, r.key_stop)
-        return (queries, over_keys) if keys else (over_keys, queries)
-
-    def continued(one: Rectangle, after: Rectangle) -> Rectangle | None:
-        (same, (start, stop)), (other, (next_start, next_stop)) = sides(one), sides(after)
-        if same != other or stop != next_start:
+    def continued(r: Rectangle, after: Rectangle) -> Rectangle | None:
+        same_queries = (r.query_start, r.query_stop) == (after.query_start, after.query_stop)
+        if not same_queries or r.key_stop != after.key_start:
             return None
-        whole = (start, next_stop)
-        return Rectangle(*same, *whole) if keys else Rectangle(*whole, *same)
+        return Rectangle(r.query_start, r.query_stop, r.key_start, after.key_stop)
 
-    found = joined(sorted(rectangles, key=sides), continued)
-    return sorted(found, key=lambda r: -r.n_queries * r.n_keys)
+    in_order = sorted(
+        rectangles, key=lambda r: (r.query_start, r.query_stop, r.key_start, r.key_stop)
+    )
+    return _largest_first(joined(in_order, continued))
+
+
+def _joined_along_queries(rectangles: list[Rectangle]) -> list[Rectangle]:
+    """Joins rectangles with the same keys and touching queries. Large ones come first."""
+
+    def continued(r: Rectangle, after: Rectangle) -> Rectangle | None:
+        same_keys = (r.key_start, r.key_stop) == (after.key_start, after.key_stop)
+        if not same_keys or r.query_stop != after.query_start:
+            return None
+        return Rectangle(r.query_start, after.query_stop, r.key_start, r.key_stop)
+
+    in_order = sorted(
+        rectangles, key=lambda r: (r.key_start, r.key_stop, r.query_start, r.query_stop)
+    )
+    return _largest_first(joined(in_order, continued))
+
+
+def _largest_first(rectangles: list[Rectangle]) -> list[Rectangle]:
+    return sorted(rectangles, key=lambda r: -r.n_queries * r.n_keys)
 
 
 def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterator[Rectangle]:
@@ -137,7 +168,8 @@ def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterat
     Causal parts stay square; queries left over below a square become a plain rectangle.
     """
     for r in rectangles:
-        query_stop, key_stop = min(r.query_stop, n_queries), min(r.key_stop, n_keys)
+        query_stop = min(r.query_stop, n_queries)
+        key_stop = min(r.key_stop, n_keys)
         if query_stop <= r.query_start or key_stop <= r.key_start:
             continue
         if not r.causal:
@@ -155,15 +187,20 @@ def cut(rectangles: Iterable[Rectangle], max_queries: int, max_keys: int) -> Ite
     A causal square becomes smaller causal squares and plain rectangles.
     """
     for r in rectangles:
-        yield from (_cut_square if r.causal else _cut_plain)(r, max_queries, max_keys)
+        if r.causal:
+            yield from _cut_square(r, max_queries, max_keys)
+        else:
+            yield from _cut_plain(r, max_queries, max_keys)
 
 
 def _cut_plain(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:
-    height, width = _even_part(r.n_queries, max_queries), _even_part(r.n_keys, max_keys)
-    for q in range(r.query_start, r.query_stop, height):
-        for k in range(r.key_start, r.key_stop, width):
-            query_stop, key_stop = min(q + height, r.query_stop), min(k + width, r.key_stop)
-            yield Rectangle(q, query_stop, k, key_stop)
+    height = _even_part(r.n_queries, max_queries)
+    width = _even_part(r.n_keys, max_keys)
+    for query_start in range(r.query_start, r.query_stop, height):
+        query_stop = min(query_start + height, r.query_stop)
+        for key_start in range(r.key_start, r.key_stop, width):
+            key_stop = min(key_start + width, r.key_stop)
+            yield Rectangle(query_start, query_stop, key_start, key_stop)
 
 
 def _even_part(n: int, limit: int) -> int:
@@ -172,9 +209,9 @@ def _even_part(n: int, limit: int) -> int:
     Equal parts mean few sizes for kernels to prepare, and no thin rest. If ``limit`` is a multiple
     of the tile, so is the result.
     """
-    part = -(-n // -(-n // limit))
+    n_parts = ceil_div(n, limit)
     unit = _TILE if limit % _TILE == 0 else 1
-    return -(-part // unit) * unit
+    return round_up(ceil_div(n, n_parts), unit)
 
 
 def _cut_square(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:
@@ -206,19 +243,31 @@ class Batch:
 
     def rectangle(self, number: int) -> Rectangle:
         """One of them."""
-        q, k = number * self.query_step, number * self.key_step
-        r = self.first
-        bounds = (r.query_start + q, r.query_stop + q, r.key_start + k, r.key_stop + k)
-        return Rectangle(*bounds, r.causal)
+        first = self.first
+        down = number * self.query_step
+        along = number * self.key_step
+        return Rectangle(
+            first.query_start + down,
+            first.query_stop + down,
+            first.key_start + along,
+            first.key_stop + along,
+            first.causal,
+        )
 
     def continued(self, after: Rectangle) -> Batch | None:
         """The batch with ``after``, of the same size, as its next rectangle; None if it is not."""
         down = after.query_start - self.first.query_start
         along = after.key_start - self.first.key_start
-        if self.count == 1 and down >= after.n_queries and along >= after.n_keys:
-            return Batch(self.first, 2, down, along)
-        fits = (down, along) == (self.count * self.query_step, self.count * self.key_step)
-        return replace(self, count=self.count + 1) if fits and self.count > 1 else None
+        if self.count == 1:
+            is_apart = down >= after.n_queries and along >= after.n_keys
+            if is_apart:
+                return Batch(self.first, 2, down, along)
+            return None
+        next_down = self.count * self.query_step
+        next_along = self.count * self.key_step
+        if down != next_down or along != next_along:
+            return None
+        return replace(self, count=self.count + 1)
 
 
 @lru_cache(maxsize=256)
@@ -231,16 +280,21 @@ def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
     shapes: dict[tuple[int, int, bool], list[Rectangle]] = {}
     for r in rectangles:
         shapes.setdefault((r.n_queries, r.n_keys, r.causal), []).append(r)
-    found: list[Batch] = []
-    for alike in shapes.values():
-        begun = len(found)
-        for r in sorted(alike, key=lambda r: (r.query_start, r.key_start)):
-            for at in range(max(begun, len(found) - _OPEN), len(found)):
-                longer = found[at].continued(r)
-                if longer is not None:
-                    found[at] = longer
-                    break
-            else:
-                found.append(Batch(r))
+    all_batches: list[Batch] = []
+    for same_shape in shapes.values():
+        same_batches: list[Batch] = []
+        for r in sorted(same_shape, key=lambda r: (r.query_start, r.key_start)):
+            _add_rectangle(same_batches, r)
+        all_batches += same_batches
     place = {r: number for number, r in enumerate(rectangles)}
-    return tuple(sorted(found, key=lambda batch: place[batch.first]))
+    return tuple(sorted(all_batches, key=lambda batch: place[batch.first]))
+
+
+def _add_rectangle(batches: list[Batch], r: Rectangle) -> None:
+    """Add a rectangle to the first of the last batches that it continues, or begin a batch."""
+    for number in range(max(0, len(batches) - _OPEN), len(batches)):
+        longer = batches[number].continued(r)
+        if longer is not None:
+            batches[number] = longer
+            return
+    batches.append(Batch(r))

@@ -34,32 +34,37 @@ _MOST_KEPT = 0.95
 
 
 def trimmed(
-    tasks: Sequence[Task], pairs: Pairs, tile: int = 128, written: int | None = None
+    tasks: Sequence[Task], pairs: Pairs, tile: int = 128, n_results: int | None = None
 ) -> list[Task]:
     """``tasks`` in their order, trimmed; tasks with no tokens left are dropped.
 
     Args:
         tile: tasks are trimmed at multiples of this many tokens.
-        written: rows of tokens below this position are results, so each of these tokens stays in
+        n_results: rows of tokens below this position are results, so each of these tokens stays in
             at least one task; None is all tokens.
     """
     if pairs.every_token_meets:
         return list(tasks)
-    found = []
+    trimmed_tasks: list[Task] = []
     for task in tasks:
-        less = restricted(task, _needed(task, pairs, tile))
-        found.append(task if less.n_tokens > _MOST_KEPT * task.n_tokens else less)
+        smaller = restricted(task, _needed(task, pairs, tile))
+        is_worth_it = smaller.n_tokens <= _MOST_KEPT * task.n_tokens
+        trimmed_tasks.append(smaller if is_worth_it else task)
     end = max((task.spans[-1].stop for task in tasks if task.spans), default=0)
-    end = end if written is None else min(written, end)
-    held, every = below(tokens_of(*found), end), below(tokens_of(*tasks), end)
-    for index, task in enumerate(tasks):
-        if held == every:
+    if n_results is not None:
+        end = min(n_results, end)
+    # Each token whose row is a result must be in a task.
+    result_tokens = below(tokens_of(*tasks), end)
+    tokens_in_tasks = below(tokens_of(*trimmed_tasks), end)
+    for number, task in enumerate(tasks):
+        if tokens_in_tasks == result_tokens:
             break
-        rest = without(below(tokens_of(task), end), held)
-        if rest:
-            found[index] = restricted(task, union([*tokens_of(found[index]), *rest]))
-            held = union([*held, *rest])
-    return [task for task in found if task.spans]
+        missing = without(below(tokens_of(task), end), tokens_in_tasks)
+        if missing:
+            tokens = union([*tokens_of(trimmed_tasks[number]), *missing])
+            trimmed_tasks[number] = restricted(task, tokens)
+            tokens_in_tasks = union([*tokens_in_tasks, *missing])
+    return [task for task in trimmed_tasks if task.spans]
 
 
 def restricted(task: Task, ranges: Sequence[Interval]) -> Task:
@@ -76,10 +81,12 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
     """Intervals that hold every token with a kept pair in ``task``, in whole cells."""
     if not task.spans:
         return []
-    marks = _Marks(tile * max(1, task.n_tokens // (_CELLS * tile)))
+    tiles_per_cell = max(1, task.n_tokens // (_CELLS * tile))
+    marks = _Marks(tile * tiles_per_cell)
     for query, key in _span_pairs(task.spans, pairs, marks):
         _mark(query, key, pairs, marks)
-    cells = (Interval(a * marks.cell, b * marks.cell) for a, b in ones(marks.marked))
+    runs = ones(marks.marked)
+    cells = (Interval(start * marks.cell, stop * marks.cell) for start, stop in runs)
     return union(cells, gap=_WORTH_A_CUT)
 
 
@@ -95,17 +102,23 @@ class _Marks:
     cell: int
     marked: int = 0
 
-    def of(self, intervals: Iterable[tuple[int, int]]) -> int:
+    def cells_of(self, intervals: Iterable[tuple[int, int]]) -> int:
         """The cells that ``intervals`` touch, as bits."""
-        found = 0
+        bits = 0
         for start, stop in intervals:
+            first = start // self.cell
+            last = (stop - 1) // self.cell
             # All bits from the first one that is touched to the last.
-            found |= (2 << (stop - 1) // self.cell) - (1 << start // self.cell)
-        return found
+            bits |= (2 << last) - (1 << first)
+        return bits
+
+    def mark(self, intervals: Iterable[tuple[int, int]]) -> None:
+        """Mark all cells of ``intervals``."""
+        self.marked |= self.cells_of(intervals)
 
     def have(self, intervals: Iterable[tuple[int, int]]) -> bool:
         """Whether all cells of ``intervals`` are marked already."""
-        return not self.of(intervals) & ~self.marked
+        return not self.cells_of(intervals) & ~self.marked
 
 
 def _span_pairs(
@@ -117,22 +130,23 @@ def _span_pairs(
     """
 
     def verdict(block: Ranges) -> Verdict:
-        (q0, q1), (k0, k1) = block
-        query, key = spans[q0], spans[k0]
-        single = q1 - q0 == 1 and k1 - k0 == 1
-        if single and query.bits & key.bits:
+        queries = spans[block.queries.start : block.queries.stop]
+        keys = spans[block.keys.start : block.keys.stop]
+        is_one_pair = len(queries) == len(keys) == 1
+        if is_one_pair and queries[0].bits & keys[0].bits:
             return EMPTY
-        tokens = Ranges.of(query.start, spans[q1 - 1].stop, key.start, spans[k1 - 1].stop)
+        tokens = Ranges.of(queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop)
         if pairs.of(tokens) is EMPTY:
             return EMPTY
-        if single:
+        if is_one_pair:
             return FULL
-        inside = ((span.start, span.stop) for span in (*spans[q0:q1], *spans[k0:k1]))
-        return EMPTY if marks.have(inside) else PARTIAL
+        intervals = ((span.start, span.stop) for span in (*queries, *keys))
+        return EMPTY if marks.have(intervals) else PARTIAL
 
-    for (queries, keys), found in walk(Ranges.of(0, len(spans), 0, len(spans)), verdict, quarters):
-        if found is FULL:
-            yield spans[queries.start], spans[keys.start]
+    all_spans = Ranges.of(0, len(spans), 0, len(spans))
+    for block, block_verdict in walk(all_spans, verdict, quarters):
+        if block_verdict is FULL:
+            yield spans[block.queries.start], spans[block.keys.start]
 
 
 def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
@@ -141,7 +155,7 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
     def verdict(block: Ranges) -> Verdict:
         return EMPTY if marks.have(block) else pairs.of(block)
 
-    whole = Ranges.of(query.start, query.stop, key.start, key.stop)
-    for block, found in walk(whole, verdict, lambda block: quarters(block, marks.cell)):
-        if found is not EMPTY:
-            marks.marked |= marks.of(block)
+    all_pairs = Ranges.of(query.start, query.stop, key.start, key.stop)
+    for block, block_verdict in walk(all_pairs, verdict, lambda b: quarters(b, marks.cell)):
+        if block_verdict is not EMPTY:
+            marks.mark(block)

@@ -1,0 +1,108 @@
+"""The tile census: how many score tiles are masked, clear or mixed (paper, Appendix A.2).
+
+A tile is *clear* if its rows and its columns have no group bit in common, *masked* if one bit is in
+all of its rows and all of its columns, else *mixed*. Two numbers for the rows and two for the
+columns decide it: the bitwise OR and the bitwise AND of their group bits. Under a mask a tile has
+to be kept by the mask as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_, or_
+
+from quorum_attention.counts import whole_number
+from quorum_attention.decomposition.decomposition import Task
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.decomposition.pairs import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Pairs,
+    Ranges,
+    Verdict,
+    both,
+    quarters,
+    walk,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Shares of score tiles (fractions of one).
+
+    Attributes:
+        masked: no pair is kept.
+        clear: every pair is kept.
+        mixed: pairs have to be tested one by one.
+        tiles: how many there are of all kinds.
+    """
+
+    masked: float
+    clear: float
+    mixed: float
+    tiles: int
+
+
+def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
+    """Counts the tiles of all ``tasks`` together.
+
+    Args:
+        pairs: which pairs the call keeps; if causal, only tiles on or below the diagonal are
+            counted, and one on the diagonal is told by its other rules.
+        tile: tokens along each side of a tile.
+
+    Raises:
+        ValueError: ``tile`` is no whole number from 1.
+    """
+    tile = whole_number(tile, "tile", 1)
+    counts: Counter[Verdict] = Counter()
+    for task in tasks:
+        counts += _tiles_of(task, pairs, tile)
+    tiles = sum(counts.values())
+    n = max(1, tiles)
+    return Census(counts[EMPTY] / n, counts[FULL] / n, counts[PARTIAL] / n, tiles)
+
+
+def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:
+    """The verdicts of a task's tiles, by group bits and mask; in blocks of tiles that are alike."""
+    counts: Counter[Verdict] = Counter()
+    # Whether a tile is above the diagonal is told by its number, so that shares are of whole tiles.
+    mask_verdict = replace(pairs, is_causal=False).of
+    # The group bits of the spans in each row of tiles.
+    bits_by_line = [
+        [span.bits for span in task.between(start, start + tile)]
+        for start in range(0, task.n_tokens, tile)
+    ]
+
+    def bits_of(lines: Interval) -> list[int]:
+        return [bits for line in bits_by_line[lines.start : lines.stop] for bits in line]
+
+    def positions(lines: Interval) -> Interval:
+        stop = min(lines.stop * tile, task.n_tokens)
+        segments = task.segments(lines.start * tile, stop)
+        return Interval(segments[0].start, segments[-1].stop)
+
+    def verdict(block: Ranges) -> Verdict:
+        rows, columns = block
+        if pairs.is_causal and columns.stop - 1 > rows.start:
+            return EMPTY if columns.start >= rows.stop else PARTIAL
+        row_bits = bits_of(rows)
+        column_bits = bits_of(columns)
+        if reduce(and_, row_bits) & reduce(and_, column_bits):
+            return EMPTY
+        has_common_bit = reduce(or_, row_bits) & reduce(or_, column_bits)
+        by_bits = PARTIAL if has_common_bit else FULL
+        return both(by_bits, mask_verdict(Ranges(positions(rows), positions(columns))))
+
+    n_lines = len(bits_by_line)
+    if not n_lines:
+        return counts
+    for block, kind in walk(Ranges.of(0, n_lines, 0, n_lines), verdict, quarters):
+        is_above_diagonal = pairs.is_causal and block.keys.start >= block.queries.stop
+        if not is_above_diagonal:
+            counts[kind] += block.queries.length * block.keys.length
+    return counts
